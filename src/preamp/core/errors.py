@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Errors that a user can cause, and the one form in which they are worded.
+
+Every message has three parts: what was got, what is allowed, what to do. Bad values raise
+``ValueError`` and bad types ``TypeError``; the classes here are for what the builtins do not say.
+"""
+
+from __future__ import annotations
+
+
+class PreampError(RuntimeError):
+    """Base class of preamp's own errors; a ``RuntimeError``, as scripts written for Apex expect."""
+
+
+class PreampStateError(PreampError):
+    """A call came in an order, or for an object, that cannot work."""
+
+
+class PreampPolicyError(PreampError):
+    """An opt level is unknown, or an override contradicts it."""
+
+
+class PreampUnavailableError(PreampError):
+    """What was asked for by name needs hardware or a package that is not here."""
+
+
+class LossScaleError(PreampError):
+    """Dynamic loss scaling cannot go on: the scale hit its minimum, or too many steps in a row
+    were skipped."""
+
+
+def message(got: str, allowed: str, do: str) -> str:
+    """Join the three parts of an error message into sentences.
+
+    Args:
+        got: What the caller passed or did.
+        allowed: What would have been accepted.
+        do: The way out.
+
+    Returns:
+        The three parts, each ending in a full stop, separated by single spaces.
+    """
+    return " ".join(f"{part.strip().rstrip('.')}." for part in (got, allowed, do))

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How a model or an optimizer knows its engine without carrying it along."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Link(Generic[T]):
+    """A reference that stays behind when its holder is copied or pickled.
+
+    Hooks and attributes on a user's model need the engine, but ``copy.deepcopy(model)`` and
+    ``torch.save(model)`` must yield a model of its own, not a second handle on the engine.
+
+    Attributes:
+        target: The object referred to, or ``None`` in a copy and after `cut`.
+    """
+
+    __slots__ = ("target",)
+
+    def __init__(self, target: T | None = None) -> None:
+        """Refer to ``target``."""
+        self.target: T | None = target
+
+    def cut(self) -> None:
+        """Forget the target."""
+        self.target = None
+
+    def __copy__(self) -> Link[T]:
+        """A shallow copy refers to nothing."""
+        return Link()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Link[T]:
+        """A deep copy refers to nothing."""
+        return Link()
+
+    def __reduce__(self) -> tuple[type[Link[T]], tuple[()]]:
+        """A pickled link refers to nothing."""
+        return (Link, ())

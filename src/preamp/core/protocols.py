@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What lower rooms ask of higher ones, as types."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class MasterLookup(Protocol):
+    """Finds the float32 master of a half parameter."""
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether there is any master at all."""
+        ...
+
+    def master_of(self, half: torch.Tensor) -> torch.Tensor | None:
+        """Return the master of ``half``, or ``None`` if it has none."""
+        ...

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Cast the tensors inside a forward's arguments or results.
+
+Containers keep their type: named tuples, dataclasses, ``dict`` subclasses (such as the output
+classes of model libraries), ``deque`` with its ``maxlen``. ``torch.utils._pytree`` is private and
+turns unknown containers into leaves, which is why this small mapping exists.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+
+LeafFn = Callable[[Any], Any]
+
+_ATOMS = (str, bytes, int, float, complex, type(None), type, torch.Size, torch.nn.Module)
+
+
+def map_leaves(fn: LeafFn, value: Any) -> Any:
+    """Return ``value`` with ``fn`` applied to every leaf in it.
+
+    Args:
+        fn: Called with each tensor, and with each object that has a ``to`` method and is not a
+            mapping (a user's batch class, a packed sequence).
+        value: Leaf, container, or anything else. Strings, numbers, ``None``, modules, ranges,
+            numpy arrays and other unknown objects come back as they are. An iterator comes back
+            as a generator that maps on the way.
+
+    Returns:
+        The mapped value. A container in which nothing changed is returned itself, so identity
+        survives where it can. Nothing is modified in place.
+    """
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, _ATOMS):
+        return value
+    if isinstance(value, Mapping):
+        return _map_mapping(fn, cast("Mapping[Any, Any]", value))
+    if hasattr(value, "to"):
+        return fn(value)
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        return _map_sequence(fn, cast("list[Any]", value))
+    if dataclasses.is_dataclass(value):
+        return _map_dataclass(fn, value)
+    if isinstance(value, Iterator):
+        return (map_leaves(fn, item) for item in cast("Iterator[Any]", value))
+    return value
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with every floating-point tensor in it cast to ``dtype``.
+
+    Integer, bool and complex tensors stay as they are. An object with a ``to`` method is cast by
+    ``value.to(dtype)``, the extension point for batch classes.
+
+    Args:
+        value: Tensor, container or any other object; see `map_leaves`.
+        dtype: Target dtype, differentiable like ``Tensor.to``.
+    """
+
+    def cast_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point():
+            return leaf
+        return leaf.to(dtype)
+
+    return map_leaves(cast_leaf, value)
+
+
+def _unchanged(old: list[Any], new: list[Any]) -> bool:
+    return all(a is b for a, b in zip(old, new, strict=True))
+
+
+def _map_sequence(fn: LeafFn, value: Any) -> Any:
+    items: list[Any] = list(value)
+    mapped = [map_leaves(fn, item) for item in items]
+    if _unchanged(items, mapped):
+        return value
+    if isinstance(value, collections.deque):
+        return collections.deque(mapped, maxlen=cast("collections.deque[Any]", value).maxlen)
+    if hasattr(value, "_fields"):  # a named tuple takes its items one by one
+        return type(value)(*mapped)
+    return type(value)(mapped)
+
+
+def _map_mapping(fn: LeafFn, value: Mapping[Any, Any]) -> Any:
+    mapped = {key: map_leaves(fn, item) for key, item in value.items()}
+    if _unchanged(list(value.values()), list(mapped.values())):
+        return value
+    if type(value) is dict:
+        return mapped
+    # A subclass may have attributes and a constructor of its own: copy it, then replace items.
+    twin = cast("dict[Any, Any]", copy.copy(value))
+    for key, item in mapped.items():
+        twin[key] = item
+    return twin
+
+
+def _map_dataclass(fn: LeafFn, value: Any) -> Any:
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    old = [getattr(value, name) for name in names]
+    mapped = [map_leaves(fn, item) for item in old]
+    if _unchanged(old, mapped):
+        return value
+    twin = copy.copy(value)
+    for name, item in zip(names, mapped, strict=True):
+        object.__setattr__(twin, name, item)  # also reaches frozen dataclasses
+    return twin

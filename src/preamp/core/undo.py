@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Remember how to take things back, in reverse order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Removable(Protocol):
+    """Anything that one ``remove()`` takes away again, such as torch's hook handles."""
+
+    def remove(self) -> None:
+        """Take it away; a second call does nothing."""
+        ...
+
+
+class UndoStack:
+    """Steps that restore what was changed; used when `initialize` fails and by ``close``."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._steps: list[Callable[[], Any]] = []
+
+    def push(self, step: Callable[[], Any]) -> None:
+        """Add a step that takes the latest change back."""
+        self._steps.append(step)
+
+    def hold(self, *handles: Removable) -> None:
+        """Add ``handle.remove`` for each handle."""
+        for handle in handles:
+            self.push(handle.remove)
+
+    def unwind(self) -> None:
+        """Run all steps, last change first, and forget them."""
+        while self._steps:
+            self._steps.pop()()
+
+
+_MISSING = object()
+
+
+def set_attribute(owner: Any, name: str, value: Any, undo: UndoStack) -> None:
+    """Set an instance attribute so that ``undo`` restores what was in the instance before.
+
+    An attribute that only the class had is deleted again, not copied onto the instance. If
+    somebody replaced the value in the meantime, theirs stays.
+    """
+    before = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+
+    def restore() -> None:
+        if vars(owner).get(name, _MISSING) is not value:
+            return
+        if before is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+    undo.push(restore)

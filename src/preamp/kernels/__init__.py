@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Stateless arithmetic on lists of tensors, by back end."""
+
+from preamp.kernels.dispatch import BACKENDS as BACKENDS
+from preamp.kernels.dispatch import backend as backend
+from preamp.kernels.dispatch import explain as explain
+from preamp.kernels.ops import OP_NAMES as OP_NAMES
+from preamp.kernels.ops import Census as Census
+from preamp.kernels.ops import Ops as Ops

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""All masters of one optimizer, and their exchange with its ``param_groups``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from preamp.core.dtypes import is_half
+from preamp.kernels import Ops
+from preamp.optim.twin import MasterParameter, Twin
+
+Group = dict[str, Any]
+NameOf = Callable[[torch.Tensor], str]
+
+
+class Masters:
+    """The twins of an optimizer.
+
+    The optimizer's group dicts, their ``params`` lists and its ``state`` keep their identity:
+    schedulers and optimizers hold references to them. Only list entries are exchanged.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, ops: Ops, name_of: NameOf) -> None:
+        """Start without masters; `adopt` makes them."""
+        self._optimizer = optimizer
+        self._ops = ops
+        self._name_of = name_of
+        self._by_half: dict[int, Twin] = {}
+
+    def __iter__(self) -> Iterator[Twin]:
+        """Iterate over the twins in the order they were made."""
+        return iter(self._by_half.values())
+
+    def __len__(self) -> int:
+        """How many masters there are."""
+        return len(self._by_half)
+
+    def of_half(self, half: torch.Tensor) -> Twin | None:
+        """Return the twin of a model parameter, or ``None``."""
+        return self._by_half.get(id(half))
+
+    def adopt(self, originals: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Give every trainable half parameter in the optimizer a master, if it has none.
+
+        Called again before each backward and step: a parameter that was frozen at first gets
+        its master when it is unfrozen.
+
+        Args:
+            originals: float32 values from before the cast, by ``id(parameter)``. Their storage
+                becomes the master's. Without one the half value is widened.
+        """
+        for group in self._optimizer.param_groups:
+            params: list[Any] = group["params"]
+            for index, param in enumerate(params):
+                if is_half(param) and param.requires_grad:
+                    params[index] = self._adopt_one(param, (originals or {}).get(id(param)))
+
+    def _adopt_one(self, half: Any, original: torch.Tensor | None) -> MasterParameter:
+        twin = self._by_half.get(id(half))
+        if twin is None:
+            data = half.detach().float() if original is None else original.float()
+            twin = Twin(half, data, self._name_of(half), self._ops)
+            self._by_half[id(half)] = twin
+        state: dict[Any, Any] = self._optimizer.state
+        if half in state:
+            state[twin.master] = cast_state(state.pop(half), twin.master)
+        return twin.master
+
+    def release(self) -> None:
+        """Put the model parameters back into the groups, and the state under them."""
+        state: dict[Any, Any] = self._optimizer.state
+        for group in self._optimizer.param_groups:
+            params: list[Any] = group["params"]
+            for index, param in enumerate(params):
+                twin = getattr(param, "twin", None)
+                if isinstance(twin, Twin) and twin is self._by_half.get(id(twin.half)):
+                    params[index] = twin.half
+                    if param in state:
+                        state[twin.half] = state.pop(param)
+        for twin in self:
+            twin.master.twin = None
+        self._by_half.clear()
+
+    def absorb_external_writes(self) -> None:
+        """Let every master see what was written to its half weight from outside."""
+        for twin in self:
+            twin.absorb_external_write()
+
+    def write_halves(self) -> None:
+        """Round every master into its half weight; the invariant after every step."""
+        twins = list(self)
+        with torch.no_grad():
+            self._ops.cast_copy_(
+                [twin.master.detach() for twin in twins], [twin.half.detach() for twin in twins]
+            )
+        for twin in twins:
+            twin.note_written()
+
+
+def cast_state(state: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """Cast the floating tensors of a parameter's state that have its shape to its dtype.
+
+    Step counters and other tensors of another shape stay as they are.
+    """
+    for key, value in state.items():
+        if (
+            isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and value.shape == param.shape
+            and key != "step"
+            and value.dtype != param.dtype
+        ):
+            state[key] = value.to(param.dtype)
+    return state

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A half parameter and its float32 master: one weight in two precisions.
+
+The master's gradient is lazy. After a backward the half gradient stays where autograd put it, on
+the half parameter, and the twin only notes its scale. Reading ``master.grad`` unscales it into
+float32 then; a script that never reads it never pays for it.
+
+What the script does to the half gradient in between counts: setting it to ``None`` or zeroing it
+drops the gradient, assigning another tensor replaces it. Changing it in place is refused, since
+it is still multiplied by the loss scale and clipping it would be wrong without anyone noticing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from preamp.core.dtypes import dtype_name
+from preamp.core.errors import PreampStateError, message
+from preamp.kernels import Ops
+
+
+class MasterParameter(torch.nn.Parameter):
+    """The float32 master of a half parameter, as found in ``optimizer.param_groups``.
+
+    A leaf like any parameter; only ``grad`` is special: it is made from the half gradient when
+    it is first read. Copies and pickles are plain parameters without a twin.
+    """
+
+    twin: Twin | None = None
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The unscaled float32 gradient, or ``None``."""
+        if self.twin is not None:
+            self.twin.materialize()
+        return torch.Tensor.grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if self.twin is not None:
+            self.twin.forget_half_gradient()
+        torch.Tensor.grad.__set__(self, value)
+
+    @property
+    def has_materialized_grad(self) -> bool:
+        """Whether a float32 gradient exists already; asking does not make one."""
+        return torch.Tensor.grad.__get__(self) is not None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain parameter, so that files load without preamp."""
+        return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class Twin:
+    """Binds a half parameter to its master and keeps the books on their gradients.
+
+    Attributes:
+        half: The model's parameter, float16 or bfloat16.
+        master: The optimizer's parameter, float32.
+        name: Qualified name for messages.
+    """
+
+    __slots__ = (
+        "_factor",
+        "_ops",
+        "_open",
+        "_seen",
+        "_seen_version",
+        "_written",
+        "half",
+        "master",
+        "name",
+    )
+
+    def __init__(self, half: torch.nn.Parameter, data: torch.Tensor, name: str, ops: Ops) -> None:
+        """Make the master of ``half``.
+
+        Args:
+            half: Half parameter of the model.
+            data: float32 tensor that becomes the master's storage; not copied.
+            name: Qualified name for messages.
+            ops: Back end for the arithmetic.
+        """
+        self.half = half
+        self.name = name
+        self._ops = ops
+        self.master = MasterParameter(data, requires_grad=half.requires_grad)
+        self.master.twin = self
+        # The half gradient the twin knows of, and the factor still to be applied to it. No
+        # factor means that the master's gradient has it already (or that a step used it up).
+        self._seen: torch.Tensor | None = None
+        self._seen_version = 0
+        self._factor: torch.Tensor | None = None
+        # While a backward is under way its half gradient is scaled and incomplete: nobody's yet.
+        self._open = False
+        self._written = (half.data_ptr(), half._version)
+
+    # -- gradients ---------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The half gradient and its factor, if it is not in the master's gradient yet."""
+        if self._open:
+            return None
+        self._reconcile()
+        if self._seen is None or self._factor is None:
+            return None
+        return self._seen, self._factor
+
+    def collect(self, factor: torch.Tensor) -> None:
+        """Note the half gradient as it is now, to be multiplied by ``factor``; add nothing yet."""
+        self._open = False
+        self._see(self.half.grad, factor)
+
+    def multiply_pending(self, factor: torch.Tensor) -> None:
+        """Multiply a gradient that is still pending, without touching its memory."""
+        if self._factor is not None:
+            self._factor = self._factor * factor.to(self._factor.device)
+
+    def materialize(self) -> None:
+        """Bring the master's gradient up to date: ``grad += float32(half.grad) * factor``."""
+        pending = self.pending
+        if pending is None:
+            return
+        half_grad, factor = pending
+        base = self._base_grad
+        wide = self._ops.widen_add([half_grad], [factor], [base])[0]
+        self._factor = None
+        if base is None:
+            torch.Tensor.grad.__set__(self.master, wide)
+
+    def set_aside(self) -> None:
+        """Begin a backward: what is known moves to the master's gradient, the half one is cleared."""
+        self.materialize()
+        self.half.grad = None
+        self._see(None, None)
+        self._open = True
+
+    def put_back(self) -> None:
+        """The backward failed: drop what it left; the master's gradient has the earlier value."""
+        self.forget_half_gradient()
+
+    def drop(self) -> None:
+        """Clear both gradients."""
+        self.forget_half_gradient()
+        torch.Tensor.grad.__set__(self.master, None)
+
+    def spend(self) -> None:
+        """After a step: the master's gradient goes, the half gradient stays but is used up."""
+        torch.Tensor.grad.__set__(self.master, None)
+        self._see(self.half.grad, None)
+
+    def zero_half_gradient(self) -> None:
+        """``zero_grad(set_to_none=False)`` for the half side."""
+        if self.half.grad is not None:
+            self.half.grad.detach_().zero_()
+        self._open = False
+        self._see(None, None)
+
+    def forget_half_gradient(self) -> None:
+        """The master's gradient was assigned: what the half gradient held no longer counts.
+
+        Assigning ``None`` this way is how ``optimizer.zero_grad`` reaches the model's side.
+        """
+        self.half.grad = None
+        self._open = False
+        self._see(None, None)
+
+    @property
+    def _base_grad(self) -> torch.Tensor | None:
+        return torch.Tensor.grad.__get__(self.master)
+
+    def _see(self, half_grad: torch.Tensor | None, factor: torch.Tensor | None) -> None:
+        self._seen = half_grad
+        self._seen_version = 0 if half_grad is None else half_grad._version
+        self._factor = factor if half_grad is not None else None
+
+    def _reconcile(self) -> None:
+        """Take in what the script did to the half gradient since it was last looked at."""
+        now = self.half.grad
+        if now is self._seen:
+            if now is not None and now._version != self._seen_version:
+                self._accept_zeroing(now)
+            return
+        if now is None:
+            self._see(None, None)
+            torch.Tensor.grad.__set__(self.master, None)
+        elif self._seen is None:
+            # A backward outside scale_loss: the gradient is what it is, with no scale on it.
+            self._see(now, now.new_ones((), dtype=torch.float32))
+        else:
+            factor = self._factor
+            if factor is None:
+                factor = now.new_ones((), dtype=torch.float32)
+            torch.Tensor.grad.__set__(self.master, None)
+            self._see(now, factor)
+
+    def _accept_zeroing(self, now: torch.Tensor) -> None:
+        if bool(now.any()):
+            raise PreampStateError(
+                message(
+                    f"The {dtype_name(now.dtype)} gradient of {self.name!r} was changed in place "
+                    "after scale_loss, while it was still multiplied by the loss scale",
+                    "After scale_loss the unscaled gradients are those of "
+                    "preamp.master_params(optimizer); on the model's parameters they may be read, "
+                    "zeroed or set to None",
+                    "Clip with preamp.clip_grad_norm_(optimizer, max_norm) or with "
+                    "torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), max_norm)",
+                )
+            )
+        self._see(now, None)
+        torch.Tensor.grad.__set__(self.master, None)
+
+    # -- weights -----------------------------------------------------------------------------
+
+    def note_written(self) -> None:
+        """Remember that the half weight equals the rounded master as of now."""
+        self._written = (self.half.data_ptr(), self.half._version)
+
+    def absorb_external_write(self) -> None:
+        """Take over what was written to the half weight behind the master's back.
+
+        Weight clipping, re-initialisation or ``p.data = ...`` change the half weight; without
+        this the next step would restore the old value. Elements that still equal their rounded
+        master keep the master's full precision. Writes through ``p.data`` (but not assignments
+        to it) do not raise the version and stay unseen.
+        """
+        if self._written == (self.half.data_ptr(), self.half._version):
+            return
+        if self.half.dtype is torch.float32:
+            raise PreampStateError(
+                message(
+                    f"The half parameter {self.name!r} became float32 after initialize",
+                    "A model with master weights keeps the dtypes that initialize gave it",
+                    "Call preamp.engine_of(model).close() before model.float()",
+                )
+            )
+        with torch.no_grad():
+            half = self.half.detach()
+            if self.master.device != half.device:  # model.to(device) after initialize
+                self.master.data = self.master.data.to(half.device)
+            same = self.master.data.to(half.dtype) == half
+            self.master.data.copy_(torch.where(same, self.master.data, half.float()))
+        self.note_written()

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The frozen record of everything ``initialize`` decides about precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Scope = Literal["thread", "model"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """One engine's decisions; the rows of ``OPT_LEVELS`` are the defaults.
+
+    Attributes:
+        opt_level: ``"O0"`` to ``"O5"``.
+        brief: One sentence that names the level.
+        enabled: False means that every call is a pass-through.
+        cast_model_type: dtype the models' weights and inputs are cast to; ``None`` leaves them.
+        patch_torch_functions: Whether functions are cast one by one (O1, O4).
+        patch_torch_functions_type: The half dtype of those casts.
+        keep_batchnorm_fp32: Whether affine batch norms stay in float32; ``None`` where no model
+            is cast.
+        master_weights: Whether the optimizer updates float32 masters of half parameters.
+        loss_scale: ``"dynamic"`` or a constant factor.
+        min_loss_scale: Floor of the dynamic scale; ``None`` for the built-in limit.
+        max_loss_scale: Ceiling of the dynamic scale.
+        cast_model_outputs: dtype of the models' floating outputs; ``None`` means float32 where
+            a model is cast and untouched elsewhere.
+        scope: Where function casts hold: in the whole thread, or in the models' forward only.
+        max_consecutive_skips: Skipped steps in a row after which ``step`` raises; ``None`` for
+            never.
+    """
+
+    opt_level: str
+    brief: str
+    enabled: bool = True
+    cast_model_type: torch.dtype | None = None
+    patch_torch_functions: bool = False
+    patch_torch_functions_type: torch.dtype | None = None
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool = False
+    loss_scale: float | Literal["dynamic"] = 1.0
+    min_loss_scale: float | None = None
+    max_loss_scale: float | None = 2.0**24
+    cast_model_outputs: torch.dtype | None = None
+    scope: Scope = "thread"
+    max_consecutive_skips: int | None = 50
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self.loss_scale == "dynamic"
+
+    @property
+    def half_dtype(self) -> torch.dtype | None:
+        """The half dtype this policy computes in, or ``None`` at full precision."""
+        for dtype in (self.patch_torch_functions_type, self.cast_model_type):
+            if dtype in (torch.float16, torch.bfloat16):
+                return dtype
+        return None
+
+    def replace(self, **changes: object) -> Policy:
+        """Return a copy with ``changes`` applied; the record itself never changes."""
+        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]

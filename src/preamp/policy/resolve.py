@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Turn an opt level and the user's overrides into one `Policy`, or refuse.
+
+``None`` never overrides anything: a level's default can only be changed to a value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+import torch
+
+from preamp.core.errors import PreampPolicyError, message
+from preamp.policy.levels import OPT_LEVELS
+from preamp.policy.policy import Policy
+
+_LEVEL_NAMES = ", ".join(repr(name) for name in OPT_LEVELS)
+
+
+def resolve(
+    opt_level: object, overrides: Mapping[str, Any], *, hard_override: bool = False
+) -> Policy:
+    """Return the policy of ``opt_level`` with ``overrides`` applied.
+
+    Args:
+        opt_level: ``"O0"`` to ``"O5"``.
+        overrides: Arguments of ``initialize`` by name; entries that are ``None`` do nothing,
+            except ``max_loss_scale`` and ``max_consecutive_skips``, which are taken as they are.
+        hard_override: Warn instead of refusing where an override contradicts the level.
+
+    Returns:
+        The frozen policy.
+
+    Raises:
+        PreampPolicyError: Unknown level, or an override that contradicts it.
+        TypeError: An override of the wrong type.
+        ValueError: An override of the right type and a wrong value.
+    """
+    policy = level_defaults(opt_level)
+    changes: dict[str, object] = {}
+    refuse = _Refusal(policy.opt_level, hard_override)
+    for name, check in _CHECKS.items():
+        if overrides.get(name) is not None:
+            changes.update(check(policy, overrides[name], refuse))
+    for name in ("max_loss_scale", "max_consecutive_skips"):
+        if name in overrides:
+            changes[name] = overrides[name]
+    return _check_scale_range(policy.replace(**changes))
+
+
+def level_defaults(opt_level: object) -> Policy:
+    """Return the row of ``opt_level``, or raise `PreampPolicyError` naming the levels."""
+    if isinstance(opt_level, str) and opt_level in OPT_LEVELS:
+        return OPT_LEVELS[opt_level]
+    meant = f"O{str(opt_level).lstrip('0oO') or '0'}"
+    hint = f"; here {meant!r} was probably meant" if meant in OPT_LEVELS else ""
+    raise PreampPolicyError(
+        message(
+            f"opt_level={opt_level!r} is not known",
+            f"Choose one of {_LEVEL_NAMES}",
+            f"Levels are strings that begin with the letter O, not the digit zero{hint}",
+        )
+    )
+
+
+class _Refusal:
+    """Refuse an override, or only warn if the caller insists (``hard_override``)."""
+
+    def __init__(self, level: str, only_warn: bool) -> None:
+        self.level = level
+        self.only_warn = only_warn
+
+    def __call__(self, got: str, allowed: str, do: str) -> None:
+        text = message(f"{got} with opt_level={self.level!r}", allowed, do)
+        if not self.only_warn:
+            raise PreampPolicyError(text)
+        warnings.warn(f"{text} Going on because hard_override is set.", stacklevel=2)
+
+
+def _is_function_level(policy: Policy) -> bool:
+    return policy.patch_torch_functions
+
+
+def _cast_model_type(policy: Policy, value: object, refuse: _Refusal) -> dict[str, object]:
+    if value is False:  # the documented way to say "do not cast the model at all"
+        return {"cast_model_type": None}
+    if not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise TypeError(
+            message(
+                f"cast_model_type={value!r} is not a floating-point dtype",
+                "Allowed are torch.float16, torch.bfloat16, torch.float32, torch.float64, "
+                "or False for no cast",
+                "Pass the dtype itself, or leave the argument out for the level's default",
+            )
+        )
+    if _is_function_level(policy):
+        if value is torch.float32:
+            return {}  # the weights of O1 and O4 are float32 already
+        refuse(
+            f"cast_model_type={value!r}",
+            "O1 and O4 keep the weights in float32 and cast function by function",
+            "Leave cast_model_type out, or choose opt_level='O2' or 'O3' ('O5' for bfloat16)",
+        )
+    return {"cast_model_type": value}
+
+
+def _patch_torch_functions(policy: Policy, value: object, refuse: _Refusal) -> dict[str, object]:
+    on = parse_bool("patch_torch_functions", value)
+    if on and not _is_function_level(policy):
+        refuse(
+            "patch_torch_functions=True",
+            "Functions are cast one by one at O1 (float16) and O4 (bfloat16) only",
+            "Choose opt_level='O1' or 'O4', or leave patch_torch_functions out",
+        )
+    if not on:
+        return {"patch_torch_functions": False, "patch_torch_functions_type": None}
+    dtype = policy.patch_torch_functions_type or torch.float16
+    return {"patch_torch_functions": True, "patch_torch_functions_type": dtype}
+
+
+def _patch_type(policy: Policy, value: object, refuse: _Refusal) -> dict[str, object]:
+    allowed = policy.patch_torch_functions_type
+    if value is not allowed:
+        refuse(
+            f"patch_torch_functions_type={value!r}",
+            "O1 casts functions to torch.float16, O4 to torch.bfloat16, other levels to nothing",
+            "Choose opt_level='O1' or 'O4' by the dtype you want",
+        )
+    return {"patch_torch_functions_type": value}
+
+
+def _keep_batchnorm(policy: Policy, value: object, refuse: _Refusal) -> dict[str, object]:
+    if _is_function_level(policy):
+        refuse(
+            f"keep_batchnorm_fp32={value!r}",
+            "O1 and O4 keep all weights in float32, batch norm included",
+            "Leave keep_batchnorm_fp32 out",
+        )
+    return {"keep_batchnorm_fp32": parse_bool("keep_batchnorm_fp32", value)}
+
+
+def _master_weights(policy: Policy, value: object, refuse: _Refusal) -> dict[str, object]:
+    if _is_function_level(policy):
+        refuse(
+            f"master_weights={value!r}",
+            "O1 and O4 keep the weights in float32, so there is nothing to keep a master of",
+            "Leave master_weights out, or choose opt_level='O2' ('O5' for bfloat16)",
+        )
+    return {"master_weights": parse_bool("master_weights", value)}
+
+
+def _loss_scale(_: Policy, value: object, __: _Refusal) -> dict[str, object]:
+    return {"loss_scale": parse_scale("loss_scale", value)}
+
+
+def _min_loss_scale(_: Policy, value: object, __: _Refusal) -> dict[str, object]:
+    # Any falsy value means "no floor", as scripts that pass 0 from a flag expect.
+    return {"min_loss_scale": parse_number("min_loss_scale", value) or None}
+
+
+def _cast_outputs(_: Policy, value: object, __: _Refusal) -> dict[str, object]:
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return {"cast_model_outputs": value}
+    raise TypeError(
+        message(
+            f"cast_model_outputs={value!r} is not a floating-point dtype",
+            "Allowed is a dtype such as torch.float32 or torch.float16",
+            "Pass the dtype itself, or leave the argument out for float32 outputs",
+        )
+    )
+
+
+def _scope(_: Policy, value: object, __: _Refusal) -> dict[str, object]:
+    if value in ("thread", "model"):
+        return {"scope": value}
+    raise ValueError(
+        message(
+            f"scope={value!r} is not known",
+            "Allowed are 'thread' (casts hold in the whole thread) and 'model' (casts hold "
+            "inside the models' forward only)",
+            "Choose one of the two",
+        )
+    )
+
+
+_CHECKS = {
+    "cast_model_type": _cast_model_type,
+    "patch_torch_functions": _patch_torch_functions,
+    "patch_torch_functions_type": _patch_type,
+    "keep_batchnorm_fp32": _keep_batchnorm,
+    "master_weights": _master_weights,
+    "loss_scale": _loss_scale,
+    "min_loss_scale": _min_loss_scale,
+    "cast_model_outputs": _cast_outputs,
+    "scope": _scope,
+}
+
+
+def parse_bool(name: str, value: object) -> bool:
+    """Return ``value`` as a bool; the strings ``"True"`` and ``"False"`` come from flags."""
+    if isinstance(value, bool):
+        return value
+    if value in ("True", "False"):
+        return value == "True"
+    raise TypeError(
+        message(
+            f"{name}={value!r} is not a truth value",
+            "Allowed are True, False, 'True' and 'False'",
+            "Pass one of them, or leave the argument out for the level's default",
+        )
+    )
+
+
+def parse_scale(name: str, value: object) -> float | Literal["dynamic"]:
+    """Return ``"dynamic"`` or a positive finite float; numeric strings come from flags."""
+    return "dynamic" if value == "dynamic" else parse_number(name, value, positive=True)
+
+
+def parse_number(name: str, value: object, *, positive: bool = False) -> float:
+    """Return ``value`` as a finite float that is not negative (or not zero either)."""
+    try:
+        number = float(cast("float | str", value))
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isfinite(number) and (number > 0 if positive else number >= 0):
+        return number
+    choices = "'dynamic' or a positive number" if name == "loss_scale" else "a positive number"
+    raise ValueError(
+        message(
+            f"{name}={value!r} cannot be used",
+            f"Allowed is {choices}, also as a string such as '128.0'",
+            "Pass a power of two if in doubt: scaling by it is exact",
+        )
+    )
+
+
+def _check_scale_range(policy: Policy) -> Policy:
+    """Check what only the whole policy shows: the range of a dynamic scale, and the limits."""
+    limit = policy.max_consecutive_skips
+    if limit is not None and (not isinstance(cast("object", limit), int) or limit < 1):
+        raise ValueError(
+            message(
+                f"max_consecutive_skips={limit!r} cannot be used",
+                "Allowed is a whole number from 1, or None for no limit",
+                "Pass the number of skipped steps in a row after which training should stop",
+            )
+        )
+    if not policy.is_dynamic:
+        return policy
+    if policy.max_loss_scale is None:
+        raise TypeError(
+            message(
+                "max_loss_scale=None with a dynamic loss scale",
+                "A dynamic scale needs a ceiling, or it grows to infinity on a tiny loss",
+                "Leave max_loss_scale out (2**24) or pass a number",
+            )
+        )
+    ceiling = parse_number("max_loss_scale", policy.max_loss_scale, positive=True)
+    floor = policy.min_loss_scale
+    if floor is not None and floor > ceiling:
+        raise ValueError(
+            message(
+                f"min_loss_scale={floor} is above max_loss_scale={ceiling}",
+                "The floor of the loss scale must not be above its ceiling",
+                "Lower min_loss_scale or raise max_loss_scale",
+            )
+        )
+    return policy.replace(max_loss_scale=ceiling)
+
+
+def describe_overrides(policy: Policy) -> list[tuple[str, object, object]]:
+    """Return ``(field, level default, value)`` for every field that differs from its level."""
+    default = OPT_LEVELS[policy.opt_level]
+    return [
+        (field.name, getattr(default, field.name), getattr(policy, field.name))
+        for field in dataclasses.fields(Policy)
+        if getattr(default, field.name) != getattr(policy, field.name)
+    ]
