@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Mixed-precision training for PyTorch in one call.
+
+``model, optimizer = preamp.initialize(model, optimizer, opt_level="O2")`` and
+``with preamp.scale_loss(loss, optimizer) as scaled: scaled.backward()`` are all a training loop
+needs. ``preamp.amp`` has the same under the names of NVIDIA Apex.
+"""
+
+from preamp.casting import bfloat16_function as bfloat16_function
+from preamp.casting import disable_casts as disable_casts
+from preamp.casting import float_function as float_function
+from preamp.casting import half_function as half_function
+from preamp.casting import promote_function as promote_function
+from preamp.casting import register_bfloat16_function as register_bfloat16_function
+from preamp.casting import register_float_function as register_float_function
+from preamp.casting import register_half_function as register_half_function
+from preamp.casting import register_promote_function as register_promote_function
+from preamp.core.errors import LossScaleError as LossScaleError
+from preamp.core.errors import PreampError as PreampError
+from preamp.core.errors import PreampPolicyError as PreampPolicyError
+from preamp.core.errors import PreampStateError as PreampStateError
+from preamp.core.errors import PreampUnavailableError as PreampUnavailableError
+from preamp.engine import Engine as Engine
+from preamp.engine import OverflowCause as OverflowCause
+from preamp.engine import clip_grad_norm_ as clip_grad_norm_
+from preamp.engine import engine_of as engine_of
+from preamp.engine import initialize as initialize
+from preamp.engine import load_state_dict as load_state_dict
+from preamp.engine import master_params as master_params
+from preamp.engine import scale_loss as scale_loss
+from preamp.engine import state_dict as state_dict
+from preamp.policy import OPT_LEVELS as OPT_LEVELS
+from preamp import amp as amp
+from preamp.policy import Policy as Policy
+
+__version__ = "0.1.0.dev0"
+__all__ = [
+    "OPT_LEVELS",
+    "Engine",
+    "LossScaleError",
+    "OverflowCause",
+    "Policy",
+    "PreampError",
+    "PreampPolicyError",
+    "PreampStateError",
+    "PreampUnavailableError",
+    "__version__",
+    "bfloat16_function",
+    "clip_grad_norm_",
+    "disable_casts",
+    "engine_of",
+    "float_function",
+    "half_function",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_bfloat16_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "state_dict",
+]

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Casts of a module's inputs and outputs, as hooks that survive copying and pickling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from preamp.core.pytree import cast_floating
+from preamp.core.undo import Removable
+
+
+class CastInputs:
+    """Forward pre-hook: cast the floating tensors among the arguments to ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Cast to ``dtype``."""
+        self.dtype = dtype
+
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments to call ``forward`` with."""
+        del module
+        cast_kwargs = {name: cast_floating(value, self.dtype) for name, value in kwargs.items()}
+        return tuple(cast_floating(value, self.dtype) for value in args), cast_kwargs
+
+
+class CastOutputs:
+    """Forward hook: cast the floating tensors in the result to ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Cast to ``dtype``."""
+        self.dtype = dtype
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Return the result to hand to the caller."""
+        del module, args
+        return cast_floating(output, self.dtype)
+
+
+class MatchWeightDtype:
+    """Forward pre-hook of a single layer: bring floating inputs to the dtype of its weights.
+
+    A model whose inputs were cast can still make float32 tensors on the way (position codes,
+    masks, a normalisation done in float32 on purpose); a half layer would refuse them.
+    """
+
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments to call ``forward`` with."""
+        weight = next(module.parameters(recurse=True), None)
+        if weight is None or not weight.is_floating_point():
+            return args, kwargs
+        cast_kwargs = {name: cast_floating(value, weight.dtype) for name, value in kwargs.items()}
+        return tuple(cast_floating(value, weight.dtype) for value in args), cast_kwargs
+
+
+def attach_io_casts(
+    module: torch.nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None
+) -> list[Removable]:
+    """Hook the casts of one engine onto a model.
+
+    Args:
+        module: Root of the model; mutated.
+        inputs: dtype for floating arguments, or ``None``.
+        outputs: dtype for floating results, or ``None``.
+
+    Returns:
+        Handles that take the hooks away.
+    """
+    handles: list[Removable] = []
+    if inputs is not None:
+        handles.append(module.register_forward_pre_hook(CastInputs(inputs), with_kwargs=True))
+    if outputs is not None:
+        handles.append(module.register_forward_hook(CastOutputs(outputs)))
+    return handles

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checkpoints of half models hold float32: the masters' exact values, in and out.
+
+The hooks sit on every sub-module, so that ``model.backbone.state_dict()`` is exact too, and each
+looks at its module's own entries only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from preamp.core.dtypes import is_half
+from preamp.core.errors import PreampStateError, message
+from preamp.core.link import Link
+from preamp.core.protocols import MasterLookup
+from preamp.core.undo import Removable
+
+
+class SaveFloat32:
+    """State-dict hook: replace half entries by float32 copies, exact where there is a master."""
+
+    def __init__(self, link: Link[MasterLookup]) -> None:
+        """Look masters up through ``link``; a copied model has none and is widened."""
+        self.link = link
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        """Mutates ``state_dict``; the new entries share no memory with the model."""
+        del metadata
+        lookup = self.link.target
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            value = state_dict.get(prefix + name)
+            if isinstance(value, torch.Tensor) and is_half(value):
+                master = None if lookup is None else lookup.master_of(param)
+                source = value if master is None else master
+                state_dict[prefix + name] = source.detach().to(torch.float32, copy=True)
+        for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
+            value = state_dict.get(prefix + name)
+            if isinstance(value, torch.Tensor) and is_half(value):
+                state_dict[prefix + name] = value.detach().float()
+
+
+class LoadMasters:
+    """Load-state-dict pre-hook: set the masters before the values are rounded to half."""
+
+    def __init__(self, link: Link[MasterLookup]) -> None:
+        """Look masters up through ``link``."""
+        self.link = link
+
+    def __call__(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        *_: Any,
+    ) -> None:
+        """Mutates the masters, and ``state_dict`` so that the half weight is the rounded master.
+
+        Raises:
+            PreampStateError: ``load_state_dict(assign=True)`` would replace the parameters.
+        """
+        lookup = self.link.target
+        if lookup is None or not lookup.has_masters:
+            return
+        if metadata.get("assign_to_params_buffers", False):
+            raise PreampStateError(
+                message(
+                    "load_state_dict(assign=True) on a model with master weights",
+                    "Parameters must keep their identity: the optimizer's masters belong to them",
+                    "Load without assign=True, or load before preamp.initialize",
+                )
+            )
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            value = state_dict.get(prefix + name)
+            master = lookup.master_of(param)
+            if master is None or not isinstance(value, torch.Tensor):
+                continue
+            if value.shape == master.shape:  # torch reports the entries that do not fit
+                with torch.no_grad():
+                    master.copy_(value)
+                state_dict[prefix + name] = master.detach()
+
+
+def attach_state_hooks(model: nn.Module, link: Link[MasterLookup]) -> list[Removable]:
+    """Hook ``model`` and all its sub-modules; returns the handles that undo it."""
+    handles: list[Removable] = []
+    for module in model.modules():
+        handles.append(module.register_state_dict_post_hook(SaveFloat32(link)))
+        handles.append(module.register_load_state_dict_pre_hook(LoadMasters(link)))
+    return handles

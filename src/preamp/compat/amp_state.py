@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The current engine, which Apex's argument-free functions mean. The only process-wide state."""
+
+from __future__ import annotations
+
+from preamp.compat.properties import Properties
+from preamp.compat.scaler import LossScaler
+from preamp.engine import Engine
+
+
+class AmpState:
+    """What scripts read and write as ``amp._amp_state``.
+
+    Attributes:
+        hard_override: Warn instead of refusing contradictory overrides.
+        allow_incoming_model_not_fp32: Accept models that are half already.
+        engine: The latest engine made through ``amp.initialize``, or ``None``.
+        opt_properties: Its policy as Apex showed it.
+        loss_scalers: Its scalers under Apex's names.
+        min_loss_scale: As passed to ``initialize``.
+        max_loss_scale: As passed to ``initialize``.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is initialized."""
+        self.hard_override = False
+        self.allow_incoming_model_not_fp32 = False
+        self.engine: Engine | None = None
+        self.opt_properties = Properties()
+        self.loss_scalers: list[LossScaler] = []
+        self.min_loss_scale: float | None = None
+        self.max_loss_scale: float | None = None
+        self._verbosity = 1
+
+    @property
+    def verbosity(self) -> int:
+        """0 prints nothing, 1 decisions and skipped steps; writing reaches the current engine."""
+        return self._verbosity
+
+    @verbosity.setter
+    def verbosity(self, value: int) -> None:
+        self._verbosity = value
+        if self.engine is not None:
+            self.engine.verbosity = value
+
+    def make_current(self, engine: Engine | None) -> None:
+        """Let the argument-free functions mean ``engine`` from now on."""
+        self.engine = engine
+        self.opt_properties = Properties(None if engine is None else engine.policy)
+        if engine is None or not engine.policy.enabled:
+            return
+        self.loss_scalers = [LossScaler.of(scaler) for scaler in engine.scalers]
+        self.min_loss_scale = engine.policy.min_loss_scale
+        self.max_loss_scale = engine.policy.max_loss_scale
+
+
+amp_state = AmpState()
+"""The one instance; ``preamp.amp._amp_state``."""

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The functions of ``apex.amp``: preamp's own, plus the current engine where Apex meant one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+
+from preamp import engine as rooms
+from preamp.compat.amp_state import amp_state
+from preamp.compat.stash import attach_stashes
+from preamp.core.errors import PreampStateError, message
+from preamp.core.log import say
+from preamp.policy import Scope
+
+_PREFIX = "loss_scaler"
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | Literal[False] | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | str | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = 2.0**24,
+    *,
+    patch_torch_functions_type: torch.dtype | None = None,
+    scope: Scope | None = None,
+) -> Any:
+    """Put models and optimizers into mixed precision; see `preamp.initialize`.
+
+    On top of that the new engine becomes the current one, which ``amp.state_dict()``,
+    ``amp.load_state_dict()`` and ``amp._amp_state`` refer to. ``_amp_state.hard_override`` and
+    ``_amp_state.allow_incoming_model_not_fp32`` are honoured.
+
+    Args:
+        models: A module or a list of modules.
+        optimizers: An optimizer, a list of them, or ``None``.
+        enabled: False turns this and everything after it into a pass-through.
+        opt_level: ``"O0"`` to ``"O5"``.
+        cast_model_type: See `preamp.initialize`.
+        patch_torch_functions: See `preamp.initialize`.
+        keep_batchnorm_fp32: See `preamp.initialize`.
+        master_weights: See `preamp.initialize`.
+        loss_scale: See `preamp.initialize`.
+        cast_model_outputs: See `preamp.initialize`.
+        num_losses: How many losses have a scale of their own.
+        verbosity: 0 prints nothing.
+        min_loss_scale: Floor of a dynamic scale.
+        max_loss_scale: Ceiling of a dynamic scale.
+        patch_torch_functions_type: ROCm's argument; keyword-only, since its fork inserted it in
+            the middle of the positional ones.
+        scope: See `preamp.initialize`.
+
+    Returns:
+        The objects passed in, in the shape they were passed in.
+
+    Raises:
+        PreampPolicyError: Unknown level or contradictory override; a ``RuntimeError``.
+        PreampStateError: A model is half or wrapped, or an optimizer is taken; likewise.
+        TypeError: Wrong kind of argument.
+        ValueError: Right kind, wrong value.
+    """
+    result = rooms.initialize(
+        models,
+        optimizers,
+        enabled,
+        opt_level,
+        cast_model_type,
+        patch_torch_functions,
+        keep_batchnorm_fp32,
+        master_weights,
+        loss_scale,
+        cast_model_outputs,
+        num_losses,
+        verbosity,
+        min_loss_scale,
+        max_loss_scale,
+        patch_torch_functions_type=patch_torch_functions_type,
+        scope=scope,
+        allow_half_model=amp_state.allow_incoming_model_not_fp32,
+        hard_override=amp_state.hard_override,
+    )
+    engine = _engine_among(optimizers, models)
+    if engine is not None and engine.policy.enabled:
+        attach_stashes(engine)
+        engine.on_close(_forget_if_current(engine))
+    amp_state.make_current(engine)
+    amp_state.verbosity = int(verbosity)
+    return result
+
+
+def _engine_among(*given: Any) -> rooms.Engine | None:
+    for things in given:
+        for thing in things if isinstance(things, list) else [things]:
+            engine = rooms.find_engine(thing)
+            if engine is not None:
+                return engine
+    return None
+
+
+def _forget_if_current(engine: rooms.Engine) -> Any:
+    def forget() -> None:
+        if amp_state.engine is engine:
+            amp_state.make_current(None)
+
+    return forget
+
+
+@contextmanager
+def scale_loss(
+    loss: torch.Tensor,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    loss_id: int = 0,
+    model: object = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[torch.Tensor]:
+    """Scale the loss for the backward in the body; see `preamp.scale_loss`.
+
+    Args:
+        loss: Floating tensor.
+        optimizers: One optimizer or a sequence of them.
+        loss_id: Which loss scaler.
+        model: Ignored.
+        delay_unscale: Leave gradients scaled.
+        delay_overflow_check: Check, but adjust the loss scale later.
+
+    Yields:
+        The scaled loss, or ``loss`` itself where amp is off.
+
+    Raises:
+        PreampStateError: ``amp.initialize`` was never called, or not for these optimizers.
+    """
+    members = rooms.as_optimizers(optimizers)
+    if all(rooms.find_engine(optimizer) is None for optimizer in members):
+        if amp_state.engine is None:
+            raise PreampStateError(
+                message(
+                    "amp.scale_loss was called before amp.initialize",
+                    "It takes optimizers that went through amp.initialize",
+                    "Call model, optimizer = amp.initialize(model, optimizer, opt_level=…) "
+                    "before the training loop; enabled=False turns amp off",
+                )
+            )
+        if not amp_state.engine.policy.enabled:
+            yield loss
+            return
+    with rooms.scale_loss(
+        loss, members, loss_id, model, delay_unscale, delay_overflow_check
+    ) as scaled:
+        yield scaled
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the current engine's loss scalers in Apex's format.
+
+    Args:
+        destination: Filled and returned, if given.
+
+    Returns:
+        ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, …}``, empty where amp is off.
+    """
+    result = OrderedDict[str, Any]() if destination is None else destination
+    engine = amp_state.engine
+    if engine is not None and engine.policy.enabled:
+        for index, scaler in enumerate(engine.scalers):
+            result[f"{_PREFIX}{index}"] = scaler.state_dict()
+    return result
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Set the current engine's loss scalers from Apex's format.
+
+    Entries are matched by the number in their key. As in Apex, entries without a scaler and
+    scalers without an entry are told of and left; static scales keep their value.
+
+    Args:
+        state_dict: What `state_dict` returned, here or in Apex.
+
+    Raises:
+        PreampStateError: amp was never initialized and there is something to load, or a key is
+            unknown; nothing was applied.
+        ValueError: An entry cannot be read; nothing was applied.
+    """
+    engine = amp_state.engine
+    if not state_dict or (engine is not None and not engine.policy.enabled):
+        return
+    if engine is None:
+        raise PreampStateError(
+            message(
+                "amp.load_state_dict was called before amp.initialize",
+                "Loss scalers exist from amp.initialize on",
+                "Load models and optimizers in any order, but amp's state after amp.initialize",
+            )
+        )
+    unknown = [key for key in state_dict if not _is_scaler_key(key)]
+    if unknown:
+        raise PreampStateError(
+            message(
+                f"The state has unknown keys {unknown}",
+                f"Allowed are {_PREFIX}0, {_PREFIX}1, …",
+                "Pass what amp.state_dict() returned; nothing was loaded",
+            )
+        )
+    if len(state_dict) != len(engine.scalers):
+        say(
+            f"Warning: state_dict contains {len(state_dict)} entries, while "
+            f"{len(engine.scalers)} loss_scalers are used"
+        )
+    entries = {int(key.removeprefix(_PREFIX)): entry for key, entry in state_dict.items()}
+    complete = {
+        f"{_PREFIX}{index}": entries.get(index, scaler.state_dict())
+        for index, scaler in enumerate(engine.scalers)
+    }
+    for index in sorted(set(entries) - set(range(len(engine.scalers)))):
+        say(f"Skipping loss_scaler[{index}], since num_losses was set to {len(engine.scalers)}")
+    engine.load_state_dict(complete)
+
+
+def _is_scaler_key(key: Any) -> bool:
+    return isinstance(key, str) and key.removeprefix(_PREFIX).isdigit() and key.startswith(_PREFIX)

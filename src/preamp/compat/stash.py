@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``optimizer._amp_stash`` and the private methods that scripts written for Apex call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from preamp.core.undo import set_attribute
+from preamp.engine import Engine
+from preamp.engine.session import OptimizerSession, Stage
+from preamp.optim import MasterParameter
+
+Params = list[torch.Tensor]
+
+
+class AmpStash:
+    """Apex's view of an optimizer's half parameters and masters; lists are made when read."""
+
+    def __init__(self, session: OptimizerSession) -> None:
+        """Show ``session``."""
+        self._session = session
+        self.lazy_init_called = True
+        self.process_zero_grad = True
+
+    def _groups(self) -> Iterator[list[Any]]:
+        for group in self._session.optimizer.param_groups:
+            yield group["params"]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[Params]:
+        """The masters, by group."""
+        return [[p for p in group if isinstance(p, MasterParameter)] for group in self._groups()]
+
+    @property
+    def fp16_groups(self) -> list[Params]:
+        """The half parameters that have masters, by group, in the masters' order."""
+        return [
+            [p.twin.half for p in group if isinstance(p, MasterParameter) and p.twin is not None]
+            for group in self._groups()
+        ]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[Params]:
+        """The trainable parameters without a master, by group."""
+        return [
+            [p for p in group if not isinstance(p, MasterParameter) and p.requires_grad]
+            for group in self._groups()
+        ]
+
+    @property
+    def all_fp16_params(self) -> Params:
+        """All half parameters that have masters."""
+        return [param for group in self.fp16_groups for param in group]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> Params:
+        """All masters."""
+        return [param for group in self.fp32_from_fp16_groups for param in group]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> Params:
+        """All trainable parameters without a master."""
+        return [param for group in self.fp32_from_fp32_groups for param in group]
+
+    @property
+    def all_fp32_params(self) -> Params:
+        """Without masters, Apex's name for what the optimizer updates in float32."""
+        return self.all_fp32_from_fp32_params
+
+    @property
+    def already_patched(self) -> bool:
+        """Whether the next step will be skipped."""
+        return self._session.overflowed()
+
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        """Whether gradients were left scaled by ``delay_unscale``."""
+        return self._session.stage is Stage.SCALED
+
+
+def attach_stashes(engine: Engine) -> None:
+    """Give the engine's optimizers Apex's attributes; ``engine.close()`` removes them."""
+    for session in engine.sessions.values():
+        for name, value in _attributes(session).items():
+            set_attribute(session.optimizer, name, value, engine.undo)
+
+
+def _attributes(session: OptimizerSession) -> dict[str, Any]:
+    return {
+        "_amp_stash": AmpStash(session),
+        "_lazy_init_maybe_master_weights": session.adopt,
+        "_amp_lazy_init": session.adopt,
+        "_master_params_to_model_params": session.write_halves,
+    }

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The lines that ``initialize`` prints; the same as Apex's, which scripts and logs know."""
+
+from __future__ import annotations
+
+from preamp.core.log import say
+from preamp.policy import Policy
+
+_SHOWN = (
+    "enabled",
+    "opt_level",
+    "cast_model_type",
+    "patch_torch_functions",
+    "patch_torch_functions_type",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+)
+
+
+def announce(default: Policy, policy: Policy, verbosity: int) -> None:
+    """Print the level, its defaults, and what the overrides made of them.
+
+    Args:
+        default: The level's row.
+        policy: The row with overrides.
+        verbosity: Nothing is printed at 0.
+    """
+    if verbosity <= 0:
+        return
+    say(f"Selected optimization level {policy.brief}\n")
+    say("Defaults for this optimization level are:")
+    _say_fields(default)
+    say("Processing user overrides (additional kwargs that are not None)...")
+    say("After processing overrides, optimization options are:")
+    _say_fields(policy)
+
+
+def _say_fields(policy: Policy) -> None:
+    for name in _SHOWN:
+        say(f"{name:26} : {getattr(policy, name)}")

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ``initialize`` accepts. Everything is checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from preamp.core.dtypes import dtype_name, is_half
+from preamp.core.errors import PreampStateError, message
+from preamp.engine.lookup import find_engine
+
+
+def as_models(models: Any) -> list[nn.Module]:
+    """Return the models as a list.
+
+    Raises:
+        TypeError: Neither a module nor a list of modules.
+    """
+    if isinstance(models, nn.Module):
+        return [models]
+    if isinstance(models, list):
+        items: list[Any] = models
+        if all(isinstance(item, nn.Module) for item in items):
+            return items
+    raise TypeError(
+        message(
+            f"models is {_describe(models)}",
+            "Allowed is a torch.nn.Module or a list of them",
+            "Pass the model itself, or [model_a, model_b]",
+        )
+    )
+
+
+def as_optimizer_list(optimizers: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers as a list; ``None`` gives an empty one.
+
+    Raises:
+        TypeError: Neither an optimizer nor a list of them.
+    """
+    if optimizers is None:
+        return []
+    if isinstance(optimizers, torch.optim.Optimizer):
+        return [optimizers]
+    if isinstance(optimizers, list):
+        items: list[Any] = optimizers
+        if all(isinstance(item, torch.optim.Optimizer) for item in items):
+            return items
+    raise TypeError(
+        message(
+            f"optimizers is {_describe(optimizers)}",
+            "Allowed is a torch.optim.Optimizer or a list of them",
+            "Pass the optimizer itself, or [optimizer_a, optimizer_b]",
+        )
+    )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        items: Sequence[Any] = value
+        kinds = sorted({type(item).__name__ for item in items})
+        return f"a {type(value).__name__} of {', '.join(kinds) or 'nothing'}"
+    return f"a {type(value).__name__}"
+
+
+def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse an optimizer that is listed twice or has an engine already.
+
+    Raises:
+        PreampStateError: Naming the optimizer.
+    """
+    for index, optimizer in enumerate(optimizers):
+        kind = type(optimizer).__name__
+        if any(optimizer is other for other in optimizers[:index]):
+            raise PreampStateError(
+                message(
+                    f"The same {kind} is listed twice in optimizers",
+                    "Each optimizer may be given once",
+                    "Remove the second mention",
+                )
+            )
+        owner = find_engine(optimizer)
+        if owner is not None and owner.policy.enabled:
+            raise PreampStateError(
+                message(
+                    f"This {kind} went through initialize already (opt_level="
+                    f"{owner.policy.opt_level!r})",
+                    "An optimizer belongs to one engine at a time",
+                    "Call preamp.engine_of(optimizer).close() first, or build a new optimizer",
+                )
+            )
+
+
+def check_not_wrapped(models: Sequence[nn.Module]) -> None:
+    """Refuse models inside DistributedDataParallel or DataParallel.
+
+    Raises:
+        PreampStateError: The wrapper has copied or bucketed the parameters already.
+    """
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    for model in models:
+        if isinstance(model, wrappers):
+            kind = type(model).__name__
+            raise PreampStateError(
+                message(
+                    f"A model is wrapped in {kind} already",
+                    "initialize changes dtypes, which the wrapper must see afterwards",
+                    f"Call preamp.initialize on the bare model first, then {kind}(model)",
+                )
+            )
+
+
+def check_not_half(models: Sequence[nn.Module]) -> None:
+    """Refuse models with half parameters or buffers.
+
+    Raises:
+        PreampStateError: Naming the first half tensor.
+    """
+    for model in models:
+        for kind, tensors in (
+            ("parameter", model.named_parameters()),
+            ("buffer", model.named_buffers()),
+        ):
+            for name, tensor in tensors:
+                if is_half(tensor):
+                    _refuse_half(model, f"{kind} {name!r}", dtype_name(tensor.dtype))
+
+
+def _refuse_half(model: nn.Module, what: str, dtype: str) -> None:
+    owner = find_engine(model)
+    if owner is not None:
+        do = "The model has an engine already: call preamp.engine_of(model).close() first"
+    else:
+        do = (
+            "Do not call model.half() or model.bfloat16(): initialize casts what the level needs. "
+            "If half weights are all there is, pass allow_half_model=True"
+        )
+    raise PreampStateError(
+        message(
+            f"The {what} of {type(model).__name__} is {dtype} before initialize",
+            "Models must come with float32 (or float64) parameters, so that masters can keep them "
+            "exactly",
+            do,
+        )
+    )
+
+
+def check_num_losses(num_losses: Any) -> int:
+    """Return ``num_losses`` if it is a whole number from 0; raises `ValueError` otherwise."""
+    if isinstance(num_losses, int) and not isinstance(num_losses, bool) and num_losses >= 0:
+        return num_losses
+    raise ValueError(
+        message(
+            f"num_losses={num_losses!r} cannot be used",
+            "Allowed is a whole number from 0",
+            "Pass how many losses have a loss scale of their own, usually 1",
+        )
+    )

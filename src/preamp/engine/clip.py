@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradient clipping that knows of masters and costs no extra pass over half gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from preamp.core.errors import PreampStateError, message
+from preamp.engine.lookup import engine_of
+from preamp.engine.session import Stage
+from preamp.optim import Twin
+
+_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+def clip_grad_norm_(
+    optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Clip the unscaled gradients of everything ``optimizer`` updates, as one vector.
+
+    ``factor = min(1, max_norm / (norm + 1e-6))``, the formula of
+    ``torch.nn.utils.clip_grad_norm_``. Half gradients are not touched: the factor joins the one
+    that unscales them.
+
+    Args:
+        optimizer: An optimizer given to ``preamp.initialize``.
+        max_norm: Largest norm that stays as it is.
+        norm_type: 2 for the Euclidean norm; any other, ``inf`` included, makes float32 gradients
+            of the half ones first.
+
+    Returns:
+        float32 scalar tensor: the norm before clipping. Infinite or nan after an overflow, when
+        the coming ``step`` is skipped.
+
+    Raises:
+        PreampStateError: The optimizer has no engine, or its gradients were left scaled.
+
+    Mutates:
+        Gradients. Synchronises with the device: never.
+    """
+    engine = engine_of(optimizer)
+    session = engine.sessions[id(optimizer)]
+    if session.stage is Stage.SCALED:
+        raise PreampStateError(
+            message(
+                "clip_grad_norm_ was called on gradients left scaled by delay_unscale=True",
+                "Only unscaled gradients have a norm that means anything",
+                "Clip after the last scale_loss of the accumulation, called without delay_unscale",
+            )
+        )
+    ready = [param.grad for param in session.direct_params() if param.grad is not None]
+    lazy: list[tuple[Twin, torch.Tensor, torch.Tensor]] = []
+    for twin in session.masters or ():
+        pending = twin.pending
+        if pending is not None and norm_type == 2.0 and not twin.master.has_materialized_grad:
+            lazy.append((twin, *pending))
+        elif twin.master.grad is not None:
+            ready.append(twin.master.grad)
+    if norm_type == 2.0:
+        tensors = [*ready, *(grad for _, grad, _ in lazy)]
+        factors = [*(None for _ in ready), *(factor for _, _, factor in lazy)]
+        norm = engine.ops.l2norm(tensors, factors, engine.device)
+    else:
+        norm = torch.nn.utils.get_total_norm(ready, norm_type)
+    clip = (max_norm / (norm + _EPS)).clamp(max=1.0)
+    with torch.no_grad():
+        engine.ops.scale_add_(ready, clip, [None] * len(ready))
+    for twin, _, _ in lazy:
+        twin.multiply_pending(clip)
+    return norm

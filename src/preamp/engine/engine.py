@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What one ``initialize`` made: the object that everything about it can be asked of."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from preamp.casting.modules import Conversion
+from preamp.core.errors import message
+from preamp.core.link import Link
+from preamp.core.log import say
+from preamp.core.undo import UndoStack
+from preamp.engine.explain import explain_engine
+from preamp.engine.names import ParameterNames
+from preamp.engine.overflow import OverflowCause, find_cause, scaling_gave_up, skip_message
+from preamp.engine.session import OptimizerSession
+from preamp.engine.state import load_scalers, scalers_state
+from preamp.kernels import Ops
+from preamp.policy import Policy
+from preamp.scaling import SMALLEST_SCALE, DynamicScale, LossScaler, StaticScale
+
+_CAUSES_KEPT = 256
+
+
+class Engine:
+    """Mixed precision for some models and optimizers.
+
+    Made by ``preamp.initialize``; found again with ``preamp.engine_of``. Any number of engines
+    live side by side in a process.
+
+    Attributes:
+        policy: The frozen decisions.
+        models: The models, as given.
+        optimizers: The optimizers, as given.
+        scalers: One `LossScaler` per loss.
+        overflow_causes: The latest skipped steps with their causes, oldest first; bounded.
+        last_step_skipped: Whether the latest ``step`` of any optimizer was skipped.
+        device: Where loss scales and flags live: that of the first parameter.
+        closed: Whether `close` was called.
+        casts_functions: Whether functions are cast one by one (O1, O4).
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        ops: Ops,
+        *,
+        num_losses: int,
+        verbosity: int,
+    ) -> None:
+        """Collect the parts; ``initialize`` does the converting and hooking."""
+        self.policy = policy
+        self.models = tuple(models)
+        self.optimizers = tuple(optimizers)
+        self.names = ParameterNames(self.models, self.optimizers)
+        self.verbosity = verbosity
+        self.casts_functions = policy.enabled and policy.patch_torch_functions
+        self.closed = False
+        self.last_step_skipped = False
+        self.overflow_causes: deque[OverflowCause] = deque(maxlen=_CAUSES_KEPT)
+        self.link: Link[Engine] = Link(self)
+        self.undo = UndoStack()
+        self.conversion = Conversion()
+        self.ops = ops
+        self.device = first_device(self.models, self.optimizers)
+        self.scalers = [_make_scaler(policy, self.device) for _ in range(num_losses)]
+        self.sessions = {
+            id(optimizer): OptimizerSession(
+                optimizer, ops, self.names.of, use_masters=policy.master_weights
+            )
+            for optimizer in self.optimizers
+        }
+        self._on_close: list[Callable[[], None]] = []
+
+    # -- what users ask ----------------------------------------------------------------------
+
+    def loss_scale(self, loss_id: int = 0) -> float:
+        """Return the loss scale of loss ``loss_id``. Synchronises with its device.
+
+        Raises:
+            IndexError: There is no such loss.
+        """
+        return self.scaler(loss_id).value()
+
+    def scaler(self, loss_id: int) -> LossScaler:
+        """Return the scaler of loss ``loss_id``.
+
+        Raises:
+            IndexError: There is no such loss.
+        """
+        if 0 <= loss_id < len(self.scalers):
+            return self.scalers[loss_id]
+        raise IndexError(
+            message(
+                f"loss_id={loss_id!r} with {len(self.scalers)} loss scaler(s)",
+                f"Allowed are 0 to {len(self.scalers) - 1}" if self.scalers else "There is none",
+                "Pass num_losses to preamp.initialize, one for each loss with a scale of its own",
+            )
+        )
+
+    @property
+    def steps_applied(self) -> int:
+        """Optimizer steps that updated the weights, over all optimizers."""
+        return sum(session.steps_applied for session in self.sessions.values())
+
+    @property
+    def steps_skipped(self) -> int:
+        """Optimizer steps not taken because of overflow, over all optimizers."""
+        return sum(session.steps_skipped for session in self.sessions.values())
+
+    def explain(self) -> str:
+        """Say what was decided, for which reason, and what was found; several lines of text."""
+        return explain_engine(self)
+
+    # -- masters -----------------------------------------------------------------------------
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether any parameter has a float32 master."""
+        return any(session.masters for session in self.sessions.values())
+
+    def master_of(self, half: torch.Tensor) -> torch.Tensor | None:
+        """Return the float32 master of the model parameter ``half``, or ``None``."""
+        for session in self.sessions.values():
+            twin = None if session.masters is None else session.masters.of_half(half)
+            if twin is not None:
+                return twin.master
+        return None
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return loss scales and counters as plain data; weights are in the models' own."""
+        return scalers_state(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned, or Apex's ``amp.state_dict()``.
+
+        Raises:
+            ValueError: Scalers are missing, left over or unreadable; nothing was applied.
+        """
+        load_scalers(self, state)
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` first thing in `close`."""
+        self._on_close.append(callback)
+
+    def close(self) -> None:
+        """Undo everything ``initialize`` did to models, optimizers and torch.
+
+        Half parameters become float32 again with the exact values of their masters; optimizer
+        state moves back to them; hooks, patches and casts are removed. A second call does
+        nothing.
+        """
+        if self.closed:
+            return
+        for callback in self._on_close:
+            callback()
+        twins = [twin for session in self.sessions.values() for twin in session.masters or ()]
+        grads = [(twin.half, twin.master.grad) for twin in twins]
+        exact = {id(twin.half): twin.master.data for twin in twins}
+        self.closed = True
+        self.undo.unwind()
+        for session in self.sessions.values():
+            session.release_masters()
+        self.conversion.revert(exact)
+        for half, unscaled in grads:
+            half.grad = unscaled
+        for session in self.sessions.values():
+            session.recast_state()
+        self.link.cut()
+
+    # -- what the hooks report (engine-internal) ---------------------------------------------
+
+    def applied_step(self, session: OptimizerSession) -> None:
+        """Take note of a step that updated the weights."""
+        session.finish_step(skipped=False)
+        self.last_step_skipped = False
+
+    def skip_step(self, session: OptimizerSession) -> None:
+        """Take note of a step not taken, tell why, and give up where scaling cannot go on.
+
+        Raises:
+            LossScaleError: Too many skips in a row, or the scale reached its built-in minimum.
+        """
+        step = session.steps_applied + session.steps_skipped + 1
+        loss_id = session.notes[0].loss_id if session.notes else 0
+        cause = find_cause(session.notes, step, self.scalers[loss_id].value())
+        session.finish_step(skipped=True)
+        self.last_step_skipped = True
+        self.overflow_causes.append(cause)
+        if self.verbosity > 0:
+            say(skip_message(cause), every_rank=True)
+        self._check_limits(session, cause)
+
+    def _check_limits(self, session: OptimizerSession, cause: OverflowCause) -> None:
+        limit = self.policy.max_consecutive_skips
+        if limit is not None and session.skips_in_row >= limit:
+            raise scaling_gave_up(cause, f"{session.skips_in_row} optimizer steps in a row skipped")
+        rule = self.scalers[cause.loss_id].rule
+        no_floor = isinstance(rule, DynamicScale) and rule.min_scale is None
+        if no_floor and cause.new_scale <= SMALLEST_SCALE:
+            raise scaling_gave_up(
+                cause, f"The loss scale fell to its minimum, {SMALLEST_SCALE} (2**-24)"
+            )
+
+
+def first_device(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> torch.device:
+    """The device of the first parameter; where loss scales and flags are kept."""
+    for model in models:
+        for param in model.parameters():
+            return param.device
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                return param.device
+    return torch.device("cpu")
+
+
+def _make_scaler(policy: Policy, device: torch.device) -> LossScaler:
+    if policy.loss_scale == "dynamic":
+        rule = DynamicScale(
+            min_scale=policy.min_loss_scale, max_scale=policy.max_loss_scale or 2.0**24
+        )
+        return LossScaler(rule, device)
+    return LossScaler(StaticScale(init_scale=policy.loss_scale), device)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""An engine's decisions in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from preamp.core.dtypes import dtype_name
+from preamp.policy import describe_overrides
+
+if TYPE_CHECKING:
+    from preamp.engine.engine import Engine
+
+
+def explain_engine(engine: Engine) -> str:
+    """Return the text of `Engine.explain`."""
+    policy = engine.policy
+    if not policy.enabled:
+        return "preamp is off (enabled=False): every call passes through."
+    lines = [policy.brief.strip()]
+    lines += [
+        f"  {name} = {_show(value)} (default of {policy.opt_level}: {_show(default)})"
+        for name, default, value in describe_overrides(policy)
+    ]
+    lines.append(_casts(engine))
+    for index, model in enumerate(engine.models):
+        counts = Counter(dtype_name(param.dtype) for param in model.parameters())
+        found = ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) or "none"
+        lines.append(f"model {index} ({type(model).__name__}): parameters {found}")
+    for index, session in enumerate(engine.sessions.values()):
+        direct = session.direct_params()
+        masters = len(session.masters) if session.masters is not None else 0
+        lines.append(
+            f"optimizer {index} ({type(session.optimizer).__name__}): {masters} float32 masters, "
+            f"{len(direct)} parameters updated directly; one host synchronisation per step"
+            if policy.is_dynamic
+            else f"optimizer {index} ({type(session.optimizer).__name__}): {masters} float32 "
+            f"masters, {len(direct)} parameters updated directly; no synchronisation"
+        )
+        halves = [twin.half for twin in session.masters or ()]
+        unowned = engine.names.unowned([*direct, *halves])
+        if unowned:
+            lines.append(f"  trained but in no model, left as they are: {', '.join(unowned)}")
+    for index, scaler in enumerate(engine.scalers):
+        kind = "dynamic" if scaler.is_dynamic else "static"
+        lines.append(f"loss {index}: {kind} scale, now {scaler.value()}")
+    lines.append(f"kernels: {engine.ops.name}")
+    return "\n".join(lines)
+
+
+def _casts(engine: Engine) -> str:
+    policy = engine.policy
+    if engine.casts_functions:
+        where = "in the whole thread" if policy.scope == "thread" else "inside the models"
+        return f"functions are cast to {_show(policy.patch_torch_functions_type)} {where}"
+    if policy.cast_model_type is None:
+        return "models, inputs and functions are not cast"
+    batchnorm = ", batch norm stays float32" if policy.keep_batchnorm_fp32 else ""
+    return f"models and their inputs are cast to {_show(policy.cast_model_type)}{batchnorm}"
+
+
+def _show(value: object) -> str:
+    return str(value).removeprefix("torch.")

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``initialize``: one call that puts models and optimizers into mixed precision."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from preamp.casting import (
+    attach_cast_region,
+    attach_io_casts,
+    attach_layer_casts,
+    attach_plain_region,
+    attach_state_hooks,
+    install_function_casts,
+    install_wide_half,
+    push_thread_casts,
+)
+from preamp.core.dtypes import HALF_DTYPES
+from preamp.core.undo import set_attribute
+from preamp.engine import checks
+from preamp.engine.announce import announce
+from preamp.engine.engine import Engine
+from preamp.engine.lookup import ATTRIBUTE
+from preamp.engine.optimizer_hooks import OptimizerHooks
+from preamp.kernels import backend
+from preamp.policy import Policy, Scope, level_defaults, resolve
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | Literal[False] | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | str | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = 2.0**24,
+    *,
+    patch_torch_functions_type: torch.dtype | None = None,
+    scope: Scope | None = None,
+    max_consecutive_skips: int | None = 50,
+    allow_half_model: bool = False,
+    hard_override: bool = False,
+) -> Any:
+    """Put models and optimizers into mixed precision, in place.
+
+    Models are cast and hooked, optimizers get float32 masters and loss scaling, as the opt level
+    says. Whatever was decided is on ``preamp.engine_of(optimizer)``, whose ``close()`` takes it
+    all back. If the call raises, models and optimizers are as before.
+
+    Args:
+        models: A module, or a list of modules, with float32 parameters, on any device.
+        optimizers: An optimizer over their parameters, or a list of them, or ``None``.
+        enabled: False makes this call and everything after it a pass-through.
+        opt_level: ``"O0"`` float32; ``"O1"`` function casts to float16; ``"O2"`` float16 weights
+            with float32 masters; ``"O3"`` float16 throughout; ``"O4"`` and ``"O5"`` are O1 and O2
+            in bfloat16. The arguments down to ``loss_scale`` default to the level's row in
+            ``preamp.OPT_LEVELS``; ``None`` means that default.
+        cast_model_type: dtype for the models' weights and inputs; ``False`` casts nothing.
+        patch_torch_functions: Whether functions are cast one by one (O1 and O4 only).
+        keep_batchnorm_fp32: Whether affine batch norms stay in float32.
+        master_weights: Whether the optimizer updates float32 masters of half parameters.
+        loss_scale: ``"dynamic"``, or a positive number.
+        cast_model_outputs: dtype of the models' floating outputs; float32 if left out.
+        num_losses: How many losses have a loss scale of their own.
+        verbosity: 0 prints nothing, 1 the decisions and each skipped step.
+        min_loss_scale: Floor of a dynamic scale. Without one, training stops with
+            `LossScaleError` at 2**-24.
+        max_loss_scale: Ceiling of a dynamic scale.
+        patch_torch_functions_type: Half dtype of the function casts; follows from the level.
+        scope: ``"thread"`` (default) casts functions in the whole calling thread, loss functions
+            included; ``"model"`` inside the models' forward only.
+        max_consecutive_skips: Skipped steps in a row after which ``step`` raises
+            `LossScaleError`; ``None`` for never.
+        allow_half_model: Accept models that are half already; masters then start from the
+            rounded values.
+        hard_override: Warn instead of refusing an override that contradicts the level.
+
+    Returns:
+        The very objects passed in: ``models`` alone if ``optimizers`` is ``None``, else
+        ``(models, optimizers)``.
+
+    Raises:
+        PreampPolicyError: Unknown level or contradictory override.
+        PreampStateError: A model is half or wrapped already, or an optimizer is taken.
+        TypeError: Wrong kind of argument.
+        ValueError: Right kind, wrong value.
+
+    Mutates:
+        Models (dtypes, hooks) and optimizers (parameter groups, state dtypes, hooks); for O1 and
+        O4 also functions of torch, until the last such engine is closed.
+    """
+    if not enabled:
+        off = Policy(opt_level="O0", brief="off", enabled=False)
+        create_engine(models, optimizers, off, num_losses, verbosity, allow_half_model=True)
+    else:
+        overrides = {
+            "cast_model_type": cast_model_type,
+            "patch_torch_functions": patch_torch_functions,
+            "patch_torch_functions_type": patch_torch_functions_type,
+            "keep_batchnorm_fp32": keep_batchnorm_fp32,
+            "master_weights": master_weights,
+            "loss_scale": loss_scale,
+            "cast_model_outputs": cast_model_outputs,
+            "min_loss_scale": min_loss_scale,
+            "max_loss_scale": max_loss_scale,
+            "scope": scope,
+            "max_consecutive_skips": max_consecutive_skips,
+        }
+        policy = resolve(opt_level, overrides, hard_override=hard_override)
+        announce(level_defaults(opt_level), policy, verbosity)
+        create_engine(models, optimizers, policy, num_losses, verbosity, allow_half_model)
+    return models if optimizers is None else (models, optimizers)
+
+
+def create_engine(
+    models: Any,
+    optimizers: Any,
+    policy: Policy,
+    num_losses: int = 1,
+    verbosity: int = 0,
+    allow_half_model: bool = False,
+) -> Engine:
+    """Check, convert and hook; what `initialize` does once the policy is known."""
+    model_list = checks.as_models(models)
+    optimizer_list = checks.as_optimizer_list(optimizers)
+    num_losses = checks.check_num_losses(num_losses)
+    checks.check_optimizers(optimizer_list)
+    if policy.enabled:
+        checks.check_not_wrapped(model_list)
+        if not allow_half_model:
+            checks.check_not_half(model_list)
+    engine = Engine(
+        policy, model_list, optimizer_list, backend(), num_losses=num_losses, verbosity=verbosity
+    )
+    try:
+        if policy.enabled:
+            _attach(engine)
+        for thing in (*engine.models, *engine.optimizers):
+            set_attribute(thing, ATTRIBUTE, engine.link, engine.undo)
+    except BaseException:
+        _roll_back(engine)
+        raise
+    return engine
+
+
+def _attach(engine: Engine) -> None:
+    policy = engine.policy
+    if policy.cast_model_type is not None:
+        for model in engine.models:
+            engine.conversion.convert(
+                model,
+                policy.cast_model_type,
+                keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32),
+            )
+    for session in engine.sessions.values():
+        session.adopt(engine.conversion.originals)
+        session.recast_state()
+    for model in engine.models:
+        _hook_model(engine, model)
+    _install_function_casts(engine)
+    for session in engine.sessions.values():
+        OptimizerHooks(engine, session).attach(engine.undo)
+    engine.conversion.forget_originals()
+
+
+def _hook_model(engine: Engine, model: nn.Module) -> None:
+    policy, undo = engine.policy, engine.undo
+    target = policy.cast_model_type
+    outputs = policy.cast_model_outputs
+    if target is not None and outputs is None:
+        outputs = torch.float32
+    if engine.casts_functions and policy.patch_torch_functions_type is not None:
+        types = device_types(engine)
+        undo.hold(*attach_cast_region(model, types, policy.patch_torch_functions_type))
+    else:
+        undo.hold(*attach_plain_region(model))
+    undo.hold(*attach_io_casts(model, target, outputs))
+    if target in HALF_DTYPES:
+        undo.hold(*attach_layer_casts(model, target))
+        undo.hold(*attach_state_hooks(model, engine.link))
+
+
+def _install_function_casts(engine: Engine) -> None:
+    policy, undo = engine.policy, engine.undo
+    types = device_types(engine)
+    if engine.casts_functions and policy.patch_torch_functions_type is not None:
+        undo.hold(install_function_casts())
+        if policy.scope == "thread":
+            undo.hold(push_thread_casts(types, policy.patch_torch_functions_type))
+    if policy.half_dtype is torch.float16 and "cpu" in types:
+        undo.hold(install_wide_half())
+
+
+def device_types(engine: Engine) -> frozenset[str]:
+    """The kinds of device that the engine's parameters are on."""
+    found = {param.device.type for model in engine.models for param in model.parameters()}
+    return frozenset(found or {engine.device.type})
+
+
+def _roll_back(engine: Engine) -> None:
+    """Undo a failed initialize; the exact values from before the cast are still there."""
+    engine.undo.unwind()
+    for session in engine.sessions.values():
+        session.release_masters()
+    engine.conversion.revert(engine.conversion.originals)
+    for session in engine.sessions.values():
+        session.recast_state()

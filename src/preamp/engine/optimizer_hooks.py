@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How an engine takes part in the calls a script makes on its optimizer.
+
+``step`` is hooked twice. torch's own step hooks do the work (masters up to date before, half
+weights rounded after), so that a bound ``optimizer.step`` looked up before ``initialize`` works
+too. A bound method on the instance adds what hooks cannot do: not calling the step at all, and
+running it with function casts off. It is a method, not a function, because learning-rate
+schedulers take ``optimizer.step.__func__``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+
+from preamp.casting import disable_casts, thread_casts_restored
+from preamp.core.undo import UndoStack, set_attribute
+from preamp.engine.session import OptimizerSession
+
+SCHEDULER_MARK = "_wrapped_by_lr_sched"
+
+
+class StepOwner(Protocol):
+    """What the hooks need of an engine."""
+
+    casts_functions: bool
+    closed: bool
+
+    def skip_step(self, session: OptimizerSession) -> None:
+        """Take note of a skipped step; may raise `LossScaleError`."""
+        ...
+
+    def applied_step(self, session: OptimizerSession) -> None:
+        """Take note of an applied step."""
+        ...
+
+
+class OptimizerHooks:
+    """Everything attached to one optimizer."""
+
+    def __init__(self, owner: StepOwner, session: OptimizerSession) -> None:
+        """Attach nothing yet."""
+        self._owner = owner
+        self._session = session
+        self._optimizer = session.optimizer
+        self._stepping = False
+        self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def attach(self, undo: UndoStack) -> None:
+        """Hook the optimizer; ``undo`` gets the steps that take it back."""
+        optimizer = self._optimizer
+        undo.hold(
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        )
+        for name, method in (
+            ("step", self._make_step()),
+            ("zero_grad", self._make_zero_grad()),
+            ("add_param_group", self._make_add_param_group()),
+        ):
+            set_attribute(optimizer, name, MethodType(method, optimizer), undo)
+
+    # -- step --------------------------------------------------------------------------------
+
+    def _make_step(self) -> Callable[..., Any]:
+        inner = _previous_method(self._optimizer, "step")
+
+        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if self._owner.closed:  # a scheduler may still hold this method
+                return inner(optimizer, *args, **kwargs)
+            self._stepping = False
+            has_closure = _find_closure(args, kwargs) is not None
+            if not has_closure:
+                self._session.check_unscaled()
+                if self._session.overflowed():
+                    # What LRScheduler asks to decide whether it was called in the right order.
+                    setattr(optimizer, "_opt_called", True)  # noqa: B010
+                    self._owner.skip_step(self._session)
+                    return None
+            with disable_casts() if self._owner.casts_functions else nullcontext():
+                return inner(optimizer, *args, **kwargs)
+
+        _copy_identity(inner, step)
+        return step
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Runs for every way of calling ``step``, twice where a subclass calls ``super().step``."""
+        del optimizer
+        self._session.prepare_step()
+        closure = _find_closure(args, kwargs)
+        if closure is None:
+            if self._session.overflowed():  # reached through a method bound before initialize
+                self._withhold_gradients()
+            self._stepping = True
+            return None
+        self._stepping = True
+        if isinstance(closure, _Rerun):
+            return None
+        return _replace_closure(args, kwargs, _Rerun(closure, self))
+
+    def _after_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        del optimizer, args, kwargs
+        withheld = self._give_back_gradients()
+        if not withheld:
+            self._session.write_halves()
+        if self._stepping:
+            self._stepping = False
+            if withheld:
+                self._owner.skip_step(self._session)
+            else:
+                self._owner.applied_step(self._session)
+
+    def _withhold_gradients(self) -> None:
+        """Hide all gradients, so that an optimizer that cannot be kept from stepping does nothing."""
+        for param in self._session.direct_params():
+            if param.grad is not None:
+                self._held.append((param, param.grad))
+                param.grad = None
+        for twin in self._session.masters or ():
+            twin.drop()
+        self._withheld = True
+
+    _withheld = False
+
+    def _give_back_gradients(self) -> bool:
+        withheld, self._withheld = self._withheld, False
+        for param, grad in self._held:
+            param.grad = grad
+        self._held.clear()
+        return withheld
+
+    def run_closure(self, closure: Callable[[], Any]) -> Any:
+        """Call the user's closure until it yields gradients without an overflow.
+
+        A skipped step would leave an optimizer such as LBFGS in the middle of its line search,
+        so the closure runs again at the lower loss scale instead.
+        """
+        session = self._session
+        while True:
+            session.write_halves()  # the optimizer may have moved the masters since last time
+            backwards = session.backwards
+            with thread_casts_restored() if self._owner.casts_functions else nullcontext():
+                loss = closure()
+            session.check_unscaled()
+            if not session.overflowed():
+                return loss
+            if session.backwards == backwards:  # the closure makes no gradients: nothing to rerun
+                self._withhold_gradients()
+                return loss
+            self._owner.skip_step(session)
+
+    # -- zero_grad, add_param_group ----------------------------------------------------------
+
+    def _make_zero_grad(self) -> Callable[..., Any]:
+        inner = _previous_method(self._optimizer, "zero_grad")
+
+        def zero_grad(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            def original() -> Any:
+                return inner(optimizer, *args, **kwargs)
+
+            if self._owner.closed:
+                return original()
+            to_none = bool(args[0]) if args else bool(kwargs.get("set_to_none", True))
+            return self._session.zero_grad(original, set_to_none=to_none)
+
+        _copy_identity(inner, zero_grad)
+        return zero_grad
+
+    def _make_add_param_group(self) -> Callable[..., Any]:
+        inner = _previous_method(self._optimizer, "add_param_group")
+
+        def add_param_group(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if not self._owner.closed:
+                self._session.refuse_known(args[0] if args else kwargs.get("param_group"))
+            result = inner(optimizer, *args, **kwargs)
+            if not self._owner.closed:
+                self._session.adopt()
+            return result
+
+        _copy_identity(inner, add_param_group)
+        return add_param_group
+
+
+class _Rerun:
+    """The closure handed to the optimizer in place of the user's."""
+
+    def __init__(self, closure: Callable[[], Any], hooks: OptimizerHooks) -> None:
+        self._closure = closure
+        self._hooks = hooks
+
+    def __call__(self) -> Any:
+        return self._hooks.run_closure(self._closure)
+
+
+def _previous_method(optimizer: torch.optim.Optimizer, name: str) -> Callable[..., Any]:
+    """The method as a function of the optimizer: the instance's own if it has one."""
+    if name in vars(optimizer):
+        own = vars(optimizer)[name]
+
+        def call_own(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return own(*args, **kwargs)
+
+        _copy_identity(own, call_own)
+        return call_own
+
+    def call_class(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(optimizer), name)(optimizer, *args, **kwargs)
+
+    _copy_identity(getattr(type(optimizer), name), call_class)
+    return call_class
+
+
+def _copy_identity(source: Any, target: Callable[..., Any]) -> None:
+    """Give ``target`` the name, text and signature of ``source``, and the scheduler's mark."""
+    for attribute in ("__name__", "__qualname__", "__doc__"):
+        if hasattr(source, attribute):
+            setattr(target, attribute, getattr(source, attribute))
+    try:
+        setattr(target, "__signature__", inspect.signature(source))  # noqa: B010
+    except (TypeError, ValueError):  # some callables have none
+        pass
+    if getattr(source, SCHEDULER_MARK, False):
+        setattr(target, SCHEDULER_MARK, True)
+
+
+def _find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The closure among the arguments of ``step``; hooks see the optimizer itself first."""
+    positional = [arg for arg in args if not isinstance(arg, torch.optim.Optimizer)]
+    closure = kwargs.get("closure", positional[0] if positional else None)
+    return closure if callable(closure) else None
+
+
+def _replace_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure}
+    optimizer, _, *rest = args
+    return (optimizer, closure, *rest), kwargs

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is known about an overflow, and how it is told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from preamp.core.errors import LossScaleError, message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverflowCause:
+    """Why one step was skipped.
+
+    Attributes:
+        step: Number of the ``optimizer.step`` call, counted from 1, skipped ones included.
+        loss_id: Which loss's backward overflowed.
+        parameters: Qualified names of the parameters with infinite or nan gradients, in the
+            order of the optimizer's groups.
+        loss_was_finite: Whether the loss itself, before scaling, was finite. If not, no loss
+            scale can help.
+        old_scale: Loss scale of that backward.
+        new_scale: Loss scale now.
+    """
+
+    step: int
+    loss_id: int
+    parameters: tuple[str, ...]
+    loss_was_finite: bool
+    old_scale: float
+    new_scale: float
+
+    def named(self) -> str:
+        """The overflowing parameters in words: the first one, and how many more."""
+        if not self.parameters:
+            return "no gradient of this optimizer"
+        more = len(self.parameters) - 1
+        return f"{self.parameters[0]!r}" + (f" and {more} more" if more else "")
+
+
+@dataclass(slots=True, eq=False)
+class GradientNote:
+    """Device-side findings about one backward; read only if the step turns out to be skipped.
+
+    Attributes:
+        loss_id: Which loss.
+        loss_finite: Bool scalar tensor, whether the unscaled loss was finite.
+        scale: float32 scalar tensor, the scale it was multiplied by.
+        found: Per optimizer, parameter names and the largest magnitude of each gradient.
+    """
+
+    loss_id: int
+    loss_finite: torch.Tensor
+    scale: torch.Tensor
+    found: list[tuple[Sequence[str], torch.Tensor]] = field(
+        default_factory=list[tuple[Sequence[str], torch.Tensor]]
+    )
+
+    def add(self, names: Sequence[str], max_abs: torch.Tensor) -> None:
+        """Note the gradients of one optimizer."""
+        self.found.append((names, max_abs))
+
+    def overflowing(self) -> list[str]:
+        """Names of the parameters whose gradient was infinite or nan. Synchronises."""
+        return [
+            name
+            for names, max_abs in self.found
+            for name, largest in zip(names, max_abs.tolist(), strict=True)
+            if not math.isfinite(largest)
+        ]
+
+
+def find_cause(notes: Sequence[GradientNote], step: int, new_scale: float) -> OverflowCause:
+    """Return the cause of a skipped step: the first overflowing backward. Synchronises."""
+    for note in notes:
+        names = note.overflowing()
+        if names or not bool(note.loss_finite.item()):
+            break
+    else:
+        # The overflow was settled without a note (delayed gradients under a changed scale).
+        return OverflowCause(
+            step=step,
+            loss_id=notes[0].loss_id if notes else 0,
+            parameters=(),
+            loss_was_finite=True,
+            old_scale=new_scale,
+            new_scale=new_scale,
+        )
+    return OverflowCause(
+        step=step,
+        loss_id=note.loss_id,
+        parameters=tuple(names),
+        loss_was_finite=bool(note.loss_finite.item()),
+        old_scale=float(note.scale.item()),
+        new_scale=new_scale,
+    )
+
+
+def skip_message(cause: OverflowCause) -> str:
+    """The line printed for a skipped step; its first sentences are the ones Apex printed."""
+    where = f"first in {cause.named()}" if cause.loss_was_finite else "the loss itself is not finite"
+    return (
+        f"Gradient overflow.  Skipping step, loss scaler {cause.loss_id} reducing loss scale to "
+        f"{cause.new_scale} ({where})"
+    )
+
+
+def scaling_gave_up(cause: OverflowCause, why: str) -> LossScaleError:
+    """Return the error for a loss scale that cannot go on, told by its real cause."""
+    if not cause.loss_was_finite:
+        return LossScaleError(
+            message(
+                f"{why}; the loss itself was infinite or nan before scaling "
+                f"(loss {cause.loss_id}), so no loss scale can help",
+                "The forward must yield a finite loss",
+                "Look for the first non-finite activation in the forward: a log or division by "
+                "zero, a float16 activation above 65504, a learning rate that is too high",
+            )
+        )
+    return LossScaleError(
+        message(
+            f"{why}; the loss is finite but gradients overflow in {cause.named()} at loss scale "
+            f"{cause.old_scale} (loss {cause.loss_id})",
+            "Dynamic loss scaling needs a clean backward now and then",
+            "Lower the learning rate or clip, run that layer in float32, or train in bfloat16 "
+            "(O4, O5); for weights pre-trained in bfloat16, float16 is often too narrow",
+        )
+    )

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The ``with`` block around ``backward``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from preamp.core.errors import PreampStateError, message
+from preamp.engine.engine import Engine
+from preamp.engine.lookup import find_engine
+from preamp.engine.overflow import GradientNote
+from preamp.engine.session import OptimizerSession
+from preamp.scaling import LossScaler
+
+
+@contextmanager
+def scale_loss(
+    loss: torch.Tensor,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    loss_id: int = 0,
+    model: object = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[torch.Tensor]:
+    """Scale ``loss`` for the backward in the body, and unscale the gradients afterwards.
+
+    After the block the gradients of everything the optimizers update are unscaled: ``p.grad`` of
+    float32 parameters, and ``grad`` of the float32 masters of half parameters. Gradients that
+    were there before are added to, whatever scale they were made with. If the body raises, they
+    are restored and the loss scale stays as it was.
+
+    Args:
+        loss: Floating tensor of any shape; a non-scalar needs a gradient in ``backward``.
+        optimizers: Every optimizer whose parameters get gradient from this backward: one, or any
+            sequence of them.
+        loss_id: Which loss scaler to use, 0 to ``num_losses - 1``.
+        model: Ignored; Apex had it.
+        delay_unscale: Leave the gradients scaled and do not check them; for all but the last
+            backward of an accumulation.
+        delay_overflow_check: Unscale and check, but let a later ``scale_loss`` of the same loss
+            adjust the loss scale. An overflow is not lost: the next step is skipped.
+
+    Yields:
+        ``loss`` in float32 (float64 stays) times the loss scale; ``loss`` itself if preamp is
+        off.
+
+    Raises:
+        PreampStateError: An optimizer has no engine, or belongs to another engine; or a gradient
+            is sparse where a master cannot take it.
+        IndexError: There is no loss ``loss_id``.
+        TypeError: ``loss`` is not a floating-point tensor.
+
+    Mutates:
+        Gradients, and the loss scale. Synchronises with the device: never.
+    """
+    del model
+    members = as_optimizers(optimizers)
+    engine = common_engine(members)
+    if not engine.policy.enabled:
+        yield loss
+        return
+    check_loss(loss)
+    block = _Block(engine, members, loss, loss_id)
+    block.begin()
+    try:
+        yield block.scaler.scale_loss(loss)
+    except BaseException:
+        block.abort()
+        raise
+    if delay_unscale:
+        block.delay()
+    else:
+        block.finish(adjust=not delay_overflow_check)
+
+
+class _Block:
+    """One ``with scale_loss`` block."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizers: Sequence[torch.optim.Optimizer],
+        loss: torch.Tensor,
+        loss_id: int,
+    ) -> None:
+        self.scaler: LossScaler = engine.scaler(loss_id)
+        self._sessions: list[OptimizerSession] = [
+            session
+            for session in (engine.sessions[id(optimizer)] for optimizer in optimizers)
+            if session.needs_bookkeeping(self.scaler)
+        ]
+        self._note = GradientNote(
+            loss_id=loss_id,
+            loss_finite=torch.isfinite(loss.detach()).all(),
+            scale=self.scaler.scale.clone(),
+        )
+
+    def begin(self) -> None:
+        for session in self._sessions:
+            session.begin_backward(self.scaler)
+
+    def abort(self) -> None:
+        for session in self._sessions:
+            session.abort_backward()
+
+    def delay(self) -> None:
+        for session in self._sessions:
+            session.delay(self.scaler)
+
+    def finish(self, *, adjust: bool) -> None:
+        if not self._sessions:
+            return
+        claimed: set[int] = set()
+        try:  # all may refuse before any gradient is changed
+            for session in self._sessions:
+                session.refuse_sparse()
+        except PreampStateError:
+            self.abort()
+            raise
+        found = [session.collect(self.scaler, self._note, claimed) for session in self._sessions]
+        for found_inf in found:
+            if found_inf is not None:
+                self.scaler.record(found_inf)
+                for session in self._sessions:
+                    session.remember(found_inf, self._note)
+        if adjust:
+            self.scaler.update()
+
+
+def as_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers as a list; a single one counts as a list of one."""
+    if isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Iterable):
+        return [optimizers]
+    members: list[Any] = list(optimizers)
+    if not members:
+        raise PreampStateError(
+            message(
+                "scale_loss was given no optimizer",
+                "It needs every optimizer whose parameters get gradient from the loss",
+                "Pass the optimizer that preamp.initialize returned, or a list of them",
+            )
+        )
+    return members
+
+
+def common_engine(optimizers: Sequence[Any]) -> Engine:
+    """Return the one engine that owns all ``optimizers``.
+
+    Raises:
+        PreampStateError: One of them has none, or they belong to different engines.
+    """
+    engines = [find_engine(optimizer) for optimizer in optimizers]
+    first = engines[0]
+    for optimizer, engine in zip(optimizers, engines, strict=True):
+        if engine is None:
+            raise PreampStateError(
+                message(
+                    f"scale_loss was given a {type(optimizer).__name__} that was not initialized",
+                    "It takes optimizers that went through preamp.initialize",
+                    "Call model, optimizer = preamp.initialize(model, optimizer, opt_level=…) "
+                    "before the training loop",
+                )
+            )
+        if engine is not first:
+            raise PreampStateError(
+                message(
+                    "scale_loss was given optimizers of different engines",
+                    "One backward has one loss scale, so its optimizers must come from one "
+                    "preamp.initialize call",
+                    "Initialize them together: preamp.initialize([model_a, model_b], "
+                    "[optimizer_a, optimizer_b], …)",
+                )
+            )
+    if first is None:  # unreachable: the loop above has raised
+        raise PreampStateError("no engine")
+    return first
+
+
+def check_loss(loss: Any) -> None:
+    """Raise `TypeError` unless ``loss`` is a real floating-point tensor."""
+    if isinstance(loss, torch.Tensor) and loss.is_floating_point():
+        return
+    got = f"a {loss.dtype} tensor" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+    raise TypeError(
+        message(
+            f"scale_loss was given {got} as the loss",
+            "The loss must be a floating-point tensor",
+            "Pass the tensor that backward() will be called on, not loss.item() or a tuple",
+        )
+    )

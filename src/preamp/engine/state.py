@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Loss scalers to plain data and back. Nothing is applied unless everything fits."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from preamp.core.errors import message
+
+if TYPE_CHECKING:
+    from preamp.engine.engine import Engine
+
+_PREFIX = "loss_scaler"
+_OWN_KEYS = ("steps",)
+
+
+def scalers_state(engine: Engine) -> dict[str, Any]:
+    """Return ``{"loss_scaler0": {"loss_scale": …, "unskipped": …}, …, "steps": […]}``.
+
+    The scaler entries are Apex's format; ``steps`` adds the counters of each optimizer.
+    """
+    state: dict[str, Any] = OrderedDict(
+        (f"{_PREFIX}{index}", scaler.state_dict()) for index, scaler in enumerate(engine.scalers)
+    )
+    state["steps"] = [
+        {
+            "applied": session.steps_applied,
+            "skipped": session.steps_skipped,
+            "skips_in_row": session.skips_in_row,
+        }
+        for session in engine.sessions.values()
+    ]
+    return state
+
+
+def load_scalers(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Set scalers by the number in their key, and the counters if there are any.
+
+    Raises:
+        ValueError: See `Engine.load_state_dict`.
+    """
+    wanted = [f"{_PREFIX}{index}" for index in range(len(engine.scalers))]
+    missing = [key for key in wanted if key not in state]
+    extra = [key for key in state if key not in wanted and key not in _OWN_KEYS]
+    if missing or extra:
+        raise ValueError(
+            message(
+                f"The state of {len(state)} entries lacks {missing or 'nothing'} and has "
+                f"{extra or 'nothing'} beyond them",
+                f"Needed are exactly {wanted or 'no entries'}, one for each of num_losses",
+                "Call initialize with the num_losses of the run that saved it; nothing was loaded",
+            )
+        )
+    before = [scaler.state_dict() for scaler in engine.scalers]
+    try:
+        for scaler, key in zip(engine.scalers, wanted, strict=True):
+            scaler.load_state_dict(state[key])
+        _load_steps(engine, state.get("steps", ()))
+    except (ValueError, TypeError, KeyError):
+        for scaler, old in zip(engine.scalers, before, strict=True):
+            scaler.load_state_dict(old)
+        raise
+
+
+def _load_steps(engine: Engine, steps: Any) -> None:
+    counts = [
+        (int(entry["applied"]), int(entry["skipped"]), int(entry["skips_in_row"]))
+        for entry in steps
+    ]
+    for session, (applied, skipped, in_row) in zip(
+        engine.sessions.values(), counts, strict=False
+    ):
+        session.steps_applied = applied
+        session.steps_skipped = skipped
+        session.skips_in_row = in_row
