@@ -7,7 +7,8 @@ looks at its module's own entries only.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -89,7 +90,7 @@ class LoadMasters:
 def attach_state_hooks(model: nn.Module, link: Link[MasterLookup]) -> list[Removable]:
     """Hook ``model`` and all its sub-modules; returns the handles that undo it."""
     handles: list[Removable] = []
-    for module in model.modules():
+    for module in cast("Iterable[Any]", model.modules()):  # torch leaves these two untyped
         handles.append(module.register_state_dict_post_hook(SaveFloat32(link)))
         handles.append(module.register_load_state_dict_pre_hook(LoadMasters(link)))
     return handles

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torch's own thread-local autocast state: read, saved, set back.
+
+This state is the only thing that says "casts are active here". Nothing in this file remembers
+anything between calls except which device types may have an autocast state at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# ``torch.is_autocast_enabled`` raises for a device type without an autocast back end ("meta"), so
+# the types that may be asked are listed; a third-party back end joins when an engine names it.
+_device_types: set[str] = {"cpu", "cuda", "xpu", "mps", "hpu", "xla"}
+
+
+def know_device_types(device_types: Iterable[str]) -> None:
+    """Let the casts act on further device types (those of third-party back ends)."""
+    _device_types.update(device_types)
+
+
+def is_casting(device_type: str) -> bool:
+    """Whether casts are active on this thread for tensors of ``device_type``."""
+    return device_type in _device_types and torch.is_autocast_enabled(device_type)
+
+
+def casting_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """The device type of the first floating tensor argument on which casts are active.
+
+    A call with ``out=`` has none: torch's autocast leaves those alone too, for a cast of ``out``
+    would throw the result away.
+    """
+    for arg in args:
+        found = _casting_device_of(arg)
+        if found is not None:
+            return None if kwargs.get("out") is not None else found
+    for arg in kwargs.values():
+        found = _casting_device_of(arg)
+        if found is not None:
+            return None if kwargs.get("out") is not None else found
+    return None
+
+
+def _casting_device_of(arg: Any) -> str | None:
+    if isinstance(arg, torch.Tensor):
+        if arg.is_floating_point():
+            device_type = arg.device.type
+            return device_type if is_casting(device_type) else None
+    elif isinstance(arg, (list, tuple)):
+        for item in cast("Sequence[Any]", arg):
+            found = _casting_device_of(item)
+            if found is not None:
+                return found
+    return None
+
+
+def untraced(fn: Callable[P, R]) -> Callable[P, R]:
+    """Keep ``torch.compile`` out of ``fn``, which sets the autocast state.
+
+    Traced into a graph, setting the state takes place while tracing and has no effect on what the
+    compiled graph computes; a break of the graph makes it happen at run time. torch's decorator
+    for this imports the whole compiler, so it is applied at the first call: by then a training
+    program has made an optimizer, which imports the compiler too.
+    """
+    disabled: list[Callable[P, R]] = []
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not disabled:
+            disabled.append(cast("Any", torch.compiler).disable(fn))
+        return disabled[0](*args, **kwargs)
+
+    return call
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastState:
+    """One thread's autocast state: ``{device type: (enabled, dtype)}`` and the cache flag."""
+
+    devices: Mapping[str, tuple[bool, torch.dtype]]
+    cache_enabled: bool
+
+    @staticmethod
+    def capture() -> AutocastState:
+        """Read the calling thread's state."""
+        devices = {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in _device_types
+        }
+        return AutocastState(devices, torch.is_autocast_cache_enabled())
+
+    def restore(self) -> None:
+        """Make the calling thread's state this one (the nesting count is not part of it)."""
+        for kind, (enabled, dtype) in self.devices.items():
+            if torch.is_autocast_enabled(kind) != enabled:
+                torch.set_autocast_enabled(kind, enabled)
+            if torch.get_autocast_dtype(kind) != dtype:
+                torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.cache_enabled)
+
+    def casting(
+        self, device_types: Iterable[str], dtype: torch.dtype, *, cache_enabled: bool
+    ) -> AutocastState:
+        """This state with casts to ``dtype`` on for ``device_types``."""
+        changed = {kind: (True, dtype) for kind in device_types}
+        return AutocastState({**self.devices, **changed}, cache_enabled)
+
+    def without_casts(self) -> AutocastState:
+        """This state with casts off on every device type."""
+        off = {kind: (False, dtype) for kind, (_, dtype) in self.devices.items()}
+        return AutocastState(off, self.cache_enabled)
+
+
+def nesting() -> int:
+    """How many autocast regions the calling thread is in; torch only counts by changing it."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+@contextlib.contextmanager
+def autocast_off() -> Generator[None]:
+    """Run the block with autocast disabled on every device type, then set the state back."""
+    before = AutocastState.capture()
+    before.without_casts().restore()
+    try:
+        yield
+    finally:
+        before.restore()

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Install the op table over torch's functions, and take it off again.
+
+O1 is ``torch.autocast`` plus what it lacks. Rows of rule ``half`` are wrapped only where a device
+type of this machine does not cast them natively: a wrapper would cast the weight before autocast
+can cache it. All other rows are wrapped on every device, without probing what autocast does there:
+casting to float32 what autocast would cast to float32 changes nothing, and probing would have to
+run every function once on a device that the program may not even use.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any, Final
+
+import torch
+
+from preamp.casting.autocast_state import autocast_off
+from preamp.casting.op_lists import OP_TABLE, Namespace, OpRow
+from preamp.casting.patches import PATCHES, Rank, Wrapper
+from preamp.casting.removable import UndoOnce
+from preamp.casting.wrappers import (
+    AnyFunction,
+    wrap_banned,
+    wrap_float,
+    wrap_half,
+    wrap_in_place,
+    wrap_promote,
+    wrap_sequence_promote,
+)
+from preamp.core.undo import Removable
+from preamp.kernels.recurrent import recurrent_functions
+from preamp.kernels.wide_half import WIDE_FUNCTIONS, wide
+
+Builder = Callable[[], Removable]
+
+
+class SharedInstall:
+    """Patches that are on while anybody holds them."""
+
+    def __init__(self, build: Callable[[], list[Removable]]) -> None:
+        """Remember how to patch; nothing happens yet."""
+        self._build = build
+        self._lock = threading.RLock()
+        self._holders = 0
+        self._handles: list[Removable] = []
+        self._extras: dict[Hashable, Builder] = {}
+        self._extra_handles: dict[Hashable, Removable] = {}
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether anybody holds the patches now."""
+        return self._holders > 0
+
+    def acquire(self) -> Removable:
+        """Hold the patches; the first holder installs them, the last one removes them."""
+        with self._lock:
+            if not self._holders:
+                self._handles = self._build()
+                self._extra_handles = {key: make() for key, make in self._extras.items()}
+            self._holders += 1
+        return UndoOnce(self._release)
+
+    def _release(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            if not self._holders:
+                for handle in (*self._extra_handles.values(), *self._handles):
+                    handle.remove()
+                self._extra_handles, self._handles = {}, []
+
+    def extend(self, key: Hashable, build: Builder) -> None:
+        """Add a patch to this and all later installations; a known ``key`` is replaced."""
+        with self._lock:
+            self._extras[key] = build
+            if self._holders:
+                known = self._extra_handles.pop(key, None)
+                if known is not None:
+                    known.remove()
+                self._extra_handles[key] = build()
+
+    def discard(self, key: Hashable) -> None:
+        """Forget what ``extend`` added under ``key``."""
+        with self._lock:
+            self._extras.pop(key, None)
+            known = self._extra_handles.pop(key, None)
+            if known is not None:
+                known.remove()
+
+
+def namespace_owner(namespace: str) -> Any:
+    """The module or class whose attributes a row's namespace means."""
+    owners: dict[Namespace, Any] = {
+        "torch": torch,
+        "torch.Tensor": torch.Tensor,
+        "torch.nn.functional": torch.nn.functional,
+        "torch.linalg": torch.linalg,
+        "recurrent layers": recurrent_functions(),
+    }
+    return next(owner for name, owner in owners.items() if name == namespace)
+
+
+def _device_types_here() -> set[str]:
+    """CPU and the accelerator this torch is built for; asks no driver."""
+    accelerator = torch.accelerator.current_accelerator()
+    return {"cpu"} if accelerator is None else {"cpu", accelerator.type}
+
+
+def row_wrapper(row: OpRow) -> Wrapper | None:
+    """What has to be put over the function of ``row`` on this machine; ``None`` for nothing."""
+    match row.rule:
+        case "half":
+            if row.native.issuperset(_device_types_here()):
+                return None
+            return wrap_half(native=row.native)
+        case "float":
+            return wrap_float(is_closed=row.is_closed)
+        case "promote":
+            return wrap_promote(is_closed=row.is_closed)
+        case "sequence_promote":
+            return wrap_sequence_promote()
+        case "banned":
+            return wrap_banned()
+        case "no_half_in_place":
+            return wrap_in_place(refuse_half=True)
+        case "match_self":
+            return wrap_in_place(refuse_half=False)
+        case "leave":
+            return None
+
+
+def _without_casts(fn: AnyFunction) -> AnyFunction:
+    @functools.wraps(fn)
+    def backward_without_casts(*args: Any, **kwargs: Any) -> Any:
+        # The compiler takes backward passes apart itself, and state set while it traces is lost.
+        if torch.compiler.is_compiling():
+            return fn(*args, **kwargs)
+        with autocast_off():
+            return fn(*args, **kwargs)
+
+    return backward_without_casts
+
+
+def _install_table() -> list[Removable]:
+    handles: list[Removable] = []
+    for row in OP_TABLE:
+        owner = namespace_owner(row.namespace)
+        wrap = row_wrapper(row)
+        if wrap is not None and hasattr(owner, row.name):
+            handles.append(PATCHES.add(owner, row.name, Rank.TABLE, wrap))
+    # The backward pass differentiates casts that were made; making new ones there would be wrong,
+    # and with thread-wide casts ``loss.backward()`` is called while they are on.
+    for name in ("backward", "grad"):
+        handles.append(PATCHES.add(torch.autograd, name, Rank.TABLE, _without_casts))
+    return handles
+
+
+def _install_wide() -> list[Removable]:
+    return [
+        PATCHES.add(namespace_owner(namespace), name, Rank.WIDE, wide)
+        for namespace, name in WIDE_FUNCTIONS
+        if hasattr(namespace_owner(namespace), name)
+    ]
+
+
+FUNCTION_CASTS: Final = SharedInstall(_install_table)
+"""The op table's installation, and what ``register_*`` adds to it."""
+
+WIDE_HALF: Final = SharedInstall(_install_wide)
+"""The installation of wide float16 products on the CPU."""
+
+
+def install_function_casts(*, allow_banned: bool = False) -> Removable:
+    """Wrap the functions of the op table, process-wide, while anybody holds the result.
+
+    The wrappers act only where torch's autocast is enabled on the calling thread for the device
+    of the tensors, so threads and devices without casts are not affected.
+
+    Args:
+        allow_banned: Cast the arguments of banned functions to float32 instead of refusing them,
+            as long as this holder lives.
+
+    Returns:
+        The handle of this holder. After the last one is removed, every attribute is exactly what
+        it was before the first.
+
+    Mutates:
+        ``torch``, ``torch.Tensor``, ``torch.nn.functional``, ``torch.linalg``, ``torch.autograd``
+        and the namespace of the recurrent layers.
+    """
+    handles = [FUNCTION_CASTS.acquire()]
+    if allow_banned:
+        # Rank REGISTERED takes the place of the table's rule.
+        handles += [
+            PATCHES.add(
+                namespace_owner(row.namespace),
+                row.name,
+                Rank.REGISTERED,
+                wrap_float(is_closed=True),
+            )
+            for row in OP_TABLE
+            if row.rule == "banned"
+        ]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return UndoOnce(remove)
+
+
+def install_wide_half() -> Removable:
+    """Run float16 products on the CPU in float32, while anybody holds the result.
+
+    Worth it where ``preamp.kernels.wide_half.cpu_lacks_fp16_matmul()``; results keep the contract
+    stated there. Composes with ``install_function_casts`` in any order.
+
+    Returns:
+        The handle of this holder.
+
+    Mutates:
+        The same namespaces as ``install_function_casts``.
+    """
+    return WIDE_HALF.acquire()

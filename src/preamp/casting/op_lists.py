@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which function runs in which precision at O1: data, one row per function.
+
+A row holds on every device and for both half dtypes. ``native`` names the device types whose
+``torch.autocast`` already does what the row says through the dispatcher; there the function is not
+wrapped, which keeps autocast's weight cache and its reach into C++. ``docs/op-table.md`` is
+generated from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Rule = Literal[
+    "half",
+    "float",
+    "promote",
+    "sequence_promote",
+    "banned",
+    "no_half_in_place",
+    "match_self",
+    "leave",
+]
+"""What happens to the floating tensors among the arguments, while casts are active:
+
+``half``: cast to the half dtype. ``float``: half is cast to float32. ``promote``: half mixed with
+float32 is cast to float32, 0-dim tensors included. ``sequence_promote``: the same for the items of
+the first argument. ``banned``: a half argument is refused. ``no_half_in_place``: the in-place form
+of a float function refuses a half target. ``match_self``: the other arguments are cast to the
+dtype of the target. ``leave``: torch decides. float64 is never touched.
+"""
+
+Namespace = Literal[
+    "torch", "torch.Tensor", "torch.nn.functional", "torch.linalg", "recurrent layers"
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRow:
+    """One function, its rule and the reason for it."""
+
+    namespace: Namespace
+    name: str
+    rule: Rule
+    reason: str
+    native: frozenset[str] = frozenset()  # device types whose autocast needs no wrapper
+    is_closed: bool = False  # made of inner products that autocast must not see
+
+
+F: Final = "torch.nn.functional"
+
+MATRIX = "Matrix products are what half-precision units speed up; they accumulate in float32."
+RECURRENT = "A recurrent layer is a chain of matrix products."
+COMPOSED = "Composed of matrix products, so it follows them."
+RANGE = "The result leaves the range of float16, or loses its small values, for ordinary inputs."
+SUM = "A long sum loses its small terms in half precision."
+STATISTICS = "Mean and variance are long sums, and their difference cancels."
+NORMALISE = "Divides by a sum of squares, which overflows float16 above 65504."
+LOSS = "A loss is a small difference or a long sum, and the gradient of everything starts there."
+SAMPLE = "Sampling coordinates need more than 11 bits on images wider than 2048 pixels."
+SOLVE = "Factorisations amplify rounding errors, and torch has no half kernels for them."
+TO_HOST = "Host code such as numpy expects float32 and has no bfloat16."
+PROMOTE = "Half with float32 gives float32, for 0-dim tensors too."
+JOIN = "Tensors of both precisions are joined in float32."
+BANNED = "The logarithm of a half sigmoid output is infinite for confident predictions."
+GUARD = "The function runs in float32, which cannot be stored in place in a half tensor."
+MATCH = "The result is stored in the target, so the other arguments take its dtype."
+POINTWISE = "Pointwise and bounded or linear: as exact in half as its input is."
+POOL = "Selects or averages few elements, accumulating in float32 inside."
+LOOKUP = "Copies or drops values; nothing is computed."
+OWN_STATISTICS = "Takes half input with float32 statistics and computes in float32 inside."
+TORCH_MIXES = "Averages accumulate in float32 inside and stay in the range of their input."
+
+# What autocast casts by itself, as a device type's own list or as the sum of its parts. Read on
+# torch 2.13: CPU by running, CUDA from the list of ops in torch's documentation.
+_EVERYWHERE: Final = frozenset({"cpu", "cuda"})
+_CUDA: Final = frozenset({"cuda"})
+_NOWHERE: Final[frozenset[str]] = frozenset()
+
+
+def _rows(
+    namespace: Namespace,
+    names: str,
+    rule: Rule,
+    reason: str,
+    *,
+    native: frozenset[str] = _NOWHERE,
+    is_closed: bool = False,
+) -> Iterator[OpRow]:
+    for name in names.split():
+        yield OpRow(
+            namespace=namespace,
+            name=name,
+            rule=rule,
+            reason=reason,
+            native=native,
+            is_closed=is_closed,
+        )
+
+
+_CONVOLUTIONS = (
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu"
+)
+_PRODUCTS = "matmul mm addmm bmm addbmm baddbmm"
+_VECTOR_PRODUCTS = "mv addmv addr"  # CPU autocast has no entry for these
+_POINTWISE_F32 = (
+    "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan exp2 log1p pow"
+)
+_SUMS = "cumprod cumsum sum prod logsumexp logcumsumexp nansum"
+_STATISTICS = "std var"
+_NORMS = "norm dist renorm"
+_COMPARE = "eq equal ge gt le lt ne"
+_ARITHMETIC = "addcdiv addcmul atan2 cross dot add div mul"
+_OPERATORS = (
+    "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ "
+    "__div__ __idiv__ __truediv__ __itruediv__ "
+    "__eq__ __ge__ __gt__ __le__ __lt__ __ne__"
+)
+
+_HALF: Final = (
+    *_rows(F, _CONVOLUTIONS + " linear", "half", MATRIX, native=_EVERYWHERE),
+    *_rows("torch", f"{_CONVOLUTIONS} {_PRODUCTS}", "half", MATRIX, native=_EVERYWHERE),
+    *_rows("torch.Tensor", f"__matmul__ prelu {_PRODUCTS}", "half", MATRIX, native=_EVERYWHERE),
+    *_rows("torch.Tensor", "__rmatmul__", "half", MATRIX, native=_EVERYWHERE),
+    *_rows("torch", _VECTOR_PRODUCTS, "half", MATRIX, native=_CUDA),
+    *_rows("torch.Tensor", _VECTOR_PRODUCTS, "half", MATRIX, native=_CUDA),
+    *_rows(F, "scaled_dot_product_attention", "half", MATRIX, native=_EVERYWHERE),
+    *_rows("torch", "einsum", "half", COMPOSED, native=_EVERYWHERE),
+    *_rows("torch", "chain_matmul tensordot", "half", COMPOSED),
+    *_rows(F, "multi_head_attention_forward", "leave", COMPOSED),
+    *_rows("torch.linalg", "matmul vecdot", "half", MATRIX, native=_EVERYWHERE),
+    *_rows("torch.linalg", "multi_dot", "half", COMPOSED),
+    *_rows("recurrent layers", "lstm gru rnn_tanh rnn_relu", "half", RECURRENT, native=_CUDA),
+    *_rows(
+        "recurrent layers",
+        "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
+        "half",
+        RECURRENT,
+        native=_CUDA,
+    ),
+)
+
+_FLOAT: Final = (
+    *_rows(F, "softplus softmin softmax log_softmax gelu logsigmoid", "float", RANGE),
+    *_rows(F, "gumbel_softmax", "float", RANGE),
+    *_rows(F, "layer_norm group_norm rms_norm local_response_norm", "float", STATISTICS),
+    *_rows(F, "normalize cosine_similarity pairwise_distance pdist", "float", NORMALISE),
+    *_rows(F, "interpolate upsample grid_sample affine_grid", "float", SAMPLE, is_closed=True),
+    *_rows(
+        F,
+        "poisson_nll_loss cosine_embedding_loss cross_entropy hinge_embedding_loss kl_div l1_loss "
+        "mse_loss margin_ranking_loss multilabel_margin_loss multilabel_soft_margin_loss "
+        "multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss "
+        "soft_margin_loss triplet_margin_loss ctc_loss huber_loss gaussian_nll_loss",
+        "float",
+        LOSS,
+    ),
+    *_rows("torch", _POINTWISE_F32, "float", RANGE),
+    *_rows("torch.Tensor", f"{_POINTWISE_F32} __pow__ __rpow__ __ipow__", "float", RANGE),
+    *_rows("torch.Tensor", "__rdiv__ __rtruediv__", "float", RANGE),
+    *_rows("torch", "softmax log_softmax", "float", RANGE),
+    *_rows("torch.Tensor", "softmax log_softmax", "float", RANGE),
+    *_rows("torch", _SUMS, "float", SUM),
+    *_rows("torch.Tensor", _SUMS, "float", SUM),
+    *_rows("torch", f"{_STATISTICS} std_mean var_mean", "float", STATISTICS),
+    *_rows("torch.Tensor", _STATISTICS, "float", STATISTICS),
+    *_rows("torch", "layer_norm group_norm rms_norm", "float", STATISTICS),
+    *_rows("torch", f"{_NORMS} cosine_similarity", "float", NORMALISE),
+    *_rows("torch.Tensor", _NORMS, "float", NORMALISE),
+    *_rows("torch", "cdist pdist", "float", NORMALISE, is_closed=True),
+    *_rows("torch", "cov corrcoef", "float", STATISTICS, is_closed=True),
+    *_rows("torch.Tensor", "cov corrcoef", "float", STATISTICS, is_closed=True),
+    *_rows("torch.linalg", "norm vector_norm", "float", NORMALISE),
+    *_rows("torch.linalg", "matrix_norm", "float", NORMALISE, is_closed=True),
+    *_rows(
+        "torch.linalg",
+        "cholesky cholesky_ex cond det eig eigh eigvals eigvalsh inv inv_ex lstsq lu lu_factor "
+        "matrix_exp matrix_power matrix_rank pinv qr slogdet solve solve_triangular svd svdvals "
+        "tensorinv householder_product",
+        "float",
+        SOLVE,
+        is_closed=True,
+    ),
+    *_rows(
+        "torch",
+        "cholesky det logdet slogdet inverse pinverse svd qr matrix_exp matrix_power",
+        "float",
+        SOLVE,
+        is_closed=True,
+    ),
+    *_rows(
+        "torch.Tensor",
+        "cholesky det logdet slogdet inverse pinverse svd qr matrix_exp matrix_power",
+        "float",
+        SOLVE,
+        is_closed=True,
+    ),
+    *_rows("torch.Tensor", "cpu", "float", TO_HOST),
+)
+
+_PROMOTE: Final = (
+    *_rows("torch", f"{_ARITHMETIC} {_COMPARE} bilinear vdot inner kron", "promote", PROMOTE),
+    *_rows("torch", "outer ger sub where", "promote", PROMOTE),
+    *_rows("torch.Tensor", f"{_ARITHMETIC} {_COMPARE} sub", "promote", PROMOTE),
+    *_rows("torch.Tensor", _OPERATORS, "promote", PROMOTE),
+    *_rows(F, "bilinear", "promote", PROMOTE),
+    *_rows("torch.linalg", "cross", "promote", PROMOTE),
+    *_rows("torch", "cat stack", "sequence_promote", JOIN),
+    *_rows("torch", "concat hstack vstack dstack", "sequence_promote", JOIN),
+)
+
+_IN_PLACE_F32 = "acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_"
+_GUARDED: Final = (
+    *_rows(F, "binary_cross_entropy", "banned", BANNED),
+    *_rows("torch", _IN_PLACE_F32, "no_half_in_place", GUARD),
+    *_rows(
+        "torch.Tensor",
+        f"{_IN_PLACE_F32} erfinv_ pow_ cumprod_ cumsum_ renorm_",
+        "no_half_in_place",
+        GUARD,
+    ),
+    *_rows(
+        "torch.Tensor",
+        "addmm_ addmv_ addr_ addbmm_ baddbmm_ addcdiv_ addcmul_ atan2_ add_ sub_ div_ mul_ "
+        "eq_ ge_ gt_ le_ lt_ ne_",
+        "match_self",
+        MATCH,
+    ),
+)
+
+_LEAVE: Final = (
+    *_rows(
+        F,
+        "relu relu6 leaky_relu elu selu celu silu mish hardswish hardsigmoid hardtanh tanh "
+        "sigmoid softsign glu threshold",
+        "leave",
+        POINTWISE,
+    ),
+    *_rows("torch", "relu sigmoid tanh sin cos sqrt abs clamp erf", "leave", POINTWISE),
+    *_rows("torch", "mean", "leave", TORCH_MIXES),
+    *_rows(F, "batch_norm instance_norm", "leave", OWN_STATISTICS),
+    *_rows(
+        F,
+        "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
+        "adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d",
+        "leave",
+        POOL,
+    ),
+    *_rows(F, "embedding embedding_bag dropout pad unfold one_hot", "leave", LOOKUP),
+)
+
+OP_TABLE: Final[tuple[OpRow, ...]] = (*_HALF, *_FLOAT, *_PROMOTE, *_GUARDED, *_LEAVE)
+"""Every row; a name that this torch does not have is skipped where the table is applied."""

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Hooks that give a model's forward casts of its own, or none.
+
+The autocast weight cache is on inside model forwards only and is cleared when one ends, so a
+weight changed between two forwards is never seen stale. Outside models the cache is off. The
+hooks are plain values: they hold neither model nor engine, and copy and pickle with the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from preamp.casting.autocast_state import know_device_types, untraced
+from preamp.casting.thread_casts import CASTS, open_bracket, unwind_to
+from preamp.casting.thread_casts import disable_casts as disable_casts
+from preamp.casting.thread_casts import push_thread_casts as push_thread_casts
+from preamp.casting.thread_casts import thread_casts_restored as thread_casts_restored
+from preamp.core.undo import Removable
+
+
+@untraced
+def _enter_casts(module: nn.Module, device_types: frozenset[str], dtype: torch.dtype) -> None:
+    bracket = open_bracket(module)
+    if CASTS.disabled is None:
+        bracket.saved.casting(device_types, dtype, cache_enabled=True).restore()
+        bracket.nesting = torch.autocast_increment_nesting()
+        bracket.raised_nesting = True
+
+
+@untraced
+def _enter_plain(module: nn.Module) -> None:
+    bracket = open_bracket(module)
+    around = CASTS.brackets[-2].nesting if len(CASTS.brackets) > 1 else CASTS.base_nesting
+    original = CASTS.original or CASTS.brackets[0].saved
+    # A deeper count means that the user opened a torch.autocast region around this call.
+    if bracket.nesting == around and CASTS.disabled is None:
+        original.restore()
+
+
+@untraced
+def _leave(module: nn.Module) -> None:
+    for bracket in reversed(CASTS.brackets):
+        if bracket.module_id is not None:
+            # Otherwise another module's bracket is innermost: this one's pre-hook did not run.
+            if bracket.module_id == id(module):
+                unwind_to(bracket)
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class _EnterCasts:
+    """Forward pre-hook that opens a model's autocast region."""
+
+    device_types: frozenset[str]
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        _enter_casts(module, self.device_types, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _EnterPlain:
+    """Forward pre-hook that takes a model out of the casts of other engines."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        _enter_plain(module)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leave:
+    """Forward hook that closes what the pre-hook of the same module call opened."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        _leave(module)
+
+
+def _attach(module: nn.Module, enter: _EnterCasts | _EnterPlain) -> list[Removable]:
+    # The region opens before other pre-hooks run and closes after other hooks have run, so an
+    # exception in one of them finds it open and closes it.
+    return [
+        module.register_forward_pre_hook(enter, prepend=True),
+        module.register_forward_hook(_Leave(), always_call=True),
+    ]
+
+
+def attach_cast_region(
+    module: nn.Module, device_types: frozenset[str], dtype: torch.dtype
+) -> list[Removable]:
+    """Run the forwards of ``module`` in an autocast region with its weight cache.
+
+    Args:
+        module: The model; only hooks are added, which copy and pickle with it.
+        device_types: Device types whose tensors are cast.
+        dtype: The half dtype.
+
+    Returns:
+        The hooks' handles.
+
+    Mutates:
+        The hooks of ``module``.
+    """
+    know_device_types(device_types)
+    return _attach(module, _EnterCasts(frozenset(device_types), dtype))
+
+
+def attach_plain_region(module: nn.Module) -> list[Removable]:
+    """Run the forwards of ``module`` untouched by other engines' casts on the thread.
+
+    A ``torch.autocast`` region that the user opens around the call is respected.
+
+    Args:
+        module: The model; only hooks are added.
+
+    Returns:
+        The hooks' handles.
+
+    Mutates:
+        The hooks of ``module``.
+    """
+    return _attach(module, _EnterPlain())

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The user's own rules: ``register_*`` for functions elsewhere, decorators for one's own.
+
+A rule on a C function holds for the whole call: torch's autocast is off inside, so it cannot cast
+back. A rule on a Python function casts the arguments only, and what the body calls keeps its own
+rules, as with Apex.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
+from typing import Any, TypeVar, cast
+
+import torch
+
+from preamp.casting.functions import FUNCTION_CASTS
+from preamp.casting.patches import PATCHES, Rank, Wrapper, wrap_raw
+from preamp.casting.wrappers import AnyFunction, wrap_float, wrap_half, wrap_promote
+from preamp.core.errors import message
+
+Fn = TypeVar("Fn")
+
+_C_FUNCTIONS = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+
+
+def _half(fn: AnyFunction) -> AnyFunction:
+    return wrap_half(is_closed=isinstance(fn, _C_FUNCTIONS))(fn)
+
+
+def _bfloat16(fn: AnyFunction) -> AnyFunction:
+    return wrap_half(is_closed=isinstance(fn, _C_FUNCTIONS), dtype=torch.bfloat16)(fn)
+
+
+def _float(fn: AnyFunction) -> AnyFunction:
+    return wrap_float(is_closed=isinstance(fn, _C_FUNCTIONS))(fn)
+
+
+def _promote(fn: AnyFunction) -> AnyFunction:
+    return wrap_promote(is_closed=isinstance(fn, _C_FUNCTIONS))(fn)
+
+
+def _register(module: Any, name: str, rule: str, wrap: Wrapper) -> None:
+    if not hasattr(module, name):
+        label = getattr(module, "__name__", type(module).__name__)
+        raise ValueError(
+            message(
+                f"{rule}({label}, {name!r}): there is no such attribute",
+                f"the name must be one that {label} has now",
+                "Check the spelling, and that the module that defines it has been imported",
+            )
+        )
+    FUNCTION_CASTS.extend(
+        (id(module), name), functools.partial(PATCHES.add, module, name, Rank.REGISTERED, wrap)
+    )
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Run ``module.name`` in the half dtype wherever casts are active.
+
+    Takes effect at once where an engine is alive, else with the next one, and for all later ones;
+    the rule replaces the table's. Registering a name again replaces the earlier registration.
+
+    Args:
+        module: A module, class or instance.
+        name: The function's attribute name.
+
+    Raises:
+        ValueError: ``module`` has no attribute ``name``.
+    """
+    _register(module, name, "register_half_function", _half)
+
+
+def register_bfloat16_function(module: Any, name: str) -> None:
+    """Run ``module.name`` in bfloat16 wherever casts are active; else ``register_half_function``.
+
+    Raises:
+        ValueError: ``module`` has no attribute ``name``.
+    """
+    _register(module, name, "register_bfloat16_function", _bfloat16)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Run ``module.name`` in float32 wherever casts are active; else ``register_half_function``.
+
+    Example:
+        >>> register_float_function(torch, "sigmoid")
+
+    Raises:
+        ValueError: ``module`` has no attribute ``name``.
+    """
+    _register(module, name, "register_float_function", _float)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Cast half arguments of ``module.name`` to float32 where they are mixed with float32.
+
+    Raises:
+        ValueError: ``module`` has no attribute ``name``.
+    """
+    _register(module, name, "register_promote_function", _promote)
+
+
+def half_function(fn: Fn) -> Fn:
+    """Decorate ``fn`` so that its tensor arguments are cast to the half dtype where casts are on.
+
+    Args:
+        fn: A function, method, C function, or static or class method.
+
+    Returns:
+        The wrapped function; a plain call wherever casts are not active.
+    """
+    return cast("Fn", wrap_raw(fn, _half))
+
+
+def bfloat16_function(fn: Fn) -> Fn:
+    """``half_function``, but always to bfloat16."""
+    return cast("Fn", wrap_raw(fn, _bfloat16))
+
+
+def float_function(fn: Fn) -> Fn:
+    """Decorate ``fn`` so that its half tensor arguments are cast to float32 where casts are on."""
+    return cast("Fn", wrap_raw(fn, _float))
+
+
+def promote_function(fn: Fn) -> Fn:
+    """Decorate ``fn`` so that half mixed with float32 arrives as float32 where casts are on."""
+    return cast("Fn", wrap_raw(fn, _promote))

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The callables that replace a function, one maker for each rule of the op table.
+
+All of them look at torch's autocast state when called and pass the call through where casts are not
+active. They are plain Python without thread-local look-ups, so ``torch.compile`` traces them.
+float64 is left alone everywhere, as autocast does: casts never reduce what the user widened.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, cast
+
+import torch
+
+from preamp.casting.autocast_state import casting_device, is_casting
+from preamp.casting.patches import Wrapper
+from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
+from preamp.core.errors import message
+
+AnyFunction = Callable[..., Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_CASTABLE: Final = (*HALF_DTYPES, torch.float32)
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Apply ``fn`` to floating tensors in ``value`` and in (nested) lists and tuples.
+
+    Whatever holds nothing that changed is returned itself.
+    """
+    if isinstance(value, torch.Tensor):
+        return fn(value) if value.is_floating_point() else value
+    if isinstance(value, (list, tuple)):
+        items = cast("Sequence[Any]", value)
+        mapped = [map_tensors(fn, item) for item in items]
+        if all(new is old for new, old in zip(mapped, items, strict=True)):
+            return items
+        kind = type(items)
+        return kind(*mapped) if hasattr(kind, "_fields") else kind(mapped)  # pyright: ignore[reportCallIssue]
+    return value
+
+
+def cast_arguments(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dtype: torch.dtype,
+    device_type: str,
+) -> Arguments:
+    """The arguments with half and float32 tensors on ``device_type`` cast to ``dtype``."""
+
+    def cast_one(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype in _CASTABLE and tensor.device.type == device_type:
+            return tensor.to(dtype)
+        return tensor
+
+    return (
+        tuple(map_tensors(cast_one, arg) for arg in args),
+        {name: map_tensors(cast_one, arg) for name, arg in kwargs.items()},
+    )
+
+
+def _run(fn: AnyFunction, arguments: Arguments, closed_on: str | None) -> Any:
+    """Call ``fn``, with autocast off on the device type ``closed_on`` if there is one."""
+    args, kwargs = arguments
+    if closed_on is None:
+        return fn(*args, **kwargs)
+    with torch.autocast(closed_on, enabled=False):
+        return fn(*args, **kwargs)
+
+
+def wrap_half(
+    *,
+    native: frozenset[str] = frozenset(),
+    is_closed: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Wrapper:
+    """Rule ``half``.
+
+    Args:
+        native: Device types on which autocast casts by itself.
+        is_closed: Run the function with autocast off.
+        dtype: The half dtype; ``None`` means the one that is active where the call happens.
+    """
+
+    def wrap(fn: AnyFunction) -> AnyFunction:
+        @functools.wraps(fn)
+        def half(*args: Any, **kwargs: Any) -> Any:
+            device = casting_device(args, kwargs)
+            if device is None or device in native:
+                return fn(*args, **kwargs)
+            target = torch.get_autocast_dtype(device) if dtype is None else dtype
+            arguments = cast_arguments(args, kwargs, target, device)
+            return _run(fn, arguments, device if is_closed else None)
+
+        return half
+
+    return wrap
+
+
+def wrap_float(*, is_closed: bool = False) -> Wrapper:
+    """Rule ``float``."""
+
+    def wrap(fn: AnyFunction) -> AnyFunction:
+        @functools.wraps(fn)
+        def float32(*args: Any, **kwargs: Any) -> Any:
+            device = casting_device(args, kwargs)
+            if device is None:
+                return fn(*args, **kwargs)
+            arguments = cast_arguments(args, kwargs, torch.float32, device)
+            return _run(fn, arguments, device if is_closed else None)
+
+        return float32
+
+    return wrap
+
+
+def _is_mixed(values: Iterable[Any]) -> bool:
+    """Whether there are half and float32 tensors but no float64 among ``values``."""
+    has_half = has_float32 = False
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            dtype = value.dtype
+            if dtype is torch.float32:
+                has_float32 = True
+            elif dtype in HALF_DTYPES:
+                has_half = True
+            elif dtype is torch.float64:
+                return False
+    return has_half and has_float32
+
+
+def wrap_promote(*, is_closed: bool = False) -> Wrapper:
+    """Rule ``promote``; what torch promotes by itself (float64, two half dtypes) is its own."""
+
+    def wrap(fn: AnyFunction) -> AnyFunction:
+        @functools.wraps(fn)
+        def promote(*args: Any, **kwargs: Any) -> Any:
+            # Looking at the dtypes first is cheaper than asking for the autocast state, and
+            # nearly every sum and product in a program ends here.
+            if not (_is_mixed(args) or (kwargs and _is_mixed((*args, *kwargs.values())))):
+                if not is_closed:
+                    return fn(*args, **kwargs)
+            device = casting_device(args, kwargs)
+            if device is None:
+                return fn(*args, **kwargs)
+            arguments: Arguments = (args, kwargs)
+            if _is_mixed((*args, *kwargs.values())):
+                arguments = cast_arguments(args, kwargs, torch.float32, device)
+            return _run(fn, arguments, device if is_closed else None)
+
+        return promote
+
+    return wrap
+
+
+def wrap_sequence_promote() -> Wrapper:
+    """Rule ``sequence_promote``."""
+
+    def wrap(fn: AnyFunction) -> AnyFunction:
+        @functools.wraps(fn)
+        def sequence_promote(*args: Any, **kwargs: Any) -> Any:
+            items = args[0] if args else kwargs.get("tensors")
+            if not isinstance(items, (list, tuple)) or not _is_mixed(cast("list[Any]", items)):
+                return fn(*args, **kwargs)
+            device = casting_device(args, kwargs)
+            if device is None:
+                return fn(*args, **kwargs)
+            args, kwargs = cast_arguments(args, kwargs, torch.float32, device)
+            return fn(*args, **kwargs)
+
+        return sequence_promote
+
+    return wrap
+
+
+def wrap_banned() -> Wrapper:
+    """Rule ``banned``; float32 arguments are fine, also where autocast itself would refuse."""
+
+    def wrap(fn: AnyFunction) -> AnyFunction:
+        @functools.wraps(fn)
+        def banned(*args: Any, **kwargs: Any) -> Any:
+            device = casting_device(args, kwargs)
+            if device is None:
+                return fn(*args, **kwargs)
+            halves = [a for a in (*args, *kwargs.values()) if _is_half_tensor(a)]
+            if halves:
+                raise NotImplementedError(
+                    message(
+                        f"{fn.__name__} got a {dtype_name(halves[0].dtype)} tensor while casts "
+                        "are active",
+                        "it takes float32 here, because the logarithm of a half-precision "
+                        "probability is infinite once the probability rounds to 0 or 1",
+                        "Use torch.nn.BCEWithLogitsLoss on the logits, or call "
+                        "register_float_function(torch, 'sigmoid') so that the probabilities "
+                        "are float32, or allow banned functions to have the arguments cast",
+                    )
+                )
+            return _run(fn, (args, kwargs), device)
+
+        return banned
+
+    return wrap
+
+
+def _is_half_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_half(value)
+
+
+def _cast_rest(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Arguments:
+    rest, kwargs = cast_arguments(args[1:], kwargs, dtype, args[0].device.type)
+    return (args[0], *rest), dict(kwargs)
+
+
+def wrap_in_place(*, refuse_half: bool) -> Wrapper:
+    """Rules ``no_half_in_place`` (``refuse_half``) and ``match_self``."""
+
+    def wrap(fn: AnyFunction) -> AnyFunction:
+        @functools.wraps(fn)
+        def in_place(*args: Any, **kwargs: Any) -> Any:
+            target = args[0] if args else None
+            if not isinstance(target, torch.Tensor) or not is_casting(target.device.type):
+                return fn(*args, **kwargs)
+            if refuse_half and is_half(target):
+                name = fn.__name__
+                raise NotImplementedError(
+                    message(
+                        f"{name} got a {dtype_name(target.dtype)} target while casts are active",
+                        f"it runs in float32, as {name.rstrip('_')} does, and cannot store its "
+                        "result in a half tensor",
+                        f"Use {name.rstrip('_')}, which returns a new float32 tensor, or call it "
+                        "on tensor.float(), or inside disable_casts()",
+                    )
+                )
+            if target.dtype not in _CASTABLE:
+                return fn(*args, **kwargs)
+            args, kwargs = _cast_rest(args, kwargs, target.dtype)
+            return fn(*args, **kwargs)
+
+        return in_place
+
+    return wrap

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Let torch's optimizers choose their multi-tensor path for parameters of our own class."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, cast
+
+import torch
+
+
+class ForeachType:
+    """Names a parameter class to torch's optimizers for as long as it is held.
+
+    With ``foreach=None`` they take the multi-tensor path only if every parameter's exact type is
+    on a list; a subclass would silently get the one-tensor-at-a-time loop, several times slower
+    on a GPU. The list is private, and extending it is what DTensor does too.
+    """
+
+    def __init__(self, cls: type[torch.Tensor]) -> None:
+        """Add ``cls`` to the list."""
+        self._cls = cls
+        self._types: list[type] | None = _supported_types()
+        if self._types is not None:
+            self._types.append(cls)
+
+    def remove(self) -> None:
+        """Take ``cls`` off the list again; a second call does nothing."""
+        if self._types is not None:
+            self._types.remove(self._cls)
+            self._types = None
+
+
+def _supported_types() -> list[type] | None:
+    """Torch's list, or ``None`` where this version has none."""
+    # torch.optim deletes its attribute of this name, so only the import system finds the module.
+    module = importlib.import_module("torch.optim.optimizer")
+    types: Any = getattr(module, "_foreach_supported_types", None)
+    return cast("list[type]", types) if isinstance(types, list) else None

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A model that runs a callback inside its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+CPU = frozenset({"cpu"})
+
+
+class Probe(nn.Module):
+    """Calls what it is given inside its forward, and returns a linear layer's output."""
+
+    def __init__(self, inside: Callable[[], Any] = lambda: None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.inside = inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inside()
+        return self.linear(x)
+
+
+def product() -> torch.dtype:
+    """The dtype of a matrix product of float32 tensors: half where casts are active."""
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Installing and removing: every attribute is exactly what it was."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from preamp.casting.functions import install_function_casts, install_wide_half
+from preamp.casting.patches import PatchTable, Rank
+from preamp.casting.regions import push_thread_casts
+from preamp.core.undo import Removable
+
+OWNERS = (
+    torch,
+    torch.Tensor,
+    F,
+    torch.linalg,
+    torch.autograd,
+    importlib.import_module("torch._VF"),
+)
+
+
+def _attributes() -> list[dict[str, int]]:
+    return [{name: id(value) for name, value in vars(owner).items()} for owner in OWNERS]
+
+
+INSTALLS: tuple[Callable[[], Removable], ...] = (
+    install_function_casts,
+    install_wide_half,
+    install_function_casts,
+    lambda: install_function_casts(allow_banned=True),
+)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[::5])
+def test_any_order_of_removal_restores_every_attribute(order: tuple[int, ...]) -> None:
+    before = _attributes()
+    handles = [install() for install in INSTALLS]
+    during = _attributes()
+
+    for index in order:
+        handles[index].remove()
+        handles[index].remove()
+
+    assert during != before
+    assert _attributes() == before
+
+
+def test_installs_are_counted() -> None:
+    original = torch.exp
+    first, second = install_function_casts(), install_function_casts()
+
+    first.remove()
+    still_on = torch.exp is not original
+    second.remove()
+
+    assert still_on
+    assert torch.exp is original
+
+
+def test_wrapped_functions_keep_their_names() -> None:
+    original = torch.exp
+    handle = install_function_casts()
+    wrapped = torch.exp
+    handle.remove()
+
+    assert wrapped.__name__ == "exp"
+    assert wrapped.__wrapped__ is original
+    assert wrapped.__doc__ == original.__doc__
+
+
+def test_installed_wrappers_do_nothing_where_casts_are_not_active() -> None:
+    handle = install_function_casts()
+    half = torch.ones(3, dtype=torch.bfloat16)
+    dtypes = {torch.exp(half).dtype, half.sum().dtype, half.exp_().dtype}
+    handle.remove()
+
+    assert dtypes == {torch.bfloat16}
+
+
+def test_banned_function() -> None:
+    half, target = torch.full((3,), 0.5, dtype=torch.bfloat16), torch.ones(3)
+    handles = [install_function_casts(), push_thread_casts({"cpu"}, torch.bfloat16)]
+
+    with pytest.raises(
+        NotImplementedError, match=re.escape("register_float_function(torch, 'sigmoid')")
+    ):
+        F.binary_cross_entropy(half, target)
+    float_loss = F.binary_cross_entropy(half.float(), target)
+    handles.append(install_function_casts(allow_banned=True))
+    allowed_loss = F.binary_cross_entropy(half, target)
+
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(float_loss, allowed_loss)
+    assert allowed_loss.dtype is torch.float32
+
+
+class _Owner:
+    @staticmethod
+    def static(x: int) -> int:
+        return x
+
+    @classmethod
+    def of_class(cls, x: int) -> int:
+        return x
+
+    def method(self, x: int) -> int:
+        return x
+
+
+class _Child(_Owner):
+    pass
+
+
+@pytest.mark.parametrize("name", ["static", "of_class", "method"])
+def test_patched_methods_bind_as_before(name: str) -> None:
+    table = PatchTable()
+
+    def double(fn: Callable[..., int]) -> Callable[..., int]:
+        return lambda *args: 2 * fn(*args)
+
+    handles = [table.add(_Child, name, Rank.TABLE, double) for _ in range(2)]
+    doubled = getattr(_Child(), name)(1)
+    for handle in handles:
+        handle.remove()
+
+    assert doubled == 4
+    assert getattr(_Child(), name)(1) == 1
+    assert name not in vars(_Child)
+
+
+def test_a_registration_takes_the_place_of_the_table() -> None:
+    table = PatchTable()
+    seen: list[str] = []
+
+    def layer(label: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+        def wrap(fn: Callable[..., int]) -> Callable[..., int]:
+            def call(*args: int) -> int:
+                seen.append(label)
+                return fn(*args)
+
+            return call
+
+        return wrap
+
+    handles = [
+        table.add(_Owner, "method", Rank.REGISTERED, layer("registered")),
+        table.add(_Owner, "method", Rank.TABLE, layer("table")),
+        table.add(_Owner, "method", Rank.WIDE, layer("wide")),
+    ]
+    _Owner().method(1)
+    for handle in handles:
+        handle.remove()
+
+    assert seen == ["registered", "wide"]

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Where casts are active: model regions, thread-wide casts, disabled blocks, backward passes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from casting.probe import BF16, CPU, F16, F32, Probe, product
+from preamp.casting.regions import (
+    attach_cast_region,
+    attach_plain_region,
+    disable_casts,
+    push_thread_casts,
+)
+from preamp.core.undo import Removable
+
+pytestmark = pytest.mark.usefixtures("function_casts")
+
+
+def _remove(handles: list[Removable]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def test_casts_are_active_inside_the_model_only() -> None:
+    model = Probe()
+    handles = attach_cast_region(model, CPU, BF16)
+
+    inside, outside = model(torch.ones(2, 4)).dtype, product()
+    _remove(handles)
+    removed = model(torch.ones(2, 4)).dtype
+
+    assert (inside, outside, removed) == (BF16, F32, F32)
+
+
+def test_hooks_copy_and_pickle_with_the_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity())
+    attach_cast_region(model, CPU, BF16)
+    attach_plain_region(model[1])
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+
+    copies = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(file, weights_only=False),
+    ]
+
+    model[0].weight.data.zero_()
+    for duplicate in copies:
+        assert duplicate(torch.ones(2, 4)).dtype is BF16
+        assert duplicate[0].weight.any()
+
+
+def test_exception_in_a_forward_ends_the_region() -> None:
+    def fail() -> None:
+        raise KeyError("planted")
+
+    model = Probe(fail)
+    attach_cast_region(model, CPU, BF16)
+
+    with pytest.raises(KeyError, match="planted"):
+        model(torch.ones(2, 4))
+
+    assert product() is F32
+
+
+def test_interrupted_forward_is_cleaned_up_by_the_next_one() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    model, other = Probe(interrupt), Probe()
+    attach_cast_region(model, CPU, BF16)
+    attach_cast_region(other, CPU, BF16)
+
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2, 4))
+    other(torch.ones(2, 4))
+
+    assert product() is F32
+
+
+def test_regions_nest_and_recur() -> None:
+    seen: list[torch.dtype] = []
+    inner = Probe(lambda: seen.append(product()))
+    outer = Probe()
+    calls = iter([lambda: outer(torch.ones(2, 4)), lambda: inner(torch.ones(2, 4))])
+    outer.inside = lambda: (next(calls)(), seen.append(product()))
+    attach_cast_region(outer, CPU, BF16)
+    attach_cast_region(inner, CPU, F16)
+
+    outer(torch.ones(2, 4))
+
+    assert seen == [F16, BF16, BF16]
+
+
+def test_weights_replaced_between_forwards_are_seen() -> None:
+    model = Probe()
+    attach_cast_region(model, CPU, BF16)
+    handle = push_thread_casts(CPU, BF16)
+    outputs = []
+
+    for value in (1.0, 2.0, 3.0):
+        with torch.no_grad():
+            model.linear.weight.fill_(value)
+            model.linear.bias.zero_()
+        outputs.append(model(torch.ones(1, 4))[0, 0].item())
+        outputs.append(F.linear(torch.ones(1, 4), model.linear.weight)[0, 0].item())
+    handle.remove()
+
+    assert outputs == [4.0, 4.0, 8.0, 8.0, 12.0, 12.0]
+
+
+def test_weight_is_cast_once_in_a_forward() -> None:
+    model = Probe()
+    outputs: list[torch.Tensor] = []
+    model.inside = lambda: outputs.append(model.linear(torch.ones(2, 4)))
+    attach_cast_region(model, CPU, BF16)
+
+    outputs.append(model(torch.ones(2, 4)))
+    nodes: set[Any] = set()
+    stack: list[Any] = [output.grad_fn for output in outputs]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            stack += [parent for parent, _ in node.next_functions]
+
+    casts = [node for node in nodes if type(node).__name__ == "ToCopyBackward0"]
+    assert len(casts) == 2  # weight and bias
+
+
+def test_gradients_flow_when_a_weight_was_first_used_without_grad() -> None:
+    model = Probe()
+    model.inside = lambda: torch.no_grad()(model.linear)(torch.ones(2, 4))
+    attach_cast_region(model, CPU, BF16)
+
+    model(torch.ones(2, 4)).float().sum().backward()
+
+    assert model.linear.weight.grad is not None
+    assert model.linear.weight.grad.dtype is F32
+
+
+def test_thread_casts_cover_functions_outside_models() -> None:
+    handle = push_thread_casts(CPU, BF16)
+    layer = nn.Linear(4, 4)(torch.ones(2, 4))
+    loss = F.cross_entropy(layer, torch.tensor([0, 1]))
+    cache = torch.is_autocast_cache_enabled()
+    handle.remove()
+
+    assert layer.dtype is BF16
+    assert loss.dtype is F32
+    assert not cache
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_thread_casts_are_removed_in_any_order(order: tuple[int, ...]) -> None:
+    dtypes = [BF16, F16, BF16]
+    handles = [push_thread_casts(CPU, dtype) for dtype in dtypes]
+    left = list(range(3))
+
+    for index in order:
+        assert product() is dtypes[left[-1]]
+        handles[index].remove()
+        handles[index].remove()
+        left.remove(index)
+
+    assert product() is F32
+
+
+def test_thread_casts_respect_the_state_before_them() -> None:
+    with torch.autocast("cpu", dtype=F16, cache_enabled=False):
+        handle = push_thread_casts(CPU, BF16)
+        during = product()
+        handle.remove()
+        after = product()
+
+    assert (during, after) == (BF16, F16)
+
+
+def test_thread_casts_may_change_inside_a_disabled_block() -> None:
+    first = push_thread_casts(CPU, BF16)
+    with disable_casts():
+        first.remove()
+        second = push_thread_casts(CPU, F16)
+        inside = product()
+    outside = product()
+    second.remove()
+
+    assert (inside, outside) == (F32, F16)
+
+
+def test_other_threads_have_no_thread_casts() -> None:
+    handle = push_thread_casts(CPU, BF16)
+    seen: list[torch.dtype] = []
+    thread = threading.Thread(target=lambda: seen.append(product()))
+    thread.start()
+    thread.join()
+    handle.remove()
+
+    assert seen == [F32]
+
+
+def test_models_run_in_several_threads_at_once() -> None:
+    barrier = threading.Barrier(2, timeout=20)
+    models = {dtype: Probe(barrier.wait) for dtype in (BF16, F16)}
+    outputs: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = {}
+    for dtype, model in models.items():
+        attach_cast_region(model, CPU, dtype)
+
+    def run(dtype: torch.dtype) -> None:
+        outputs[dtype] = (models[dtype](torch.ones(2, 4)).dtype, product())
+
+    threads = [threading.Thread(target=run, args=(dtype,)) for dtype in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert outputs == {BF16: (BF16, F32), F16: (F16, F32)}
+
+
+def test_casts_removed_by_another_thread_end_at_the_next_forward() -> None:
+    handle = push_thread_casts(CPU, BF16)
+    thread = threading.Thread(target=handle.remove)
+    thread.start()
+    thread.join()
+    model = Probe()
+    attach_plain_region(model)
+
+    assert model(torch.ones(2, 4)).dtype is F32
+    assert product() is F32
+
+
+def test_plain_model_is_not_touched_by_thread_casts() -> None:
+    plain, caster = Probe(), Probe()
+    attach_plain_region(plain)
+    attach_cast_region(caster, CPU, BF16)
+    seen: list[torch.dtype] = []
+    caster.inside = lambda: seen.append(plain(torch.ones(2, 4)).dtype)
+    handle = push_thread_casts(CPU, BF16)
+
+    seen.append(plain(torch.ones(2, 4)).dtype)
+    caster(torch.ones(2, 4))
+    handle.remove()
+    caster(torch.ones(2, 4))
+
+    assert seen == [F32, F32, F32]
+
+
+def test_plain_model_respects_a_region_of_the_users_own() -> None:
+    plain = Probe()
+    attach_plain_region(plain)
+    handle = push_thread_casts(CPU, BF16)
+    with torch.autocast("cpu", dtype=F16):
+        output = plain(torch.ones(2, 4))
+    handle.remove()
+
+    assert output.dtype is F16

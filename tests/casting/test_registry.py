@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The user's own rules: registered functions and decorated ones."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from preamp.casting.functions import FUNCTION_CASTS, install_function_casts
+from preamp.casting.regions import disable_casts, push_thread_casts
+from preamp.casting.registry import (
+    bfloat16_function,
+    float_function,
+    half_function,
+    promote_function,
+    register_bfloat16_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from preamp.core.undo import Removable
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def _dtypes(x: torch.Tensor, y: torch.Tensor | None = None) -> tuple[torch.dtype, ...]:
+    return (x.dtype,) if y is None else (x.dtype, y.dtype)
+
+
+@pytest.fixture
+def module() -> types.ModuleType:
+    made = types.ModuleType("made")
+    made.probe = _dtypes
+    return made
+
+
+@pytest.fixture(autouse=True)
+def registry() -> Iterator[None]:
+    extras = FUNCTION_CASTS._extras
+    before = dict(extras)
+    yield
+    for key in extras.keys() - before.keys():
+        FUNCTION_CASTS.discard(key)
+    assert not FUNCTION_CASTS.is_installed
+
+
+def _casts(dtype: torch.dtype = F16) -> list[Removable]:
+    return [install_function_casts(), push_thread_casts({"cpu"}, dtype)]
+
+
+def _remove(handles: list[Removable]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+RULES: list[tuple[Callable[[Any, str], None], Callable[[Any], Any], tuple[torch.dtype, ...]]] = [
+    (register_half_function, half_function, (F16, F16)),
+    (register_bfloat16_function, bfloat16_function, (BF16, BF16)),
+    (register_float_function, float_function, (F32, F32)),
+    (register_promote_function, promote_function, (F32, F32)),
+]
+
+
+@pytest.mark.parametrize(("register", "_decorate", "expected"), RULES)
+@pytest.mark.parametrize("before_engine", [True, False])
+def test_registration(
+    module: types.ModuleType,
+    register: Callable[[Any, str], None],
+    _decorate: Any,
+    expected: tuple[torch.dtype, ...],
+    before_engine: bool,
+) -> None:
+    half, single = torch.ones(1, dtype=F16), torch.ones(1)
+    if before_engine:
+        register(module, "probe")
+        assert module.probe is _dtypes
+        handles = _casts()
+    else:
+        handles = _casts()
+        register(module, "probe")
+
+    active = module.probe(half, y=single)
+    with disable_casts():
+        disabled = module.probe(half, single)
+    _remove(handles)
+    removed = module.probe
+    handles = _casts()
+    again = module.probe(half, single)
+    _remove(handles)
+
+    assert active == again == expected
+    assert disabled == (F16, F32)
+    assert removed is _dtypes
+
+
+@pytest.mark.parametrize(("_register", "decorate", "expected"), RULES)
+def test_decorators(_register: Any, decorate: Callable[[Any], Any], expected: Any) -> None:
+    half, single = torch.ones(1, dtype=F16), torch.ones(1)
+
+    class Owner:
+        @decorate
+        def method(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            """Documented."""
+            return _dtypes(x, y)
+
+        @decorate
+        @staticmethod
+        def static(x: torch.Tensor, y: torch.Tensor) -> Any:
+            return _dtypes(x, y)
+
+    inactive = Owner().method(half, single)
+    handle = push_thread_casts({"cpu"}, F16)
+    active = Owner().method(half, single), Owner.static(half, single)
+    handle.remove()
+
+    assert inactive == (F16, F32)
+    assert active == (expected, expected)
+    assert Owner.method.__name__ == "method"
+    assert Owner.method.__doc__ == "Documented."
+
+
+def test_decorated_autograd_function() -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        @float_function
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        @float_function
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return 2 * x * grads[0]
+
+    handle = push_thread_casts({"cpu"}, F16)
+    x = torch.full((2,), 3.0, dtype=F16, requires_grad=True)
+    y = Square.apply(x)
+    y.sum().backward()
+    handle.remove()
+
+    assert y.dtype is F32
+    assert x.grad is not None
+    assert x.grad.dtype is F16
+    assert x.grad.tolist() == [6.0, 6.0]
+
+
+def test_decorated_c_function_is_not_cast_back_by_autocast() -> None:
+    handle = push_thread_casts({"cpu"}, BF16)
+    product = float_function(torch.mm)(torch.ones(2, 2, dtype=BF16), torch.ones(2, 2))
+    handle.remove()
+
+    assert product.dtype is F32
+
+
+def test_registration_overrides_the_table() -> None:
+    original = torch.mm, torch.sigmoid, torch.exp
+    register_float_function(torch, "mm")
+    register_float_function(torch, "sigmoid")
+    register_half_function(torch, "exp")
+    half = torch.ones(2, 2, dtype=BF16)
+    handles = _casts(BF16)
+
+    dtypes = [torch.mm(half, half).dtype, torch.sigmoid(half).dtype, torch.exp(half.float()).dtype]
+    _remove(handles)
+
+    assert dtypes == [F32, F32, BF16]
+    assert (torch.mm, torch.sigmoid, torch.exp) == original
+
+
+def test_registering_again_replaces(module: types.ModuleType) -> None:
+    handles = _casts()
+    for _ in range(3):
+        register_half_function(module, "probe")
+    register_float_function(module, "probe")
+
+    dtypes = module.probe(torch.ones(1, dtype=F16))
+    depth, layer = 0, module.probe
+    while (layer := getattr(layer, "__wrapped__", None)) is not None:
+        depth += 1
+    _remove(handles)
+
+    assert dtypes == (F32,)
+    assert depth == 1
+
+
+def test_registered_class_method(module: types.ModuleType) -> None:
+    class Owner:
+        def method(self, x: torch.Tensor) -> Any:
+            return _dtypes(x)
+
+    register_float_function(Owner, "method")
+    handles = _casts()
+    active = Owner().method(torch.ones(1, dtype=F16))
+    _remove(handles)
+
+    assert active == (F32,)
+
+
+def test_registered_half_function_sees_replaced_weights() -> None:
+    register_half_function(torch, "einsum")
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    handles = _casts()
+    first = torch.einsum("ij,jk->ik", weight, weight)
+    with torch.no_grad():
+        weight.fill_(2.0)
+    second = torch.einsum("ij,jk->ik", weight, weight)
+    _remove(handles)
+
+    assert first.tolist() == [[2.0, 2.0]] * 2
+    assert second.tolist() == [[8.0, 8.0]] * 2
+
+
+def test_nested_lists_are_cast(module: types.ModuleType) -> None:
+    module.probe = lambda nested: [t.dtype for t in (nested[0], *nested[1])]
+    register_half_function(module, "probe")
+    handles = _casts()
+    dtypes = module.probe([torch.nn.Parameter(torch.ones(1)), (torch.ones(1), torch.ones(1))])
+    _remove(handles)
+
+    assert dtypes == [F16, F16, F16]
+
+
+@pytest.mark.parametrize("register", [rule[0] for rule in RULES])
+def test_missing_function_is_refused(register: Callable[[Any, str], None]) -> None:
+    message = f"{register.__name__}(torch, 'sigmod'): there is no such attribute."
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        register(torch, "sigmod")
