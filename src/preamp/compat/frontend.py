@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -104,7 +104,8 @@ def initialize(
 
 def _engine_among(*given: Any) -> rooms.Engine | None:
     for things in given:
-        for thing in things if isinstance(things, list) else [things]:
+        several = cast("list[Any]", things) if isinstance(things, list) else [things]
+        for thing in several:
             engine = rooms.find_engine(thing)
             if engine is not None:
                 return engine
@@ -127,7 +128,7 @@ def scale_loss(
     model: object = None,
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Iterator[torch.Tensor]:
+) -> Generator[torch.Tensor]:
     """Scale the loss for the backward in the body; see `preamp.scale_loss`.
 
     Args:

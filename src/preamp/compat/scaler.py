@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from preamp.kernels import backend
-from preamp.scaling import DynamicScale, LossScaler as CoreScaler, StaticScale
+from preamp.scaling import DynamicScale, ScaleRule, StaticScale
+from preamp.scaling import LossScaler as CoreScaler
 
 Grads = Sequence[torch.Tensor | None]
 
@@ -41,6 +42,7 @@ class LossScaler:
             min_loss_scale: Floor; falsy for none.
             max_loss_scale: Ceiling.
         """
+        rule: ScaleRule = StaticScale(init_scale=1.0)
         if loss_scale == "dynamic":
             rule = DynamicScale(
                 init_scale=init_scale,
@@ -50,17 +52,19 @@ class LossScaler:
                 min_scale=min_loss_scale or None,
                 max_scale=max_loss_scale,
             )
-            self._core = CoreScaler(rule)
         else:
-            self._core = CoreScaler(StaticScale(init_scale=float(loss_scale)))
+            rule = StaticScale(init_scale=float(loss_scale))
+        self._show(CoreScaler(rule))
+
+    def _show(self, core: CoreScaler) -> None:
+        self._core = core
         self._buffer: torch.Tensor | None = None
 
     @classmethod
     def of(cls, core: CoreScaler) -> LossScaler:
         """Return Apex's face of an engine's scaler; both show the same state."""
         face = cls.__new__(cls)
-        face._core = core
-        face._buffer = None
+        face._show(core)  # noqa: SLF001
         return face
 
     # -- state under Apex's names --------------------------------------------------------------

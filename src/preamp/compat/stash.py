@@ -10,7 +10,8 @@ import torch
 
 from preamp.core.undo import set_attribute
 from preamp.engine import Engine
-from preamp.engine.session import OptimizerSession, Stage
+from preamp.engine.session import OptimizerSession
+from preamp.engine.stage import Stage
 from preamp.optim import MasterParameter
 
 Params = list[torch.Tensor]

@@ -25,8 +25,10 @@ class PreampUnavailableError(PreampError):
 
 
 class LossScaleError(PreampError):
-    """Dynamic loss scaling cannot go on: the scale hit its minimum, or too many steps in a row
-    were skipped."""
+    """Dynamic loss scaling cannot go on.
+
+    The scale fell to its minimum, or too many steps in a row were skipped.
+    """
 
 
 def message(got: str, allowed: str, do: str) -> str:

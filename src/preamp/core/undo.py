@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 
 class Removable(Protocol):
@@ -46,11 +46,12 @@ def set_attribute(owner: Any, name: str, value: Any, undo: UndoStack) -> None:
     An attribute that only the class had is deleted again, not copied onto the instance. If
     somebody replaced the value in the meantime, theirs stays.
     """
-    before = vars(owner).get(name, _MISSING)
+    own = cast("dict[str, object]", vars(owner))
+    before = own.get(name, _MISSING)
     setattr(owner, name, value)
 
     def restore() -> None:
-        if vars(owner).get(name, _MISSING) is not value:
+        if own.get(name, _MISSING) is not value:
             return
         if before is _MISSING:
             delattr(owner, name)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The room that wires the others: initialize, the engine, scale_loss, step."""
 
+from preamp.engine.checkpoint_api import load_state_dict as load_state_dict
+from preamp.engine.checkpoint_api import state_dict as state_dict
 from preamp.engine.clip import clip_grad_norm_ as clip_grad_norm_
 from preamp.engine.engine import Engine as Engine
 from preamp.engine.initialize import create_engine as create_engine
@@ -11,5 +13,3 @@ from preamp.engine.overflow import OverflowCause as OverflowCause
 from preamp.engine.params import master_params as master_params
 from preamp.engine.scale_loss import as_optimizers as as_optimizers
 from preamp.engine.scale_loss import scale_loss as scale_loss
-from preamp.engine.checkpoint_api import load_state_dict as load_state_dict
-from preamp.engine.checkpoint_api import state_dict as state_dict

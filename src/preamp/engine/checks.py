@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ def as_models(models: Any) -> list[nn.Module]:
     if isinstance(models, nn.Module):
         return [models]
     if isinstance(models, list):
-        items: list[Any] = models
+        items = cast("list[Any]", models)
         if all(isinstance(item, nn.Module) for item in items):
             return items
     raise TypeError(
@@ -46,7 +46,7 @@ def as_optimizer_list(optimizers: Any) -> list[torch.optim.Optimizer]:
     if isinstance(optimizers, torch.optim.Optimizer):
         return [optimizers]
     if isinstance(optimizers, list):
-        items: list[Any] = optimizers
+        items = cast("list[Any]", optimizers)
         if all(isinstance(item, torch.optim.Optimizer) for item in items):
             return items
     raise TypeError(
@@ -59,11 +59,12 @@ def as_optimizer_list(optimizers: Any) -> list[torch.optim.Optimizer]:
 
 
 def _describe(value: Any) -> str:
+    kind = type(value).__name__
     if isinstance(value, (list, tuple)):
-        items: Sequence[Any] = value
+        items = cast("Sequence[Any]", value)
         kinds = sorted({type(item).__name__ for item in items})
-        return f"a {type(value).__name__} of {', '.join(kinds) or 'nothing'}"
-    return f"a {type(value).__name__}"
+        return f"a {kind} of {', '.join(kinds) or 'nothing'}"
+    return f"a {kind}"
 
 
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -102,8 +103,8 @@ def check_not_wrapped(models: Sequence[nn.Module]) -> None:
     """
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     for model in models:
+        kind = type(model).__name__
         if isinstance(model, wrappers):
-            kind = type(model).__name__
             raise PreampStateError(
                 message(
                     f"A model is wrapped in {kind} already",
@@ -120,10 +121,8 @@ def check_not_half(models: Sequence[nn.Module]) -> None:
         PreampStateError: Naming the first half tensor.
     """
     for model in models:
-        for kind, tensors in (
-            ("parameter", model.named_parameters()),
-            ("buffer", model.named_buffers()),
-        ):
+        for kind in ("parameter", "buffer"):
+            tensors = model.named_parameters() if kind == "parameter" else model.named_buffers()
             for name, tensor in tensors:
                 if is_half(tensor):
                     _refuse_half(model, f"{kind} {name!r}", dtype_name(tensor.dtype))

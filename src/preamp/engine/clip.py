@@ -7,7 +7,7 @@ import torch
 
 from preamp.core.errors import PreampStateError, message
 from preamp.engine.lookup import engine_of
-from preamp.engine.session import Stage
+from preamp.engine.stage import Stage
 from preamp.optim import Twin
 
 _EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_

@@ -25,7 +25,8 @@ from preamp.engine.announce import announce
 from preamp.engine.engine import Engine
 from preamp.engine.lookup import ATTRIBUTE
 from preamp.engine.optimizer_hooks import OptimizerHooks
-from preamp.kernels import backend
+from preamp.kernels import ForeachType, backend
+from preamp.optim import MasterParameter
 from preamp.policy import Policy, Scope, level_defaults, resolve
 
 
@@ -162,6 +163,8 @@ def _attach(engine: Engine) -> None:
                 policy.cast_model_type,
                 keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32),
             )
+    if policy.master_weights:
+        engine.undo.hold(ForeachType(MasterParameter))
     for session in engine.sessions.values():
         session.adopt(engine.conversion.originals)
         session.recast_state()

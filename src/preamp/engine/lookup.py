@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from preamp.core.errors import PreampStateError, message
 from preamp.core.link import Link
@@ -21,9 +21,10 @@ def find_engine(thing: Any) -> Engine | None:
     A model wrapped in DistributedDataParallel, DataParallel or ``torch.compile`` is looked into.
     """
     own: dict[str, Any] = getattr(thing, "__dict__", {})
-    link = own.get(ATTRIBUTE)
-    if isinstance(link, Link) and isinstance(link.target, Engine):
-        return link.target
+    if isinstance(own.get(ATTRIBUTE), Link):
+        target = cast("Link[object]", own[ATTRIBUTE]).target
+        if isinstance(target, Engine):
+            return target
     modules: dict[str, Any] = own.get("_modules", {})
     for name in _WRAPPED_IN:
         if modules.get(name) is not None:

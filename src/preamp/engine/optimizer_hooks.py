@@ -120,7 +120,7 @@ class OptimizerHooks:
                 self._owner.applied_step(self._session)
 
     def _withhold_gradients(self) -> None:
-        """Hide all gradients, so that an optimizer that cannot be kept from stepping does nothing."""
+        """Hide all gradients from an optimizer that cannot be kept from stepping any more."""
         for param in self._session.direct_params():
             if param.grad is not None:
                 self._held.append((param, param.grad))

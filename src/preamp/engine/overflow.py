@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 
@@ -66,12 +67,11 @@ class GradientNote:
 
     def overflowing(self) -> list[str]:
         """Names of the parameters whose gradient was infinite or nan. Synchronises."""
-        return [
-            name
-            for names, max_abs in self.found
-            for name, largest in zip(names, max_abs.tolist(), strict=True)
-            if not math.isfinite(largest)
-        ]
+        overflowing: list[str] = []
+        for names, max_abs in self.found:
+            largest = cast("list[float]", cast("Any", max_abs).tolist())
+            overflowing += [n for n, x in zip(names, largest, strict=True) if not math.isfinite(x)]
+        return overflowing
 
 
 def find_cause(notes: Sequence[GradientNote], step: int, new_scale: float) -> OverflowCause:
@@ -102,7 +102,9 @@ def find_cause(notes: Sequence[GradientNote], step: int, new_scale: float) -> Ov
 
 def skip_message(cause: OverflowCause) -> str:
     """The line printed for a skipped step; its first sentences are the ones Apex printed."""
-    where = f"first in {cause.named()}" if cause.loss_was_finite else "the loss itself is not finite"
+    where = (
+        f"first in {cause.named()}" if cause.loss_was_finite else "the loss itself is not finite"
+    )
     return (
         f"Gradient overflow.  Skipping step, loss scaler {cause.loss_id} reducing loss scale to "
         f"{cause.new_scale} ({where})"

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,7 +25,7 @@ def scale_loss(
     model: object = None,
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Iterator[torch.Tensor]:
+) -> Generator[torch.Tensor]:
     """Scale ``loss`` for the backward in the body, and unscale the gradients afterwards.
 
     After the block the gradients of everything the optimizers update are unscaled: ``p.grad`` of
@@ -135,7 +135,7 @@ def as_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers as a list; a single one counts as a list of one."""
     if isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Iterable):
         return [optimizers]
-    members: list[Any] = list(optimizers)
+    members = list(cast("Iterable[Any]", optimizers))
     if not members:
         raise PreampStateError(
             message(

@@ -4,40 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from preamp.core.errors import PreampStateError, message
 from preamp.engine.overflow import GradientNote
+from preamp.engine.stage import Delayed, Stage
 from preamp.kernels import Ops
 from preamp.optim import DirectGradients, MasterParameter, Masters, cast_state
 from preamp.scaling import LossScaler
 
 NameOf = Callable[[torch.Tensor], str]
 _NOTES_KEPT = 64  # backwards between two steps that an overflow message can still look back on
-
-
-class Stage(Enum):
-    """Where an optimizer's gradients stand."""
-
-    READY = "ready"
-    SCALED = "scaled"
-    UNSCALED = "unscaled"
-
-
-@dataclass(frozen=True, slots=True)
-class _Delayed:
-    """The scale that gradients left scaled (``delay_unscale``) carry."""
-
-    scaler: LossScaler
-    generation: int
-    inverse: torch.Tensor | None
-
-    def continues_with(self, scaler: LossScaler) -> bool:
-        return self.scaler is scaler and self.generation == scaler.generation
 
 
 class OptimizerSession:
@@ -70,7 +49,7 @@ class OptimizerSession:
         self._name_of = name_of
         self._direct = DirectGradients(ops)
         self._found_inf: torch.Tensor | None = None
-        self._delayed: _Delayed | None = None
+        self._delayed: Delayed | None = None
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -89,11 +68,13 @@ class OptimizerSession:
         """
         if not isinstance(group, dict) or self.masters is None:
             return  # torch refuses what is not a dict
-        params: Any = group.get("params", ())
+        entries = cast("dict[str, Any]", group)
+        params: Any = entries.get("params", ())
         if isinstance(params, Iterator):  # looked at twice: here and by the optimizer
-            params = group["params"] = list(params)
-        for item in [params] if isinstance(params, torch.Tensor) else params:
-            param = item[1] if isinstance(item, tuple) else item  # (name, parameter) pairs
+            params = entries["params"] = list(cast("Iterator[Any]", params))
+        items: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+        for item in items:
+            param: Any = cast("tuple[str, Any]", item)[1] if isinstance(item, tuple) else item
             if self.masters.of_half(param) is not None:
                 raise ValueError(
                     message(
@@ -159,7 +140,7 @@ class OptimizerSession:
         """Leave the gradients scaled; a later `collect` unscales them all."""
         if self._delayed is None:
             inverse = None if scaler.is_identity else scaler.inverse()
-            self._delayed = _Delayed(scaler, scaler.generation, inverse)
+            self._delayed = Delayed(scaler, scaler.generation, inverse)
         self.stage = Stage.SCALED
 
     def collect(

@@ -69,9 +69,7 @@ def _load_steps(engine: Engine, steps: Any) -> None:
         (int(entry["applied"]), int(entry["skipped"]), int(entry["skips_in_row"]))
         for entry in steps
     ]
-    for session, (applied, skipped, in_row) in zip(
-        engine.sessions.values(), counts, strict=False
-    ):
+    for session, (applied, skipped, in_row) in zip(engine.sessions.values(), counts, strict=False):
         session.steps_applied = applied
         session.steps_skipped = skipped
         session.skips_in_row = in_row

@@ -18,6 +18,7 @@ import torch
 
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import PreampStateError, message
+from preamp.core.tensors import store_grad, stored_grad, version_of
 from preamp.kernels import Ops
 
 
@@ -31,26 +32,29 @@ class MasterParameter(torch.nn.Parameter):
     twin: Twin | None = None
 
     @property
-    def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def grad(self) -> torch.Tensor | None:
         """The unscaled float32 gradient, or ``None``."""
         if self.twin is not None:
             self.twin.materialize()
-        return torch.Tensor.grad.__get__(self)
+        return stored_grad(self)
 
     @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
+    def grad(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, value: torch.Tensor | None
+    ) -> None:
         if self.twin is not None:
             self.twin.forget_half_gradient()
-        torch.Tensor.grad.__set__(self, value)
+        store_grad(self, value)
 
     @property
     def has_materialized_grad(self) -> bool:
         """Whether a float32 gradient exists already; asking does not make one."""
-        return torch.Tensor.grad.__get__(self) is not None
+        return stored_grad(self) is not None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain parameter, so that files load without preamp."""
-        return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+        plain: Any = torch.nn.Parameter(self.detach(), self.requires_grad)
+        return plain.__reduce_ex__(protocol)
 
 
 class Twin:
@@ -64,8 +68,8 @@ class Twin:
 
     __slots__ = (
         "_factor",
-        "_ops",
         "_open",
+        "_ops",
         "_seen",
         "_seen_version",
         "_written",
@@ -95,7 +99,7 @@ class Twin:
         self._factor: torch.Tensor | None = None
         # While a backward is under way its half gradient is scaled and incomplete: nobody's yet.
         self._open = False
-        self._written = (half.data_ptr(), half._version)
+        self._written = (half.data_ptr(), version_of(half))
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -129,10 +133,10 @@ class Twin:
         wide = self._ops.widen_add([half_grad], [factor], [base])[0]
         self._factor = None
         if base is None:
-            torch.Tensor.grad.__set__(self.master, wide)
+            store_grad(self.master, wide)
 
     def set_aside(self) -> None:
-        """Begin a backward: what is known moves to the master's gradient, the half one is cleared."""
+        """Begin a backward: move what is known to the master's gradient, clear the half one."""
         self.materialize()
         self.half.grad = None
         self._see(None, None)
@@ -145,11 +149,11 @@ class Twin:
     def drop(self) -> None:
         """Clear both gradients."""
         self.forget_half_gradient()
-        torch.Tensor.grad.__set__(self.master, None)
+        store_grad(self.master, None)
 
     def spend(self) -> None:
         """After a step: the master's gradient goes, the half gradient stays but is used up."""
-        torch.Tensor.grad.__set__(self.master, None)
+        store_grad(self.master, None)
         self._see(self.half.grad, None)
 
     def zero_half_gradient(self) -> None:
@@ -170,23 +174,23 @@ class Twin:
 
     @property
     def _base_grad(self) -> torch.Tensor | None:
-        return torch.Tensor.grad.__get__(self.master)
+        return stored_grad(self.master)
 
     def _see(self, half_grad: torch.Tensor | None, factor: torch.Tensor | None) -> None:
         self._seen = half_grad
-        self._seen_version = 0 if half_grad is None else half_grad._version
+        self._seen_version = 0 if half_grad is None else version_of(half_grad)
         self._factor = factor if half_grad is not None else None
 
     def _reconcile(self) -> None:
         """Take in what the script did to the half gradient since it was last looked at."""
         now = self.half.grad
         if now is self._seen:
-            if now is not None and now._version != self._seen_version:
+            if now is not None and version_of(now) != self._seen_version:
                 self._accept_zeroing(now)
             return
         if now is None:
             self._see(None, None)
-            torch.Tensor.grad.__set__(self.master, None)
+            store_grad(self.master, None)
         elif self._seen is None:
             # A backward outside scale_loss: the gradient is what it is, with no scale on it.
             self._see(now, now.new_ones((), dtype=torch.float32))
@@ -194,7 +198,7 @@ class Twin:
             factor = self._factor
             if factor is None:
                 factor = now.new_ones((), dtype=torch.float32)
-            torch.Tensor.grad.__set__(self.master, None)
+            store_grad(self.master, None)
             self._see(now, factor)
 
     def _accept_zeroing(self, now: torch.Tensor) -> None:
@@ -211,13 +215,13 @@ class Twin:
                 )
             )
         self._see(now, None)
-        torch.Tensor.grad.__set__(self.master, None)
+        store_grad(self.master, None)
 
     # -- weights -----------------------------------------------------------------------------
 
     def note_written(self) -> None:
         """Remember that the half weight equals the rounded master as of now."""
-        self._written = (self.half.data_ptr(), self.half._version)
+        self._written = (self.half.data_ptr(), version_of(self.half))
 
     def absorb_external_write(self) -> None:
         """Take over what was written to the half weight behind the master's back.
@@ -227,7 +231,7 @@ class Twin:
         master keep the master's full precision. Writes through ``p.data`` (but not assignments
         to it) do not raise the version and stay unseen.
         """
-        if self._written == (self.half.data_ptr(), self.half._version):
+        if self._written == (self.half.data_ptr(), version_of(self.half)):
             return
         if self.half.dtype is torch.float32:
             raise PreampStateError(
