@@ -25,7 +25,7 @@ from preamp.engine.announce import announce
 from preamp.engine.engine import Engine
 from preamp.engine.lookup import ATTRIBUTE
 from preamp.engine.optimizer_hooks import OptimizerHooks
-from preamp.kernels import ForeachType, backend
+from preamp.kernels import ForeachType, backend, cpu_lacks_fp16_matmul
 from preamp.optim import MasterParameter
 from preamp.policy import Policy, Scope, level_defaults, resolve
 
@@ -200,7 +200,7 @@ def _install_function_casts(engine: Engine) -> None:
         undo.hold(install_function_casts())
         if policy.scope == "thread":
             undo.hold(push_thread_casts(types, policy.patch_torch_functions_type))
-    if policy.half_dtype is torch.float16 and "cpu" in types:
+    if policy.half_dtype is torch.float16 and "cpu" in types and cpu_lacks_fp16_matmul():
         undo.hold(install_wide_half())
 
 

@@ -8,3 +8,4 @@ from preamp.kernels.foreach_types import ForeachType as ForeachType
 from preamp.kernels.ops import OP_NAMES as OP_NAMES
 from preamp.kernels.ops import Census as Census
 from preamp.kernels.ops import Ops as Ops
+from preamp.kernels.wide_half import cpu_lacks_fp16_matmul as cpu_lacks_fp16_matmul

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -11,6 +12,8 @@ from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Census, Tensors
 
 name = "reference"
+
+_vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_norm
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,7 +69,7 @@ def _scale_add_sparse_(
     grad: torch.Tensor, factor: torch.Tensor | float, addend: torch.Tensor | None
 ) -> None:
     total = grad.coalesce()
-    scaled = torch.sparse_coo_tensor(
+    scaled: torch.Tensor = cast("Any", torch).sparse_coo_tensor(
         total.indices(),
         (total.values().to(math_dtype(grad.dtype)) * factor).to(grad.dtype),
         total.shape,
@@ -100,9 +103,9 @@ def l2norm(
     """See `preamp.kernels.ops.Ops.l2norm`."""
     norms: list[torch.Tensor] = []
     for tensor, factor in zip(tensors, factors, strict=True):
-        norm = torch.linalg.vector_norm(_values(tensor), 2, dtype=math_dtype(tensor.dtype))
+        norm = _vector_norm(_values(tensor), 2, dtype=math_dtype(tensor.dtype))
         norm = norm.to(device, torch.float32)
         norms.append(norm if factor is None else norm * factor.to(device))
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=device)
-    return torch.linalg.vector_norm(torch.stack(norms), 2)
+    return _vector_norm(torch.stack(norms), 2)
