@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Everything runs inside .venv, which the first target that needs it creates.
+
+PYTHON ?= python3
+ARGS ?=
+PYTEST_ARGS ?= -n auto --maxprocesses 8
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench docs clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' Makefile
+
+demo: $(VENV)/.ready-demo  ## Train a small GPT at every opt level; options: make demo ARGS="--steps 20"
+	$(BIN)/preamp demo $(ARGS)
+
+# One thread for each worker: the tests use small tensors, and many threads only fight for cores.
+test: $(VENV)/.ready-dev  ## Run all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.ready-dev  ## Lint, format, types, architecture, code in the docs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python tools/check_docs.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/architecture tests/docs
+
+bench: $(VENV)/.ready-dev  ## Time the optimizer's side of a step; rows go to benchmarks/results
+	$(BIN)/python benchmarks/bench_step.py $(ARGS)
+
+docs: $(VENV)/.ready-docs $(VENV)/.ready-dev  ## Build the documentation into site/
+	$(BIN)/python tools/check_docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+clean:  ## Remove .venv, caches and everything that was built
+	rm -rf $(VENV) build dist site preamp-demo .pytest_cache .ruff_cache .hypothesis
+	find src tests tools benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Some systems ship pip without ensurepip; the pip that is there can then fill the environment.
+$(VENV)/.ready-venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "preamp needs Python 3.10 or newer; try: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) 2>/dev/null \
+		|| { $(PYTHON) -m venv --clear --without-pip $(VENV) \
+			&& $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	@touch $@
+
+$(VENV)/.ready-demo: pyproject.toml constraints.txt $(VENV)/.ready-venv
+	$(INSTALL) -e '.[cli,report]'
+	@touch $@
+
+$(VENV)/.ready-dev: pyproject.toml constraints.txt $(VENV)/.ready-venv
+	$(INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.ready-demo
+
+$(VENV)/.ready-docs: pyproject.toml constraints.txt $(VENV)/.ready-venv
+	$(INSTALL) -e '.[docs]'
+	@touch $@

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Rooms import downwards only; each rule is also shown a planted violation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from architecture import rules
+
+PACKAGE = Path(__file__).parents[2] / "src" / "preamp"
+
+Rule = Callable[[list[rules.Source]], list[str]]
+
+RULES: tuple[Rule, ...] = (
+    rules.dependency_violations,
+    rules.forbidden_imports,
+    rules.late_imports,
+    rules.private_torch,
+    rules.logic_in_exports,
+)
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[rules.Source]:
+    return rules.read_package(PACKAGE)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_source_tree_keeps(rule: Rule, sources: list[rules.Source]) -> None:
+    assert rule(sources) == []
+
+
+def test_every_room_has_a_row(sources: list[rules.Source]) -> None:
+    rooms = {source.room for source in sources} - {"", "__main__"}
+    assert rooms <= {*rules.DEPTH, *rules.FACADES}
+
+
+PLANTED = [
+    (rules.dependency_violations, "core/x.py", "from preamp.policy import Policy", "point down"),
+    (rules.dependency_violations, "core/x.py", "import preamp.policy", "point down"),
+    (rules.dependency_violations, "core/x.py", "from preamp import policy", "point down"),
+    (rules.dependency_violations, "optim/x.py", "from preamp.casting import a", "one row"),
+    (rules.dependency_violations, "compat/x.py", "from preamp.cli import a", "one row"),
+    (rules.dependency_violations, "engine/x.py", "from preamp import amp", "a facade"),
+    (rules.dependency_violations, "engine/x.py", "from preamp import initialize", "sees its rooms"),
+    (rules.dependency_violations, "engine/x.py", "from . import step", "absolute"),
+    (rules.dependency_violations, "attic/x.py", "import preamp.core", "no row"),
+    (rules.dependency_violations, "cli/x.py", "import preamp.attic", "no row"),
+    (
+        rules.dependency_violations,
+        "core/x.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import preamp.engine",
+        "point down",
+    ),
+    (rules.forbidden_imports, "kernels/cpu/x.py", "import triton.language as tl", "triton"),
+    (rules.forbidden_imports, "engine/x.py", "from torch import distributed", "distributed"),
+    (rules.forbidden_imports, "engine/x.py", "import torch.distributed as dist", "distributed"),
+    (rules.late_imports, "engine/x.py", "def f():\n    import math", "math"),
+    (rules.late_imports, "cli/x.py", "def f():\n    import preamp.demo", "preamp.demo"),
+    (rules.private_torch, "engine/x.py", "import torch\ntorch._foreach_mul_(1, 2)", "_foreach"),
+    (rules.private_torch, "optim/x.py", "import torch\ntorch.amp._x.y", "torch.amp._x"),
+    (rules.private_torch, "engine/x.py", "from torch.nn import functional as F\nF._x", "F._x"),
+    (rules.private_torch, "engine/x.py", "from torch.utils import _pytree", "_pytree"),
+    (rules.private_torch, "engine/x.py", "import torch\ngetattr(torch, '_C')", "torch._C"),
+    (rules.logic_in_exports, "amp/scaler.py", "class LossScaler:\n    pass", "re-exports"),
+    (rules.logic_in_exports, "engine/__init__.py", "import math\nPI = math.pi", "re-exports"),
+]
+
+
+@pytest.mark.parametrize(("rule", "file", "text", "expected"), PLANTED)
+def test_planted_violation_is_found(
+    rule: Rule, file: str, text: str, expected: str, tmp_path: Path
+) -> None:
+    found = rule(plant(tmp_path, file, text))
+    assert len(found) == 1
+    assert expected in found[0]
+
+
+ALLOWED = [
+    ("engine/x.py", "from preamp.casting.io import a\nfrom preamp.core import b"),
+    ("engine/x.py", "import preamp.engine.step"),
+    ("cli/x.py", "import preamp\nfrom preamp.demo import run\nfrom preamp import scale_loss"),
+    ("cli/x.py", "def f():\n    import rich"),
+    ("kernels/triton/x.py", "import triton"),
+    ("kernels/dispatch.py", "def f():\n    import preamp.kernels.cpu"),
+    ("kernels/x.py", "import torch\ntorch._foreach_mul_(1, 2)"),
+    ("distributed/x.py", "import torch.distributed"),
+    ("engine/x.py", "import torch\nprint(torch.__version__, x._version)"),
+    ("amp/__init__.py", "from preamp.engine import a\nfrom preamp.compat import b\n__all__ = []"),
+]
+
+
+@pytest.mark.parametrize(("file", "text"), ALLOWED)
+def test_allowed_code_is_not_reported(file: str, text: str, tmp_path: Path) -> None:
+    sources = plant(tmp_path, file, text)
+    assert [line for rule in RULES for line in rule(sources)] == []
+
+
+def plant(folder: Path, file: str, text: str) -> list[rules.Source]:
+    path = folder / "preamp" / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text, encoding="utf-8")
+    return rules.read_package(folder / "preamp")

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Small rooms: limits on files, functions and signatures, and one licence line each."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SPDX = "# SPDX-License-Identifier: BSD-3-Clause"
+FILE_LINES = 300
+FUNCTION_LINES = 50
+PARAMETERS = 7
+EXAMPLE_LINES = 80
+
+WIDE_SIGNATURES = frozenset({"demo", "initialize"})
+"""``initialize`` has Apex's arguments, ``demo`` one for each option of the command line.
+
+This set may only shrink.
+"""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def files_in(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+CODE = files_in("src", "tools", "benchmarks")
+
+
+def functions_in(tree: ast.Module) -> Iterator[Function]:
+    return (node for node in ast.walk(tree) if isinstance(node, Function))
+
+
+def body_lines(function: Function) -> int:
+    """Lines from ``def`` to the end, without the docstring."""
+    lines = (function.end_lineno or function.lineno) - function.lineno + 1
+    first = function.body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+        lines -= (first.end_lineno or first.lineno) - first.lineno + 1
+    return lines
+
+
+def parameter_count(function: Function) -> int:
+    """Number of named parameters, without ``self`` and ``cls``."""
+    arguments = function.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def too_long_or_wide(path: Path) -> list[str]:
+    text = path.read_text(encoding="utf-8")
+    found = []
+    if len(text.splitlines()) > FILE_LINES:
+        found.append(f"{path.name}: {len(text.splitlines())} lines")
+    for function in functions_in(ast.parse(text)):
+        where = f"{path.name}:{function.lineno}: {function.name}"
+        if body_lines(function) > FUNCTION_LINES:
+            found.append(f"{where} has {body_lines(function)} lines")
+        if parameter_count(function) > PARAMETERS and function.name not in WIDE_SIGNATURES:
+            found.append(f"{where} has {parameter_count(function)} parameters")
+    return found
+
+
+def test_code_is_within_the_limits() -> None:
+    assert [line for path in CODE for line in too_long_or_wide(path)] == []
+
+
+def test_no_exception_is_stale() -> None:
+    wide = {
+        function.name
+        for path in CODE
+        for function in functions_in(ast.parse(path.read_text(encoding="utf-8")))
+        if parameter_count(function) > PARAMETERS
+    }
+    assert wide >= WIDE_SIGNATURES
+
+
+def test_examples_are_short() -> None:
+    lengths = {
+        p.name: len(p.read_text(encoding="utf-8").splitlines()) for p in files_in("examples")
+    }
+    assert {name: n for name, n in lengths.items() if n >= EXAMPLE_LINES} == {}
+
+
+def test_every_file_names_its_licence() -> None:
+    files = files_in("src", "tests", "tools", "benchmarks", "examples")
+    assert [p for p in files if not p.read_text(encoding="utf-8").startswith(SPDX)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x = 1\n" * 301, "301 lines"),
+        ("def f():\n" + "    x = 1\n" * 50, "f has 51 lines"),
+        ("def f(a, b, c, d, e, *, g, h, i): ...", "f has 8 parameters"),
+    ],
+)
+def test_planted_violation_is_found(text: str, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "planted.py"
+    path.write_text(text, encoding="utf-8")
+    found = too_long_or_wide(path)
+    assert len(found) == 1
+    assert expected in found[0]
+
+
+def test_a_docstring_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "documented.py"
+    path.write_text('def f():\n    """One.\n' + "\n" * 60 + '    """\n    return 1\n', "utf-8")
+    assert too_long_or_wide(path) == []
