@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The ``preamp`` command and its sub-commands."""
+
+from __future__ import annotations
+
+import typer
+
+from preamp.cli.demo import demo
+from preamp.cli.levels import levels
+
+app = typer.Typer(
+    name="preamp",
+    help="Mixed-precision training for PyTorch in one call.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+app.command()(levels)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``preamp demo``: options in, progress and one table out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.box import SIMPLE_HEAVY
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from preamp.cli.console import make_console
+from preamp.cli.progress import Bars
+from preamp.core.errors import PreampUnavailableError, message
+from preamp.demo import files, notes
+from preamp.demo.config import DEFAULT_LEVELS, DemoConfig, ModelConfig, OptimizerConfig
+from preamp.demo.data import read_corpus
+from preamp.demo.records import DemoResult
+from preamp.demo.run import Setting, prepare, run
+from preamp.demo.table import columns_of
+from preamp.demo.watch import Unwatched
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells count it: 128 + SIGINT."""
+
+_CONFIG = DemoConfig()
+
+
+def demo(
+    levels: Annotated[
+        str, typer.Option(help="Opt levels to train, separated by commas, in this order.")
+    ] = ",".join(DEFAULT_LEVELS),
+    steps: Annotated[int, typer.Option(help="Optimizer steps for each level.")] = _CONFIG.steps,
+    batch: Annotated[int, typer.Option(help="Windows of text in a step.")] = _CONFIG.batch,
+    context: Annotated[int, typer.Option(help="Bytes in a window.")] = _CONFIG.model.context,
+    layers: Annotated[int, typer.Option(help="Transformer blocks.")] = _CONFIG.model.layers,
+    width: Annotated[int, typer.Option(help="Size of the model.")] = _CONFIG.model.width,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = _CONFIG.model.heads,
+    lr: Annotated[
+        float, typer.Option(help="Highest learning rate.")
+    ] = _CONFIG.optimizer.learning_rate,
+    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = _CONFIG.seed,
+    device: Annotated[
+        str, typer.Option(help="auto (cuda where there is one), cpu, cuda, cuda:1, mps, xpu, …")
+    ] = "auto",
+    threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves the choice to torch.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for report.html and results.json.")] = Path(
+        "preamp-demo"
+    ),
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
+) -> None:
+    """Train a small GPT once for each opt level and compare them.
+
+    The text is the Python standard library's source code; nothing is downloaded. Ctrl-C stops
+    the run, reports what was measured until then, and exits with status 130.
+    """
+    console = make_console()
+    try:
+        files.require_packages()
+        config = DemoConfig(
+            levels=tuple(re.split(r"[,\s]+", levels.strip(", "))),
+            steps=steps,
+            batch=batch,
+            seed=seed,
+            device=str(choose_device(device)),
+            model=ModelConfig(layers=layers, width=width, heads=heads, context=context),
+            optimizer=OptimizerConfig(learning_rate=lr),
+        )
+        setting = prepare(config, read_corpus())
+    except (ValueError, PreampUnavailableError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from None
+    if threads > 0:
+        torch.set_num_threads(threads)
+    result = run_watched(setting, console, quiet=quiet)
+    show(result, console)
+    page, data = files.write(result, out)
+    console.print(f"Report: {page}\nData:   {data}", soft_wrap=True, highlight=False)
+    if result.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def choose_device(name: str) -> torch.device:
+    """Turn the option into a device that works.
+
+    Args:
+        name: ``"auto"``, or what ``torch.device`` understands.
+
+    Returns:
+        The device.
+
+    Raises:
+        ValueError: The name means nothing to torch.
+        PreampUnavailableError: This machine, or this torch, does not have the device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(
+            message(
+                f"--device {name!r} is not known",
+                "Choose auto, cpu, or another device of torch such as cuda, cuda:1, mps, xpu",
+                "Pass for example --device cpu",
+            )
+        ) from None
+    try:
+        torch.empty(1, device=device).fill_(0.0)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        raise PreampUnavailableError(
+            message(
+                f"--device {name!r} does not work here: {str(error).splitlines()[0]}",
+                "It has to be a device that this machine and this torch have",
+                "Pass --device auto or --device cpu",
+            )
+        ) from None
+    return device
+
+
+def run_watched(setting: Setting, console: Console, *, quiet: bool) -> DemoResult:
+    """Run the demo behind progress bars.
+
+    Args:
+        setting: What all levels share.
+        console: Where the bars go.
+        quiet: Whether to leave them out.
+
+    Returns:
+        The run.
+    """
+    if quiet:
+        return run(setting, Unwatched())
+    bars = Bars(setting.config.levels, setting.config.steps, console)
+    with bars.display:
+        return run(setting, bars)
+
+
+def show(result: DemoResult, console: Console) -> None:
+    """Print the table and its notes.
+
+    Args:
+        result: The run.
+        console: Where to.
+    """
+    title = f"{result.parameters:,} parameters on {result.device}"
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAVY, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    columns = columns_of(result)
+    for column in columns:
+        heading = f"{column.title}\n{column.unit}" if column.unit else column.title
+        table.add_column(heading, justify="right" if column.is_number else "left", overflow="fold")
+    for row in result.levels:
+        cells = (column.cell(row, result.baseline) for column in columns)
+        table.add_row(*(f"{escape(cell.value)}\n[dim]{escape(cell.detail)}[/]" for cell in cells))
+    console.print(table)
+    for row in result.levels:
+        console.print(
+            f"[bold]{row.level}[/]  {escape(notes.note_of(row, result))}", highlight=False
+        )
+    for remark in (notes.HELD_OUT, notes.TIMING, notes.MEMORY):
+        console.print(remark, style="dim", highlight=False)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Entry point of the ``preamp`` command."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+
+from preamp.core.errors import message
+
+NEEDS = ("rich", "typer")
+
+
+def main() -> None:
+    """Run the command line, or say what it needs.
+
+    Raises:
+        SystemExit: Always; status 1 where rich or typer is missing.
+    """
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            message(
+                f"Cannot import {' and '.join(missing)}",
+                f"The preamp command needs {' and '.join(NEEDS)}; the library itself does not",
+                'Install them with: pip install "preamp[cli]"',
+            ),
+            file=sys.stderr,
+        )
+        raise SystemExit(1)
+    # By name and late, so that the check above comes first.
+    importlib.import_module("preamp.cli.app").app()
+    raise SystemExit(0)

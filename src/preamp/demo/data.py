@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Text to learn from that is on every machine: the standard library's own source code."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from preamp.core.errors import PreampUnavailableError, message
+
+EXCLUDED_FOLDERS = frozenset(
+    {"__pycache__", "dist-packages", "encodings", "ensurepip", "idle_test", "idlelib"}
+    | {"pydoc_data", "site-packages", "test", "tests", "turtledemo"}
+)
+"""Installed packages, tests and generated tables: not the standard library's code proper."""
+
+HELD_OUT_EVERY = 10
+"""One file in ten, by the hash of its path, is kept out of training."""
+
+_SMALLEST_CORPUS = 1_000_000  # bytes; the smallest stdlib that we met has 9 million
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """The two texts, as bytes.
+
+    Attributes:
+        train: Concatenated training files, shape (bytes,), uint8.
+        held_out: Concatenated held-out files, shape (bytes,), uint8.
+        train_files: Paths relative to the library's folder, in the order of the text.
+        held_out_files: The same for the held-out text.
+    """
+
+    train: Tensor
+    held_out: Tensor
+    train_files: tuple[str, ...]
+    held_out_files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Windows of text and the byte that follows each position.
+
+    Attributes:
+        inputs: Shape (batch, context), int64.
+        targets: Shape (batch, context), int64.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+
+
+def read_corpus(folder: Path | None = None) -> Corpus:
+    """Read the Python files below ``folder``, sorted by path, and split them by file.
+
+    Args:
+        folder: Where to look. Default: the standard library of the running interpreter.
+
+    Returns:
+        The two texts. The split depends on nothing but the relative paths.
+
+    Raises:
+        PreampUnavailableError: There is too little source text to learn from.
+    """
+    folder = folder or Path(sysconfig.get_path("stdlib"))
+    train: dict[str, bytes] = {}
+    held_out: dict[str, bytes] = {}
+    for name in source_files(folder):
+        part = held_out if is_held_out(name) else train
+        part[name] = (folder / name).read_bytes()
+    if min(_size(train), _size(held_out) * HELD_OUT_EVERY // 2) < _SMALLEST_CORPUS:
+        raise PreampUnavailableError(
+            message(
+                f"Found {_size(train):,} + {_size(held_out):,} bytes of Python source in {folder}",
+                f"The demo learns from at least {_SMALLEST_CORPUS:,} bytes of it",
+                "Run the demo with a Python that ships its standard library as .py files",
+            )
+        )
+    return Corpus(
+        train=_as_tensor(train),
+        held_out=_as_tensor(held_out),
+        train_files=tuple(train),
+        held_out_files=tuple(held_out),
+    )
+
+
+def source_files(folder: Path) -> list[str]:
+    """List the ``.py`` files below ``folder`` that are the library's own.
+
+    Args:
+        folder: A standard library's folder.
+
+    Returns:
+        Relative POSIX paths, sorted, so that every machine reads the same order.
+    """
+    names = (path.relative_to(folder) for path in folder.rglob("*.py"))
+    return sorted(name.as_posix() for name in names if not EXCLUDED_FOLDERS & set(name.parts[:-1]))
+
+
+def is_held_out(name: str) -> bool:
+    """Tell whether a file belongs to the held-out text.
+
+    Args:
+        name: Relative POSIX path.
+
+    Returns:
+        True for one path in ten, on every machine the same.
+    """
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:4], "big") % HELD_OUT_EVERY == 0
+
+
+def training_batches(
+    text: Tensor, *, steps: int, batch: int, context: int, seed: int
+) -> Iterator[Batch]:
+    """Cut the same random windows for every opt level.
+
+    Args:
+        text: Shape (bytes,), uint8.
+        steps: Number of batches.
+        batch: Windows in a batch.
+        context: Bytes in a window.
+        seed: Of the generator; equal seeds give equal batches.
+
+    Yields:
+        ``steps`` batches on the CPU.
+    """
+    random = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        starts = torch.randint(0, len(text) - context, (batch,), generator=random)
+        yield windows(text, starts, context)
+
+
+def held_out_batches(text: Tensor, *, count: int, batch: int, context: int) -> Iterator[Batch]:
+    """Cut windows at equal distances from the whole held-out text.
+
+    Args:
+        text: Shape (bytes,), uint8.
+        count: Windows altogether.
+        batch: Windows in a batch.
+        context: Bytes in a window.
+
+    Yields:
+        Batches on the CPU, the same at every call.
+    """
+    starts = torch.linspace(0, len(text) - context - 1, count, dtype=torch.float64).long()
+    for first in range(0, count, batch):
+        yield windows(text, starts[first : first + batch], context)
+
+
+def windows(text: Tensor, starts: Tensor, context: int) -> Batch:
+    """Cut one window at each start.
+
+    Args:
+        text: Shape (bytes,), uint8.
+        starts: First byte of each window, shape (batch,), int64.
+        context: Bytes in a window.
+
+    Returns:
+        The windows and their targets, one byte further.
+    """
+    cut = text[starts[:, None] + torch.arange(context + 1)].long()
+    return Batch(inputs=cut[:, :-1], targets=cut[:, 1:])
+
+
+def _size(files: dict[str, bytes]) -> int:
+    return sum(map(len, files.values()))
+
+
+def _as_tensor(files: dict[str, bytes]) -> Tensor:
+    return torch.frombuffer(bytearray(b"".join(files.values())), dtype=torch.uint8)

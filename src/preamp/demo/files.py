@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A run as files: ``report.html`` for people, ``results.json`` for programs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from pathlib import Path
+
+from preamp.core.errors import PreampUnavailableError, message
+from preamp.demo.records import DemoResult, to_json
+
+NEEDS = ("jinja2", "matplotlib")
+
+
+def require_packages() -> None:
+    """Refuse before the training, not after it, where the report cannot be written.
+
+    Raises:
+        PreampUnavailableError: jinja2 or matplotlib is missing.
+    """
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise PreampUnavailableError(
+            message(
+                f"Cannot import {' and '.join(missing)}",
+                f"The report needs {' and '.join(NEEDS)}",
+                'Install them with: pip install "preamp[cli,report]"',
+            )
+        )
+
+
+def write(result: DemoResult, folder: Path) -> tuple[Path, Path]:
+    """Write both files.
+
+    Args:
+        result: The run.
+        folder: Is made where it does not exist.
+
+    Returns:
+        Paths of the report and of the data.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "results.json"
+    text = json.dumps(to_json(result), indent=1, allow_nan=False)
+    data.write_text(text + "\n", encoding="utf-8")
+    page = folder / "report.html"
+    # By name and late: the data are safe before the packages for the page are imported.
+    render = importlib.import_module("preamp.demo.report").render
+    page.write_text(render(result), encoding="utf-8")
+    return page, data

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Measurements of live objects: number formats, bytes, bits per byte, seconds."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import preamp
+from preamp.demo.data import Batch
+from preamp.demo.model import GPT
+from preamp.demo.records import Dtypes, Memory
+
+_SHORT = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Compute the mean cross-entropy of the next byte.
+
+    Args:
+        model: Maps bytes to logits.
+        batch: Inputs and targets on the model's device.
+
+    Returns:
+        A scalar, in nats per byte.
+    """
+    logits: Tensor = model(batch.inputs)
+    return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+
+
+def held_out_bits(model: GPT, batches: Iterable[Batch]) -> float:
+    """Evaluate bits per byte, in the precision that the model was trained in.
+
+    Args:
+        model: An initialised model.
+        batches: Held-out text.
+
+    Returns:
+        The mean over all bytes; 8.0 is what a model that knows nothing needs.
+
+    Mutates:
+        Leaves the model in evaluation mode.
+    """
+    model.eval()
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for batch in batches:
+            total += loss_of(model, batch).item() * batch.targets.numel()
+            count += batch.targets.numel()
+    return total / count / math.log(2)
+
+
+def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Memory:
+    """Count bytes per parameter from the tensors that exist now.
+
+    Call it between a backward and its step, and not before the second one: the optimizer makes
+    its state in the first step.
+
+    Args:
+        model: An initialised model.
+        optimizer: Its optimizer.
+
+    Returns:
+        Bytes of each category, divided by the number of model parameters.
+    """
+    weights = list(model.parameters())
+    masters = _masters(model, optimizer)
+    gradients = [p.grad for p in weights if p.grad is not None]
+    # Reading .grad of a lazy master would make the gradient that is being looked for.
+    gradients += [p.grad for p in masters if getattr(p, "has_materialized_grad", True)]
+    state = [item for entry in optimizer.state.values() for item in entry.values()]
+    count = sum(p.numel() for p in weights)
+    return Memory(
+        weights=_bytes(weights) / count,
+        masters=_bytes(masters) / count,
+        gradients=_bytes(gradients) / count,
+        optimizer_state=_bytes(state) / count,
+    )
+
+
+def dtypes_of(model: GPT, optimizer: torch.optim.Optimizer, batch: Batch) -> Dtypes:
+    """Find the number formats by looking at parameters and at what a forward puts out.
+
+    Args:
+        model: An initialised model.
+        optimizer: Its optimizer.
+        batch: Something to run the model on.
+
+    Returns:
+        Short names; ``"bf16+fp32"`` where there are two, the more frequent one first.
+    """
+    seen: list[Tensor] = []
+
+    def note(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.append(output)
+
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    handles = [module.register_forward_hook(note) for module in linears]
+    try:
+        with torch.no_grad():
+            model(batch.inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Dtypes(
+        weights=_formats(model.parameters()),
+        compute=_formats(seen),
+        masters=_formats(_masters(model, optimizer)) or "none",
+    )
+
+
+def activation_bytes(model: GPT, batch: Batch) -> int:
+    """Count what one forward keeps for its backward, parameters and inputs left out.
+
+    Args:
+        model: An initialised model.
+        batch: One training batch.
+
+    Returns:
+        Bytes of the distinct storages that autograd saved.
+    """
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    known |= {batch.inputs.untyped_storage().data_ptr(), batch.targets.untyped_storage().data_ptr()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_of(model, batch)
+    # The graph holds the storages until here, so no address was used twice.
+    del loss
+    return sum(size for address, size in kept.items() if address not in known)
+
+
+def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    weights = {id(p) for p in model.parameters()}
+    return [p for p in preamp.master_params(optimizer) if id(p) not in weights]
+
+
+def _bytes(tensors: Iterable[object]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
+def _formats(tensors: Iterable[Tensor]) -> str:
+    elements: Counter[str] = Counter()
+    for tensor in tensors:
+        elements[_SHORT.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))] += (
+            tensor.numel()
+        )
+    return "+".join(name for name, _ in elements.most_common())

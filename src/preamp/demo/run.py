@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One training for each opt level, all from the same start on the same text."""
+
+from __future__ import annotations
+
+import copy
+import platform
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+import preamp
+from preamp.core.errors import message
+from preamp.demo.config import DemoConfig
+from preamp.demo.data import Batch, Corpus, held_out_batches, training_batches
+from preamp.demo.measure import activation_bytes, dtypes_of, held_out_bits
+from preamp.demo.model import GPT
+from preamp.demo.records import DemoResult, LevelResult, Status
+from preamp.demo.train import DivergedError, Tape, make_optimizer, train
+from preamp.demo.watch import Watcher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all opt levels share.
+
+    Attributes:
+        config: What was asked for.
+        corpus: The text.
+        start: The float32 model that every level starts from; never trained itself.
+    """
+
+    config: DemoConfig
+    corpus: Corpus
+    start: GPT
+
+    @property
+    def device(self) -> torch.device:
+        """Where to train."""
+        return torch.device(self.config.device)
+
+    def training_batches(self) -> Iterator[Batch]:
+        """Yield the training batches, at every call the same ones."""
+        return self._on_device(
+            training_batches(
+                self.corpus.train,
+                steps=self.config.steps,
+                batch=self.config.batch,
+                context=self.config.model.context,
+                seed=self.config.seed,
+            )
+        )
+
+    def held_out_batches(self) -> Iterator[Batch]:
+        """Yield the held-out batches, at every call the same ones."""
+        return self._on_device(
+            held_out_batches(
+                self.corpus.held_out,
+                count=self.config.held_out_windows,
+                batch=4 * self.config.batch,
+                context=self.config.model.context,
+            )
+        )
+
+    def _on_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            yield Batch(inputs=batch.inputs.to(self.device), targets=batch.targets.to(self.device))
+
+
+def prepare(config: DemoConfig, corpus: Corpus) -> Setting:
+    """Create what all levels share.
+
+    Args:
+        config: What was asked for.
+        corpus: The text.
+
+    Returns:
+        The setting, with weights drawn from ``config.seed``.
+
+    Raises:
+        ValueError: A level is unknown.
+    """
+    for level in config.levels:
+        if level not in preamp.OPT_LEVELS:
+            hint = " (the first character is the letter O)" if level.startswith("0") else ""
+            raise ValueError(
+                message(
+                    f"Opt level {level!r} is not known{hint}",
+                    f"Choose from {', '.join(preamp.OPT_LEVELS)}",
+                    "Pass for example --levels O0,O2",
+                )
+            )
+    random = torch.Generator().manual_seed(config.seed)
+    return Setting(config=config, corpus=corpus, start=GPT(config.model, random))
+
+
+def run(setting: Setting, watcher: Watcher) -> DemoResult:
+    """Train every level; Ctrl-C ends the run and keeps what was measured.
+
+    Args:
+        setting: What all levels share.
+        watcher: Is told of the progress.
+
+    Returns:
+        One row per level that was started.
+    """
+    rows: list[LevelResult] = []
+    interrupted = False
+    try:
+        for level in setting.config.levels:
+            watcher.level_started(level)
+            rows.append(run_level(level, setting, watcher))
+            watcher.level_done(rows[-1])
+            interrupted = rows[-1].status == "interrupted"
+            if interrupted:
+                break
+    except KeyboardInterrupt:  # between two trainings
+        interrupted = True
+    return DemoResult(
+        config=setting.config,
+        versions={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "preamp": preamp.__version__,
+        },
+        device=describe_device(setting.device),
+        parameters=sum(p.numel() for p in setting.start.parameters()),
+        train_bytes=len(setting.corpus.train),
+        held_out_bytes=len(setting.corpus.held_out),
+        interrupted=interrupted,
+        levels=tuple(rows),
+    )
+
+
+def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
+    """Train and evaluate one opt level.
+
+    Args:
+        level: The opt level.
+        setting: What all levels share.
+        watcher: Is told of the progress.
+
+    Returns:
+        The level's row, also when the training failed or was interrupted.
+    """
+    config = setting.config
+    reset_peak(setting.device)
+    model = copy.deepcopy(setting.start).to(setting.device)
+    optimizer = make_optimizer(model, config.optimizer)
+    model, optimizer = preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    engine = preamp.engine_of(optimizer)
+    tape = Tape(level=level)
+    try:
+        status, reason = outcome_of(
+            lambda: train(
+                model, optimizer, setting.training_batches(), config, tape=tape, watcher=watcher
+            )
+        )
+        row = LevelResult(
+            level=level,
+            status=status,
+            reason=reason,
+            steps_done=len(tape.losses),
+            steps_skipped=engine.steps_skipped,
+            loss_scale=engine.loss_scale(0),
+            losses=tuple(tape.losses),
+            step_seconds=tuple(tape.seconds),
+            warmup_steps=warmup_steps(config.steps),
+            tokens_per_step=config.batch * config.model.context,
+            held_out_bits=None,
+            dtypes=None,
+            memory=tape.memory,
+            activation_bytes=None,
+            peak_bytes=peak_of(setting.device),
+        )
+        return row if status == "interrupted" else look_closer(row, setting, model, optimizer)
+    finally:
+        engine.close()
+
+
+def look_closer(
+    row: LevelResult, setting: Setting, model: GPT, optimizer: torch.optim.Optimizer
+) -> LevelResult:
+    """Add what is measured after the training.
+
+    Args:
+        row: The level's row so far.
+        setting: What all levels share.
+        model: The trained model.
+        optimizer: Its optimizer.
+
+    Returns:
+        The row with number formats, kept activations and, where the training finished, held-out
+        bits per byte. Ctrl-C meanwhile marks it interrupted.
+    """
+    try:
+        batch = next(setting.training_batches())
+        row = replace(
+            row,
+            dtypes=dtypes_of(model, optimizer, batch),
+            activation_bytes=activation_bytes(model, batch),
+        )
+        if row.status == "finished":
+            bits = held_out_bits(model, setting.held_out_batches())
+            row = replace(row, held_out_bits=bits)
+    except KeyboardInterrupt:
+        row = replace(row, status="interrupted", reason="Ctrl-C during the evaluation")
+    return row
+
+
+def outcome_of(training: Callable[[], None]) -> tuple[Status, str]:
+    """Run a training and put into words how it ended.
+
+    Args:
+        training: Trains.
+
+    Returns:
+        The status, and the reason where it did not finish.
+    """
+    try:
+        training()
+    except KeyboardInterrupt:
+        return "interrupted", "Ctrl-C"
+    except DivergedError as error:
+        return "diverged", str(error)
+    except preamp.LossScaleError as error:
+        return "refused", str(error)
+    return "finished", ""
+
+
+def warmup_steps(steps: int) -> int:
+    """Tell how many steps are too early to time: allocators and caches fill up in them.
+
+    Args:
+        steps: Steps of the training.
+
+    Returns:
+        At most five, and never all.
+    """
+    return min(5, steps // 2)
+
+
+def describe_device(device: torch.device) -> str:
+    """Name the device for a reader.
+
+    Args:
+        device: Where the training ran.
+
+    Returns:
+        Such as ``"cpu (AVX512, 2 threads)"`` or ``"cuda:0 (NVIDIA H200)"``.
+    """
+    if device.type == "cpu":
+        capability = torch.backends.cpu.get_cpu_capability()
+        return f"cpu ({capability}, {torch.get_num_threads()} threads)"
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Forget the highest allocation so far.
+
+    Args:
+        device: Where torch counts allocations; other devices are left alone.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_of(device: torch.device) -> int | None:
+    """Read the highest allocation since :func:`reset_peak`.
+
+    Args:
+        device: Where the training ran.
+
+    Returns:
+        Bytes, or None where torch does not count them.
+    """
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The one table of a run, as text cells; terminal and report show the same ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from preamp.demo.records import DemoResult, LevelResult, ratio
+
+MISSING = "–"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One cell.
+
+    Attributes:
+        value: The measurement.
+        detail: Its parts, or its ratio to O0; may be empty.
+    """
+
+    value: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column.
+
+    Attributes:
+        title: Heading.
+        unit: Second line of the heading; may be empty.
+        is_number: Whether to align to the right.
+        cell: Makes the cell of a row; the second argument is the row of O0, if there is one.
+    """
+
+    title: str
+    unit: str
+    is_number: bool
+    cell: Callable[[LevelResult, LevelResult | None], Cell]
+
+
+def columns_of(result: DemoResult) -> tuple[Column, ...]:
+    """List the columns that a run can fill.
+
+    Args:
+        result: The run.
+
+    Returns:
+        The columns; the first one is the level, and peak memory is there if it was counted.
+    """
+    has_peak = any(row.peak_bytes is not None for row in result.levels)
+    return tuple(column for column in _COLUMNS if has_peak or column.title != "peak")
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a step time in milliseconds with three significant digits.
+
+    Args:
+        seconds: A duration.
+
+    Returns:
+        Such as ``"7.12"``, ``"71.2"`` or ``"712"``.
+    """
+    milliseconds = 1000 * seconds
+    digits = max(0, 2 - math.floor(math.log10(milliseconds))) if milliseconds > 0 else 0
+    return f"{milliseconds:.{digits}f}"
+
+
+def _level(row: LevelResult, _base: LevelResult | None) -> Cell:
+    return Cell(value=row.level, detail="" if row.status == "finished" else row.status)
+
+
+def _formats(row: LevelResult, _base: LevelResult | None) -> Cell:
+    if row.dtypes is None:
+        return Cell(value=MISSING)
+    masters = "no" if row.dtypes.masters == "none" else row.dtypes.masters
+    return Cell(value=f"{row.dtypes.weights} / {row.dtypes.compute}", detail=f"{masters} masters")
+
+
+def _held_out(row: LevelResult, base: LevelResult | None) -> Cell:
+    if row.held_out_bits is None:
+        return Cell(value=MISSING)
+    relative = ratio(row.held_out_bits, base and base.held_out_bits)
+    detail = "" if relative is None else f"{100 * (relative - 1):+.2f} %"
+    return Cell(value=f"{row.held_out_bits:.3f}", detail=detail)
+
+
+def _seconds(value: float | None, base: float | None) -> Cell:
+    if value is None:
+        return Cell(value=MISSING)
+    return Cell(value=format_seconds(value), detail=_times(ratio(value, base)))
+
+
+def _best(row: LevelResult, base: LevelResult | None) -> Cell:
+    return _seconds(row.best_seconds, base and base.best_seconds)
+
+
+def _median(row: LevelResult, base: LevelResult | None) -> Cell:
+    return _seconds(row.median_seconds, base and base.median_seconds)
+
+
+def _speed(row: LevelResult, _base: LevelResult | None) -> Cell:
+    speed = row.tokens_per_second
+    return Cell(value=MISSING if speed is None else f"{speed:,.0f}")
+
+
+def _memory(row: LevelResult, _base: LevelResult | None) -> Cell:
+    memory = row.memory
+    if memory is None:
+        return Cell(value=MISSING)
+    parts = (memory.weights, memory.masters, memory.gradients, memory.optimizer_state)
+    return Cell(value=f"{memory.total:.1f}", detail="+".join(f"{part:.3g}" for part in parts))
+
+
+def _activations(row: LevelResult, base: LevelResult | None) -> Cell:
+    return _mebibytes(row.activation_bytes, base and base.activation_bytes)
+
+
+def _peak(row: LevelResult, base: LevelResult | None) -> Cell:
+    return _mebibytes(row.peak_bytes, base and base.peak_bytes)
+
+
+def _mebibytes(value: int | None, base: int | None) -> Cell:
+    if value is None:
+        return Cell(value=MISSING)
+    return Cell(value=f"{value / 2**20:,.1f}", detail=_times(ratio(value, base)))
+
+
+def _scale(row: LevelResult, _base: LevelResult | None) -> Cell:
+    return Cell(value=f"{row.loss_scale:,.6g}")
+
+
+def _skipped(row: LevelResult, _base: LevelResult | None) -> Cell:
+    return Cell(value=str(row.steps_skipped), detail=f"of {row.steps_done}")
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"×{value:.2f}"
+
+
+_COLUMNS = (
+    Column(title="level", unit="", is_number=False, cell=_level),
+    Column(title="weights / compute", unit="", is_number=False, cell=_formats),
+    Column(title="held-out", unit="bits/byte", is_number=True, cell=_held_out),
+    Column(title="best step", unit="ms", is_number=True, cell=_best),
+    Column(title="median", unit="ms", is_number=True, cell=_median),
+    Column(title="speed", unit="tokens/s", is_number=True, cell=_speed),
+    Column(title="memory", unit="B/param", is_number=True, cell=_memory),
+    Column(title="kept", unit="MiB", is_number=True, cell=_activations),
+    Column(title="peak", unit="MiB", is_number=True, cell=_peak),
+    Column(title="loss", unit="scale", is_number=True, cell=_scale),
+    Column(title="skipped", unit="steps", is_number=True, cell=_skipped),
+)

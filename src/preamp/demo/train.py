@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The training loop: an ordinary PyTorch loop, and preamp's few lines in it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+import preamp
+from preamp.demo.config import DemoConfig, OptimizerConfig
+from preamp.demo.data import Batch
+from preamp.demo.measure import loss_of, memory_of
+from preamp.demo.model import GPT
+from preamp.demo.records import Memory
+from preamp.demo.watch import Progress, Watcher
+
+PATIENCE = 5
+"""Losses in a row that may be non-finite: a loss scaler recovers from one, no model from five."""
+
+
+class DivergedError(RuntimeError):
+    """The training loss stopped being a number."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tape:
+    """What the loop has measured so far; it survives an exception in the loop.
+
+    Attributes:
+        level: The opt level in training.
+        losses: Bits per byte of each step.
+        seconds: Duration of each step.
+        memory: Bytes per parameter, from the second step that was taken on.
+    """
+
+    level: str
+    losses: list[float] = field(default_factory=list[float])
+    seconds: list[float] = field(default_factory=list[float])
+    memory: Memory | None = None
+
+
+def make_optimizer(model: GPT, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Create the optimizer as if there were no mixed precision.
+
+    Args:
+        model: The float32 model.
+        config: AdamW's settings.
+
+    Returns:
+        The optimizer.
+    """
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def train(
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Batch],
+    config: DemoConfig,
+    *,
+    tape: Tape,
+    watcher: Watcher,
+) -> None:
+    """Train at whatever opt level ``preamp.initialize`` gave the model.
+
+    Args:
+        model: An initialised model.
+        optimizer: Its optimizer.
+        batches: Training text.
+        config: Number of steps, learning rate, clipping.
+        tape: Where measurements go.
+        watcher: Is told of every step.
+
+    Raises:
+        DivergedError: The loss was not finite too often.
+        preamp.LossScaleError: The loss scaler gave up.
+
+    Syncs:
+        Once per step, because the step is timed and its loss is shown.
+    """
+    model.train()
+    for step, batch in enumerate(batches):
+        started = time.perf_counter()
+        set_learning_rate(optimizer, step, config)
+
+        loss = loss_of(model, batch)
+        with preamp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        preamp.clip_grad_norm_(optimizer, config.optimizer.max_norm)
+        count_bytes_once(model, optimizer, tape)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        wait_for(loss.device)
+        record_step(tape, loss.item(), time.perf_counter() - started)
+        report_step(tape, optimizer, batch, watcher)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: DemoConfig) -> None:
+    """Set the rate of one step: a linear warm-up, then half a cosine.
+
+    Args:
+        optimizer: Gets the rate in all groups.
+        step: Steps done before.
+        config: Number of steps and highest rate.
+    """
+    settings = config.optimizer
+    warmup = max(1, round(settings.warmup_fraction * config.steps))
+    progress = min(1.0, max(0.0, (step - warmup) / max(1, config.steps - warmup)))
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    fraction = settings.final_fraction + (1 - settings.final_fraction) * cosine
+    for group in optimizer.param_groups:
+        group["lr"] = settings.learning_rate * min((step + 1) / warmup, fraction)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has done all it was told to do.
+
+    Args:
+        device: Any device; the CPU has nothing to wait for.
+    """
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def count_bytes_once(model: GPT, optimizer: torch.optim.Optimizer, tape: Tape) -> None:
+    """Count memory at the first backward that finds the optimizer's state in place.
+
+    Args:
+        model: An initialised model, its gradients present.
+        optimizer: Its optimizer.
+        tape: Gets the result.
+    """
+    if tape.memory is None and optimizer.state:
+        tape.memory = memory_of(model, optimizer)
+
+
+def record_step(tape: Tape, loss: float, seconds: float) -> None:
+    """Write one step down.
+
+    Args:
+        tape: Gets the step.
+        loss: Nats per byte.
+        seconds: Duration.
+
+    Raises:
+        DivergedError: This is one non-finite loss too many.
+    """
+    tape.losses.append(loss / math.log(2))
+    tape.seconds.append(seconds)
+    latest = tape.losses[-PATIENCE:]
+    if len(latest) == PATIENCE and not any(map(math.isfinite, latest)):
+        first = len(tape.losses) - PATIENCE + 1
+        raise DivergedError(f"the loss is not finite from step {first} on")
+
+
+def report_step(
+    tape: Tape, optimizer: torch.optim.Optimizer, batch: Batch, watcher: Watcher
+) -> None:
+    """Tell the watcher about the step just recorded.
+
+    Args:
+        tape: Holds the step.
+        optimizer: Knows the engine, which knows the loss scale.
+        batch: Knows how much text it was.
+        watcher: Is told.
+    """
+    watcher.step_done(
+        Progress(
+            level=tape.level,
+            step=len(tape.losses),
+            loss=tape.losses[-1],
+            loss_scale=preamp.engine_of(optimizer).loss_scale(0),
+            tokens_per_second=batch.inputs.numel() / tape.seconds[-1],
+        )
+    )

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The command line: options, refusals, Ctrl-C."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import preamp
+from cases.demo import CORPUS
+from preamp.cli import demo as demo_module
+from preamp.cli import main as main_module
+from preamp.cli.app import app
+from preamp.cli.progress import Bars
+from preamp.demo.schema import read_results
+from preamp.demo.watch import Progress
+
+TINY = ("--layers", "1", "--width", "16", "--heads", "2", "--context", "8", "--batch", "2")
+
+
+@pytest.fixture
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An output folder, and a small text instead of the standard library."""
+    monkeypatch.setattr(demo_module, "read_corpus", lambda: CORPUS)
+    return tmp_path / "out"
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_demo_prints_and_writes_the_same_levels(out: Path) -> None:
+    done = invoke(
+        "demo", *TINY, "--levels", "O0,O5", "--steps", "4", "--device", "cpu", "--out", str(out)
+    )
+    assert done.exit_code == 0, done.output
+    document = read_results(out / "results.json")
+    assert [row["level"] for row in document["levels"]] == ["O0", "O5"]
+    assert document["config"]["steps"] == 4
+    assert document["config"]["model"] == {"layers": 1, "width": 16, "heads": 2, "context": 8}
+    page = (out / "report.html").read_text(encoding="utf-8")
+    for row in document["levels"]:
+        assert f"{row['held_out_bits']:.3f}" in done.output
+        assert f"{row['held_out_bits']:.3f}" in page
+    assert str(out / "report.html") in done.output
+
+
+def test_quiet_leaves_the_bars_out_but_not_the_table(out: Path) -> None:
+    done = invoke("demo", *TINY, "--levels", "O0", "--steps", "2", "--quiet", "--out", str(out))
+    assert done.exit_code == 0
+    assert "left" not in done.output.splitlines()[0]
+    assert "bits/byte" in done.output
+
+
+def test_every_option_reaches_the_run(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(demo_module.torch, "set_num_threads", threads.append)
+    options = ("--lr", "0.5", "--seed", "7", "--threads", "3", "--steps", "2", "--levels", "O0 O4")
+    done = invoke("demo", *TINY, *options, "--out", str(out))
+    assert done.exit_code == 0, done.output
+    config = read_results(out / "results.json")["config"]
+    assert config["optimizer"]["learning_rate"] == 0.5
+    assert (config["seed"], config["batch"], config["levels"]) == (7, 2, ["O0", "O4"])
+    assert threads == [3]
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (("--levels", "O9"), ("'O9' is not known", "Choose from O0, O1", "--levels O0,O2")),
+        (("--levels", "O0,02"), ("'02' is not known", "letter O", "--levels O0,O2")),
+        (("--levels", ""), ("Opt level ''", "Choose from", "--levels O0,O2")),
+        (("--levels", "O0,O0"), ("Got levels O0,O0", "each once", "--levels O0,O2")),
+        (("--steps", "1"), ("Got steps=1", "smallest possible is 2", "Pass 2 or more")),
+        (("--width", "10", "--heads", "3"), ("width=10", "multiple of heads", "--width 9")),
+        (("--lr", "-1"), ("Got learning rate -1.0", "positive", "--lr 0.002")),
+        (("--device", "gpu"), ("'gpu' is not known", "Choose auto, cpu", "--device cpu")),
+        (("--device", "cuda:99"), ("does not work here", "has to be a device", "--device auto")),
+    ],
+)
+def test_bad_values_get_what_was_got_what_is_allowed_and_what_to_do(
+    out: Path, options: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    done = invoke("demo", *options, "--out", str(out))
+    assert done.exit_code == 2
+    for part in parts:
+        assert part in done.output
+    assert not out.exists()
+
+
+def test_ctrl_c_reports_what_was_measured_and_exits_with_130(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_done = Bars.step_done
+
+    def interrupt(bars: Bars, progress: Progress) -> None:
+        step_done(bars, progress)
+        if (progress.level, progress.step) == ("O5", 3):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bars, "step_done", interrupt)
+    done = invoke("demo", *TINY, "--levels", "O0,O5,O1", "--steps", "4", "--out", str(out))
+    assert done.exit_code == 130
+    document = read_results(out / "results.json")
+    assert document["interrupted"] is True
+    assert [(row["level"], row["status"], row["steps_done"]) for row in document["levels"]] == [
+        ("O0", "finished", 4),
+        ("O5", "interrupted", 3),
+    ]
+    assert "Interrupted" in (out / "report.html").read_text(encoding="utf-8")
+    assert "interrupted" in done.output
+
+
+def test_levels_lists_every_level() -> None:
+    done = invoke("levels")
+    assert done.exit_code == 0
+    for name in preamp.OPT_LEVELS:
+        assert name in done.output
+    assert "bfloat16" in done.output
+    assert "dynamic" in done.output
+
+
+def test_missing_packages_get_one_clear_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main_module, "NEEDS", ("json", "no_such_package"))
+    with pytest.raises(SystemExit) as caught:
+        main_module.main()
+    assert caught.value.code == 1
+    message = capsys.readouterr().err
+    assert message.startswith("Cannot import no_such_package. The preamp command needs")
+    assert message.endswith('pip install "preamp[cli]".\n')
+
+
+def test_module_is_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["preamp", "levels"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("preamp", run_name="__main__")
+    assert not caught.value.code
+    assert "O5" in capsys.readouterr().out

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is written: numbers, ``results.json``, and a page that stands alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from cases.demo import result, row
+from preamp.core.errors import PreampUnavailableError
+from preamp.demo import files
+from preamp.demo.curves import smooth
+from preamp.demo.notes import note_of
+from preamp.demo.records import DemoResult, to_json
+from preamp.demo.report import render
+from preamp.demo.schema import check_results, read_results
+from preamp.demo.table import columns_of, format_seconds
+
+RUN = result(
+    row("O0", loss_scale=1.0),
+    row("O5", held_out_bits=5.05, step_seconds=(0.9, 0.1, 0.1, 0.1)),
+    row(
+        "O3",
+        status="diverged",
+        reason="it broke",
+        held_out_bits=None,
+        losses=(8.0, 7.0, math.nan, math.inf),
+    ),
+)
+
+
+class Page(HTMLParser):
+    """Collects elements, and checks that they close in order."""
+
+    VOID = frozenset({"meta"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def cells_of(run: DemoResult, level: str) -> dict[str, tuple[str, str]]:
+    found = next(row for row in run.levels if row.level == level)
+    cells = {column.title: column.cell(found, run.baseline) for column in columns_of(run)}
+    return {title: (cell.value, cell.detail) for title, cell in cells.items()}
+
+
+def test_statistics_leave_the_warm_up_out() -> None:
+    timed = row(step_seconds=(0.9, 0.2, 0.4, 0.3), warmup_steps=1, tokens_per_step=60)
+    assert (timed.best_seconds, timed.median_seconds) == (0.2, 0.3)
+    assert timed.tokens_per_second == pytest.approx(200.0)
+    assert row(step_seconds=(0.5,), warmup_steps=1).best_seconds == 0.5
+    assert row(step_seconds=()).best_seconds is None
+
+
+def test_table_compares_with_o0() -> None:
+    cells = cells_of(RUN, "O5")
+    assert cells["level"] == ("O5", "")
+    assert cells["weights / compute"] == ("fp16 / fp16", "fp32 masters")
+    assert cells["held-out"] == ("5.050", "+1.00 %")
+    assert cells["best step"] == ("100", "×0.50")
+    assert cells["median"] == ("100", "×0.33")
+    assert cells["speed"] == ("600", "")
+    assert cells["memory"] == ("16.0", "2+4+2+8")
+    assert cells["kept"] == ("1.0", "×1.00")
+    assert cells["loss"] == ("65,536", "")
+    assert cells["skipped"] == ("1", "of 4")
+    assert cells_of(RUN, "O3")["level"] == ("O3", "diverged")
+    assert cells_of(RUN, "O3")["held-out"] == ("–", "")
+
+
+def test_table_without_o0_has_no_ratios() -> None:
+    cells = cells_of(result(row("O5")), "O5")
+    assert cells["held-out"] == ("5.000", "")
+    assert cells["best step"] == ("200", "")
+
+
+def test_row_of_a_level_that_never_stepped_is_empty() -> None:
+    empty = row("O1", losses=(), step_seconds=(), dtypes=None, memory=None, activation_bytes=None)
+    cells = cells_of(result(row(), empty), "O1")
+    for title in ("weights / compute", "best step", "median", "speed", "memory", "kept"):
+        assert cells[title] == ("–", "")
+
+
+def test_peak_memory_is_a_column_where_it_was_counted() -> None:
+    assert "peak" not in cells_of(RUN, "O0")
+    counted = result(row("O0", peak_bytes=2**30), row("O5", peak_bytes=2**29))
+    assert cells_of(counted, "O5")["peak"] == ("512.0", "×0.50")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.00123, "1.23"), (0.0123, "12.3"), (0.123, "123"), (1.234, "1234")]
+)
+def test_times_have_three_digits(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_notes_say_what_happened_and_why_o3_may_be_worse() -> None:
+    note = note_of(RUN.levels[2], RUN)
+    assert note.startswith("Diverged: it broke (4 steps done).")
+    assert "no fp32 masters" in note
+
+
+def test_results_are_what_the_schema_says(tmp_path: Path) -> None:
+    page, data = files.write(RUN, tmp_path / "new" / "folder")
+    document = read_results(data)
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert [level["level"] for level in document["levels"]] == ["O0", "O5", "O3"]
+    assert document["levels"][1]["best_ratio"] == pytest.approx(0.5)
+    assert document["levels"][1]["held_out_ratio"] == pytest.approx(1.01)
+    assert document["levels"][2]["losses"] == [8.0, 7.0, None, None]
+    assert document["levels"][0]["memory"]["total"] == 16.0
+
+
+def broken(change: str) -> object:
+    document = copy.deepcopy(json.loads(json.dumps(to_json(RUN))))
+    exec(change, {"document": document})
+    return document
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ("document['schema_version'] = 2", "schema version 2"),
+        ("del document['device']", "at results"),
+        ("document['extra'] = 1", "at results"),
+        ("document['interrupted'] = 0", "at results.interrupted"),
+        ("document['parameters'] = True", "at results.parameters"),
+        ("document['levels'] = {}", "at results.levels"),
+        ("document['levels'][1]['memory']['total'] = None", "results.levels[1].memory.total"),
+        ("document['levels'][0]['losses'][2] = '7'", "at results.levels[0].losses[2]"),
+        ("document['config']['model'] = None", "at results.config.model"),
+    ],
+)
+def test_schema_refuses_other_data(change: str, where: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(where)):
+        check_results(broken(change))
+
+
+def test_schema_accepts_absent_measurements() -> None:
+    check_results(broken("document['levels'][0]['memory'] = None"))
+    check_results(broken("document['levels'][0]['dtypes'] = None"))
+
+
+def test_page_has_every_level_in_an_accessible_table() -> None:
+    page = Page(render(RUN))
+    scopes = [attributes.get("scope") for attributes in page.all("th")]
+    columns = len(columns_of(RUN)) + 1
+    assert scopes == ["col"] * columns + ["row"] * 3
+    assert len(page.all("td")) == 3 * (columns - 1)
+    assert {"O0", "O5", "O3"} <= {word.strip() for word in page.words}
+    assert page.all("html") == [{"lang": "en"}]
+    assert len(page.all("caption")) == 1
+
+
+def test_page_has_titled_pictures_in_the_colour_of_the_text() -> None:
+    text = render(RUN)
+    page = Page(text)
+    pictures = page.all("svg")
+    assert len(pictures) == 3
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for picture in pictures:
+        assert picture["role"] == "img"
+        labels = (picture["aria-labelledby"] or "").split()
+        assert len(labels) == 2
+        assert set(labels) <= set(ids)
+    assert "currentColor" in text
+    assert "#010203" not in text
+
+
+def test_page_refers_to_nothing_outside_itself() -> None:
+    text = render(RUN)
+    page = Page(text)
+    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.elements}
+    assert not re.search(r"https?:|//\w|@import|javascript:", text)
+    ids = {attributes.get("id") for _, attributes in page.elements}
+    targets = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', text)
+    assert targets
+    assert {first or second for first, second in targets} <= ids
+    for _, attributes in page.elements:
+        assert (attributes.get("href") or "#").startswith("#")
+        assert "src" not in attributes
+
+
+def test_page_works_on_phones_and_in_the_dark() -> None:
+    text = render(RUN)
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_page_escapes_text_from_outside() -> None:
+    evil = row("O1", status="refused", reason="<script>alert('x')</script>")
+    text = render(result(evil))
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_page_of_a_run_stopped_at_once() -> None:
+    text = render(result(interrupted=True))
+    assert "Interrupted" in text
+    assert len(Page(text).all("svg")) == 3
+
+
+def test_smoothing_is_a_mean_of_what_was_seen_so_far() -> None:
+    assert smooth([4.0, 2.0, 6.0, 0.0], 2) == [4.0, 3.0, 4.0, 3.0]
+
+
+def test_missing_packages_are_named_before_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "NEEDS", ("json", "no_such_package"))
+    match = re.escape("Cannot import no_such_package. The report needs json and no_such_package. ")
+    with pytest.raises(PreampUnavailableError, match=match) as caught:
+        files.require_packages()
+    assert 'pip install "preamp[cli,report]"' in str(caught.value)
