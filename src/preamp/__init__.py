@@ -6,6 +6,7 @@
 needs. ``preamp.amp`` has the same under the names of NVIDIA Apex.
 """
 
+from preamp import amp as amp
 from preamp.casting import bfloat16_function as bfloat16_function
 from preamp.casting import disable_casts as disable_casts
 from preamp.casting import float_function as float_function
@@ -30,7 +31,6 @@ from preamp.engine import master_params as master_params
 from preamp.engine import scale_loss as scale_loss
 from preamp.engine import state_dict as state_dict
 from preamp.policy import OPT_LEVELS as OPT_LEVELS
-from preamp import amp as amp
 from preamp.policy import Policy as Policy
 
 __version__ = "0.1.0.dev0"

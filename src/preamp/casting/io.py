@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -51,8 +52,10 @@ class MatchWeightDtype:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments to call ``forward`` with."""
-        weight = next(module.parameters(recurse=True), None)
-        if weight is None or not weight.is_floating_point():
+        # A batch norm without weights of its own still has statistics of one dtype.
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        weight = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+        if weight is None:
             return args, kwargs
         cast_kwargs = {name: cast_floating(value, weight.dtype) for name, value in kwargs.items()}
         return tuple(cast_floating(value, weight.dtype) for value in args), cast_kwargs

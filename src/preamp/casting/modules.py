@@ -11,8 +11,8 @@ from torch import nn
 from preamp.casting.io import MatchWeightDtype
 from preamp.core.undo import Removable
 
-# Layers whose kernels want inputs and weights of one dtype. Batch norm is not among them: its
-# float32 statistics take half inputs.
+# Layers whose kernels want inputs and weights of one dtype. Batch norms join them only where they
+# are half themselves: float32 ones take half inputs.
 _SINGLE_DTYPE_LAYERS = (
     nn.Linear,
     nn.Bilinear,
@@ -54,6 +54,7 @@ class Conversion:
     def __init__(self) -> None:
         """Start with nothing converted."""
         self.originals: dict[int, torch.Tensor] = {}
+        self._original_grads: dict[int, torch.Tensor] = {}
         self._tensors: list[tuple[torch.Tensor, torch.dtype]] = []
 
     def convert(self, model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool) -> None:
@@ -82,11 +83,13 @@ class Conversion:
         grad, tensor.grad = tensor.grad, None
         tensor.data = tensor.data.to(dtype)
         if grad is not None:
+            self._original_grads[id(tensor)] = grad
             tensor.grad = grad.to(dtype)
 
     def forget_originals(self) -> None:
         """Let go of the values from before the cast, once the masters have taken theirs."""
         self.originals.clear()
+        self._original_grads.clear()
 
     def revert(self, values: Mapping[int, torch.Tensor]) -> None:
         """Give every tensor its former dtype back.
@@ -99,7 +102,8 @@ class Conversion:
             grad, tensor.grad = tensor.grad, None
             tensor.data = values.get(id(tensor), tensor.data).to(dtype)
             if grad is not None:
-                tensor.grad = grad.to(dtype)
+                original = self._original_grads.get(id(tensor))
+                tensor.grad = grad.to(dtype) if original is None else original
         self._tensors.clear()
 
 
@@ -113,12 +117,12 @@ def attach_layer_casts(model: nn.Module, dtype: torch.dtype) -> list[Removable]:
     """Let single layers of a half model accept inputs of another floating dtype.
 
     Args:
-        model: Mutated: its ``torch.nn`` layers with weights of ``dtype`` get a pre-hook.
+        model: Mutated: its ``torch.nn`` layers with tensors of ``dtype`` get a pre-hook.
         dtype: The half dtype the model was cast to.
     """
     return [
         module.register_forward_pre_hook(MatchWeightDtype(), with_kwargs=True)
         for module in model.modules()
-        if isinstance(module, _SINGLE_DTYPE_LAYERS)
-        and any(param.dtype is dtype for param in module.parameters())
+        if isinstance(module, (*_SINGLE_DTYPE_LAYERS, _BATCH_NORM))
+        and any(tensor.dtype is dtype for tensor in (*module.parameters(), *module.buffers()))
     ]

@@ -36,7 +36,7 @@ class SaveFloat32:
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and is_half(value):
-                master = None if lookup is None else lookup.master_of(param)
+                master = None if lookup is None else lookup.exact_value(param)
                 source = value if master is None else master
                 state_dict[prefix + name] = source.detach().to(torch.float32, copy=True)
         for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):

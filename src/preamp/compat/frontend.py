@@ -15,7 +15,7 @@ from preamp.compat.amp_state import amp_state
 from preamp.compat.stash import attach_stashes
 from preamp.core.errors import PreampStateError, message
 from preamp.core.log import say
-from preamp.policy import Scope
+from preamp.policy import Policy, Scope
 
 _PREFIX = "loss_scaler"
 
@@ -94,6 +94,9 @@ def initialize(
         hard_override=amp_state.hard_override,
     )
     engine = _engine_among(optimizers, models)
+    if engine is None and not enabled:  # nothing in what was passed could carry one
+        off = Policy(opt_level="O0", brief="off", enabled=False)
+        engine = rooms.create_engine([], [], off)
     if engine is not None and engine.policy.enabled:
         attach_stashes(engine)
         engine.on_close(_forget_if_current(engine))
@@ -145,6 +148,13 @@ def scale_loss(
     Raises:
         PreampStateError: ``amp.initialize`` was never called, or not for these optimizers.
     """
+    current = amp_state.engine
+    if current is not None and not current.policy.enabled:  # anything may be passed then
+        given: list[Any] = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+        optimizers = given
+        if not any(isinstance(item, torch.optim.Optimizer) for item in given):
+            yield loss
+            return
     members = rooms.as_optimizers(optimizers)
     if all(rooms.find_engine(optimizer) is None for optimizer in members):
         if amp_state.engine is None:
@@ -174,7 +184,8 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     Returns:
         ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, …}``, empty where amp is off.
     """
-    result = OrderedDict[str, Any]() if destination is None else destination
+    # Not OrderedDict[str, Any](): that leaves a mark which torch.load(weights_only=True) refuses.
+    result: dict[str, Any] = OrderedDict() if destination is None else destination
     engine = amp_state.engine
     if engine is not None and engine.policy.enabled:
         for index, scaler in enumerate(engine.scalers):

@@ -19,3 +19,7 @@ class MasterLookup(Protocol):
     def master_of(self, half: torch.Tensor) -> torch.Tensor | None:
         """Return the master of ``half``, or ``None`` if it has none."""
         ...
+
+    def exact_value(self, half: torch.Tensor) -> torch.Tensor | None:
+        """Return the float32 value of ``half`` as a checkpoint should hold it, or ``None``."""
+        ...

@@ -94,9 +94,12 @@ def _map_mapping(fn: LeafFn, value: Mapping[Any, Any]) -> Any:
     if type(value) is dict:
         return mapped
     # A subclass may have attributes and a constructor of its own: copy it, then replace items.
-    twin = cast("dict[Any, Any]", copy.copy(value))
-    for key, item in mapped.items():
-        twin[key] = item
+    try:
+        twin = cast("dict[Any, Any]", copy.copy(value))
+        for key, item in mapped.items():
+            twin[key] = item
+    except TypeError:  # read-only: a plain dict has the same items
+        return mapped
     return twin
 
 

@@ -137,16 +137,16 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _initialize(self, random: torch.Generator) -> None:
-        """Scale weights for a flat start: a residual stream of size 1, logits near 0."""
-        width, layers = self.config.width, self.config.layers
+        """Scale weights so that a short training gets far; biases and norms start neutral."""
+        std = 0.8 * self.config.width**-0.5
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()
-            elif name == "head.weight":
-                parameter.normal_(std=0.02, generator=random)
             elif name in ("tokens.weight", "positions.weight"):
-                parameter.normal_(std=0.1, generator=random)
+                parameter.normal_(std=0.2, generator=random)
             elif name.endswith(("out.weight", "down.weight")):
-                parameter.normal_(std=(2 * layers * width) ** -0.5, generator=random)
+                # What is added to the residual stream shrinks with the number of additions.
+                added = std * (2 * self.config.layers) ** -0.5
+                parameter.normal_(std=added, generator=random)
             elif "norm" not in name:
-                parameter.normal_(std=width**-0.5, generator=random)
+                parameter.normal_(std=std, generator=random)

@@ -67,6 +67,15 @@ def _describe(value: Any) -> str:
     return f"a {kind}"
 
 
+def members_of(given: Any, kind: type[Any]) -> list[Any]:
+    """Return what is of ``kind`` in ``given``, one object or a list or tuple; never raises.
+
+    For ``enabled=False``, where nothing is asked of the objects passed in.
+    """
+    items = cast("Sequence[Any]", given if isinstance(given, (list, tuple)) else [given])
+    return [item for item in items if isinstance(item, kind)]
+
+
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Refuse an optimizer that is listed twice or has an engine already.
 

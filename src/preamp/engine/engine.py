@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from preamp.casting.modules import Conversion
-from preamp.core.errors import message
+from preamp.core.errors import PreampStateError, message
 from preamp.core.link import Link
 from preamp.core.log import say
 from preamp.core.undo import UndoStack
@@ -21,6 +21,7 @@ from preamp.engine.overflow import OverflowCause, find_cause, scaling_gave_up, s
 from preamp.engine.session import OptimizerSession
 from preamp.engine.state import load_scalers, scalers_state
 from preamp.kernels import Ops
+from preamp.optim import Twin
 from preamp.policy import Policy
 from preamp.scaling import SMALLEST_SCALE, DynamicScale, LossScaler, StaticScale
 
@@ -134,6 +135,15 @@ class Engine:
                 return twin.master
         return None
 
+    def exact_value(self, half: torch.Tensor) -> torch.Tensor | None:
+        """Return the float32 value of ``half``, with what was written to it from outside."""
+        for session in self.sessions.values():
+            twin = None if session.masters is None else session.masters.of_half(half)
+            if twin is not None:
+                twin.absorb_external_write()
+                return twin.master
+        return None
+
     # -- checkpoints -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,7 +176,10 @@ class Engine:
         for callback in self._on_close:
             callback()
         twins = [twin for session in self.sessions.values() for twin in session.masters or ()]
-        grads = [(twin.half, twin.master.grad) for twin in twins]
+        grads = [(twin.half, _unscaled_gradient(twin)) for twin in twins]
+        for twin in twins:
+            if twin.half.dtype is not torch.float32:  # not after model.float()
+                twin.absorb_external_write()
         exact = {id(twin.half): twin.master.data for twin in twins}
         self.closed = True
         self.undo.unwind()
@@ -226,6 +239,13 @@ def first_device(
             for param in group["params"]:
                 return param.device
     return torch.device("cpu")
+
+
+def _unscaled_gradient(twin: Twin) -> torch.Tensor | None:
+    try:
+        return twin.master.grad
+    except PreampStateError:  # changed in place while it was scaled: the gradient of nothing
+        return None
 
 
 def _make_scaler(policy: Policy, device: torch.device) -> LossScaler:

@@ -102,7 +102,8 @@ def initialize(
     """
     if not enabled:
         off = Policy(opt_level="O0", brief="off", enabled=False)
-        create_engine(models, optimizers, off, num_losses, verbosity, allow_half_model=True)
+        own_models = checks.members_of(models, nn.Module)
+        create_engine(own_models, checks.members_of(optimizers, torch.optim.Optimizer), off)
     else:
         overrides = {
             "cast_model_type": cast_model_type,
@@ -148,9 +149,13 @@ def create_engine(
             _attach(engine)
         for thing in (*engine.models, *engine.optimizers):
             set_attribute(thing, ATTRIBUTE, engine.link, engine.undo)
+        if policy.enabled:  # last, since it rounds: rolling back restores exact values
+            for session in engine.sessions.values():
+                session.recast_state()
     except BaseException:
         _roll_back(engine)
         raise
+    engine.conversion.forget_originals()
     return engine
 
 
@@ -167,13 +172,11 @@ def _attach(engine: Engine) -> None:
         engine.undo.hold(ForeachType(MasterParameter))
     for session in engine.sessions.values():
         session.adopt(engine.conversion.originals)
-        session.recast_state()
     for model in engine.models:
         _hook_model(engine, model)
     _install_function_casts(engine)
     for session in engine.sessions.values():
         OptimizerHooks(engine, session).attach(engine.undo)
-    engine.conversion.forget_originals()
 
 
 def _hook_model(engine: Engine, model: nn.Module) -> None:

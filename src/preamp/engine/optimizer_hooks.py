@@ -78,8 +78,9 @@ class OptimizerHooks:
             if not has_closure:
                 self._session.check_unscaled()
                 if self._session.overflowed():
-                    # What LRScheduler asks to decide whether it was called in the right order.
-                    setattr(optimizer, "_opt_called", True)  # noqa: B010
+                    if getattr(inner, SCHEDULER_MARK, False):
+                        # What LRScheduler asks to decide whether it was called in the right order.
+                        setattr(optimizer, "_opt_called", True)  # noqa: B010
                     self._owner.skip_step(self._session)
                     return None
             with disable_casts() if self._owner.casts_functions else nullcontext():

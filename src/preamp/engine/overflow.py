@@ -78,7 +78,7 @@ def find_cause(notes: Sequence[GradientNote], step: int, new_scale: float) -> Ov
     """Return the cause of a skipped step: the first overflowing backward. Synchronises."""
     for note in notes:
         names = note.overflowing()
-        if names or not bool(note.loss_finite.item()):
+        if names:  # an infinite loss may have finite gradients, and then skips nothing
             break
     else:
         # The overflow was settled without a note (delayed gradients under a changed scale).

@@ -159,14 +159,14 @@ class OptimizerSession:
         """
         direct = [param for param in self.direct_params() if id(param) not in claimed]
         claimed.update(map(id, direct))
-        fresh = [param for param in direct if param.grad is not None]
-        twins = [twin for twin in self.masters or () if twin.half.grad is not None]
-        grads = [p.grad for p in (*fresh, *(t.half for t in twins)) if p.grad is not None]
         found_inf = None
         if scaler.is_dynamic:
-            census = self._ops.census(grads, scaler.device)
-            names = [self._name_of(param) for param in fresh] + [twin.name for twin in twins]
-            note.add(names, census.max_abs)
+            twins = {id(twin.master): twin.half for twin in self.masters or ()}
+            own = {id(param): param for param in direct} | twins
+            params = [own[id(param)] for param in self._params() if id(param) in own]
+            fresh = [(self._name_of(p), p.grad) for p in params if p.grad is not None]
+            census = self._ops.census([grad for _, grad in fresh], scaler.device)
+            note.add([name for name, _ in fresh], census.max_abs)
             found_inf = census.found_inf
         self._merge(direct, None if scaler.is_identity else scaler.inverse())
         return found_inf
@@ -209,11 +209,10 @@ class OptimizerSession:
             self.notes = [*self.notes[-_NOTES_KEPT + 1 :], note]
 
     def _holds_gradients(self) -> bool:
-        if any(param.grad is not None for param in self.direct_params()):
-            return True
-        return any(
-            twin.master.has_materialized_grad or twin.half.grad is not None
-            for twin in self.masters or ()
+        """Whether gradients from before are left; those that the script zeroed do not count."""
+        twins = self.masters or ()
+        return self._direct.holds_gradient(self.direct_params()) or any(
+            twin.holds_gradient for twin in twins
         )
 
     def refuse_sparse(self) -> None:

@@ -53,23 +53,26 @@ def load_scalers(engine: Engine, state: Mapping[str, Any]) -> None:
                 "Call initialize with the num_losses of the run that saved it; nothing was loaded",
             )
         )
-    before = [scaler.state_dict() for scaler in engine.scalers]
+    for scaler, key in zip(engine.scalers, wanted, strict=True):
+        scaler.read_state(state[key])
+    counts = _read_steps(state.get("steps", ()))
+    for scaler, key in zip(engine.scalers, wanted, strict=True):
+        scaler.load_state_dict(state[key])
+    for session, count in zip(engine.sessions.values(), counts, strict=False):
+        session.steps_applied, session.steps_skipped, session.skips_in_row = count
+
+
+def _read_steps(steps: Any) -> list[tuple[int, int, int]]:
     try:
-        for scaler, key in zip(engine.scalers, wanted, strict=True):
-            scaler.load_state_dict(state[key])
-        _load_steps(engine, state.get("steps", ()))
-    except (ValueError, TypeError, KeyError):
-        for scaler, old in zip(engine.scalers, before, strict=True):
-            scaler.load_state_dict(old)
-        raise
-
-
-def _load_steps(engine: Engine, steps: Any) -> None:
-    counts = [
-        (int(entry["applied"]), int(entry["skipped"]), int(entry["skips_in_row"]))
-        for entry in steps
-    ]
-    for session, (applied, skipped, in_row) in zip(engine.sessions.values(), counts, strict=False):
-        session.steps_applied = applied
-        session.steps_skipped = skipped
-        session.skips_in_row = in_row
+        return [
+            (int(entry["applied"]), int(entry["skipped"]), int(entry["skips_in_row"]))
+            for entry in steps
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            message(
+                f"The step counters {steps!r} cannot be read",
+                "Needed are the numbers 'applied', 'skipped' and 'skips_in_row' of each optimizer",
+                "Pass what state_dict() returned; nothing was loaded",
+            )
+        ) from error

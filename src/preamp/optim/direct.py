@@ -7,9 +7,15 @@ from collections.abc import Iterable
 
 import torch
 
+from preamp.core.tensors import version_of
 from preamp.kernels import Ops
 
 Parameters = Iterable[torch.Tensor]
+
+
+def has_nonzero(grad: torch.Tensor) -> bool:
+    """Whether ``grad`` has a value other than zero; nan counts. Synchronises."""
+    return bool((grad.coalesce().values() if grad.is_sparse else grad).any())
 
 
 class DirectGradients:
@@ -24,6 +30,7 @@ class DirectGradients:
         """Start with nothing set aside."""
         self._ops = ops
         self._aside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._versions: dict[int, int] = {}  # of the gradients as the last merge left them
 
     @property
     def holds_any(self) -> bool:
@@ -66,6 +73,23 @@ class DirectGradients:
         for param, grad in self._aside.values():  # no new gradient: the old one comes back
             param.grad = grad
         self._aside.clear()
+        for param in params:
+            if param.grad is not None:
+                self._versions[id(param)] = version_of(param.grad)
+
+    def holds_gradient(self, params: Parameters) -> bool:
+        """Whether any of ``params`` has a gradient that was not zeroed since the last `merge`.
+
+        Values are looked at, and the device synchronised with, only where somebody wrote to a
+        gradient in the meantime.
+        """
+        for param in params:
+            grad = param.grad
+            if grad is None:
+                continue
+            if version_of(grad) == self._versions.get(id(param)) or has_nonzero(grad):
+                return True
+        return False
 
     def forget(self) -> None:
         """Drop what was set aside."""

@@ -51,6 +51,13 @@ class MasterParameter(torch.nn.Parameter):
         """Whether a float32 gradient exists already; asking does not make one."""
         return stored_grad(self) is not None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """Copy as a plain parameter: the copy is no half parameter's master."""
+        if id(self) not in memo:
+            value = self.detach().clone(memory_format=torch.preserve_format)
+            memo[id(self)] = torch.nn.Parameter(value, self.requires_grad)
+        return memo[id(self)]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain parameter, so that files load without preamp."""
         plain: Any = torch.nn.Parameter(self.detach(), self.requires_grad)
@@ -73,6 +80,7 @@ class Twin:
         "_seen",
         "_seen_version",
         "_written",
+        "_zeroed",
         "half",
         "master",
         "name",
@@ -97,6 +105,7 @@ class Twin:
         self._seen: torch.Tensor | None = None
         self._seen_version = 0
         self._factor: torch.Tensor | None = None
+        self._zeroed = False
         # While a backward is under way its half gradient is scaled and incomplete: nobody's yet.
         self._open = False
         self._written = (half.data_ptr(), version_of(half))
@@ -112,6 +121,14 @@ class Twin:
         if self._seen is None or self._factor is None:
             return None
         return self._seen, self._factor
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether either side has a gradient that the script has not dropped or zeroed."""
+        self._reconcile()
+        if self._base_grad is not None:
+            return True
+        return self._seen is not None and not self._zeroed
 
     def collect(self, factor: torch.Tensor) -> None:
         """Note the half gradient as it is now, to be multiplied by ``factor``; add nothing yet."""
@@ -180,6 +197,7 @@ class Twin:
         self._seen = half_grad
         self._seen_version = 0 if half_grad is None else version_of(half_grad)
         self._factor = factor if half_grad is not None else None
+        self._zeroed = False
 
     def _reconcile(self) -> None:
         """Take in what the script did to the half gradient since it was last looked at."""
@@ -214,7 +232,9 @@ class Twin:
                     "torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), max_norm)",
                 )
             )
-        self._see(now, None)
+        # Zeros are a gradient, as in plain torch: momentum and weight decay go on.
+        self._see(now, now.new_ones((), dtype=torch.float32))
+        self._zeroed = True
         store_grad(self.master, None)
 
     # -- weights -----------------------------------------------------------------------------

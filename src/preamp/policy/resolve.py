@@ -241,7 +241,7 @@ def parse_number(name: str, value: object, *, positive: bool = False) -> float:
 def _check_scale_range(policy: Policy) -> Policy:
     """Check what only the whole policy shows: the range of a dynamic scale, and the limits."""
     limit = policy.max_consecutive_skips
-    if limit is not None and (not isinstance(cast("object", limit), int) or limit < 1):
+    if limit is not None and (type(limit) is not int or limit < 1):
         raise ValueError(
             message(
                 f"max_consecutive_skips={limit!r} cannot be used",

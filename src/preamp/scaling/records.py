@@ -81,7 +81,7 @@ class DynamicScale:
             state.scale, (state.scale * self.backoff_factor).clamp(min=self.floor)
         )
         tracker = torch.where(overflow, 0, state.growth_tracker + 1)
-        grows = tracker == self.growth_interval
+        grows = tracker >= self.growth_interval  # the interval may have shrunk below it
         higher = torch.where(
             grows, (state.scale * self.growth_factor).clamp(max=self.max_scale), state.scale
         )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -96,24 +97,36 @@ class LossScaler:
         """Return scale and counter as plain numbers. Synchronises."""
         return {"loss_scale": self.value(), "unskipped": int(self.growth_tracker.item())}
 
+    @staticmethod
+    def read_state(state: Mapping[str, float | int]) -> tuple[float, int]:
+        """Return the scale and the counter in ``state``.
+
+        Raises:
+            ValueError: ``state`` lacks an entry or has one that is no usable number.
+        """
+        try:
+            scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
+            if not (math.isfinite(scale) and scale > 0 and unskipped >= 0):
+                raise ValueError("out of range")
+            return scale, unskipped
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                message(
+                    f"A loss scaler's state {dict(state)!r} cannot be read",
+                    "Needed are the numbers 'loss_scale' (above 0) and 'unskipped' (from 0)",
+                    "Pass what state_dict() returned",
+                )
+            ) from error
+
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """Take over scale and counter; nothing changes if an entry is missing or unusable.
 
         A static scale stays what it was told to be; only its counter is taken.
 
         Raises:
-            ValueError: ``state`` lacks an entry or has one that is no number.
+            ValueError: ``state`` lacks an entry or has one that is no usable number.
         """
-        try:
-            scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                message(
-                    f"A loss scaler's state {dict(state)!r} cannot be read",
-                    "Needed are the numbers 'loss_scale' and 'unskipped'",
-                    "Pass what state_dict() returned",
-                )
-            ) from error
+        scale, unskipped = self.read_state(state)
         if self.is_dynamic:
             self.set_scale(scale)
         self.growth_tracker.fill_(unskipped)

@@ -68,15 +68,15 @@ def scale_add_(
 def _scale_add_sparse_(
     grad: torch.Tensor, factor: torch.Tensor | float, addend: torch.Tensor | None
 ) -> None:
-    total = grad.coalesce()
-    scaled: torch.Tensor = cast("Any", torch).sparse_coo_tensor(
-        total.indices(),
-        (total.values().to(math_dtype(grad.dtype)) * factor).to(grad.dtype),
-        total.shape,
-        check_invariants=False,
+    dtype = math_dtype(grad.dtype)  # torch has no sum of sparse float16 tensors either
+    total = grad.to(dtype).coalesce()
+    result: torch.Tensor = cast("Any", torch).sparse_coo_tensor(
+        total.indices(), total.values() * factor, total.shape, check_invariants=False
     )
+    if addend is not None:
+        result = result + addend.to(dtype)
     # Replacing the data keeps the gradient's identity: callers may hold this very tensor.
-    grad.data = scaled if addend is None else (scaled + addend).coalesce()
+    grad.data = result.to(grad.dtype).coalesce()
 
 
 def widen_add(
