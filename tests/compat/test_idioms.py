@@ -1,0 +1,603 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What people's scripts do with Apex, through ``from preamp import amp``."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+from engine.harness import (
+    LEVELS,
+    MASTER_LEVELS,
+    Net,
+    batch,
+    halves_match,
+    loss_of,
+    make,
+    masters,
+    same,
+    weights,
+)
+from engine.harness import engines_closed as engines_closed
+from preamp import amp
+from preamp.amp.scaler import LossScaler
+
+ALL_LEVELS = pytest.mark.parametrize("level", LEVELS)
+MASTERS = pytest.mark.parametrize("level", MASTER_LEVELS)
+
+
+def started(level: str, optimizer: str = "sgd", **arguments: Any) -> Any:
+    return amp.initialize(*make(0, optimizer), opt_level=level, verbosity=0, **arguments)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
+    optimizer.zero_grad()
+    with amp.scale_loss(loss_of(model, number), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+# -- names that exist ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "initialize",
+        "scale_loss",
+        "master_params",
+        "state_dict",
+        "load_state_dict",
+        "disable_casts",
+        "half_function",
+        "float_function",
+        "promote_function",
+        "register_half_function",
+        "register_float_function",
+        "register_promote_function",
+        "bfloat16_function",
+        "register_bfloat16_function",
+        "_amp_state",
+    ],
+)
+def test_names(name: str) -> None:
+    assert name in amp.__dict__
+    assert name in amp.__all__
+
+
+def test_scaler_module() -> None:
+    assert LossScaler is amp.LossScaler
+
+
+def test_signature_of_scale_loss() -> None:
+    parameters = inspect.signature(amp.scale_loss).parameters
+    assert list(parameters) == [
+        "loss",
+        "optimizers",
+        "loss_id",
+        "model",
+        "delay_unscale",
+        "delay_overflow_check",
+    ]
+    assert [p.default for p in list(parameters.values())[2:]] == [0, None, False, False]
+
+
+def test_state_before_initialize() -> None:
+    assert amp.state_dict() == {}
+    amp.load_state_dict({})
+    state = amp._amp_state
+    assert state.hard_override is False
+    assert state.allow_incoming_model_not_fp32 is False
+    assert state.verbosity == 1
+    assert state.opt_properties.enabled is False
+    assert state.opt_properties.loss_scale == 1.0
+    assert state.loss_scalers == []
+
+
+def test_master_params_of_any_optimizer() -> None:
+    model, optimizer = make()
+    assert list(amp.master_params(optimizer)) == list(model.parameters())
+    assert inspect.isgenerator(amp.master_params(optimizer))
+
+
+# -- the state object ------------------------------------------------------------------------
+
+
+def test_scale_written_right_after_initialize() -> None:
+    model, optimizer = started("O2")
+    amp._amp_state.loss_scalers[0]._loss_scale = 2**20
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 2.0**20
+    assert preamp.engine_of(model).loss_scale() == 2.0**20
+    with amp.scale_loss(model.bn.weight.sum(), optimizer) as scaled:
+        assert scaled.item() == 8.0 * 2**20
+
+
+def test_window_and_counter_are_written() -> None:
+    model, optimizer = started("O2")
+    amp._amp_state.loss_scalers[0]._loss_scale = 4.0
+    amp._amp_state.loss_scalers[0]._scale_seq_len = 2
+    step(model, optimizer, 0)
+    assert amp._amp_state.loss_scalers[0]._unskipped == 1
+    step(model, optimizer, 1)
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 8.0
+
+
+@ALL_LEVELS
+def test_options_are_read(level: str) -> None:
+    started(level)
+    properties = amp._amp_state.opt_properties
+    assert properties.enabled is True
+    assert properties.opt_level == level
+    assert properties.options["cast_model_type"] == preamp.OPT_LEVELS[level].cast_model_type
+    assert properties.master_weights is (level in MASTER_LEVELS)
+    assert properties.options["loss_scale"] == preamp.OPT_LEVELS[level].loss_scale
+
+
+def test_range_is_read() -> None:
+    started("O2", min_loss_scale=128.0, max_loss_scale=1024.0)
+    assert amp._amp_state.min_loss_scale == 128.0
+    assert amp._amp_state.max_loss_scale == 1024.0
+    assert amp._amp_state.loss_scalers[0]._min_loss_scale == 128.0
+    assert amp._amp_state.loss_scalers[0]._max_loss_scale == 1024.0
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 1024.0
+
+
+def test_verbosity_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = started("O2")
+    amp._amp_state.verbosity = 1
+    with amp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+        (scaled * float("inf")).backward()
+    optimizer.step()
+    assert capsys.readouterr().out.startswith("Gradient overflow.  Skipping step, loss scaler 0 ")
+
+
+def test_hard_override() -> None:
+    amp._amp_state.hard_override = True
+    with pytest.warns(UserWarning, match="hard_override is set"):
+        amp.initialize(Net(), opt_level="O1", keep_batchnorm_fp32=True, verbosity=0)
+    assert amp._amp_state.opt_properties.keep_batchnorm_fp32 is True
+
+
+def test_handle_is_deactivated() -> None:
+    """Tests of frameworks switch O1 off by hand between cases."""
+    model, optimizer = started("O1")
+    if not hasattr(amp._amp_state, "handle"):
+        preamp.engine_of(model).close()
+    else:
+        amp._amp_state.handle._deactivate()
+    assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
+    assert len(list(amp.master_params(optimizer))) == 8
+
+
+def test_is_it_initialised() -> None:
+    _, optimizer = make()
+    assert not hasattr(optimizer, "_amp_stash")
+    amp.initialize(Net(), optimizer, verbosity=0)
+    assert hasattr(optimizer, "_amp_stash")
+
+
+# -- arguments from flags --------------------------------------------------------------------
+
+
+@ALL_LEVELS
+def test_strings_from_argparse(level: str) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--opt-level", type=str)
+    parser.add_argument("--keep-batchnorm-fp32", type=str, default=None)
+    parser.add_argument("--loss-scale", type=str, default=None)
+    flags = ["--opt-level", level, "--loss-scale", "128.0"]
+    if level not in ("O1", "O4"):
+        flags += ["--keep-batchnorm-fp32", "False"]
+    args = parser.parse_args(flags)
+    model, optimizer = make()
+    amp.initialize(
+        model,
+        optimizer,
+        opt_level=args.opt_level,
+        keep_batchnorm_fp32=args.keep_batchnorm_fp32,
+        loss_scale=args.loss_scale,
+        verbosity=False,
+    )
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 128.0
+    step(model, optimizer)
+    assert halves_match(model)
+
+
+@pytest.mark.parametrize("given", [1, 1.0, "1.0", True])
+def test_scale_of_one(given: Any) -> None:
+    model, optimizer = started("O2", loss_scale=given)
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 1.0
+    step(model, optimizer)
+    assert halves_match(model)
+
+
+def test_arguments_from_a_dict() -> None:
+    arguments = {"opt_level": "O2", "loss_scale": "dynamic", "min_loss_scale": 1, "verbosity": 0}
+    model, optimizer = amp.initialize(*make(), **arguments)
+    step(model, optimizer)
+    assert amp._amp_state.min_loss_scale == 1.0
+
+
+# -- loops -----------------------------------------------------------------------------------
+
+
+@ALL_LEVELS
+@pytest.mark.parametrize("where", ["inside", "after"])
+def test_clipping_the_masters(level: str, where: str) -> None:
+    """After the block gradients are unscaled, and the clipped ones are what is applied."""
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.data.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    with amp.scale_loss(model.weight.float().sum() * 3, optimizer) as scaled:
+        scaled.backward()
+        if where == "inside":  # wrong, but it must not crash
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e9)
+    if where == "after":
+        norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 18.0**0.5 / 6)
+        assert norm.item() == pytest.approx(18.0**0.5, rel=1e-3)
+    optimizer.step()
+    expected = 1.0 - (0.5 if where == "after" else 3.0)
+    assert model.weight.flatten().tolist() == pytest.approx([expected] * 2, abs=1e-2)
+
+
+@ALL_LEVELS
+def test_overflow_seen_by_the_script(level: str) -> None:
+    """The norm is not finite, the script steps all the same, and the step is skipped."""
+    model, optimizer = started(level, loss_scale="dynamic")
+    before = weights(model.eval())
+    with amp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+        (scaled * float("inf")).backward()
+    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    assert not norm.isfinite()
+    optimizer.step()
+    assert same(weights(model), before)
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 2.0**15
+
+
+@ALL_LEVELS
+def test_a_bad_loss_is_left_out(level: str) -> None:
+    """Neither backward nor step on a bad loss; the next iteration is as if it never was."""
+    model, optimizer = started(level)
+    other, second = started(level)
+    step(model, optimizer, 0)
+    step(other, second, 0)
+    loss_of(model.eval(), 1) * float("nan")
+    model.train()
+    step(model, optimizer, 2)
+    step(other, second, 2)
+    assert same(weights(model), weights(other))
+
+
+@ALL_LEVELS
+@pytest.mark.parametrize("way", ["full", "delayed"])
+def test_accumulation(level: str, way: str) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.data.fill_(4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    for number in range(1, 5):
+        last = number % 2 == 0
+        loss = model.weight.float().sum() / 2
+        with amp.scale_loss(loss, optimizer, delay_unscale=way == "delayed" and not last) as s:
+            s.backward()
+        if way == "full" or last:
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 100.0)
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.weight.tolist() == [[2.0, 2.0]]
+
+
+@MASTERS
+def test_only_the_model_is_zeroed(level: str) -> None:
+    model, optimizer = started(level)
+    other, second = started(level)
+    for number in range(3):
+        model.zero_grad()
+        with amp.scale_loss(loss_of(model, number), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert all(p.grad is None for p in amp.master_params(optimizer) if p.dim() == 2)
+        step(other, second, number)
+    assert same(weights(model), weights(other))
+
+
+@ALL_LEVELS
+def test_gradient_of_one_parameter_is_dropped(level: str) -> None:
+    model, optimizer = started(level)
+    before = weights(model)
+    with amp.scale_loss(loss_of(model, 0) * 2.0**-8, optimizer) as scaled:
+        scaled.backward()
+    model.first.weight.grad = None
+    optimizer.step()
+    after = weights(model)
+    assert same(after["first.weight"], before["first.weight"])
+    assert not same(after["last.bias"], before["last.bias"])
+
+
+@ALL_LEVELS
+@pytest.mark.parametrize("optimizer_name", ["sgd", "adam", "adamw"])
+def test_step_before_any_backward(level: str, optimizer_name: str) -> None:
+    model, optimizer = started(level, optimizer_name)
+    before = weights(model)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert same(weights(model), before)
+    step(model, optimizer)
+    assert halves_match(model)
+
+
+@ALL_LEVELS
+def test_gradient_penalty(level: str) -> None:
+    """Double backward with ``create_graph`` and several backwards in one block."""
+    model, optimizer = started(level, loss_scale=4.0)
+    x = batch(0)[0].requires_grad_(True)
+    out = model(x).float().sum()
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    with amp.scale_loss(slope.square().sum(), optimizer) as scaled:
+        scaled.backward(retain_graph=True)
+        scaled.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in amp.master_params(optimizer))
+    optimizer.step()
+    assert halves_match(model)
+
+
+@MASTERS
+def test_scaled_gradients_are_reduced_inside_the_block(level: str) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.data.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    with amp.scale_loss(model.weight.float().sum(), optimizer) as scaled:
+        scaled.backward()
+        assert model.weight.grad.tolist() == [[8.0, 8.0]]
+        model.weight.grad.data.mul_(2.0)  # what an all-reduce over two equal ranks does
+    optimizer.step()
+    assert model.weight.tolist() == [[0.5, 0.5]]
+
+
+def test_adversarial_input_gradients() -> None:
+    """O2 without masters: ``delta.grad`` is still scaled, and two blocks precede one step."""
+    model, optimizer = started("O2", master_weights=False, loss_scale="4.0")
+    delta = torch.zeros(6, 4, requires_grad=True)
+    x = batch(0)[0]
+    model.eval()
+    with amp.scale_loss(model(x + delta).sum(), optimizer) as scaled:
+        scaled.backward()
+    grad = delta.grad.detach().clone()
+    optimizer.zero_grad()
+    (plain,) = torch.autograd.grad(model(x + delta).sum(), delta)
+    assert torch.allclose(grad, plain * 4.0, rtol=0.05, atol=0.02)
+    with amp.scale_loss(model(x + grad.sign() * 0.1).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@ALL_LEVELS
+def test_two_networks_and_three_losses(level: str) -> None:
+    """The adversarial pair: lists of models and optimizers, a scaler for each loss."""
+    (d, opt_d), (g, opt_g) = make(0), make(1)
+    models, optimizers = [d, g], [opt_d, opt_g]
+    amp.initialize(models, optimizers, opt_level=level, num_losses=3, verbosity=0,
+                   loss_scale="dynamic")  # fmt: skip
+    for loss_id, (net, opt) in enumerate([(d, opt_d), (d, opt_d), (g, opt_g)]):
+        poison = loss_id == 1
+        with amp.scale_loss(loss_of(net, 0), opt, loss_id) as scaled:
+            (scaled * float("inf") if poison else scaled).backward()
+    before = weights(d)
+    opt_d.step()
+    opt_g.step()
+    scales = [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]
+    assert scales[1] == 2.0**15
+    assert len(amp.state_dict()) == 3
+    assert same(weights(d), before)
+
+
+@ALL_LEVELS
+def test_forward_with_a_string_first(level: str) -> None:
+    class Modes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, mode: str, x: torch.Tensor, causal: bool = True) -> torch.Tensor:
+            assert (mode, causal) == ("fwd", False)
+            return self.linear(x)
+
+    model = amp.initialize(Modes(), opt_level=level, verbosity=0)
+    assert model("fwd", x=torch.ones(2, 4), causal=False).shape == (2, 4)
+
+
+# -- identity --------------------------------------------------------------------------------
+
+
+@ALL_LEVELS
+def test_frameworks_ignore_what_is_returned(level: str) -> None:
+    model, optimizer = make()
+    groups, bound = optimizer.param_groups, optimizer.step
+    amp.initialize([model], [optimizer], opt_level=level, verbosity=0)
+    assert optimizer.param_groups is groups
+    before = weights(model)
+    optimizer.zero_grad()
+    with amp.scale_loss(loss_of(model, 0) * 2.0**-8, optimizer) as scaled:
+        scaled.backward()
+    bound()  # looked up before initialize
+    assert not same(weights(model)["last.bias"], before["last.bias"])
+    assert halves_match(model)
+
+
+@ALL_LEVELS
+def test_exponential_average_through_data(level: str) -> None:
+    model, optimizer = started(level)
+    average = copy.deepcopy(model)
+    step(model, optimizer)
+    with torch.no_grad():
+        for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+            slow.data.mul_(0.5).add_(fast.data, alpha=0.5)
+    assert average(torch.ones(2, 4)).isfinite().all()
+    average.load_state_dict(model.state_dict())
+    assert same(
+        [p.detach() for p in average.parameters()], [p.detach() for p in model.parameters()]
+    )
+
+
+# -- state -----------------------------------------------------------------------------------
+
+
+@ALL_LEVELS
+def test_the_usual_checkpoint(level: str) -> None:
+    model, optimizer = started(level, "adam")
+    step(model, optimizer)
+    checkpoint = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "amp": amp.state_dict(),
+    }
+    file = io.BytesIO()
+    torch.save(checkpoint, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    expected_state = copy.deepcopy(checkpoint["optimizer"])
+    other, second = started(level, "adam")
+    other.load_state_dict(loaded["model"])
+    second.load_state_dict(loaded["optimizer"])
+    amp.load_state_dict(loaded["amp"])
+    assert same(masters(second), masters(optimizer))
+    assert same(second.state_dict(), expected_state)
+    assert amp.state_dict() == checkpoint["amp"]
+    step(model, optimizer, 1)
+    step(other, second, 1)
+    assert same(masters(second), masters(optimizer))
+
+
+@MASTERS
+def test_resume_of_language_model_scripts(level: str) -> None:
+    """Force the lazy initialization, load the optimizer, copy the saved masters."""
+    model, optimizer = started(level, "adam")
+    step(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved_masters = [p.detach().clone() for p in amp.master_params(optimizer)]
+    half_weights = {
+        k: v.to(model.first.weight.dtype).float() if v.is_floating_point() else v
+        for k, v in model.state_dict().items()
+    }
+    other, second = started(level, "adam")
+    other.load_state_dict(half_weights)
+    second._lazy_init_maybe_master_weights()
+    second._amp_stash.lazy_init_called = True
+    second.load_state_dict(saved)
+    for param, value in zip(amp.master_params(second), saved_masters, strict=True):
+        param.data.copy_(value.data)
+    step(model, optimizer, 1)
+    step(other, second, 1)
+    assert same(masters(second), masters(optimizer))
+    assert halves_match(other)
+
+
+@ALL_LEVELS
+def test_private_names_of_the_optimizer(level: str) -> None:
+    model, optimizer = started(level)
+    optimizer._amp_lazy_init()
+    stash = optimizer._amp_stash
+    assert stash.lazy_init_called is True
+    named = dict(model.named_parameters())
+    if level in MASTER_LEVELS:
+        halves = [p for n, p in named.items() if not n.startswith("bn.")]
+        assert all(a is b for a, b in zip(stash.all_fp16_params, halves, strict=True))
+        wide = stash.all_fp32_from_fp16_params
+        assert [p.dtype for p in wide] == [torch.float32] * 6
+        assert same([p.detach().to(h.dtype) for p, h in zip(wide, halves, strict=True)],
+                    [h.detach() for h in halves])  # fmt: skip
+        assert len(stash.fp16_groups[0]) == len(stash.fp32_from_fp16_groups[0]) == 6
+        assert [id(p) for p in stash.all_fp32_from_fp32_params] == [
+            id(named["bn.weight"]),
+            id(named["bn.bias"]),
+        ]
+    else:
+        assert stash.all_fp16_params == []
+    assert stash.already_patched is False
+    assert stash.params_have_scaled_gradients is False
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_stash_tells_of_skips_and_scaled_gradients(level: str) -> None:
+    model, optimizer = started(level)
+    with amp.scale_loss(loss_of(model, 0), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    assert optimizer._amp_stash.params_have_scaled_gradients is True
+    with amp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+        (scaled * float("inf")).backward()
+    assert optimizer._amp_stash.params_have_scaled_gradients is False
+    assert optimizer._amp_stash.already_patched is True
+    optimizer.step()
+    assert optimizer._amp_stash.already_patched is False
+
+
+def test_module_as_an_object_with_state() -> None:
+    """Frameworks pass the module itself where something with ``state_dict`` is wanted."""
+    started("O2")
+    things = {"amp": amp}
+    saved = {name: thing.state_dict() for name, thing in things.items()}
+    amp._amp_state.loss_scalers[0]._loss_scale = 2.0
+    for name, thing in things.items():
+        thing.load_state_dict(saved[name])
+    assert amp.state_dict() == saved["amp"]
+
+
+def test_destination() -> None:
+    started("O2")
+    mine: dict[str, Any] = {"mine": 1}
+    assert amp.state_dict(destination=mine) is mine
+    assert list(mine) == ["mine", "loss_scaler0"]
+
+
+@ALL_LEVELS
+def test_add_param_group(level: str) -> None:
+    """A second network, initialized without an optimizer, joins the first one's."""
+    _, optimizer = started(level, loss_scale=8.0)
+    extra = amp.initialize(nn.Linear(3, 3), opt_level="O3" if level == "O2" else "O0", verbosity=0)
+    optimizer.add_param_group({"params": extra.parameters(), "lr": 0.5})
+    with torch.no_grad():
+        extra.bias.fill_(1.0)
+    with amp.scale_loss(extra(torch.ones(1, 3)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert extra.bias.tolist() == [0.5, 0.5, 0.5]
+    assert len(list(amp.master_params(optimizer))) == 10
+
+
+# -- registration ----------------------------------------------------------------------------
+
+
+def test_registered_float_function_after_initialize() -> None:
+    started("O1")
+    x = torch.ones(2, dtype=torch.float16)
+    assert torch.sigmoid(x).dtype is torch.float16
+    handle = amp.register_float_function(torch, "sigmoid")
+    try:
+        assert torch.sigmoid(x).dtype is torch.float32
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def test_float_function_as_decorator() -> None:
+    started("O1")
+
+    @amp.float_function
+    def widen(x: torch.Tensor) -> torch.dtype:
+        return x.dtype
+
+    assert widen(torch.ones(1, dtype=torch.float16)) is torch.float32
+    with amp.disable_casts():
+        assert widen(torch.ones(1, dtype=torch.float16)) is torch.float16

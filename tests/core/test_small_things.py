@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Links that stay behind, steps that are taken back, messages in three parts, lines said once."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from preamp.core import log
+from preamp.core.dtypes import dtype_name, is_half, math_dtype
+from preamp.core.errors import (
+    LossScaleError,
+    PreampError,
+    PreampPolicyError,
+    PreampStateError,
+    PreampUnavailableError,
+    message,
+)
+from preamp.core.link import Link
+from preamp.core.undo import UndoStack, set_attribute
+
+# -- errors ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [PreampStateError, PreampPolicyError, PreampUnavailableError, LossScaleError]
+)
+def test_errors_are_runtime_errors(error: type[Exception]) -> None:
+    assert issubclass(error, PreampError)
+    assert issubclass(error, RuntimeError)
+
+
+def test_message_has_three_sentences() -> None:
+    assert message("got x", " allowed is y. ", "do z.") == "got x. allowed is y. do z."
+
+
+# -- links -----------------------------------------------------------------------------------
+
+
+def test_link_refers_until_cut() -> None:
+    target = object()
+    link = Link(target)
+    assert link.target is target
+    link.cut()
+    assert link.target is None
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.copy, copy.deepcopy, lambda link: pickle.loads(pickle.dumps(link))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_copies_of_a_link_refer_to_nothing(duplicate: Callable[[Any], Any]) -> None:
+    link = Link(object())
+    twin = duplicate(link)
+    assert type(twin) is Link
+    assert twin.target is None
+    assert link.target is not None
+
+
+# -- undo ------------------------------------------------------------------------------------
+
+
+class Thing:
+    colour = "of the class"
+
+
+def test_undo_runs_backwards_and_once() -> None:
+    done: list[int] = []
+    undo = UndoStack()
+    undo.push(lambda: done.append(1))
+    undo.push(lambda: done.append(2))
+    undo.hold(SimpleNamespace(remove=lambda: done.append(3)))
+    undo.unwind()
+    undo.unwind()
+    assert done == [3, 2, 1]
+
+
+def test_attribute_of_the_class_is_uncovered_again() -> None:
+    thing, undo = Thing(), UndoStack()
+    set_attribute(thing, "colour", "mine", undo)
+    assert thing.colour == "mine"
+    undo.unwind()
+    assert vars(thing) == {}
+    assert thing.colour == "of the class"
+
+
+def test_attribute_of_the_instance_is_restored() -> None:
+    thing, undo = Thing(), UndoStack()
+    thing.colour = "before"
+    set_attribute(thing, "colour", "mine", undo)
+    undo.unwind()
+    assert thing.colour == "before"
+
+
+def test_a_later_value_of_somebody_else_stays() -> None:
+    thing, undo = Thing(), UndoStack()
+    set_attribute(thing, "colour", "mine", undo)
+    thing.colour = "theirs"
+    undo.unwind()
+    assert thing.colour == "theirs"
+
+
+def test_an_attribute_that_somebody_deleted_stays_deleted() -> None:
+    thing, undo = Thing(), UndoStack()
+    set_attribute(thing, "colour", "mine", undo)
+    del thing.colour
+    undo.unwind()
+    assert vars(thing) == {}
+
+
+# -- dtypes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "half", "math"),
+    [
+        (torch.float16, True, torch.float32),
+        (torch.bfloat16, True, torch.float32),
+        (torch.float32, False, torch.float32),
+        (torch.float64, False, torch.float64),
+    ],
+)
+def test_dtypes(dtype: torch.dtype, half: bool, math: torch.dtype) -> None:
+    assert is_half(torch.ones(1, dtype=dtype)) is half
+    assert math_dtype(dtype) is math
+    assert dtype_name(dtype) == str(dtype).split(".")[1]
+
+
+# -- what is said ----------------------------------------------------------------------------
+
+
+def test_the_only_process_speaks(capsys: pytest.CaptureFixture[str]) -> None:
+    log.say("hello")
+    assert capsys.readouterr().out == "hello\n"
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, "once\neach\n"), (1, "each\n")])
+def test_in_a_job_rank_0_speaks(
+    rank: int,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    log.say("once")
+    log.say("each", every_rank=True)
+    assert capsys.readouterr().out == expected

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What must hold on each device: always the CPU, and an accelerator if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+from cases.levels import LEVELS as LEVEL_CASES
+
+ACCELERATORS = ["cuda"] if torch.cuda.is_available() else []
+LEVELS = [case.name for case in LEVEL_CASES]
+DEVICES = ["cpu", *ACCELERATORS]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Let CUDA raise wherever the host would wait for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _net(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)
+    )
+    return net.to(device)
+
+
+def _batch(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(32, 8, generator=generator)
+    return inputs.to(device), torch.randint(0, 4, (32,), generator=generator).to(device)
+
+
+def _train(level: str, device: str, steps: int = 8) -> tuple[nn.Module, preamp.Engine, list[float]]:
+    net, (inputs, targets) = _net(device), _batch(device)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-4)
+    net, optimizer = preamp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    losses: list[float] = []
+    for _ in range(steps):
+        loss = nn.functional.cross_entropy(net(inputs), targets)
+        with preamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        preamp.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return net, preamp.engine_of(optimizer), losses
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_training_follows_float32(level: str, device: str) -> None:
+    reference = _train("O0", device)[2]
+    _, engine, losses = _train(level, device)
+    assert losses[-1] < losses[0]
+    # bfloat16 keeps 8 bits, so single losses may differ by 2**-8 of their value and a little more.
+    assert losses == pytest.approx(reference, rel=2**-5)
+    assert {scaler.device.type for scaler in engine.scalers} == {device}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_half_weights_are_rounded_masters(level: str, device: str) -> None:
+    _, engine, _ = _train(level, device)
+    twins = [twin for session in engine.sessions.values() for twin in session.masters or ()]
+    assert twins
+    for twin in twins:
+        assert twin.master.device.type == device
+        assert torch.equal(twin.half, twin.master.to(twin.half.dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_skips_the_step(level: str, device: str) -> None:
+    net, (inputs, targets) = _net(device), _batch(device)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    net, optimizer = preamp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    engine = preamp.engine_of(optimizer)
+    before = {name: value.clone() for name, value in net.state_dict().items() if "0." in name}
+    loss = nn.functional.cross_entropy(net(inputs), targets)
+    with preamp.scale_loss(loss * float("inf"), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert engine.last_step_skipped
+    assert engine.loss_scale() == 2.0**15
+    assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_close_leaves_float32_there(level: str, device: str) -> None:
+    net, engine, _ = _train(level, device, steps=2)
+    engine.close()
+    assert {(p.dtype, p.device.type) for p in net.parameters()} == {(torch.float32, device)}
+
+
+@needs_cuda
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_scaling_and_clipping_never_wait_for_the_device(level: str) -> None:
+    net, engine, _ = _train(level, "cuda", steps=2)
+    (optimizer,) = engine.optimizers
+    inputs, targets = _batch("cuda")
+    loss = nn.functional.cross_entropy(net(inputs), targets)
+    with no_synchronisation():
+        with preamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        preamp.clip_grad_norm_(optimizer, 1.0)
+
+
+@needs_cuda
+def test_torch_takes_its_multi_tensor_path_for_masters() -> None:
+    net = _net("cuda")
+    optimizer = torch.optim.AdamW(net.parameters())
+    net, optimizer = preamp.initialize(net, optimizer, opt_level="O2", verbosity=0)
+    inputs, targets = _batch("cuda")
+    with preamp.scale_loss(nn.functional.cross_entropy(net(inputs), targets), optimizer) as scaled:
+        scaled.backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    assert any("_foreach_" in event.key for event in profile.key_averages())
+
+
+@needs_cuda
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_tensors_on_other_devices_are_not_cast(level: str) -> None:
+    net = _net("cuda")
+    preamp.initialize(net, opt_level=level, verbosity=0)
+    matrix = torch.randn(4, 4)
+    assert torch.mm(matrix, matrix).dtype is torch.float32
+    assert torch.mm(matrix.cuda(), matrix.cuda()).dtype in (torch.float16, torch.bfloat16)

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tiny models, fixed batches and bitwise comparison, shared by the tests of whole engines."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+from preamp.compat.amp_state import AmpState, amp_state
+from preamp.engine import Engine
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+CAST_LEVELS = ("O2", "O3", "O5")
+MASTER_LEVELS = ("O2", "O5")
+HALF = {
+    "O1": torch.float16,
+    "O2": torch.float16,
+    "O3": torch.float16,
+    "O4": torch.bfloat16,
+    "O5": torch.bfloat16,
+}
+
+OptimizerMaker = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, OptimizerMaker] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.0625, eps=1e-4),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.0625, eps=1e-4, weight_decay=0.1),
+}
+
+
+@pytest.fixture(autouse=True)
+def engines_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close every engine a test made, and put the current-engine state back to what it was."""
+    made: list[Engine] = []
+    construct = Engine.__init__
+
+    def recording(self: Engine, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(Engine, "__init__", recording)
+    yield
+    for engine in reversed(made):
+        engine.close()
+    vars(amp_state).clear()
+    vars(amp_state).update(vars(AmpState()))
+
+
+class Net(nn.Module):
+    """A layer of each kind that levels treat differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.bn = nn.BatchNorm1d(8)
+        self.ln = nn.LayerNorm(8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.ln(self.bn(self.first(x)))))
+
+
+def make(
+    seed: int = 0, optimizer: str = "sgd", model: Callable[[], nn.Module] = Net
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A fresh model and its optimizer, the same for the same seed."""
+    torch.manual_seed(seed)
+    net = model()
+    return net, OPTIMIZERS[optimizer](net.parameters())
+
+
+def started(level: str, seed: int = 0, optimizer: str = "sgd", **arguments: Any) -> Any:
+    """`make`, then initialize quietly."""
+    net, opt = make(seed, optimizer)
+    return preamp.initialize(net, opt, opt_level=level, verbosity=0, **arguments)
+
+
+def batch(step: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of one step."""
+    generator = torch.Generator().manual_seed(1000 * seed + step)
+    return (
+        torch.randn(6, 4, generator=generator),
+        torch.randn(6, 3, generator=generator),
+    )
+
+
+def loss_of(model: nn.Module, step: int, seed: int = 0) -> torch.Tensor:
+    """Mean squared error of one step's batch."""
+    x, y = batch(step, seed)
+    return (model(x).float() - y).square().mean()
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, poison: bool = False
+) -> None:
+    """One ordinary step; ``poison`` makes its gradients infinite."""
+    optimizer.zero_grad()
+    loss = loss_of(model, step)
+    with preamp.scale_loss(loss, optimizer) as scaled:
+        (scaled * float("inf") if poison else scaled).backward()
+    optimizer.step()
+
+
+def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """One step without any engine."""
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+    optimizer.step()
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all parameters and buffers as they are stored."""
+    return {
+        name: tensor.detach().clone()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+
+
+def masters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Copies of what the optimizer updates."""
+    return [param.detach().clone() for param in preamp.master_params(optimizer)]
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Copies of all numbers that training changes."""
+    engine = preamp.engine_of(optimizer)
+    return {
+        "weights": weights(model),
+        "masters": masters(optimizer),
+        "optimizer": copy.deepcopy(optimizer.state_dict()),
+        "engine": engine.state_dict(),
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two trees of plain data are equal bitwise, dtypes included."""
+    if isinstance(a, torch.Tensor):
+        if not (isinstance(b, torch.Tensor) and a.dtype is b.dtype and a.shape == b.shape):
+            return False
+        return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def halves_match(model: nn.Module) -> bool:
+    """Whether every half weight that has a master is the master rounded."""
+    engine = preamp.engine_of(model)
+    pairs = [(param, engine.master_of(param)) for param in model.parameters()]
+    return all(
+        same(param.detach(), master.detach().to(param.dtype))
+        for param, master in pairs
+        if master is not None
+    )
+
+
+NAMESPACES: dict[str, Any] = {
+    "torch": torch,
+    "torch.Tensor": torch.Tensor,
+    "torch.nn.functional": torch.nn.functional,
+    "torch.autograd": torch.autograd,
+    "torch.linalg": torch.linalg,
+    "torch.nn.Module": nn.Module,
+    "torch.optim.Optimizer": torch.optim.Optimizer,
+    "the recurrent layers' functions": vars(torch.nn.modules.rnn)["_VF"],
+}
+
+
+def _exactly(value: Any) -> Any:
+    """An object by identity, a tensor by identity and contents."""
+    if isinstance(value, torch.Tensor):
+        contents = value.detach().clone()
+        return ("tensor", id(value), value.dtype, value.requires_grad, contents, value.grad is None)
+    if isinstance(value, dict):
+        return {key: _exactly(item) for key, item in value.items()}
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    return ("object", id(value))
+
+
+def picture(*subjects: nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything that an engine may change, by identity: torch, casts, and the ``subjects``."""
+    seen: dict[str, Any] = {
+        f"{name}.{key}": ("object", id(value))
+        for name, owner in NAMESPACES.items()
+        for key, value in vars(owner).items()
+    }
+    seen["casts"] = (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+    )
+    for index, subject in enumerate(subjects):
+        if isinstance(subject, nn.Module):
+            for name, child in subject.named_modules():
+                for key, value in vars(child).items():
+                    seen[f"{index}.{name}.{key}"] = _exactly(value)
+            for name, param in subject.named_parameters():
+                grad = param.grad
+                seen[f"{index}.{name}.grad"] = None if grad is None else _exactly(grad)
+        else:
+            for key, value in vars(subject).items():
+                if key not in ("state", "param_groups"):
+                    seen[f"{index}.{key}"] = _exactly(value)
+            seen[f"{index}.groups"] = ("object", id(subject.param_groups))
+            for number, group in enumerate(subject.param_groups):
+                seen[f"{index}.group{number}"] = ("object", id(group))
+                for key, value in group.items():
+                    seen[f"{index}.group{number}.{key}"] = (
+                        [id(value), *map(id, value)] if key == "params" else _exactly(value)
+                    )
+            for param, state in subject.state.items():
+                seen[f"{index}.state.{id(param)}"] = _exactly(state)
+    return seen
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Names of what two pictures disagree about."""
+    return sorted(
+        name
+        for name in before.keys() | after.keys()
+        if name not in before or name not in after or not same(before[name], after[name])
+    )

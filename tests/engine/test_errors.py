@@ -1,0 +1,841 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every error a user can cause: its words, and that nothing has changed after it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+from engine.harness import (
+    LEVELS,
+    MASTER_LEVELS,
+    Net,
+    differences,
+    halves_match,
+    loss_of,
+    make,
+    picture,
+    same,
+    started,
+    train_plain,
+    train_step,
+    weights,
+)
+from engine.harness import engines_closed as engines_closed
+from preamp import amp
+from preamp.core.errors import (
+    LossScaleError,
+    PreampPolicyError,
+    PreampStateError,
+)
+from preamp.engine import Engine
+
+ALL_LEVELS = pytest.mark.parametrize("level", LEVELS)
+MASTERS = pytest.mark.parametrize("level", MASTER_LEVELS)
+DOORS = pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
+
+
+@contextmanager
+def refused(error: type[Exception], text: str, *subjects: Any) -> Iterator[None]:
+    """The block raises ``error`` with exactly ``text`` and changes nothing."""
+    before = picture(*subjects)
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        yield
+    assert differences(before, picture(*subjects)) == []
+
+
+def used() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and optimizer with state and gradients, so that there is something to disturb."""
+    model, optimizer = make(optimizer="adam")
+    train_plain(model, optimizer, 0)
+    loss_of(model, 1).backward()
+    return model, optimizer
+
+
+def test_the_picture_sees_changes() -> None:
+    """The test of the tests: what an initialize does shows up."""
+    model, optimizer = used()
+    before = picture(model, optimizer)
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    changed = differences(before, picture(model, optimizer))
+    assert {"0.first._parameters", "0.first.weight.grad", "1.step", "1.group0.params"} <= {*changed}
+    engine = preamp.engine_of(model)
+    engine.close()
+    model, _ = started("O1")
+    assert "torch.mm" in differences(before, picture()) or "torch.exp" in differences(
+        before, picture()
+    )
+
+
+# -- arguments of initialize -----------------------------------------------------------------
+
+
+@DOORS
+@pytest.mark.parametrize(
+    ("models", "described"),
+    [
+        ((nn.Linear(1, 1),), "a tuple of Linear"),
+        ([nn.Linear(1, 1), 3], "a list of Linear, int"),
+        (None, "a NoneType"),
+        ("model", "a str"),
+        ((), "a tuple of nothing"),
+        (nn.Linear(1, 1).parameters(), "a generator"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_models_of_the_wrong_type(door: Any, models: Any, described: str) -> None:
+    text = (
+        f"models is {described}. Allowed is a torch.nn.Module or a list of them. Pass the model "
+        "itself, or [model_a, model_b]."
+    )
+    with refused(TypeError, text):
+        door.initialize(models, verbosity=0)
+
+
+@DOORS
+@pytest.mark.parametrize(
+    ("wrap", "described"),
+    [
+        (lambda opt: (opt,), "a tuple of Adam"),
+        (lambda opt: iter([opt]), "a list_iterator"),
+        (lambda opt: [opt, None], "a list of Adam, NoneType"),
+        (lambda opt: {"a": opt}, "a dict"),
+        (lambda _: 3, "a int"),
+    ],
+)
+def test_optimizers_of_the_wrong_type(
+    door: Any, wrap: Callable[[Any], Any], described: str
+) -> None:
+    model, optimizer = used()
+    text = (
+        f"optimizers is {described}. Allowed is a torch.optim.Optimizer or a list of them. Pass "
+        "the optimizer itself, or [optimizer_a, optimizer_b]."
+    )
+    with refused(TypeError, text, model, optimizer):
+        door.initialize(model, wrap(optimizer), opt_level="O2", verbosity=0)
+
+
+@DOORS
+def test_level_with_a_zero(door: Any) -> None:
+    model, optimizer = used()
+    text = (
+        "opt_level='01' is not known. Choose one of 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'. Levels "
+        "are strings that begin with the letter O, not the digit zero; here 'O1' was probably "
+        "meant."
+    )
+    with refused(PreampPolicyError, text, model, optimizer):
+        door.initialize(model, optimizer, opt_level="01", verbosity=0)
+
+
+@DOORS
+def test_contradictory_override(door: Any) -> None:
+    model, optimizer = used()
+    text = (
+        "master_weights=True with opt_level='O1'. O1 and O4 keep the weights in float32, so there "
+        "is nothing to keep a master of. Leave master_weights out, or choose opt_level='O2' ('O5' "
+        "for bfloat16)."
+    )
+    with refused(PreampPolicyError, text, model, optimizer):
+        door.initialize(model, optimizer, opt_level="O1", master_weights=True, verbosity=0)
+
+
+@pytest.mark.parametrize("given", [-1, 1.0, "2", None, True])
+def test_num_losses(given: Any) -> None:
+    model, optimizer = used()
+    text = (
+        f"num_losses={given!r} cannot be used. Allowed is a whole number from 0. Pass how many "
+        "losses have a loss scale of their own, usually 1."
+    )
+    with refused(ValueError, text, model, optimizer):
+        preamp.initialize(model, optimizer, opt_level="O2", num_losses=given, verbosity=0)
+
+
+@ALL_LEVELS
+def test_optimizer_listed_twice(level: str) -> None:
+    model, optimizer = used()
+    text = (
+        "The same Adam is listed twice in optimizers. Each optimizer may be given once. Remove "
+        "the second mention."
+    )
+    with refused(PreampStateError, text, model, optimizer):
+        preamp.initialize(model, [optimizer, optimizer], opt_level=level, verbosity=0)
+
+
+@ALL_LEVELS
+def test_optimizer_of_another_engine(level: str) -> None:
+    model, optimizer = started(level, optimizer="adam")
+    other = Net()
+    text = (
+        f"This Adam went through initialize already (opt_level={level!r}). An optimizer belongs "
+        "to one engine at a time. Call preamp.engine_of(optimizer).close() first, or build a new "
+        "optimizer."
+    )
+    with refused(PreampStateError, text, model, optimizer, other):
+        preamp.initialize(other, optimizer, opt_level="O2", verbosity=0)
+
+
+@DOORS
+@pytest.mark.parametrize(
+    ("cast", "dtype"), [(nn.Module.half, "float16"), (nn.Module.bfloat16, "bfloat16")]
+)
+@ALL_LEVELS
+def test_model_that_is_half(door: Any, level: str, cast: Any, dtype: str) -> None:
+    model = Net()
+    cast(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    text = (
+        f"The parameter 'first.weight' of Net is {dtype} before initialize. Models must come with "
+        "float32 (or float64) parameters, so that masters can keep them exactly. Do not call "
+        "model.half() or model.bfloat16(): initialize casts what the level needs. If half weights "
+        "are all there is, pass allow_half_model=True."
+    )
+    with refused(PreampStateError, text, model, optimizer):
+        door.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+def test_model_with_a_half_buffer_in_a_list() -> None:
+    model, other = Net(), nn.Linear(2, 2)
+    model.bn.running_mean = model.bn.running_mean.half()
+    text = "The buffer 'bn.running_mean' of Net is float16 before initialize. Models must come"
+    before = picture(model, other)
+    with pytest.raises(PreampStateError, match=f"^{re.escape(text)}"):
+        preamp.initialize([other, model], opt_level="O2", verbosity=0)
+    assert differences(before, picture(model, other)) == []
+
+
+@MASTERS
+def test_model_of_another_engine(level: str) -> None:
+    model, optimizer = started(level)
+    text = (
+        f"The parameter 'first.weight' of Net is {'float16' if level == 'O2' else 'bfloat16'} "
+        "before initialize. Models must come with float32 (or float64) parameters, so that "
+        "masters can keep them exactly. The model has an engine already: call "
+        "preamp.engine_of(model).close() first."
+    )
+    with refused(PreampStateError, text, model, optimizer):
+        preamp.initialize(model, opt_level="O1", verbosity=0)
+
+
+def test_half_models_on_request() -> None:
+    model = Net().half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    widened = [param.detach().float() for param in model.parameters()]
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, allow_half_model=True)
+    after = [param.detach() for param in preamp.master_params(optimizer)]
+    assert all(torch.equal(a, b.float()) for a, b in zip(widened, after, strict=True))
+    train_step(model, optimizer, 0)
+    assert halves_match(model)
+
+
+def test_half_models_on_request_through_the_state() -> None:
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    amp.initialize(Net().half(), opt_level="O2", verbosity=0)
+
+
+@DOORS
+@ALL_LEVELS
+def test_model_in_data_parallel(door: Any, level: str) -> None:
+    model, optimizer = used()
+    wrapped = nn.DataParallel(model)
+    text = (
+        "A model is wrapped in DataParallel already. initialize changes dtypes, which the wrapper "
+        "must see afterwards. Call preamp.initialize on the bare model first, then "
+        "DataParallel(model)."
+    )
+    with refused(PreampStateError, text, model, optimizer):
+        door.initialize(wrapped, optimizer, opt_level=level, verbosity=0)
+
+
+def test_model_in_distributed_data_parallel() -> None:
+    model = Net()
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = model
+    text = (
+        "A model is wrapped in DistributedDataParallel already. initialize changes dtypes, which "
+        "the wrapper must see afterwards. Call preamp.initialize on the bare model first, then "
+        "DistributedDataParallel(model)."
+    )
+    with refused(PreampStateError, text, model):
+        preamp.initialize([Net(), wrapped], opt_level="O2", verbosity=0)
+
+
+# -- a failure halfway -----------------------------------------------------------------------
+
+LATE_STEPS = (
+    "attach_cast_region",
+    "attach_io_casts",
+    "attach_layer_casts",
+    "attach_plain_region",
+    "attach_state_hooks",
+    "install_function_casts",
+    "push_thread_casts",
+    "set_attribute",
+)
+
+
+def room() -> Any:
+    """The module behind ``initialize``; the package exports the function under its name."""
+    return sys.modules["preamp.engine.initialize"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", LATE_STEPS)
+@pytest.mark.parametrize("nth", [0, 1])
+def test_failed_initialize_rolls_back(
+    level: str, name: str, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = used()
+    other, second = make(1, "sgd")
+    before = picture(model, optimizer, other, second)
+    original, calls = getattr(room(), name), []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        if len(calls) > nth:
+            raise KeyboardInterrupt("now")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(room(), name, fail)
+    models, optimizers = [model, other], [optimizer, second]
+    with contextlib.suppress(KeyboardInterrupt):
+        preamp.initialize(models, optimizers, opt_level=level, verbosity=0)
+    if len(calls) <= nth:
+        return  # this level does not come that far: nothing failed
+    assert differences(before, picture(model, optimizer, other, second)) == []
+    monkeypatch.setattr(room(), name, original)
+    preamp.initialize(models, optimizers, opt_level=level, verbosity=0)
+    train_step(model, optimizer, 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_failure_in_the_last_hook_rolls_back(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = used()
+    before = picture(model, optimizer)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no hook today")
+
+    monkeypatch.setattr(room().OptimizerHooks, "attach", fail)
+    with pytest.raises(RuntimeError, match="no hook today"):
+        preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert differences(before, picture(model, optimizer)) == []
+
+
+def test_failed_amp_initialize_keeps_the_current_engine() -> None:
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    engine = amp._amp_state.engine
+    with pytest.raises(PreampPolicyError):
+        amp.initialize(Net(), opt_level="O8", verbosity=0)
+    assert amp._amp_state.engine is engine
+    assert amp._amp_state.opt_properties.opt_level == "O2"
+
+
+# -- scale_loss ------------------------------------------------------------------------------
+
+
+def enter(door: Any, loss: Any, optimizers: Any, **arguments: Any) -> None:
+    with door.scale_loss(loss, optimizers, **arguments) as scaled:
+        scaled.backward()
+
+
+def test_scale_loss_before_initialize() -> None:
+    model, optimizer = used()
+    text = (
+        "scale_loss was given a Adam that was not initialized. It takes optimizers that went "
+        "through preamp.initialize. Call model, optimizer = preamp.initialize(model, optimizer, "
+        "opt_level=…) before the training loop."
+    )
+    loss = loss_of(model, 0)
+    with refused(PreampStateError, text, model, optimizer):
+        enter(preamp, loss, optimizer)
+
+
+def test_amp_scale_loss_before_initialize() -> None:
+    model, optimizer = used()
+    text = (
+        "amp.scale_loss was called before amp.initialize. It takes optimizers that went through "
+        "amp.initialize. Call model, optimizer = amp.initialize(model, optimizer, opt_level=…) "
+        "before the training loop; enabled=False turns amp off."
+    )
+    loss = loss_of(model, 0)
+    with refused(PreampStateError, text, model, optimizer):
+        enter(amp, loss, optimizer)
+
+
+@DOORS
+def test_scale_loss_with_a_foreign_optimizer(door: Any) -> None:
+    model, optimizer = make()
+    door.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    stranger = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    text = (
+        "scale_loss was given a SGD that was not initialized. It takes optimizers that went "
+        "through preamp.initialize. Call model, optimizer = preamp.initialize(model, optimizer, "
+        "opt_level=…) before the training loop."
+    )
+    loss = loss_of(model, 0)
+    with refused(PreampStateError, text, model, optimizer, stranger):
+        enter(door, loss, [optimizer, stranger])
+
+
+@DOORS
+def test_scale_loss_over_two_engines(door: Any) -> None:
+    one, first = started("O2")
+    two, second = started("O2", 1)
+    loss = loss_of(one, 0) + loss_of(two, 0)
+    text = (
+        "scale_loss was given optimizers of different engines. One backward has one loss scale, "
+        "so its optimizers must come from one preamp.initialize call. Initialize them together: "
+        "preamp.initialize([model_a, model_b], [optimizer_a, optimizer_b], …)."
+    )
+    with refused(PreampStateError, text, one, first, two, second):
+        enter(door, loss, [first, second])
+
+
+def test_scale_loss_without_optimizers() -> None:
+    text = (
+        "scale_loss was given no optimizer. It needs every optimizer whose parameters get "
+        "gradient from the loss. Pass the optimizer that preamp.initialize returned, or a list of "
+        "them."
+    )
+    with refused(PreampStateError, text):
+        enter(preamp, torch.ones(()), [])
+
+
+@pytest.mark.parametrize("given", ["optimizer", None, 3])
+def test_scale_loss_with_something_else(given: Any) -> None:
+    text = f"scale_loss was given a {'str' if given == 'optimizer' else type(given).__name__} that"
+    with pytest.raises(PreampStateError, match=f"^{re.escape(text)}"):
+        enter(preamp, torch.ones(()), given)
+
+
+@DOORS
+@ALL_LEVELS
+@pytest.mark.parametrize(
+    ("loss", "described"),
+    [
+        (1.5, "a float"),
+        (None, "a NoneType"),
+        ((torch.ones(()),), "a tuple"),
+        (torch.ones((), dtype=torch.int64), "a torch.int64 tensor"),
+        (torch.ones((), dtype=torch.complex64), "a torch.complex64 tensor"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_loss_that_is_none(door: Any, level: str, loss: Any, described: str) -> None:
+    model, optimizer = used()
+    door.initialize(model, optimizer, opt_level=level, verbosity=0)
+    text = (
+        f"scale_loss was given {described} as the loss. The loss must be a floating-point tensor. "
+        "Pass the tensor that backward() will be called on, not loss.item() or a tuple."
+    )
+    with refused(TypeError, text, model, optimizer):
+        enter(door, loss, optimizer)
+
+
+@DOORS
+@pytest.mark.parametrize(("count", "loss_id"), [(1, 1), (3, 3), (2, -1), (0, 0)])
+def test_wrong_loss_id(door: Any, count: int, loss_id: int) -> None:
+    model, optimizer = used()
+    door.initialize(model, optimizer, opt_level="O2", num_losses=count, verbosity=0)
+    allowed = f"Allowed are 0 to {count - 1}" if count else "There is none"
+    text = (
+        f"loss_id={loss_id} with {count} loss scaler(s). {allowed}. Pass num_losses to "
+        "preamp.initialize, one for each loss with a scale of its own."
+    )
+    loss = loss_of(model, 0)
+    with refused(IndexError, text, model, optimizer):
+        enter(door, loss, optimizer, loss_id=loss_id)
+
+
+def test_loss_scale_of_a_wrong_loss_id() -> None:
+    model, optimizer = started("O2")
+    text = (
+        "loss_id=5 with 1 loss scaler(s). Allowed are 0 to 0. Pass num_losses to "
+        "preamp.initialize, one for each loss with a scale of its own."
+    )
+    with refused(IndexError, text, model, optimizer):
+        preamp.engine_of(model).loss_scale(5)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_exception_in_the_body_restores_gradients(level: str) -> None:
+    model, optimizer = started(level)
+    with preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+        scaled.backward()
+    before = [param.grad.clone() for param in preamp.master_params(optimizer)]
+    scale = preamp.engine_of(model).loss_scale()
+
+    def interrupted() -> None:
+        with preamp.scale_loss(loss_of(model, 1), optimizer) as scaled:
+            scaled.backward()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    after = [param.grad for param in preamp.master_params(optimizer)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert preamp.engine_of(model).loss_scale() == scale
+
+
+# -- sparse gradients ------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3, sparse=True)
+        self.out = nn.Linear(3, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.table(ids)).sum()
+
+
+@MASTERS
+def test_sparse_gradient_of_a_master(level: str) -> None:
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
+    text = (
+        "The gradient of 'table.weight' is sparse and the parameter has a float32 master. Masters "
+        "take dense gradients; sparse ones work at O0, O1 and O4. Build the embedding with "
+        "sparse=False, or choose O1 (O4 for bfloat16)."
+    )
+    before = picture(model, optimizer)
+    loss = model(torch.tensor([1, 1, 2]))
+    with pytest.raises(PreampStateError, match=f"^{re.escape(text)}$"):
+        enter(preamp, loss, optimizer)
+    assert differences(before, picture(model, optimizer)) == []
+    assert preamp.engine_of(model).loss_scale() == 2.0**16
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_sparse_gradients_where_they_work(level: str) -> None:
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
+    preamp.engine_of(model).scaler(0).set_scale(8.0)
+    before = weights(model)
+    enter(preamp, model(torch.tensor([1, 1, 2])), optimizer)
+    assert model.table.weight.grad is not None
+    assert model.table.weight.grad.is_sparse
+    optimizer.step()
+    moved = (weights(model)["table.weight"] != before["table.weight"]).any(dim=1)
+    assert moved.tolist() == [False, True, True, False, False]
+
+
+# -- step, clip, groups ----------------------------------------------------------------------
+
+
+def left_scaled(level: str) -> tuple[Any, Any]:
+    model, optimizer = started(level, loss_scale=8.0)
+    with preamp.scale_loss(loss_of(model, 0), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    return model, optimizer
+
+
+@ALL_LEVELS
+def test_step_with_scaled_gradients(level: str) -> None:
+    model, optimizer = left_scaled(level)
+    text = (
+        "optimizer.step() with gradients left scaled by delay_unscale=True. The last scale_loss "
+        "before a step must unscale. Call scale_loss without delay_unscale for the last backward "
+        "before step()."
+    )
+    with refused(PreampStateError, text, model, optimizer):
+        optimizer.step()
+
+
+@ALL_LEVELS
+def test_step_with_scaled_gradients_through_the_class(level: str) -> None:
+    _, optimizer = left_scaled(level)
+    with pytest.raises(PreampStateError, match=r"^optimizer\.step\(\) with gradients left scaled"):
+        type(optimizer).step(optimizer)
+
+
+@ALL_LEVELS
+def test_clip_of_scaled_gradients(level: str) -> None:
+    model, optimizer = left_scaled(level)
+    text = (
+        "clip_grad_norm_ was called on gradients left scaled by delay_unscale=True. Only unscaled "
+        "gradients have a norm that means anything. Clip after the last scale_loss of the "
+        "accumulation, called without delay_unscale."
+    )
+    with refused(PreampStateError, text, model, optimizer):
+        preamp.clip_grad_norm_(optimizer, 1.0)
+
+
+def test_engine_of_a_stranger() -> None:
+    text = (
+        "This Net has no engine. Models and optimizers have one from preamp.initialize until "
+        "Engine.close. Pass it to preamp.initialize first, and keep the same object."
+    )
+    for ask in (
+        preamp.engine_of,
+        preamp.state_dict,
+        lambda model: preamp.load_state_dict(model, {}),
+        lambda model: preamp.clip_grad_norm_(model, 1.0),
+    ):
+        with refused(PreampStateError, text):
+            ask(Net())
+
+
+@MASTERS
+@pytest.mark.parametrize("form", [lambda p: [p], lambda p: p, lambda p: iter([p])])
+def test_group_with_a_known_parameter(level: str, form: Callable[[Any], Any]) -> None:
+    model, optimizer = started(level)
+    text = (
+        "Parameter 'first.weight' is in this optimizer already. A parameter may appear in one "
+        "parameter group only. Leave it out of the new group."
+    )
+    with refused(ValueError, text, model, optimizer):
+        optimizer.add_param_group({"params": form(model.first.weight)})
+
+
+@MASTERS
+def test_half_gradient_changed_in_place(level: str) -> None:
+    model, optimizer = started(level)
+    with preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+        scaled.backward()
+    model.first.weight.grad.mul_(0.5)
+    half = "float16" if level == "O2" else "bfloat16"
+    text = (
+        f"The {half} gradient of 'first.weight' was changed in place after scale_loss, while it "
+        "was still multiplied by the loss scale. After scale_loss the unscaled gradients are those "
+        "of preamp.master_params(optimizer); on the model's parameters they may be read, zeroed "
+        "or set to None. Clip with preamp.clip_grad_norm_(optimizer, max_norm) or with "
+        "torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), max_norm)."
+    )
+    before = weights(model)
+    with pytest.raises(PreampStateError, match=f"^{re.escape(text)}$"):
+        optimizer.step()
+    assert same(weights(model), before)
+    preamp.engine_of(model).close()
+    assert model.first.weight.grad is None
+
+
+@MASTERS
+def test_model_made_float_after_initialize(level: str) -> None:
+    model, optimizer = started(level)
+    model.float()
+    before = weights(model)
+    text = (
+        "The half parameter 'first.weight' became float32 after initialize. A model with master "
+        "weights keeps the dtypes that initialize gave it. Call preamp.engine_of(model).close() "
+        "before model.float()."
+    )
+    with pytest.raises(PreampStateError, match=f"^{re.escape(text)}$"):
+        optimizer.step()
+    assert same(weights(model), before)
+
+
+@MASTERS
+def test_assigning_load(level: str) -> None:
+    model, optimizer = started(level)
+    text = (
+        "load_state_dict(assign=True) on a model with master weights. Parameters must keep their "
+        "identity: the optimizer's masters belong to them. Load without assign=True, or load "
+        "before preamp.initialize."
+    )
+    state = Net().state_dict()
+    with refused(PreampStateError, text, model, optimizer):
+        model.load_state_dict(state, assign=True)
+
+
+# -- state -----------------------------------------------------------------------------------
+
+ENTRY = {"loss_scale": 4.0, "unskipped": 1}
+BAD_STATES: list[tuple[dict[str, Any], str]] = [
+    ({}, "The state of 0 entries lacks ['loss_scaler0', 'loss_scaler1'] and has nothing"),
+    ({"loss_scaler0": ENTRY}, "The state of 1 entries lacks ['loss_scaler1'] and has nothing"),
+    (
+        {f"loss_scaler{i}": ENTRY for i in range(3)},
+        "The state of 3 entries lacks nothing and has ['loss_scaler2'] beyond them. Needed are "
+        "exactly ['loss_scaler0', 'loss_scaler1'], one for each of num_losses. Call initialize "
+        "with the num_losses of the run that saved it; nothing was loaded.",
+    ),
+    (
+        {"loss_scaler0": ENTRY, "loss_scaler1": ENTRY, "extra": 1},
+        "The state of 3 entries lacks nothing and has ['extra'] beyond them.",
+    ),
+    (
+        {"loss_scaler0": ENTRY, "loss_scaler1": {"loss_scale": 2.0}},
+        "A loss scaler's state {'loss_scale': 2.0} cannot be read.",
+    ),
+    (
+        {"loss_scaler0": ENTRY, "loss_scaler1": {**ENTRY, "unskipped": "many"}},
+        "A loss scaler's state {'loss_scale': 4.0, 'unskipped': 'many'} cannot be read.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("state", "text"), BAD_STATES)
+def test_engine_state_that_does_not_fit(state: dict[str, Any], text: str) -> None:
+    model, optimizer = started("O2", num_losses=2)
+    engine = preamp.engine_of(model)
+    engine.scaler(1).set_scale(32.0)
+    before = engine.state_dict()
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        preamp.load_state_dict(optimizer, state)
+    assert engine.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    "steps", [[{"applied": 1}], [3], 5, [{"applied": "x", "skipped": 0, "skips_in_row": 0}]]
+)
+def test_engine_state_with_unreadable_counters(steps: Any) -> None:
+    model, optimizer = started("O2")
+    engine = preamp.engine_of(model)
+    before = engine.state_dict()
+    state = {"loss_scaler0": ENTRY, "steps": steps}
+    text = f"The step counters {steps!r} cannot be read."
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        preamp.load_state_dict(optimizer, state)
+    assert engine.state_dict() == before
+
+
+def test_amp_state_before_initialize() -> None:
+    text = (
+        "amp.load_state_dict was called before amp.initialize. Loss scalers exist from "
+        "amp.initialize on. Load models and optimizers in any order, but amp's state after "
+        "amp.initialize."
+    )
+    with refused(PreampStateError, text):
+        amp.load_state_dict({"loss_scaler0": ENTRY})
+
+
+@pytest.mark.parametrize("key", ["scaler0", "loss_scaler", "loss_scalerx", "model", 0])
+def test_amp_state_with_unknown_keys(key: Any) -> None:
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    before = amp.state_dict()
+    text = (
+        f"The state has unknown keys [{key!r}]. Allowed are loss_scaler0, loss_scaler1, …. Pass "
+        "what amp.state_dict() returned; nothing was loaded."
+    )
+    with refused(PreampStateError, text, model, optimizer):
+        amp.load_state_dict({"loss_scaler0": ENTRY, key: ENTRY})
+    assert amp.state_dict() == before
+
+
+def test_amp_state_with_an_unreadable_entry() -> None:
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O2", num_losses=2, verbosity=0)
+    before = amp.state_dict()
+    with pytest.raises(ValueError, match=r"^A loss scaler's state \{\} cannot be read\."):
+        amp.load_state_dict({"loss_scaler0": ENTRY, "loss_scaler1": {}})
+    assert amp.state_dict() == before
+
+
+def test_unknown_option() -> None:
+    text = "opt_properties has no option 'colour'; it has ['enabled', 'opt_level', "
+    with pytest.raises(AttributeError, match=f"^{re.escape(text)}"):
+        _ = amp._amp_state.opt_properties.colour
+
+
+# -- scaling that cannot go on ---------------------------------------------------------------
+
+
+def damage(model: nn.Module, optimizer: torch.optim.Optimizer, *, in_loss: bool) -> None:
+    optimizer.zero_grad()
+    loss = model.last.weight.float().sum()
+    with preamp.scale_loss(loss * float("inf") if in_loss else loss, optimizer) as scaled:
+        (scaled * float("inf")).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_too_many_skips_in_a_row(level: str) -> None:
+    model, optimizer = started(level, loss_scale="dynamic", max_consecutive_skips=3)
+    before = weights(model)
+    damage(model, optimizer, in_loss=False)
+    damage(model, optimizer, in_loss=False)
+    text = (
+        "3 optimizer steps in a row skipped; the loss is finite but gradients overflow in "
+        "'last.weight' at loss scale 16384.0 (loss 0). Dynamic loss scaling needs a clean "
+        "backward now and then. Lower the learning rate or clip, run that layer in float32, or "
+        "train in bfloat16 (O4, O5); for weights pre-trained in bfloat16, float16 is often too "
+        "narrow."
+    )
+    with pytest.raises(LossScaleError, match=f"^{re.escape(text)}$"):
+        damage(model, optimizer, in_loss=False)
+    assert same(weights(model), before)
+    assert preamp.engine_of(model).steps_skipped == 3
+
+
+def test_too_many_skips_from_the_loss_itself() -> None:
+    model, optimizer = started("O2", max_consecutive_skips=1)
+    text = (
+        "1 optimizer steps in a row skipped; the loss itself was infinite or nan before scaling "
+        "(loss 0), so no loss scale can help. The forward must yield a finite loss. Look for the "
+        "first non-finite activation in the forward: a log or division by zero, a float16 "
+        "activation above 65504, a learning rate that is too high."
+    )
+    with pytest.raises(LossScaleError, match=f"^{re.escape(text)}$"):
+        damage(model, optimizer, in_loss=True)
+
+
+def test_a_clean_step_starts_the_count_again() -> None:
+    model, optimizer = started("O2", max_consecutive_skips=2)
+    for step in range(3):
+        damage(model, optimizer, in_loss=False)
+        train_step(model, optimizer, step)
+    assert preamp.engine_of(model).steps_skipped == 3
+
+
+def test_no_limit_on_skips() -> None:
+    model, optimizer = started("O2", max_consecutive_skips=None, min_loss_scale=1.0)
+    for _ in range(60):
+        damage(model, optimizer, in_loss=False)
+    assert preamp.engine_of(model).loss_scale() == 1.0
+
+
+def test_the_scale_falls_to_its_built_in_minimum() -> None:
+    model, optimizer = started("O2", max_consecutive_skips=None)
+    for _ in range(39):
+        damage(model, optimizer, in_loss=False)
+    text = (
+        "The loss scale fell to its minimum, 5.960464477539063e-08 (2**-24); the loss is finite "
+        "but gradients overflow in 'last.weight' at loss scale 1.1920928955078125e-07 (loss 0)."
+    )
+    with pytest.raises(LossScaleError, match=f"^{re.escape(text)}"):
+        damage(model, optimizer, in_loss=False)
+
+
+def test_training_can_go_on_after_the_error() -> None:
+    model, optimizer = started("O2", max_consecutive_skips=1)
+    with pytest.raises(LossScaleError):
+        damage(model, optimizer, in_loss=False)
+    before = weights(model)
+    train_step(model, optimizer, 0)
+    assert not same(weights(model), before)
+    assert not preamp.engine_of(model).last_step_skipped
+
+
+def test_errors_are_runtime_errors_for_scripts_of_apex() -> None:
+    with pytest.raises(RuntimeError):
+        amp.initialize(Net().half(), verbosity=0)
+
+
+def test_engine_is_not_made_by_a_refused_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    construct = Engine.__init__
+
+    def recording(self: Engine, *args: Any, **kwargs: Any) -> None:
+        made.append(1)
+        construct(self, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "__init__", recording)
+    with pytest.raises(PreampStateError):
+        preamp.initialize(Net().half(), opt_level="O2", verbosity=0)
+    assert made == []

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What scripts see and do between ``scale_loss`` and ``step``: master gradients and clipping."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+from cases.levels import EXACT, LEVEL_NAMES, WITH_MASTERS
+from cases.models import batch, values
+from cases.pair import Pair, adam, sgd
+from cases.tolerances import assert_same
+
+levels = pytest.mark.parametrize("level", LEVEL_NAMES)
+with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
+F32_ULPS = 4 * 2.0**-23
+"""Norms are sums of squares in float32; the order of summation differs."""
+
+
+def plain_params(pair: Pair) -> list[torch.Tensor]:
+    return [p for group in pair.plain_optimizer.param_groups for p in group["params"]]
+
+
+def masters(pair: Pair) -> list[Any]:
+    return list(preamp.master_params(pair.optimizer))
+
+
+# -- lazy master gradients -------------------------------------------------------------------
+
+
+@with_masters
+def test_master_gradients_are_made_when_read(level: str) -> None:
+    pair = Pair(level)
+    pair.backward(0)
+    assert not any(master.has_materialized_grad for master in masters(pair))
+    first = masters(pair)[0]
+    assert_same(first.grad, plain_params(pair)[0].grad)
+    assert [master.has_materialized_grad for master in masters(pair)] == [True] + [False] * 3
+    pair.step()
+    assert not any(master.has_materialized_grad for master in masters(pair))
+    assert all(master.grad is None for master in masters(pair))
+    pair.check()
+
+
+@with_masters
+@pytest.mark.parametrize("read_after", [(0,), (1,), (0, 1), (0, 1, 2), ()])
+def test_master_gradients_are_right_whenever_they_are_read(
+    level: str, read_after: tuple[int, ...]
+) -> None:
+    pair = Pair(level)
+    for index in range(3):
+        pair.backward(index)
+        if index in read_after:
+            pair.check_grads()
+            pair.check_grads()  # reading again changes nothing
+    pair.step()
+    pair.check()
+    pair.zero()
+    pair.backward(3)
+    pair.check_grads()
+
+
+@with_masters
+def test_reading_one_master_gradient_between_accumulations(level: str) -> None:
+    pair = Pair(level)
+    for index in range(3):
+        pair.backward(index)
+        assert_same(masters(pair)[index].grad, plain_params(pair)[index].grad)
+    pair.check_grads()
+    pair.step()
+    pair.check()
+
+
+@with_masters
+def test_master_gradient_is_not_there_inside_the_body(level: str) -> None:
+    """It would be scaled and incomplete; what came before is there."""
+    pair = Pair(level)
+    pair.backward(0)
+    earlier = [p.grad.clone() for p in plain_params(pair) if p.grad is not None]
+    with preamp.scale_loss(pair.loss(1), pair.optimizer) as scaled:
+        scaled.backward()
+        for master, was in zip(masters(pair), earlier, strict=True):
+            assert_same(master.grad, was)
+    pair.theirs(1)
+    pair.check_grads()
+
+
+@with_masters
+def test_assigning_a_master_gradient_replaces_it(level: str) -> None:
+    pair = Pair(level)
+    pair.backward(0)
+    for master, plain in zip(masters(pair), plain_params(pair), strict=True):
+        for param in (master, plain):
+            param.grad = torch.full_like(param, 0.125)
+    pair.check_grads()
+    pair.backward(1)  # adds to it
+    pair.check_grads()
+    pair.step()
+    pair.check()
+
+
+@with_masters
+def test_changing_a_master_gradient_in_place(level: str) -> None:
+    pair = Pair(level)
+    pair.backward(0)
+    for master, plain in zip(masters(pair), plain_params(pair), strict=True):
+        for param in (master, plain):
+            param.grad.mul_(0.5).add_(1.0)
+    pair.check_grads()
+    pair.step()
+    pair.check()
+
+
+@with_masters
+def test_another_half_gradient_replaces_the_old_one(level: str) -> None:
+    pair = Pair(level)
+    pair.backward(0)
+    for half, plain in zip(pair.model.parameters(), plain_params(pair), strict=True):
+        assert half.grad is not None
+        half.grad = half.grad * 2  # still carries the scale
+        assert plain.grad is not None
+        plain.grad = plain.grad * 2
+    pair.check_grads()
+    pair.step()
+    pair.check()
+
+
+@with_masters
+@pytest.mark.parametrize("read", [False, True])
+def test_changing_a_half_gradient_in_place_is_refused(level: str, read: bool) -> None:
+    pair = Pair(level)
+    pair.backward(0)
+    if read:
+        pair.check_grads()
+    weight = pair.model.get_parameter("b.weight")
+    assert weight.grad is not None
+    weight.grad.mul_(0.5)
+    text = (
+        f"The {str(weight.dtype).removeprefix('torch.')} gradient of 'b.weight' was changed in "
+        "place after scale_loss, while it was still multiplied by the loss scale. After scale_loss "
+        "the unscaled gradients are those of preamp.master_params(optimizer); on the model's "
+        "parameters they may be read, zeroed or set to None. Clip with "
+        "preamp.clip_grad_norm_(optimizer, max_norm) or with "
+        "torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), max_norm)."
+    )
+    with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}$"):
+        pair.optimizer.step()
+
+
+@with_masters
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("build", [sgd, adam], ids=["sgd", "adam"])
+def test_zeroing_a_half_gradient_is_a_gradient_of_zeros(level: str, read: bool, build: Any) -> None:
+    pair = Pair(level, build)
+    pair.train(0)
+    pair.backward(1)
+    if read:
+        pair.check_grads()
+    for model in (pair.model, pair.plain):
+        grad = model.get_parameter("b.weight").grad
+        assert grad is not None
+        grad.zero_()
+    pair.check_grads()
+    pair.step()
+    pair.check()
+
+
+@with_masters
+def test_half_gradients_keep_the_scale(level: str) -> None:
+    pair = Pair(level, loss_scale=64.0)
+    pair.backward(0)
+    for half, plain in zip(pair.model.parameters(), plain_params(pair), strict=True):
+        assert plain.grad is not None
+        assert_same(half.grad, (plain.grad * 64).to(half.dtype))
+
+
+@with_masters
+def test_masters_are_parameters_like_others(level: str) -> None:
+    pair = Pair(level)
+    pair.backward(0)
+    for master in masters(pair):
+        assert isinstance(master, nn.Parameter)
+        assert master.is_leaf
+        assert master.requires_grad
+        twin = pickle.loads(pickle.dumps(master))
+        assert type(twin) is nn.Parameter
+        assert_same(twin.detach(), master.detach())
+        assert_same(copy.deepcopy(master).detach(), master.detach())
+
+
+@levels
+def test_master_params_without_initialize(level: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    assert [id(p) for p in preamp.master_params(optimizer)] == [id(p) for p in model.parameters()]
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    wanted = torch.float16 if level == "O3" else torch.float32
+    assert [p.dtype for p in preamp.master_params(optimizer)] == [wanted] * 2
+
+
+# -- clipping --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", EXACT)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.01, 1e3], ids=["clips", "leaves"])
+@pytest.mark.parametrize("read", ["none", "one", "all"])
+def test_three_ways_to_clip_agree(level: str, norm_type: float, max_norm: float, read: str) -> None:
+    ours, by_hand = Pair(level), Pair(level)
+    for index in range(2):
+        ours.backward(index)
+        by_hand.backward(index)
+    for master in masters(ours)[: {"none": 0, "one": 1, "all": None}[read]]:
+        assert master.grad is not None
+    norm = preamp.clip_grad_norm_(ours.optimizer, max_norm, norm_type)
+    norm_by_hand = torch.nn.utils.clip_grad_norm_(masters(by_hand), max_norm, norm_type)
+    norm_plain = torch.nn.utils.clip_grad_norm_(plain_params(ours), max_norm, norm_type)
+    torch.nn.utils.clip_grad_norm_(plain_params(by_hand), max_norm, norm_type)
+    assert norm.dtype is torch.float32
+    assert_same(norm_by_hand, norm_plain)
+    torch.testing.assert_close(norm, norm_plain, rtol=0 if norm_type != 2 else F32_ULPS, atol=0)
+    by_hand.check_grads()  # the same torch function on the same float32 values
+    for mine, theirs in zip(masters(ours), plain_params(ours), strict=True):
+        rtol = F32_ULPS if max_norm < 1 else 0  # nothing is rounded where nothing is clipped
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=rtol, atol=0)
+    by_hand.step()
+    by_hand.check()
+    ours.step()
+    for mine, theirs in zip(values(ours.optimizer), values(ours.plain_optimizer), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2.0**-22, atol=2.0**-24)
+
+
+@with_masters
+def test_clipping_makes_no_master_gradients(level: str) -> None:
+    pair = Pair(level)
+    pair.backward(0)
+    half_before = [p.grad.clone() for p in pair.model.parameters() if p.grad is not None]
+    preamp.clip_grad_norm_(pair.optimizer, 0.01)
+    assert not any(master.has_materialized_grad for master in masters(pair))
+    for param, was in zip(pair.model.parameters(), half_before, strict=True):
+        assert_same(param.grad, was)
+
+
+@levels
+def test_clipping_twice_clips_to_the_smaller_norm(level: str) -> None:
+    pair = Pair(level)
+    pair.backward(0)
+    first = preamp.clip_grad_norm_(pair.optimizer, 0.02)
+    second = preamp.clip_grad_norm_(pair.optimizer, 0.005)
+    third = preamp.clip_grad_norm_(pair.optimizer, 1.0)
+    assert first > 0.02
+    rel = 1e-2 if level == "O3" else 1e-3
+    assert second.item() == pytest.approx(0.02, rel=rel)
+    assert third.item() == pytest.approx(0.005, rel=rel)
+
+
+@levels
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_clipping_then_accumulating_adds_to_the_clipped(level: str, norm_type: float) -> None:
+    pair = Pair(level)
+    pair.backward(0)
+    preamp.clip_grad_norm_(pair.optimizer, 2.0**-6, norm_type)
+    clipped = [p.grad.clone() for p in masters(pair)]
+    pair.zero()
+    pair.theirs(1)
+    fresh = [p.grad for p in plain_params(pair)]
+    again = Pair(level)
+    again.backward(0)
+    preamp.clip_grad_norm_(again.optimizer, 2.0**-6, norm_type)
+    again.backward(1)
+    for master, old, new in zip(masters(again), clipped, fresh, strict=True):
+        assert_same(master.grad, old + new)
+
+
+@levels
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_clipping_an_overflow_gives_its_norm_and_skips(level: str, norm_type: float) -> None:
+    pair = Pair(level, loss_scale="dynamic")
+    before = values(pair.optimizer)
+    pair.overflow()
+    norm = preamp.clip_grad_norm_(pair.optimizer, 1.0, norm_type)
+    assert not torch.isfinite(norm)
+    pair.optimizer.step()
+    assert pair.engine.last_step_skipped
+    for now, was in zip(values(pair.optimizer), before, strict=True):
+        assert_same(now, was)
+    pair.zero()
+    pair.train(1)
+    pair.check()
+
+
+@levels
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_clipping_without_gradients(level: str, norm_type: float) -> None:
+    pair = Pair(level)
+    assert preamp.clip_grad_norm_(pair.optimizer, 1.0, norm_type).item() == 0.0
+    pair.step()
+    pair.check()
+
+
+@levels
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_clipping_counts_all_dtypes(level: str, norm_type: float) -> None:
+    extra = nn.Parameter(torch.tensor([0.0], dtype=torch.float64))
+    pair = Pair(level)
+    pair.optimizer.add_param_group({"params": [extra]})
+    x, coefficients = batch(0)
+    loss = (pair.model(x) * coefficients).sum().double() + extra.sum() * 3
+    with preamp.scale_loss(loss, pair.optimizer) as scaled:
+        scaled.backward()
+    norm = preamp.clip_grad_norm_(pair.optimizer, 1.5, norm_type)
+    assert norm.item() == pytest.approx(3.0, rel=1e-3)
+    assert extra.grad is not None
+    assert extra.grad.dtype is torch.float64
+    assert extra.grad.item() == pytest.approx(1.5, rel=1e-3)
+
+
+def test_clipping_scaled_gradients_is_refused() -> None:
+    pair = Pair("O2")
+    pair.ours(0, delay_unscale=True)
+    text = (
+        "clip_grad_norm_ was called on gradients left scaled by delay_unscale=True. Only unscaled "
+        "gradients have a norm that means anything. Clip after the last scale_loss of the "
+        "accumulation, called without delay_unscale."
+    )
+    with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}$"):
+        preamp.clip_grad_norm_(pair.optimizer, 1.0)
+
+
+def test_clipping_an_unknown_optimizer_is_refused() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    with pytest.raises(preamp.PreampStateError, match=r"^This SGD has no engine\. "):
+        preamp.clip_grad_norm_(optimizer, 1.0)

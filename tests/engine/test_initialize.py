@@ -1,0 +1,905 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``initialize``: shapes in and out, what is printed, what is converted, inputs and outputs."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any, NamedTuple
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+import preamp
+from engine.harness import (
+    CAST_LEVELS,
+    HALF,
+    LEVELS,
+    MASTER_LEVELS,
+    Net,
+    everything,
+    halves_match,
+    loss_of,
+    make,
+    masters,
+    same,
+    started,
+    train_plain,
+    train_step,
+    weights,
+)
+from engine.harness import engines_closed as engines_closed
+from preamp import amp
+from preamp.optim import MasterParameter
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+DOORS = [preamp.initialize, amp.initialize]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.125)
+
+
+# -- shapes ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=DOORS, ids=["preamp", "amp"])
+def start(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Either spelling of ``initialize``, quiet."""
+    return lambda *args, **kwargs: request.param(*args, verbosity=0, **kwargs)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+class TestShapes:
+    def test_model_alone(self, start: Any, level: str, enabled: bool) -> None:
+        model = Net()
+        assert start(model, opt_level=level, enabled=enabled) is model
+
+    def test_model_and_none(self, start: Any, level: str, enabled: bool) -> None:
+        model = Net()
+        assert start(model, None, opt_level=level, enabled=enabled) is model
+
+    def test_model_and_optimizer(self, start: Any, level: str, enabled: bool) -> None:
+        model = Net()
+        optimizer = sgd(model)
+        result = start(model, optimizer, opt_level=level, enabled=enabled)
+        assert type(result) is tuple
+        assert result[0] is model
+        assert result[1] is optimizer
+
+    @pytest.mark.parametrize("count", [0, 1, 2])
+    def test_model_and_list(self, start: Any, level: str, enabled: bool, count: int) -> None:
+        model = Net()
+        optimizers = [sgd(child) for child in (model.first, model.last)[:count]]
+        kept = list(optimizers)
+        result = start(model, optimizers, opt_level=level, enabled=enabled)
+        assert result[0] is model
+        assert result[1] is optimizers
+        assert all(a is b for a, b in zip(optimizers, kept, strict=True))
+
+    def test_list_alone(self, start: Any, level: str, enabled: bool) -> None:
+        models = [Net(), Net()]
+        kept = list(models)
+        assert start(models, opt_level=level, enabled=enabled) is models
+        assert all(a is b for a, b in zip(models, kept, strict=True))
+
+    def test_list_and_optimizer(self, start: Any, level: str, enabled: bool) -> None:
+        models = [Net()]
+        optimizer = sgd(models[0])
+        result = start(models, optimizer, opt_level=level, enabled=enabled)
+        assert result[0] is models
+        assert result[1] is optimizer
+
+    def test_list_and_list(self, start: Any, level: str, enabled: bool) -> None:
+        models, optimizers = [Net(), Net()], []
+        optimizers += [sgd(model) for model in models]
+        result = start(models, optimizers, opt_level=level, enabled=enabled)
+        assert result[0] is models
+        assert result[1] is optimizers
+
+    def test_no_models(self, start: Any, level: str, enabled: bool) -> None:
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        models: list[nn.Module] = []
+        result = start(models, optimizer, opt_level=level, enabled=enabled)
+        assert result[0] is models
+        with preamp.scale_loss((weight * 2).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert weight.tolist() == [0.0, 0.0]
+
+    def test_all_by_keyword(self, start: Any, level: str, enabled: bool) -> None:
+        model = Net()
+        optimizer = sgd(model)
+        result = start(models=model, optimizers=optimizer, opt_level=level, enabled=enabled)
+        assert result[0] is model
+        assert result[1] is optimizer
+
+
+def test_signature_is_apex_s() -> None:
+    parameters = inspect.signature(amp.initialize).parameters
+    positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == [
+        "models",
+        "optimizers",
+        "enabled",
+        "opt_level",
+        "cast_model_type",
+        "patch_torch_functions",
+        "keep_batchnorm_fp32",
+        "master_weights",
+        "loss_scale",
+        "cast_model_outputs",
+        "num_losses",
+        "verbosity",
+        "min_loss_scale",
+        "max_loss_scale",
+    ]
+    assert [parameters[name].default for name in positional[2:]] == [
+        True,
+        "O1",
+        *[None] * 6,
+        1,
+        1,
+        None,
+        2.0**24,
+    ]
+    assert list(inspect.signature(preamp.initialize).parameters)[:14] == positional
+
+
+def test_all_arguments_explicitly_with_their_defaults() -> None:
+    model = Net()
+    optimizer = sgd(model)
+    parameters = inspect.signature(amp.initialize).parameters
+    arguments = {name: p.default for name, p in list(parameters.items())[2:]}
+    amp.initialize(models=model, optimizers=optimizer, **{**arguments, "verbosity": False})
+    assert preamp.engine_of(model).policy == preamp.OPT_LEVELS["O1"]
+
+
+def test_unknown_keyword_of_another_fork() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'combine_grad'"):
+        amp.initialize(Net(), combine_grad=True)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_num_losses(count: int) -> None:
+    model, _ = started("O2", num_losses=count)
+    assert len(preamp.engine_of(model).scalers) == count
+
+
+# -- printing --------------------------------------------------------------------------------
+
+BRIEFS = {
+    "O0": "O0:  Pure FP32 training.",
+    "O1": "O1:  Insert automatic casts around Pytorch functions and Tensor methods.",
+    "O2": "O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
+    "O3": "O3:  Pure FP16 training.",
+}
+
+
+@pytest.mark.parametrize("level", BRIEFS)
+def test_printed_tokens(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    amp.initialize(Net(), opt_level=level, loss_scale="128.0")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    options = [
+        "enabled",
+        "opt_level",
+        "cast_model_type",
+        "patch_torch_functions",
+        "patch_torch_functions_type",
+        "keep_batchnorm_fp32",
+        "master_weights",
+        "loss_scale",
+    ]
+    assert lines[0] == f"Selected optimization level {BRIEFS[level]}"
+    assert lines[1] == "Defaults for this optimization level are:"
+    assert [line.split(" : ")[0].strip() for line in lines[2:10]] == options
+    assert lines[10:12] == [
+        "Processing user overrides (additional kwargs that are not None)...",
+        "After processing overrides, optimization options are:",
+    ]
+    assert [line.split(" : ")[0].strip() for line in lines[12:]] == options
+    default = preamp.OPT_LEVELS[level].loss_scale
+    assert lines[9] == f"loss_scale                 : {default}"
+    assert lines[19] == "loss_scale                 : 128.0"
+    assert lines[2] == "enabled                    : True"
+
+
+@pytest.mark.parametrize("verbosity", [0, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_silence(level: str, verbosity: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level=level, verbosity=verbosity, loss_scale="dynamic")
+    train_step(model, optimizer, 0, poison=True)
+    assert preamp.engine_of(model).last_step_skipped
+    assert capsys.readouterr().out == ""
+
+
+def test_skipped_step_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O2")
+    capsys.readouterr()
+    train_step(model, optimizer, 0, poison=True)
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
+    )
+    assert "'first.weight'" in out
+
+
+def test_disabled_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    amp.initialize(Net(), opt_level="O2", enabled=False)
+    assert capsys.readouterr().out == ""
+
+
+# -- conversion ------------------------------------------------------------------------------
+
+
+class Zoo(nn.Module):
+    """One of everything that the levels convert differently, and buffers of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.bn = nn.BatchNorm1d(4)
+        self.plain_bn = nn.BatchNorm1d(4, affine=False)
+        self.ln = nn.LayerNorm(4)
+        self.gn = nn.GroupNorm(2, 4)
+        self.inorm = nn.InstanceNorm1d(4, affine=True)
+        self.rnn = nn.LSTM(4, 4, batch_first=True)
+        self.wide = nn.Parameter(torch.full((2,), 0.1, dtype=F64))
+        self.register_buffer("f32", torch.full((2,), 0.1))
+        self.register_buffer("f64", torch.full((2,), 0.1, dtype=F64))
+        self.register_buffer("i64", torch.arange(2))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("z", torch.ones(2, dtype=torch.complex64))
+        self.register_buffer("hidden", torch.full((2,), 0.1), persistent=False)
+
+
+def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    return {
+        name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+
+
+FIXED = {
+    "i64": torch.int64,
+    "mask": torch.bool,
+    "z": torch.complex64,
+    "bn.num_batches_tracked": torch.int64,
+    "plain_bn.num_batches_tracked": torch.int64,
+}
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_conversion_of_half_models(level: str) -> None:
+    model = Zoo()
+    preamp.initialize(model, opt_level=level, verbosity=0)
+    for name, dtype in dtypes(model).items():
+        if name in FIXED:
+            assert dtype is FIXED[name], name
+        elif name.startswith("bn.") and level != "O3":
+            assert dtype is F32, name
+        else:
+            assert dtype is HALF[level], name
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_function_levels_convert_nothing(level: str) -> None:
+    model = Zoo()
+    before = dtypes(model)
+    preamp.initialize(model, opt_level=level, verbosity=0)
+    assert dtypes(model) == before
+
+
+def test_o0_makes_doubles_float32() -> None:
+    model = Zoo()
+    preamp.initialize(model, opt_level="O0", verbosity=0)
+    assert {dtype for name, dtype in dtypes(model).items() if name not in FIXED} == {F32}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_cast_model_type_false_converts_nothing(level: str) -> None:
+    model = Zoo()
+    before = weights(model)
+    preamp.initialize(model, opt_level=level, cast_model_type=False, verbosity=0)
+    assert same(weights(model), before)
+
+
+@pytest.mark.parametrize("given", [False, "False"])
+def test_keep_batchnorm_false(given: Any) -> None:
+    model = Zoo()
+    preamp.initialize(model, opt_level="O2", keep_batchnorm_fp32=given, verbosity=0)
+    assert model.bn.weight.dtype is F16
+    assert model.bn.running_mean.dtype is F16
+
+
+def test_keep_batchnorm_true_at_o3() -> None:
+    model = Zoo()
+    preamp.initialize(model, opt_level="O3", keep_batchnorm_fp32="True", verbosity=0)
+    assert model.bn.weight.dtype is F32
+    assert model.plain_bn.running_mean.dtype is F16
+
+
+@pytest.mark.parametrize("kind", [nn.SyncBatchNorm, nn.BatchNorm3d])
+def test_every_batch_norm_is_kept(kind: Any) -> None:
+    model = nn.Sequential(kind(4))
+    preamp.initialize(model, opt_level="O2", verbosity=0)
+    assert model[0].weight.dtype is F32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_keep_their_identity(level: str) -> None:
+    model, optimizer = make()
+    before = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    after = dict(model.named_parameters())
+    assert all(after[name] is param for name, param in before.items())
+    assert all(dict(model.named_buffers())[name] is b for name, b in buffers.items())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_groups_keep_their_identity(level: str) -> None:
+    model, optimizer = make()
+    groups, lists = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
+    inner = list(groups)
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert optimizer.param_groups is groups
+    assert all(a is b for a, b in zip(groups, inner, strict=True))
+    assert all(group["params"] is params for group, params in zip(groups, lists, strict=True))
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_existing_gradients_are_converted(level: str) -> None:
+    model, _ = make()
+    model.first.weight.grad = torch.full_like(model.first.weight, 3.0)
+    preamp.initialize(model, opt_level=level, verbosity=0)
+    assert model.first.weight.grad.dtype is HALF[level]
+    assert model.first.weight.grad[0, 0] == 3.0
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_existing_gradients_count(level: str) -> None:
+    """A gradient made before initialize is unscaled, and the next step uses it."""
+    weight = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(weight.parameters(), lr=1.0)
+    weight.weight.data.fill_(1.0)
+    weight.weight.grad = torch.full_like(weight.weight, 0.25)
+    preamp.initialize(weight, optimizer, opt_level=level, verbosity=0)
+    optimizer.step()
+    assert weight.weight.tolist() == [[0.75, 0.75]]
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_masters_are_the_exact_values_from_before(level: str) -> None:
+    model, optimizer = make()
+    before = [param.detach().clone() for param in model.parameters()]
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert same(masters(optimizer), before)
+    assert any(
+        not torch.equal(master, half.float())
+        for master, half in zip(before, model.parameters(), strict=True)
+    )
+    assert halves_match(model)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_which_parameters_have_masters(level: str) -> None:
+    model, optimizer = started(level)
+    named = dict(model.named_parameters())
+    for param, (name, own) in zip(preamp.master_params(optimizer), named.items(), strict=True):
+        assert isinstance(param, MasterParameter) is not name.startswith("bn."), name
+        assert (param is own) is name.startswith("bn."), name
+        assert param.dtype is F32
+
+
+@pytest.mark.parametrize(("level", "given"), [("O2", False), ("O2", "False"), ("O5", False)])
+def test_no_masters_and_a_scale_from_a_flag(level: str, given: Any) -> None:
+    model, optimizer = started(level, master_weights=given, loss_scale="128.0")
+    assert not preamp.engine_of(model).has_masters
+    assert all(
+        a is b for a, b in zip(preamp.master_params(optimizer), model.parameters(), strict=True)
+    )
+    x = torch.randn(6, 4, requires_grad=True)
+    with amp.scale_loss(model(x).square().mean(), optimizer) as scaled:
+        assert scaled.item() == pytest.approx(128.0 * model(x).square().mean().item())
+        scaled.backward()
+    first = x.grad.clone()
+    assert first.abs().sum() > 0  # of the input: still scaled, as scripts that read it expect
+    before = weights(model)
+    optimizer.zero_grad()
+    with amp.scale_loss(model(x).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert not same(weights(model)["first.weight"], before["first.weight"])
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_master_weights_can_be_asked_for(level: str) -> None:
+    model, optimizer = started(level, master_weights=True)
+    assert preamp.engine_of(model).has_masters is (level == "O3")
+    train_step(model, optimizer, 0)
+    assert halves_match(model)
+
+
+def test_optimizer_state_follows_the_dtypes() -> None:
+    model, optimizer = make(optimizer="adam")
+    train_plain(model, optimizer, 0)
+    exact = {id(p): optimizer.state[p]["exp_avg"].clone() for p in model.parameters()}
+    first = model.first.weight
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    state = optimizer.state
+    assert first not in state
+    for param, own in zip(preamp.master_params(optimizer), model.parameters(), strict=True):
+        assert same(state[param]["exp_avg"], exact[id(own)])
+        assert state[param]["step"].item() == 1.0
+
+
+def test_optimizer_state_at_o3_is_half() -> None:
+    model, optimizer = make(optimizer="adam")
+    train_plain(model, optimizer, 0)
+    preamp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    state = optimizer.state[model.first.weight]
+    assert state["exp_avg"].dtype is F16
+    assert state["step"].dtype is F32
+
+
+# -- lists of models -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_module_and_its_own_part(level: str) -> None:
+    model, optimizer = make()
+    exact = [param.detach().clone() for param in model.parameters()]
+    preamp.initialize([model, model.first], optimizer, opt_level=level, verbosity=0)
+    if level in MASTER_LEVELS:
+        assert same(masters(optimizer), exact)
+    assert model(torch.ones(2, 4)).dtype is (HALF[level] if level in ("O1", "O4") else F32)
+    train_step(model, optimizer, 0)
+    assert halves_match(model)
+    assert all(value.dtype is F32 for key, value in model.state_dict().items() if "num" not in key)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_listed_twice(level: str) -> None:
+    model, optimizer = make()
+    preamp.initialize([model, model], optimizer, opt_level=level, verbosity=0)
+    train_step(model, optimizer, 0)
+    assert halves_match(model)
+    preamp.engine_of(model).close()
+    assert {p.dtype for p in model.parameters()} == {F32}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_frozen_copies_for_averaging(level: str) -> None:
+    model, optimizer = make()
+    average = Net()
+    average.load_state_dict(model.state_dict())
+    average.requires_grad_(False)
+    models = [model, average]
+    preamp.initialize(models, optimizer, opt_level=level, verbosity=0)
+    train_step(model, optimizer, 0)
+    for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+        slow.data.mul_(0.5).add_(fast.data, alpha=0.5)
+    out = average.eval()(torch.ones(2, 4))
+    assert out.isfinite().all()
+    average.load_state_dict(model.state_dict())
+    assert same(weights(average), weights(model))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_model_alone_for_evaluation(level: str) -> None:
+    model, _ = make()
+    model.eval()
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        expected = model(x)
+        preamp.initialize(model, opt_level=level, verbosity=0)
+        got = model(x)
+    assert got.dtype is (HALF[level] if level in ("O1", "O4") else F32)
+    assert torch.allclose(got.float(), expected, atol=0.05, rtol=0.05)
+    assert preamp.engine_of(model).optimizers == ()
+
+
+# -- enabled=False ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
+def test_disabled_passes_everything_through(door: Any) -> None:
+    model, optimizer = make()
+    reference, plain = make()
+    before = weights(model)
+    door.initialize(model, optimizer, enabled=False, opt_level="O9", loss_scale="abc")
+    assert same(weights(model), before)
+    assert vars(optimizer).keys() - vars(plain).keys() <= {"_preamp_link"}
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        with door.scale_loss(loss, optimizer) as scaled:
+            assert scaled is loss
+            scaled.backward()
+        torch.nn.utils.clip_grad_norm_(door.master_params(optimizer), 1.0)
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(reference, step).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        plain.step()
+    assert same(weights(model), weights(reference))
+    assert list(door.master_params(optimizer)) == list(model.parameters())
+
+
+@pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
+def test_disabled_asks_nothing_of_its_arguments(door: Any) -> None:
+    """With amp off scripts pass tuples, mocks and wrappers; they come back as they are."""
+    model = Net()
+    models, optimizers = (model, "text"), MagicMock()
+    result = door.initialize(models, optimizers, enabled=False, num_losses="many", verbosity=0)
+    assert result[0] is models
+    assert result[1] is optimizers
+    wrapped = nn.DataParallel(model)
+    assert door.initialize(wrapped, enabled=False) is wrapped
+
+
+@pytest.mark.parametrize(
+    "optimizers", [MagicMock(), (), [], None, "text"], ids=["mock", "tuple", "list", "none", "text"]
+)
+def test_disabled_scale_loss_asks_nothing_of_its_optimizers(optimizers: Any) -> None:
+    amp.initialize("model", optimizers, enabled=False)
+    loss = torch.ones(())
+    with amp.scale_loss(loss, optimizers) as scaled:
+        assert scaled is loss
+
+
+def test_disabled_state() -> None:
+    model, optimizer = make()
+    amp.initialize(model, optimizer, enabled=False)
+    assert amp.state_dict() == {}
+    amp.load_state_dict({})
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}})
+    assert amp.state_dict() == {}
+    with amp.disable_casts():
+        assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is F32
+    engine = preamp.engine_of(optimizer)
+    assert engine.explain() == "preamp is off (enabled=False): every call passes through."
+    assert preamp.state_dict(engine)["steps"]
+    assert preamp.clip_grad_norm_(optimizer, 1.0).item() == 0.0
+    engine.close()
+    assert "_preamp_link" not in vars(model)
+
+
+def test_disabled_then_enabled() -> None:
+    model, optimizer = make()
+    preamp.initialize(model, optimizer, enabled=False)
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert preamp.engine_of(optimizer).policy.opt_level == "O2"
+    train_step(model, optimizer, 0)
+    assert halves_match(model)
+
+
+# -- inputs ----------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    x: Any
+    n: Any
+
+
+@dataclasses.dataclass
+class Record:
+    x: Any
+    n: Any = 3
+
+
+@dataclasses.dataclass
+class ModelOutput(collections.OrderedDict):  # type: ignore[type-arg]
+    """Built like the output classes of model libraries: fields, entries and attributes agree."""
+
+    logits: Any = None
+    hidden: Any = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                super().__setitem__(field.name, value)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __reduce__(self) -> Any:
+        return type(self), tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+
+
+class Echo(nn.Module):
+    """Keeps what its forward was given, and returns what it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seen: Any = None
+        self.answer: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen = (args, kwargs)
+        return self.answer
+
+
+def echo(level: str, **arguments: Any) -> Echo:
+    return preamp.initialize(Echo(), opt_level=level, verbosity=0, **arguments)
+
+
+INPUT_DTYPE = {"O0": F32, "O1": None, "O2": F16, "O3": F16, "O4": None, "O5": BF16}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_inputs(level: str) -> None:
+    model = echo(level)
+    expected = INPUT_DTYPE[level] or F32
+
+    class User:
+        dtype = F32
+
+        def to(self, dtype: torch.dtype) -> User:
+            moved = User()
+            moved.dtype = dtype
+            return moved
+
+    def x() -> torch.Tensor:
+        return torch.ones(2)
+
+    mask, array, module = torch.ones(2, dtype=torch.bool), np.ones(2), nn.Linear(2, 2)
+    packed = pack_sequence([torch.ones(2, 3)])
+    model(
+        x(),
+        "fwd",
+        None,
+        7,
+        mask,
+        array,
+        module,
+        Pair(x(), 3),
+        Record(x()),
+        ModelOutput(logits=x()),
+        [x(), {"a": (x(), "b")}],
+        packed,
+        User(),
+        (x() for _ in range(2)),
+        range(2),
+        x=x(),
+        causal=False,
+        deep={"k": [Pair(x(), None)]},
+    )
+    args, kwargs = model.seen
+    assert args[0].dtype is expected
+    assert args[1:4] == ("fwd", None, 7)
+    assert args[4] is mask
+    assert args[5] is array
+    assert args[6] is module
+    assert module.weight.dtype is F32
+    assert type(args[7]) is Pair
+    assert args[7].x.dtype is expected
+    assert type(args[8]) is Record
+    assert (args[8].x.dtype, args[8].n) == (expected, 3)
+    assert type(args[9]) is ModelOutput
+    assert args[9].logits.dtype is args[9]["logits"].dtype is expected
+    assert args[10][0].dtype is expected
+    assert args[10][1]["a"][0].dtype is expected
+    assert args[10][1]["a"][1] == "b"
+    assert type(args[11]) is PackedSequence
+    assert args[11].data.dtype is expected
+    assert args[12].dtype is expected
+    assert [item.dtype for item in args[13]] == [expected, expected]
+    assert args[14] == range(2)
+    assert kwargs["x"].dtype is expected
+    assert kwargs["causal"] is False
+    assert kwargs["deep"]["k"][0].x.dtype is expected
+
+
+def test_o0_casts_doubles_and_halves() -> None:
+    model = echo("O0")
+    model(torch.ones(1, dtype=F64), torch.ones(1, dtype=F16))
+    assert [arg.dtype for arg in model.seen[0]] == [F32, F32]
+
+
+def test_the_callers_containers_are_not_changed() -> None:
+    model = echo("O2")
+    given = {"x": torch.ones(1), "list": [torch.ones(1)]}
+    model(given)
+    assert given["x"].dtype is F32
+    assert given["list"][0].dtype is F32
+
+
+def test_gradients_reach_the_inputs() -> None:
+    model, _ = started("O2")
+    x = torch.randn(6, 4, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype is F32
+
+
+# -- outputs ---------------------------------------------------------------------------------
+
+OUTPUT_DTYPE = {"O0": F32, "O1": F16, "O2": F32, "O3": F32, "O4": F16, "O5": F32}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_outputs(level: str) -> None:
+    """Models that are cast answer in float32; others are left alone."""
+    model = echo(level)
+    expected = OUTPUT_DTYPE[level]
+
+    def x() -> torch.Tensor:
+        return torch.ones(2, dtype=F16)
+
+    def items() -> Iterator[torch.Tensor]:
+        yield x()
+
+    ids = torch.arange(2)
+    model.answer = (
+        Pair(x(), 3),
+        Record(x()),
+        ModelOutput(logits=x(), hidden=(x(),)),
+        {"a": x(), "s": "text"},
+        ids,
+        None,
+        items(),
+    )
+    pair, record, output, mapping, same_ids, none, generator = model()
+    assert type(pair) is Pair
+    assert (pair.x.dtype, pair.n) == (expected, 3)
+    assert type(record) is Record
+    assert record.x.dtype is expected
+    assert type(output) is ModelOutput
+    assert output.logits.dtype is output["logits"].dtype is expected
+    assert output.hidden[0].dtype is expected
+    assert mapping["a"].dtype is expected
+    assert mapping["s"] == "text"
+    assert same_ids is ids
+    assert none is None
+    assert next(generator).dtype is expected
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [F16, F64])
+def test_cast_model_outputs(level: str, dtype: torch.dtype) -> None:
+    model = echo(level, cast_model_outputs=dtype)
+    model.answer = torch.ones(1)
+    assert model().dtype is dtype
+
+
+def test_outputs_only() -> None:
+    model = echo("O2", cast_model_type=False, cast_model_outputs=F16)
+    model.answer = torch.ones(1)
+    assert model(torch.ones(1, dtype=F64)).dtype is F16
+    assert model.seen[0][0].dtype is F64
+
+
+def test_no_cast_at_all() -> None:
+    model = echo("O2", cast_model_type=False)
+    model.answer = torch.ones(1, dtype=F16)
+    assert model(torch.ones(1, dtype=F64)).dtype is F16
+    assert model.seen[0][0].dtype is F64
+
+
+# -- float32 made inside a half model --------------------------------------------------------
+
+
+class Inside(nn.Module):
+    """Hands a layer a float32 tensor that was not among the model's inputs."""
+
+    def __init__(self, layer: nn.Module, call: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.call = call
+
+    def forward(self) -> Any:
+        return self.call(self.layer)
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
+    "linear": (lambda: nn.Linear(4, 4), lambda m: m(torch.ones(2, 4))),
+    "bilinear": (lambda: nn.Bilinear(2, 2, 2), lambda m: m(torch.ones(2, 2), torch.ones(2, 2))),
+    "layer_norm": (lambda: nn.LayerNorm(4), lambda m: m(torch.ones(2, 4))),
+    "group_norm": (lambda: nn.GroupNorm(2, 4), lambda m: m(torch.ones(2, 4))),
+    "conv1d": (lambda: nn.Conv1d(2, 2, 1), lambda m: m(torch.ones(1, 2, 4))),
+    "conv2d": (lambda: nn.Conv2d(2, 2, 1), lambda m: m(torch.ones(1, 2, 4, 4))),
+    "transposed": (lambda: nn.ConvTranspose1d(2, 2, 1), lambda m: m(torch.ones(1, 2, 4))),
+    "lstm": (lambda: nn.LSTM(4, 4), lambda m: m(torch.ones(2, 1, 4))[0]),
+    "lstm with state": (
+        lambda: nn.LSTM(4, 4),
+        lambda m: m(torch.ones(2, 1, 4), (torch.zeros(1, 1, 4), torch.zeros(1, 1, 4)))[0],
+    ),
+    "gru": (lambda: nn.GRU(4, 4), lambda m: m(torch.ones(2, 1, 4))[0]),
+    "gru cell": (lambda: nn.GRUCell(4, 4), lambda m: m(torch.ones(1, 4))),
+    "attention": (
+        lambda: nn.MultiheadAttention(4, 2),
+        lambda m: m(torch.ones(2, 1, 4), torch.ones(2, 1, 4), value=torch.ones(2, 1, 4))[0],
+    ),
+    "attention with float mask": (
+        lambda: nn.MultiheadAttention(4, 2),
+        lambda m: m(*[torch.ones(2, 1, 4)] * 3, attn_mask=torch.zeros(2, 2))[0],
+    ),
+    "encoder layer": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0),
+        lambda m: m(torch.ones(2, 1, 4)),
+    ),
+    "prelu": (lambda: nn.PReLU(), lambda m: m(torch.ones(2, 4))),
+    "batch_norm": (lambda: nn.BatchNorm1d(4), lambda m: m(torch.randn(3, 4))),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_float32_inside(level: str, name: str) -> None:
+    build, call = LAYERS[name]
+    model = Inside(build(), call)
+    optimizer = sgd(model)
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    out = model()
+    assert out.dtype is F32
+    with preamp.scale_loss(out.sum(), optimizer) as scaled:
+        scaled.backward()
+    assert all(p.grad is not None for p in preamp.master_params(optimizer))
+    model.eval()
+    with torch.no_grad():
+        assert model().isfinite().all()
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_recurrent_model(level: str) -> None:
+    model = nn.LSTM(3, 2)
+    optimizer = sgd(model)
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    packed = pack_sequence([torch.ones(3, 3), torch.ones(1, 3)])
+    out, (h, c) = model(packed)
+    assert type(out) is PackedSequence
+    assert {out.data.dtype, h.dtype, c.dtype} == {F32}
+
+
+# -- calling again ---------------------------------------------------------------------------
+
+
+def test_new_objects_get_an_engine_of_their_own() -> None:
+    one, first = started("O2")
+    two, second = started("O1")
+    assert preamp.engine_of(one) is preamp.engine_of(first)
+    assert preamp.engine_of(two) is preamp.engine_of(second)
+    assert preamp.engine_of(one) is not preamp.engine_of(two)
+
+
+def test_one_model_in_two_calls_for_two_optimizers() -> None:
+    """A second optimizer over the same model comes later, at a level without casts."""
+    model, first = make()
+    second = sgd(model)
+    preamp.initialize(model, first, opt_level="O1", verbosity=0)
+    preamp.initialize([], second, opt_level="O1", verbosity=0)
+    train_step(model, first, 0)
+    train_step(model, second, 1)
+    assert preamp.engine_of(second) is not preamp.engine_of(model)
+
+
+def test_bound_methods_are_methods() -> None:
+    _, optimizer = started("O2")
+    for name in ("step", "zero_grad", "add_param_group"):
+        method = getattr(optimizer, name)
+        assert isinstance(method, MethodType)
+        assert method.__self__ is optimizer
+        assert method.__name__ == name
+
+
+def test_state_is_complete_after_initialize() -> None:
+    model, optimizer = started("O2")
+    assert everything(model, optimizer)["engine"] == {
+        "loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 0},
+        "steps": [{"applied": 0, "skipped": 0, "skips_in_row": 0}],
+    }

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Copies, files and compiled forms of initialized models and optimizers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+from engine.harness import (
+    CAST_LEVELS,
+    HALF,
+    LEVELS,
+    MASTER_LEVELS,
+    OPTIMIZERS,
+    Net,
+    batch,
+    halves_match,
+    loss_of,
+    make,
+    masters,
+    same,
+    started,
+    train_plain,
+    train_step,
+    weights,
+)
+from engine.harness import engines_closed as engines_closed
+from preamp import amp
+from preamp.optim import MasterParameter
+
+ALL_LEVELS = pytest.mark.parametrize("level", LEVELS)
+MASTERS = pytest.mark.parametrize("level", MASTER_LEVELS)
+
+
+def through_a_file(thing: Any, *, weights_only: bool) -> Any:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+DUPLICATES = {
+    "deepcopy": copy.deepcopy,
+    "file": lambda model: through_a_file(model, weights_only=False),
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+@pytest.fixture(params=DUPLICATES)
+def duplicate(request: pytest.FixtureRequest) -> Any:
+    """A way to get a second model from a first."""
+    return DUPLICATES[request.param]
+
+
+# -- models ----------------------------------------------------------------------------------
+
+
+@ALL_LEVELS
+def test_copy_has_weights_of_its_own(level: str, duplicate: Any) -> None:
+    model, optimizer = started(level)
+    train_step(model, optimizer, 0)
+    twin = duplicate(model)
+    assert type(twin) is Net
+    assert same(weights(twin), weights(model))
+    x, _ = batch(7)
+    assert same(twin.eval()(x), model.eval()(x))
+    with torch.no_grad():
+        for param in twin.parameters():
+            param.zero_()
+    assert twin(x).abs().sum() == 0
+    assert model(x).abs().sum() > 0
+
+
+@ALL_LEVELS
+def test_copy_has_no_engine(level: str, duplicate: Any) -> None:
+    model, _ = started(level)
+    twin = duplicate(model)
+    with pytest.raises(preamp.PreampStateError, match="has no engine"):
+        preamp.engine_of(twin)
+    assert preamp.engine_of(model) is not None
+
+
+@ALL_LEVELS
+def test_training_the_original_does_not_reach_the_copy(level: str, duplicate: Any) -> None:
+    model, optimizer = started(level)
+    twin = duplicate(model)
+    before = weights(twin)
+    for step in range(2):
+        train_step(model, optimizer, step)
+    assert same(weights(twin), before)
+    twin.load_state_dict(model.state_dict())
+    assert same(weights(twin), weights(model))
+
+
+@ALL_LEVELS
+def test_copy_trains_on_its_own(level: str, duplicate: Any) -> None:
+    model, optimizer = started(level)
+    twin = duplicate(model)
+    before = weights(model), masters(optimizer)
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.125)
+    train_plain(twin, twin_optimizer, 0)
+    assert all(p.isfinite().all() for p in twin.parameters())
+    assert not same(weights(twin), before[0])
+    assert same((weights(model), masters(optimizer)), before)
+
+
+@ALL_LEVELS
+def test_copy_casts_inputs_and_outputs_like_the_original(level: str, duplicate: Any) -> None:
+    model, _ = started(level)
+    out = duplicate(model)(torch.ones(2, 4, dtype=torch.float64 if level == "O0" else None))
+    assert out.dtype is (HALF[level] if level in ("O1", "O4") else torch.float32)
+
+
+@ALL_LEVELS
+def test_copy_s_state_is_float32(level: str, duplicate: Any) -> None:
+    model, _ = started(level)
+    state = duplicate(model).state_dict()
+    assert {value.dtype for value in state.values()} == {torch.float32, torch.int64}
+
+
+@MASTERS
+def test_initializing_a_copy_needs_a_word(level: str) -> None:
+    model, _ = started(level)
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.125)
+    preamp.initialize(twin, optimizer, opt_level=level, verbosity=0, allow_half_model=True)
+    train_step(twin, optimizer, 0)
+    assert halves_match(twin)
+    assert preamp.engine_of(twin) is not preamp.engine_of(model)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_initializing_a_copy_with_float32_weights(level: str) -> None:
+    model, first = started(level)
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.125)
+    preamp.initialize(twin, optimizer, opt_level=level, verbosity=0)
+    train_step(twin, optimizer, 0)
+    train_step(model, first, 0)
+    assert same(weights(twin), weights(model))
+
+
+@ALL_LEVELS
+def test_copy_of_model_and_optimizer_together(level: str) -> None:
+    model, optimizer = started(level, optimizer="adam")
+    train_step(model, optimizer, 0)
+    before = weights(model), masters(optimizer)
+    _, twin_optimizer = copy.deepcopy((model, optimizer))
+    assert all(not isinstance(p, MasterParameter) for p in preamp.master_params(twin_optimizer))
+    twin_optimizer.step()
+    twin_optimizer.zero_grad()
+    assert same((weights(model), masters(optimizer)), before)
+    train_step(model, optimizer, 1)
+    assert halves_match(model)
+
+
+# -- masters and optimizers ------------------------------------------------------------------
+
+
+@ALL_LEVELS
+def test_masters_in_a_file(level: str) -> None:
+    _, optimizer = started(level)
+    loaded = through_a_file(list(amp.master_params(optimizer)), weights_only=True)
+    assert same([p.detach() for p in loaded], masters(optimizer))
+    assert {type(p) for p in loaded} == {nn.Parameter}
+
+
+@ALL_LEVELS
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_state_in_a_file(level: str, name: str) -> None:
+    model, optimizer = started(level, optimizer=name)
+    train_step(model, optimizer, 0)
+    state = optimizer.state_dict()
+    assert same(through_a_file(state, weights_only=True), state)
+    assert same(pickle.loads(pickle.dumps(state)), state)
+
+
+@ALL_LEVELS
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_state_is_float32_except_at_o3(level: str, name: str) -> None:
+    model, optimizer = started(level, optimizer=name)
+    train_step(model, optimizer, 0)
+    found = {
+        value.dtype
+        for state in optimizer.state_dict()["state"].values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim() > 0
+    }
+    assert found == {torch.float16 if level == "O3" else torch.float32}
+
+
+@ALL_LEVELS
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_deepcopy_of_the_optimizer(level: str, name: str) -> None:
+    model, optimizer = started(level, optimizer=name)
+    train_step(model, optimizer, 0)
+    before = weights(model), masters(optimizer), copy.deepcopy(optimizer.state_dict())
+    twin = copy.deepcopy(optimizer)
+    assert same([p.detach() for p in preamp.master_params(twin)], before[1])
+    assert same(twin.state_dict(), before[2])
+    with pytest.raises(preamp.PreampStateError, match="has no engine"):
+        preamp.engine_of(twin)
+    for param in preamp.master_params(twin):
+        param.grad = torch.ones_like(param)
+    twin.step()
+    assert same((weights(model), masters(optimizer), optimizer.state_dict()), before)
+    assert not same([p.detach() for p in preamp.master_params(twin)], before[1])
+    train_step(model, optimizer, 1)
+    assert halves_match(model)
+
+
+@MASTERS
+def test_deepcopy_of_a_master_with_gradient(level: str) -> None:
+    model, optimizer = started(level)
+    with preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+        scaled.backward()
+    master = next(iter(amp.master_params(optimizer)))
+    twin = copy.deepcopy(master)
+    assert same(twin.detach(), master.detach())
+    with torch.no_grad():
+        twin.zero_()
+    assert master.abs().sum() > 0
+
+
+# -- compiled and wrapped --------------------------------------------------------------------
+
+BACKENDS = ["eager", "aot_eager"]
+
+
+@pytest.fixture
+def fresh_compiler() -> Any:
+    """Compiled code of other tests must not be reused."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def trained_compiled(level: str, backend: str) -> tuple[Any, Any]:
+    model, optimizer = started(level)
+    compiled = torch.compile(model, backend=backend)
+    for step in range(2):
+        optimizer.zero_grad()
+        with preamp.scale_loss(loss_of(compiled, step), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert preamp.engine_of(compiled) is preamp.engine_of(optimizer)
+    return model, optimizer
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_compiled(level: str, backend: str) -> None:
+    model, optimizer = trained_compiled(level, backend)
+    reference, plain = started(level)
+    for step in range(2):
+        train_step(reference, plain, step)
+    assert halves_match(model)
+    for got, expected in zip(masters(optimizer), masters(plain), strict=True):
+        assert torch.allclose(got.float(), expected.float(), atol=1e-2)
+    assert preamp.engine_of(model).steps_applied == 2
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_compiled_by_inductor() -> None:
+    model, _ = trained_compiled("O2", "inductor")
+    assert halves_match(model)
+    assert preamp.engine_of(model).steps_applied == 2
+
+
+@ALL_LEVELS
+def test_engine_is_found_through_data_parallel(level: str) -> None:
+    model, optimizer = started(level)
+    wrapped = nn.DataParallel(model)
+    assert preamp.engine_of(wrapped) is preamp.engine_of(optimizer)
+    train_step(wrapped, optimizer, 0)
+    assert halves_match(model)
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_module_that_reads_its_own_dtype(level: str) -> None:
+    """A model that asks a parameter for its dtype computes in it."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert x.dtype is self.linear.weight.dtype
+            return self.linear(x)
+
+    model = preamp.initialize(Asks(), opt_level=level, verbosity=0)
+    assert model(torch.ones(1, 4)).dtype is torch.float32
+
+
+def test_make_is_deterministic() -> None:
+    assert same(weights(make()[0]), weights(make()[0]))

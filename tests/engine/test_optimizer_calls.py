@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How scripts call ``step``: bound early, through schedulers and subclasses, with closures."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import preamp
+from cases.levels import BY_NAME, LEVEL_NAMES
+from cases.models import Damage, Exact, loss_of, values
+from cases.optimizers import clone_state
+from cases.pair import Pair, adam, sgd
+from cases.tolerances import assert_same, assert_within_budget
+
+levels = pytest.mark.parametrize("level", LEVEL_NAMES)
+
+
+# -- step bound before initialize ------------------------------------------------------------
+
+
+@levels
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_a_step_bound_before_initialize_works_and_skips(level: str, kind: Any) -> None:
+    model = Exact()
+    row_dtype = torch.float16 if level == "O3" else torch.float32
+    plain = copy.deepcopy(model).to(row_dtype)
+    optimizer, oracle = kind(model.parameters(), lr=0.1), kind(plain.parameters(), lr=0.1)
+    step = optimizer.step
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    engine = preamp.engine_of(model)
+    damage = Damage(model.norm.bias, math.inf)
+    for index in range(4):
+        damage.armed = index in (0, 2)
+        before, state = values(optimizer), clone_state(optimizer)
+        with preamp.scale_loss(loss_of([model], index), optimizer) as scaled:
+            scaled.backward()
+        step()
+        if index in (0, 2):
+            assert engine.last_step_skipped
+            for now, was in zip(values(optimizer), before, strict=True):
+                assert_same(now, was)
+            assert clone_state(optimizer).keys() == state.keys()
+            for key, value in clone_state(optimizer).items():
+                assert_same(value, state[key], key)
+        else:
+            with preamp.disable_casts():
+                loss_of([plain], index).backward()
+                oracle.step()
+        optimizer.zero_grad()
+        oracle.zero_grad()
+        for ours, theirs in zip(values(optimizer), values(oracle), strict=True):
+            assert_same(ours, theirs, f"step {index}")
+    assert (engine.steps_applied, engine.steps_skipped) == (2, 2)
+    assert engine.loss_scale() == 2.0**14
+
+
+# -- learning-rate schedulers ----------------------------------------------------------------
+
+SCHEDULERS: tuple[Callable[[Any], Any], ...] = (
+    lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
+    lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n)),
+    lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=10),
+    lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+)
+
+
+@levels
+@pytest.mark.parametrize("make", SCHEDULERS, ids=["step", "lambda", "one_cycle", "cosine"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("skip_first", [False, True])
+def test_schedulers_see_the_optimizer(
+    level: str, make: Callable[[Any], Any], when: str, skip_first: bool
+) -> None:
+    """A-17: warnings are errors here, the one about the order of the two steps included."""
+    model = Exact()
+    plain = copy.deepcopy(model).to(torch.float16 if level == "O3" else torch.float32)
+    optimizer, oracle = sgd(model.parameters()), sgd(plain.parameters())
+    groups = optimizer.param_groups
+    first = groups[0]
+    scheduler = make(optimizer) if when == "before" else None
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    scheduler = make(optimizer) if scheduler is None else scheduler
+    reference = make(oracle)
+    assert optimizer.param_groups is groups
+    assert optimizer.param_groups[0] is first
+    damage = Damage(model.linear.weight, math.nan)
+    for index in range(4):
+        damage.armed = skip_first and index == 0
+        with preamp.scale_loss(loss_of([model], index), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert preamp.engine_of(model).last_step_skipped is (skip_first and index == 0)
+        scheduler.step()
+        with preamp.disable_casts():
+            loss_of([plain], index).backward()
+            if skip_first and index == 0:
+                oracle._opt_called = True  # type: ignore[attr-defined]
+            else:
+                oracle.step()
+        reference.step()
+        optimizer.zero_grad()
+        oracle.zero_grad()
+        assert first["lr"] == oracle.param_groups[0]["lr"]
+        for ours, theirs in zip(values(optimizer), values(oracle), strict=True):
+            assert_same(ours, theirs, f"step {index}")
+
+
+@levels
+def test_scheduler_before_optimizer_is_still_warned_about(level: str) -> None:
+    pair = Pair(level)
+    scheduler = lr_scheduler.StepLR(pair.optimizer, 1)
+    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
+        scheduler.step()
+
+
+# -- subclasses ------------------------------------------------------------------------------
+
+
+class DecayAfter(torch.optim.SGD):
+    """Changes the weights once more after ``super().step``."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.mul_(0.5)
+        return result
+
+
+class CentredGradients(torch.optim.Adam):
+    """Changes the gradients before ``super().step``."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.grad.dim() > 1:
+                    param.grad = param.grad - param.grad.amax(1, keepdim=True)
+        return super().step(closure)
+
+
+@levels
+@pytest.mark.parametrize("kind", [DecayAfter, CentredGradients])
+def test_subclasses_that_call_super(level: str, kind: Any) -> None:
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)  # hooks the base class's step, too
+    torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=1.0)
+    pair = Pair(level, lambda params: kind(params, lr=0.25), loss_scale="dynamic")
+    pair.train(0)
+    pair.check()
+    pair.overflow()
+    pair.optimizer.step()
+    assert pair.engine.last_step_skipped
+    pair.zero()
+    pair.check()
+    pair.train(1)
+    pair.check()
+    assert (pair.engine.steps_applied, pair.engine.steps_skipped) == (2, 1)
+
+
+class CustomStep(torch.optim.Optimizer):
+    """An optimizer with arguments of its own, and a return value."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.5})
+
+    def step(self, closure: Any = None, *, factor: float = 1.0) -> str:  # type: ignore[override]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.add_(param.grad, alpha=-factor * group["lr"])
+        return "done"
+
+
+@levels
+def test_arguments_and_result_of_step_pass_through(level: str) -> None:
+    pair = Pair(level, CustomStep)
+    pair.backward(0)
+    assert pair.optimizer.step(factor=4.0) == "done"  # type: ignore[call-arg]
+    with preamp.disable_casts():
+        pair.plain_optimizer.step(factor=4.0)  # type: ignore[call-arg]
+    pair.check()
+
+
+# -- closures --------------------------------------------------------------------------------
+
+
+@levels
+@pytest.mark.parametrize("build", [sgd, adam], ids=["sgd", "adam"])
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_closures(level: str, build: Any, by_keyword: bool) -> None:
+    pair = Pair(level, build, loss_scale="dynamic")
+
+    def ours() -> torch.Tensor:
+        pair.optimizer.zero_grad()
+        loss = pair.loss(calls[0])
+        with preamp.scale_loss(loss, pair.optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    def theirs() -> torch.Tensor:
+        pair.plain_optimizer.zero_grad()
+        loss = pair.plain_loss(calls[0])
+        loss.backward()
+        return loss
+
+    calls = [0]
+    for step in range(3):
+        calls[0] = step
+        mine: Any = pair.optimizer.step(closure=ours) if by_keyword else pair.optimizer.step(ours)
+        with preamp.disable_casts():
+            wanted: Any = pair.plain_optimizer.step(theirs)
+        assert mine.item() == pytest.approx(wanted.item(), rel=0.05, abs=0.02)
+        pair.check(f"step {step}")
+    assert pair.engine.steps_applied == 3
+
+
+@levels
+@pytest.mark.parametrize("bound_before", [False, True])
+def test_an_overflow_inside_a_closure_runs_it_again(level: str, bound_before: bool) -> None:
+    steps: list[Any] = []
+
+    def build(params: Any) -> torch.optim.Optimizer:
+        optimizer = adam(params)
+        steps.append(optimizer.step)
+        return optimizer
+
+    pair = Pair(level, build, loss_scale="dynamic")
+    damage = Damage(pair.model.get_parameter("b.weight"), math.inf)
+    calls: list[float] = []
+
+    def closure() -> torch.Tensor:
+        calls.append(pair.engine.loss_scale())
+        damage.armed = len(calls) <= 2
+        pair.optimizer.zero_grad()
+        pair.ours(0)
+        return torch.tensor(float(len(calls)))
+
+    step = steps[0] if bound_before else pair.optimizer.step
+    result = step(closure)
+    assert result.item() == 3.0
+    assert calls == [2.0**16, 2.0**15, 2.0**14]
+    assert (pair.engine.steps_applied, pair.engine.steps_skipped) == (1, 2)
+    pair.theirs(0)
+    pair.plain_step()
+    pair.check()
+
+
+def test_a_closure_that_always_overflows_ends_in_an_error() -> None:
+    pair = Pair("O1", max_consecutive_skips=4)
+    calls: list[int] = []
+
+    def closure() -> torch.Tensor:
+        calls.append(1)
+        pair.optimizer.zero_grad()
+        pair.overflow()
+        return torch.zeros(())
+
+    with pytest.raises(preamp.LossScaleError, match=re.escape("4 optimizer steps in a row")):
+        pair.optimizer.step(closure)
+    assert len(calls) == 4
+    pair.check()
+
+
+@levels
+def test_functions_are_cast_inside_a_closure_but_not_inside_the_step(level: str) -> None:
+    pair = Pair(level)
+    seen: list[torch.dtype] = []
+
+    def product() -> torch.dtype:
+        return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+    def closure() -> torch.Tensor:
+        seen.append(product())
+        pair.ours(0)
+        return torch.zeros(())
+
+    pair.optimizer.register_step_post_hook(lambda *_: seen.append(product()))
+    pair.optimizer.step(closure)
+    row = BY_NAME[level]
+    assert seen == [row.half if row.casts_functions else torch.float32, torch.float32]
+
+
+class Bowl(nn.Module):
+    """A least-squares problem whose solution LBFGS finds in a few steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        generator = torch.Generator().manual_seed(3)
+        self.register_buffer("x", torch.randint(-2, 3, (16, 4), generator=generator).float())
+        with torch.no_grad():
+            self.layer.weight.fill_(0.5)
+            self.layer.bias.fill_(-0.25)
+
+    def forward(self) -> torch.Tensor:
+        target = self.x @ torch.tensor([[1.0], [-2.0], [0.5], [3.0]], dtype=self.x.dtype) + 1
+        return (self.layer(self.x).float() - target.float()).square().mean()
+
+
+def _lbfgs(model: nn.Module, *, search: bool) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(
+        model.parameters(), lr=0.5, max_iter=10, line_search_fn="strong_wolfe" if search else None
+    )
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("search", [False, True], ids=["plain", "strong_wolfe"])
+@pytest.mark.parametrize("overflow", [False, True])
+def test_lbfgs(level: str, search: bool, overflow: bool) -> None:
+    model = Bowl()
+    start = model().item()
+    optimizer = _lbfgs(model, search=search)
+    scale = "dynamic" if overflow else None
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+    engine = preamp.engine_of(model)
+    engine.scaler(0).set_scale(2.0**8) if overflow or level in ("O1", "O2") else None
+    damage = Damage(model.layer.weight, math.inf)
+    damage.armed = overflow
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model()
+        with preamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert engine.steps_skipped == int(overflow)
+    assert engine.steps_applied == 3
+    assert model().item() < start * 0.01
+    for name, param in model.named_parameters():
+        master = engine.master_of(param)
+        if master is not None:
+            assert_same(param.detach(), master.detach().to(param.dtype), name)
+
+
+@pytest.mark.parametrize("search", [False, True], ids=["plain", "strong_wolfe"])
+def test_lbfgs_at_o0_equals_torch(search: bool) -> None:
+    model, plain = Bowl(), Bowl()
+    optimizer, oracle = _lbfgs(model, search=search), _lbfgs(plain, search=search)
+    preamp.initialize(model, optimizer, opt_level="O0", loss_scale=128.0, verbosity=0)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model()
+        with preamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    def plain_closure() -> torch.Tensor:
+        oracle.zero_grad()
+        loss = plain()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+        oracle.step(plain_closure)
+    for ours, theirs in zip(values(model), values(plain), strict=True):
+        assert_same(ours, theirs)
+
+
+# -- rounding gradients: a budget instead of bits --------------------------------------------
+
+
+class Mlp(nn.Module):
+    """A network whose half gradients are rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5", "O3"])
+def test_a_real_network_is_as_close_to_float64_as_torch_in_half(level: str) -> None:
+    """The oracle is float64; the measure is torch's own autocast, or half weights at O3."""
+    half = torch.bfloat16 if level in ("O4", "O5") else torch.float16
+    model = Mlp()
+    low, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    build = lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)  # noqa: E731
+    optimizers = [build(model), build(low.to(half) if level == "O3" else low), build(exact)]
+    preamp.initialize(
+        model, optimizers[0], opt_level=level, loss_scale=128.0, scope="model", verbosity=0
+    )
+    for _ in range(10):
+        x, y = torch.randn(32, 8), torch.randn(32, 4)
+        with preamp.scale_loss((model(x) - y).square().mean(), optimizers[0]) as scaled:
+            scaled.backward()
+        if level == "O3":
+            output = low(x.to(half)).float()
+        else:
+            with torch.autocast("cpu", half):
+                output = low(x).float()
+        (output - y).square().mean().backward()
+        (exact(x.double()) - y).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs, wanted in zip(values(optimizers[0]), values(low), values(exact), strict=True):
+        assert_within_budget(ours, theirs, wanted)

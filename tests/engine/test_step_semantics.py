@@ -1,0 +1,906 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What one iteration may look like: accumulation, delays, exceptions, frozen parts, skips."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+from cases.levels import F32_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
+from cases.models import Damage, Exact, Parts, batch, loss_of, values
+from cases.optimizers import clone_state
+from cases.pair import Pair, adam, sgd
+from cases.tolerances import assert_same
+
+levels = pytest.mark.parametrize("level", LEVEL_NAMES)
+with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
+dynamic = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+"""All levels, for tests that ask for ``loss_scale="dynamic"``."""
+
+
+# -- accumulation and delays ------------------------------------------------------------------
+
+
+@levels
+@pytest.mark.parametrize("scale", [None, "dynamic", 1.0, 128.0])
+@pytest.mark.parametrize(
+    "delays",
+    [(0, 0, 0), (1, 1, 0), (0, 1, 0), (1, 0, 0), (0, 1, 1, 0), (1, 0, 1, 0)],
+    ids=lambda d: "".join("nd"[i] for i in d),
+)
+def test_accumulation_with_and_without_delay(
+    level: str, scale: Any, delays: tuple[int, ...]
+) -> None:
+    pair = Pair(level, loss_scale=scale)
+    for step in range(2):
+        for index, delayed in enumerate(delays):
+            pair.backward(step * len(delays) + index, delay_unscale=bool(delayed))
+        pair.check_grads()
+        pair.step()
+        pair.zero()
+        pair.check()
+
+
+def test_mixing_delayed_and_plain_backwards_gives_three() -> None:
+    """A-2 and the documented misuse: Apex gave 2.25."""
+    param = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    preamp.initialize(nn.Linear(1, 1), optimizer, opt_level="O1", loss_scale=2.0, verbosity=0)
+    for delayed in (False, True, False):
+        with preamp.scale_loss(param * 1.0, optimizer, delay_unscale=delayed) as scaled:
+            scaled.backward()
+    assert param.grad is not None
+    assert param.grad.item() == 3.0
+
+
+@pytest.mark.parametrize(("level", "scale"), [("O2", 1.0), ("O5", None)])
+def test_accumulated_norm_gradients_survive_a_static_scale_of_one(level: str, scale: Any) -> None:
+    """A-2: Apex kept the last contribution only."""
+    model = Exact()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+    for _ in range(2):
+        with preamp.scale_loss(model.norm.weight.sum(), optimizer) as scaled:
+            scaled.backward()
+    assert_same(model.norm.weight.grad, torch.full((2,), 2.0))
+
+
+@dynamic
+def test_delayed_gradients_survive_a_change_of_scale(level: str) -> None:
+    pair = Pair(level, loss_scale="dynamic")
+    pair.backward(0, delay_unscale=True)
+    pair.engine.scaler(0).set_scale(2.0**10)
+    pair.backward(1)
+    pair.check_grads()
+    pair.step()
+    pair.check()
+
+
+@dynamic
+def test_delayed_gradients_survive_an_overflow_of_another_optimizer(level: str) -> None:
+    models = [Exact(0), Exact(1)]
+    plain = Exact(0).to(torch.float16 if level == "O3" else torch.float32)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    preamp.initialize(models, optimizers, opt_level=level, loss_scale="dynamic", verbosity=0)
+    first, second = optimizers
+    with preamp.scale_loss(loss_of(models[:1], 0), first, delay_unscale=True) as scaled:
+        scaled.backward()
+    _backward(loss_of(models[1:], 0) * math.inf, second)
+    assert preamp.engine_of(first).loss_scale() == 2.0**15
+    _backward(loss_of(models[:1], 1), first)
+    with preamp.disable_casts():
+        for index in (0, 1):
+            loss_of([plain], index).backward()
+    for ours, theirs in zip(preamp.master_params(first), plain.parameters(), strict=True):
+        assert_same(ours.grad, theirs.grad)
+
+
+@dynamic
+def test_delayed_overflow_is_found_by_the_last_backward(level: str) -> None:
+    pair = Pair(level, loss_scale="dynamic")
+    with preamp.scale_loss(pair.loss(0) * math.inf, pair.optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    pair.ours(1)
+    pair.optimizer.step()
+    assert pair.engine.last_step_skipped
+    assert pair.engine.loss_scale() == 2.0**15
+    pair.zero()
+    pair.train(2)
+    pair.check()
+
+
+@dynamic
+def test_delayed_overflow_belongs_to_its_own_scaler(level: str) -> None:
+    """The backward of another loss settles what was delayed; the overflow stays loss 0's."""
+    pair = Pair(level, loss_scale="dynamic", num_losses=2)
+    with preamp.scale_loss(pair.loss(0) * math.inf, pair.optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    pair.ours(1, loss_id=1)
+    pair.optimizer.step()
+    assert pair.engine.last_step_skipped
+    pair.zero()
+    for loss_id in (0, 1):
+        pair.backward(2 + loss_id, loss_id=loss_id)
+    assert [pair.engine.loss_scale(i) for i in (0, 1)] == [2.0**15, 2.0**16]
+    pair.step()
+    assert not pair.engine.last_step_skipped
+    pair.check()
+
+
+@dynamic
+@pytest.mark.parametrize("then", ["checked", "delayed"])
+def test_delay_overflow_check_keeps_the_overflow(level: str, then: str) -> None:
+    """A-26: Apex reset the flag at the next exit, and the infinite gradients were applied."""
+    pair = Pair(level, loss_scale="dynamic")
+    loss = pair.loss(0) * math.inf
+    with preamp.scale_loss(loss, pair.optimizer, delay_overflow_check=True) as scaled:
+        scaled.backward()
+    assert pair.engine.loss_scale() == 2.0**16
+    pair.ours(1, delay_overflow_check=then == "delayed")
+    assert pair.engine.loss_scale() == (2.0**16 if then == "delayed" else 2.0**15)
+    pair.optimizer.step()
+    assert pair.engine.last_step_skipped
+    pair.zero()
+    pair.train(2)
+    assert not pair.engine.last_step_skipped
+    assert pair.engine.loss_scale() == 2.0**15
+    pair.check()
+
+
+@levels
+def test_several_backwards_in_one_body(level: str) -> None:
+    pair = Pair(level)
+    with preamp.scale_loss(pair.loss(0), pair.optimizer) as scaled:
+        scaled.backward(retain_graph=True)
+        scaled.backward()
+    pair.theirs(0)
+    pair.theirs(0)
+    pair.check_grads()
+    pair.step()
+    pair.check()
+
+
+@levels
+def test_a_loss_that_is_no_scalar(level: str) -> None:
+    pair = Pair(level)
+    x, coefficients = batch(0)
+    with preamp.scale_loss(pair.model(x), pair.optimizer) as scaled:
+        scaled.backward(coefficients)
+    pair.theirs(0)
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("container", [tuple, list, iter, set], ids=lambda kind: kind.__name__)
+@levels
+def test_any_collection_of_optimizers(level: str, container: Callable[[Any], Any]) -> None:
+    """A-21: a tuple meant that earlier gradients were divided again."""
+    models = [Exact(0), Exact(1)]
+    plain = [copy.deepcopy(model) for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    preamp.initialize(models, optimizers, opt_level=level, loss_scale=4.0, verbosity=0)
+    for index in range(2):
+        with preamp.scale_loss(loss_of(models, index), container(optimizers)) as scaled:
+            scaled.backward()
+        with preamp.disable_casts():
+            loss_of(plain, index).backward()
+    for model, oracle, optimizer in zip(models, plain, optimizers, strict=True):
+        for ours, theirs in zip(preamp.master_params(optimizer), oracle.parameters(), strict=True):
+            assert ours.grad is not None
+            assert_same(ours.grad.float(), theirs.grad)
+        optimizer.step()
+        assert model.linear.weight.isfinite().all()
+
+
+# -- exceptions ------------------------------------------------------------------------------
+
+
+class BodyError(Exception):
+    """Raised by the bodies below."""
+
+
+def _fail_in_body(pair: Pair, *, after_backward: bool) -> None:
+    with preamp.scale_loss(pair.loss(7), pair.optimizer) as scaled:
+        if after_backward:
+            scaled.backward()
+        raise BodyError
+
+
+@dynamic
+@pytest.mark.parametrize("earlier", [0, 1, 2])
+@pytest.mark.parametrize("after_backward", [False, True])
+def test_an_exception_in_the_body_restores_gradients(
+    level: str, earlier: int, after_backward: bool
+) -> None:
+    """A-23: the stashed gradients were lost."""
+    pair = Pair(level, loss_scale="dynamic")
+    for index in range(earlier):
+        pair.backward(index)
+    with pytest.raises(BodyError):
+        _fail_in_body(pair, after_backward=after_backward)
+    pair.check_grads()
+    assert pair.engine.loss_scale() == 2.0**16
+    pair.backward(5)
+    pair.check_grads()
+    pair.step()
+    pair.check()
+
+
+def _start_from_rounded(pair: Pair) -> None:
+    """A master made after initialize starts from the half weight: there is nothing else."""
+    with torch.no_grad():
+        for ours, theirs in zip(
+            pair.model.get_submodule("b").parameters(),
+            pair.plain.get_submodule("b").parameters(),
+            strict=True,
+        ):
+            theirs.copy_(ours)
+
+
+# -- which parameters take part --------------------------------------------------------------
+
+
+@levels
+@pytest.mark.parametrize("build", [sgd, adam], ids=["sgd", "adam"])
+def test_a_part_frozen_at_first_is_trained_when_unfrozen(level: str, build: Any) -> None:
+    """A-22: it got no master, and scaled gradients were applied."""
+    pair = Pair(level, build, prepare=lambda model: model.get_submodule("b").requires_grad_(False))
+    _start_from_rounded(pair)
+    pair.train(0)
+    pair.check()
+    for model in (pair.model, pair.plain):
+        model.get_submodule("b").requires_grad_(True)
+    for index in (1, 2):
+        pair.backward(index)
+        pair.check_grads()
+        pair.step()
+        pair.zero()
+        pair.check(f"step {index}")
+    if level in WITH_MASTERS:
+        assert pair.engine.master_of(pair.model.get_parameter("b.weight")) is not None
+
+
+@levels
+@pytest.mark.parametrize("build", [sgd, adam], ids=["sgd", "adam"])
+def test_a_part_frozen_later_stands_still(level: str, build: Any) -> None:
+    pair = Pair(level, build)
+    pair.train(0)
+    for model in (pair.model, pair.plain):
+        model.get_submodule("b").requires_grad_(False)
+    pair.train(1)
+    pair.check()
+
+
+@levels
+@pytest.mark.parametrize("build", [sgd, adam], ids=["sgd", "adam"])
+@pytest.mark.parametrize("zeros", [False, True], ids=["none", "zeros"])
+@pytest.mark.parametrize("whose", ["model", "optimizer"])
+def test_a_part_unused_in_one_iteration(level: str, build: Any, zeros: bool, whose: str) -> None:
+    """Without gradient it is left alone; with a gradient of zeros momentum and decay go on."""
+    pair = Pair(level, build)
+    for index, parts in enumerate(["ab", "a", "b", "ab"]):
+        pair.backward(index, parts)
+        pair.step()
+        for thing in (
+            (pair.model, pair.plain) if whose == "model" else (pair.optimizer, pair.plain_optimizer)
+        ):
+            thing.zero_grad(set_to_none=not zeros)
+        pair.check(f"step {index}")
+
+
+@levels
+def test_a_gradient_set_to_none_before_the_step_does_not_count(level: str) -> None:
+    pair = Pair(level)
+    pair.train(0)
+    pair.backward(1)
+    for model in (pair.model, pair.plain):
+        model.get_parameter("b.weight").grad = None
+    pair.step()
+    pair.check()
+
+
+@levels
+def test_a_step_before_any_backward_does_nothing(level: str) -> None:
+    pair = Pair(level)
+    pair.step()
+    pair.check()
+    pair.train(0)
+    pair.check()
+
+
+@levels
+def test_a_step_the_user_did_not_take(level: str) -> None:
+    pair = Pair(level)
+    pair.train(0)
+    pair.backward(1)
+    pair.zero()
+    pair.train(2)
+    pair.check()
+
+
+@levels
+def test_a_step_without_a_backward_after_zeroing_does_nothing(level: str) -> None:
+    pair = Pair(level)
+    pair.train(0)
+    pair.step()
+    pair.check()
+
+
+@with_masters
+def test_two_steps_on_one_backward_apply_it_once(level: str) -> None:
+    """Master gradients are gone after a step, as scripts zero only the model's."""
+    pair = Pair(level)
+    pair.backward(0)
+    pair.step()
+    pair.optimizer.step()
+    pair.check()
+
+
+@levels
+def test_a_backward_outside_scale_loss_is_an_unscaled_one(level: str) -> None:
+    pair = Pair(level)
+    pair.train(0)
+    for index in (1, 2):
+        pair.loss(index).backward()
+        pair.theirs(index)
+    pair.check_grads()
+    pair.step()
+    pair.zero()
+    pair.check()
+    pair.loss(3).backward()  # and one inside is added to it
+    pair.theirs(3)
+    pair.backward(4)
+    pair.step()
+    pair.check()
+
+
+@levels
+def test_optimizer_zero_grad_in_the_body(level: str) -> None:
+    pair = Pair(level)
+    for index in range(3):
+        with preamp.scale_loss(pair.loss(index), pair.optimizer) as scaled:
+            pair.optimizer.zero_grad()
+            scaled.backward()
+        pair.plain_optimizer.zero_grad()
+        pair.theirs(index)
+        pair.step()
+        pair.check(f"step {index}")
+
+
+@levels
+def test_parameters_without_a_model_are_trained_and_named(level: str) -> None:
+    """A loss with weights, say."""
+    model, plain = Parts(), Parts()
+    weights, plain_weights = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    dtype = torch.float16 if level == "O3" else torch.float32
+    plain.to(dtype)
+    optimizer = sgd([*model.parameters(), weights])
+    oracle = sgd([*plain.parameters(), plain_weights])
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert weights.dtype is torch.float32
+    assert "trained but in no model, left as they are: optimizers[0].param_groups[0][4]" in (
+        preamp.engine_of(model).explain()
+    )
+    for index in range(3):
+        x, coefficients = batch(index)
+        # Only the weights' own gradient may depend on a parameter: all else stays exact.
+        with preamp.scale_loss(
+            (model(x) * coefficients).sum() + (weights * coefficients).sum(), optimizer
+        ) as scaled:
+            scaled.backward()
+        with preamp.disable_casts():
+            output = plain(x.to(dtype)).float()
+            ((output * coefficients).sum() + (plain_weights * coefficients).sum()).backward()
+        for each in (optimizer, oracle):
+            with preamp.disable_casts():
+                each.step()
+            each.zero_grad()
+        assert_same(weights.detach(), plain_weights.detach())
+        for ours, theirs in zip(values(optimizer), values(oracle), strict=True):
+            assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("scale", [None, 128.0, "dynamic"])
+def test_float64_parameters_in_the_optimizer(level: str, scale: Any) -> None:
+    model = Parts()
+    extra = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+    optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+    x, coefficients = batch(0)
+    third = torch.tensor([1 / 3, 1e-60], dtype=torch.float64)
+    loss = (model(x) * coefficients).sum().double() + (extra * third).sum()
+    with preamp.scale_loss(loss, optimizer) as scaled:
+        assert scaled.dtype is torch.float64
+        scaled.backward()
+    assert_same(extra.grad, third)
+    optimizer.step()
+    assert_same(extra.detach(), torch.tensor([1.0, 2.0], dtype=torch.float64) - 0.1 * third)
+
+
+def test_parameters_of_three_dtypes_in_one_optimizer() -> None:
+    model = Exact()
+    wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    brain = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.Adam([*model.parameters(), wide, brain], lr=0.1, foreach=True)
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    dtypes = [p.dtype for p in preamp.master_params(optimizer)]
+    assert dtypes == [torch.float32] * 4 + [torch.float64, torch.float32]
+    for index in range(2):
+        loss = loss_of([model], index) + (wide.float() + brain.float()).sum() * 2.0**-8
+        with preamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.linear.weight.dtype is torch.float16
+    assert model.norm.weight.dtype is torch.float32
+    assert brain.dtype is torch.bfloat16
+    torch.testing.assert_close(wide.detach(), torch.full_like(wide, 0.8), rtol=0, atol=1e-5)
+    assert_same(brain.detach(), torch.full((2,), 0.8, dtype=torch.bfloat16))
+
+
+@levels
+@pytest.mark.parametrize("build", [sgd, adam], ids=["sgd", "adam"])
+def test_state_from_before_initialize_is_kept(level: str, build: Any) -> None:
+    """An optimizer that has stepped already brings its momentum along, cast to its parameters."""
+    model, plain = Parts(), Parts()
+    optimizer, oracle = build(model.parameters()), build(plain.parameters())
+    for own, its in ((model, optimizer), (plain, oracle)):
+        for index in range(2):
+            loss_of([own], index).backward()
+            its.step()
+            its.zero_grad()
+    if level == "O3":
+        plain.half()
+        oracle.load_state_dict(oracle.state_dict())
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for index in (2, 3):
+        _backward(loss_of([model], index), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        with preamp.disable_casts():
+            loss_of([plain], index).backward()
+            oracle.step()
+        oracle.zero_grad()
+        for ours, theirs in zip(values(optimizer), values(oracle), strict=True):
+            assert_same(ours, theirs, f"step {index}")
+    state, wanted = clone_state(optimizer), clone_state(oracle)
+    assert len(state) == len(wanted)
+    for key, value in wanted.items():
+        assert_same(state[key], value, key)
+
+
+# -- add_param_group -------------------------------------------------------------------------
+
+
+@levels
+@pytest.mark.parametrize("when", ["before any step", "after a step"])
+@pytest.mark.parametrize("form", ["list", "generator", "one"])
+@pytest.mark.parametrize("build", [sgd, adam], ids=["sgd", "adam"])
+def test_add_param_group(level: str, when: str, form: str, build: Any) -> None:
+    def build_a(params: Any) -> torch.optim.Optimizer:
+        return build(list(params)[:2])  # layer a
+
+    pair = Pair(level, build_a)
+    _start_from_rounded(pair)
+    if when == "after a step":
+        pair.train(0)
+    for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
+        layer = model.get_submodule("b")
+        params: Any = {
+            "list": list(layer.parameters()),
+            "generator": layer.parameters(),
+            "one": layer.weight,
+        }[form]
+        optimizer.add_param_group({"params": params, "lr": 0.25})
+        layer.zero_grad()
+    if form == "one":
+        pair.plain.get_parameter("b.bias").requires_grad_(False)
+        pair.model.get_parameter("b.bias").requires_grad_(False)
+    for index in (1, 2):
+        pair.train(index)
+        pair.check()
+    assert pair.optimizer.param_groups[1]["lr"] == 0.25
+
+
+@levels
+def test_add_param_group_refuses_a_known_parameter(level: str) -> None:
+    pair = Pair(level)
+    weight = pair.model.get_parameter("a.weight")
+    named = re.escape("Parameter 'a.weight' is in this optimizer already.")
+    with pytest.raises(ValueError, match=named if level in WITH_MASTERS else "more than one"):
+        pair.optimizer.add_param_group({"params": [weight]})
+    assert len(pair.optimizer.param_groups) == 1
+    pair.train(0)
+    pair.check()
+
+
+# -- skipped steps ---------------------------------------------------------------------------
+
+
+@dynamic
+@pytest.mark.parametrize("build", [sgd, adam], ids=["sgd", "adam"])
+def test_a_skipped_step_changes_nothing(level: str, build: Any) -> None:
+    pair = Pair(level, build, loss_scale="dynamic")
+    pair.train(0)
+    before, state = values(pair.optimizer), clone_state(pair.optimizer)
+    weights = values(pair.model)
+    pair.overflow()
+    pair.optimizer.step()
+    for now, was in zip(values(pair.optimizer), before, strict=True):
+        assert_same(now, was)
+    for now, was in zip(values(pair.model), weights, strict=True):
+        assert_same(now, was)
+    assert clone_state(pair.optimizer).keys() == state.keys()
+    for key, value in clone_state(pair.optimizer).items():
+        assert_same(value, state[key])
+    assert pair.engine.last_step_skipped
+    assert (pair.engine.steps_applied, pair.engine.steps_skipped) == (1, 1)
+    assert pair.engine.loss_scale() == 2.0**15
+    pair.zero()
+    pair.train(1)
+    assert not pair.engine.last_step_skipped
+    pair.check()
+
+
+def test_the_first_skipped_step_makes_no_state() -> None:
+    pair = Pair("O2", adam)
+    pair.overflow()
+    pair.optimizer.step()
+    assert not pair.optimizer.state
+    pair.zero()
+    pair.train(0)
+    pair.check()
+
+
+def test_a_skip_prints_apex_line(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = Pair("O2", verbosity=1)
+    capsys.readouterr()
+    pair.engine.scaler(0).set_scale(2.0**4)
+    damage = Damage(pair.model.get_parameter("b.weight"), math.nan)
+    damage.armed = True
+    pair.ours(0)
+    pair.optimizer.step()
+    assert capsys.readouterr().out == (
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 8.0 "
+        "(first in 'b.weight')\n"
+    )
+
+
+@dynamic
+@pytest.mark.parametrize("earlier", [0, 1, 2])
+@pytest.mark.parametrize(
+    "drop",
+    ["model none", "model zeros", "optimizer none", "optimizer zeros", "by hand"],
+)
+def test_dropped_overflow_does_not_skip_the_next_step(level: str, earlier: int, drop: str) -> None:
+    """The user saw nan and called zero_grad instead of step."""
+    pair = Pair(level, loss_scale="dynamic")
+    pair.train(0)
+    for index in range(earlier):
+        pair.ours(index)
+    pair.overflow()
+    if drop == "by hand":
+        for param in pair.model.parameters():
+            param.grad = None
+    else:
+        whose, how = drop.split()
+        thing: Any = pair.model if whose == "model" else pair.optimizer
+        thing.zero_grad(set_to_none=how == "none")
+        if how == "zeros":
+            pair.plain_optimizer.zero_grad(set_to_none=False)
+    pair.backward(1)
+    pair.step()
+    assert not pair.engine.last_step_skipped
+    pair.check()
+
+
+@dynamic
+def test_an_overflow_is_not_cleared_by_a_later_clean_backward(level: str) -> None:
+    pair = Pair(level, loss_scale="dynamic")
+    before = values(pair.optimizer)
+    pair.overflow()
+    pair.ours(1)
+    pair.ours(2)
+    pair.optimizer.step()
+    assert pair.engine.last_step_skipped
+    for now, was in zip(values(pair.optimizer), before, strict=True):
+        assert_same(now, was)
+
+
+@dynamic
+def test_only_the_optimizers_of_the_overflowing_loss_are_skipped(level: str) -> None:
+    models = [Exact(0), Exact(1), Exact(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    preamp.initialize(
+        models, optimizers, opt_level=level, num_losses=3, loss_scale="dynamic", verbosity=0
+    )
+    engine = preamp.engine_of(models[0])
+    for loss_id, uses in enumerate([(0,), (0, 1), (2,)]):
+        loss = loss_of([models[i] for i in uses], 0) * (math.inf if loss_id == 1 else 1.0)
+        with preamp.scale_loss(loss, [optimizers[i] for i in uses], loss_id) as scaled:
+            scaled.backward()
+    skipped = []
+    for optimizer in optimizers:
+        optimizer.step()
+        skipped.append(engine.last_step_skipped)
+    assert skipped == [True, True, False]
+    assert [engine.loss_scale(i) for i in range(3)] == [2.0**16, 2.0**15, 2.0**16]
+    assert [cause.loss_id for cause in engine.overflow_causes] == [1, 1]
+
+
+@dynamic
+def test_the_scale_grows_after_enough_clean_backwards(level: str) -> None:
+    pair = Pair(level, loss_scale="dynamic")
+    scaler = pair.engine.scaler(0)
+    rule: Any = scaler.rule
+    assert rule.growth_interval == 2000
+    scaler.rule = type(rule)(growth_interval=3)
+    scaler.set_scale(2.0**8)
+    scales = []
+    for index in range(7):
+        if index == 1:
+            pair.overflow()
+            pair.optimizer.step()
+            pair.zero()
+        else:
+            pair.train(index)
+        scales.append(pair.engine.loss_scale())
+    assert scales == [2.0**n for n in (8, 7, 7, 7, 8, 8, 8)]
+    pair.check()
+
+
+def test_min_loss_scale_is_a_floor_that_training_goes_on_at() -> None:
+    pair = Pair("O2", min_loss_scale=2.0**15)
+    for _ in range(5):
+        pair.overflow()
+        pair.optimizer.step()
+        pair.zero()
+    assert pair.engine.loss_scale() == 2.0**15
+    pair.train(0)
+    pair.check()
+
+
+# -- when scaling cannot go on ---------------------------------------------------------------
+
+
+def _skip(pair: Pair) -> None:
+    pair.ours(0)
+    pair.optimizer.step()
+
+
+@dynamic
+def test_too_many_skips_in_a_row_name_the_parameter(level: str) -> None:
+    pair = Pair(level, loss_scale="dynamic", max_consecutive_skips=3)
+    damage = Damage(pair.model.get_parameter("b.weight"), math.nan)
+    for _ in range(2):
+        damage.armed = True
+        _skip(pair)
+        pair.zero()
+    pair.train(1)  # the count starts anew
+    for _ in range(2):
+        damage.armed = True
+        _skip(pair)
+        pair.zero()
+    damage.armed = True
+    text = (
+        "3 optimizer steps in a row skipped; the loss is finite but gradients overflow in "
+        "'b.weight' at loss scale 4096.0 (loss 0). Dynamic loss scaling needs a clean backward "
+        "now and then. Lower the learning rate or clip, run that layer in float32, or train in "
+        "bfloat16 (O4, O5); for weights pre-trained in bfloat16, float16 is often too narrow."
+    )
+    with pytest.raises(preamp.LossScaleError, match=f"^{re.escape(text)}$"):
+        _skip(pair)
+    pair.check()
+
+
+def _skip_infinite_loss(pair: Pair) -> None:
+    pair.overflow()
+    pair.optimizer.step()
+
+
+def test_a_loss_that_is_not_finite_is_told_apart() -> None:
+    pair = Pair("O2", max_consecutive_skips=1)
+    text = (
+        "1 optimizer steps in a row skipped; the loss itself was infinite or nan before scaling "
+        "(loss 0), so no loss scale can help. The forward must yield a finite loss. Look for the "
+        "first non-finite activation in the forward: a log or division by zero, a float16 "
+        "activation above 65504, a learning rate that is too high."
+    )
+    with pytest.raises(preamp.LossScaleError, match=f"^{re.escape(text)}$"):
+        _skip_infinite_loss(pair)
+    cause = pair.engine.overflow_causes[-1]
+    assert not cause.loss_was_finite
+    assert (cause.step, cause.old_scale, cause.new_scale) == (1, 2.0**16, 2.0**15)
+
+
+def test_the_scale_falling_to_its_minimum_is_an_error() -> None:
+    pair = Pair("O2", max_consecutive_skips=None)
+    pair.engine.scaler(0).set_scale(2.0**-22)
+    damage = Damage(pair.model.get_parameter("a.bias"), math.inf)
+    damage.armed = True
+    _skip(pair)
+    pair.zero()
+    damage.armed = True
+    text = "The loss scale fell to its minimum, 5.960464477539063e-08 (2**-24); the loss is finite"
+    with pytest.raises(preamp.LossScaleError, match=f"^{re.escape(text)}.*'a.bias'"):
+        _skip(pair)
+    pair.check()
+
+
+def test_causes_name_the_overflowing_parameters() -> None:
+    pair = Pair("O2")
+    for name in ("a.bias", "b.weight"):
+        Damage(pair.model.get_parameter(name), math.inf).armed = True
+    _skip(pair)
+    (cause,) = pair.engine.overflow_causes
+    assert cause.parameters == ("a.bias", "b.weight")
+    assert cause.loss_was_finite
+    assert (cause.loss_id, cause.step) == (0, 1)
+
+
+def test_an_infinite_loss_with_finite_gradients_is_not_the_cause() -> None:
+    pair = Pair("O2")
+    with preamp.scale_loss(pair.loss(0) + math.inf, pair.optimizer) as scaled:
+        scaled.backward()
+    assert pair.engine.loss_scale() == 2.0**16
+    Damage(pair.model.get_parameter("a.bias"), math.inf).armed = True
+    _skip(pair)
+    (cause,) = pair.engine.overflow_causes
+    assert cause.parameters == ("a.bias",)
+    assert cause.loss_was_finite
+
+
+# -- weights written from outside ------------------------------------------------------------
+
+
+def _write_copy(param: torch.Tensor) -> None:
+    with torch.no_grad():
+        param.copy_(torch.full_like(param, 0.75))
+
+
+def _write_clamp(param: torch.Tensor) -> None:
+    with torch.no_grad():
+        param.clamp_(-0.5, 0.5)
+
+
+def _write_data(param: torch.Tensor) -> None:
+    param.data = torch.full_like(param, 0.25)
+
+
+@levels
+@pytest.mark.parametrize("write", [_write_copy, _write_clamp, _write_data])
+@pytest.mark.parametrize("when", ["before backward", "before step"])
+def test_weights_written_from_outside_reach_the_optimizer(
+    level: str, write: Callable[[torch.Tensor], None], when: str
+) -> None:
+    pair = Pair(level)
+    pair.train(0)
+
+    def write_both() -> None:
+        # The oracle's float32 weight keeps its low bits only where the half one did not change.
+        half, plain = pair.model.get_parameter("a.weight"), pair.plain.get_parameter("a.weight")
+        write(half)
+        with torch.no_grad():
+            kept = plain.to(half.dtype) == half
+            plain.copy_(torch.where(kept, plain, half.to(plain.dtype)))
+
+    if when == "before backward":
+        write_both()
+    pair.backward(1)
+    if when == "before step":
+        write_both()
+    pair.step()
+    pair.zero()
+    pair.check()
+
+
+# -- sparse gradients ------------------------------------------------------------------------
+
+
+class Sparse(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 2, sparse=True)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return self.embedding(index)
+
+
+def _sparse_loss(model: nn.Module, step: int) -> torch.Tensor:
+    index = torch.tensor([step, 1, 1, 4])
+    return (model(index).float() * torch.tensor([1.0, 2.0]) * 2.0**-8).sum()
+
+
+@pytest.mark.parametrize("level", F32_WEIGHTS)
+@pytest.mark.parametrize("scale", ["dynamic", 128.0, None])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9),
+        lambda params: torch.optim.SparseAdam(params, lr=0.5),
+    ],
+    ids=["sgd", "sparse_adam"],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_sparse_gradients(level: str, scale: Any, build: Any, accumulate: int) -> None:
+    model = Sparse()
+    plain = copy.deepcopy(model)
+    optimizer, oracle = build(list(model.parameters())), build(list(plain.parameters()))
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+    for step in range(3):
+        for part in range(accumulate):
+            with preamp.scale_loss(_sparse_loss(model, step + part), optimizer) as scaled:
+                scaled.backward()
+            _sparse_loss(plain, step + part).backward()
+        assert model.embedding.weight.grad is not None
+        assert model.embedding.weight.grad.is_sparse
+        # A row used twice is one sum for us and may be two updates, each rounded, for torch.
+        plain.embedding.weight.grad = plain.embedding.weight.grad.coalesce()
+        if scale is None:
+            model.embedding.weight.grad = model.embedding.weight.grad.coalesce()
+        with preamp.disable_casts():
+            oracle.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        oracle.zero_grad()
+        assert_same(model.embedding.weight.detach(), plain.embedding.weight.detach())
+
+
+@pytest.mark.parametrize("level", F32_WEIGHTS)
+def test_a_sparse_overflow_is_skipped(level: str) -> None:
+    model = Sparse()
+    optimizer = torch.optim.SparseAdam(list(model.parameters()))
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    before = values(model)
+    with preamp.scale_loss(_sparse_loss(model, 0) * math.inf, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert preamp.engine_of(model).last_step_skipped
+    assert_same(values(model)[0], before[0])
+
+
+def _backward(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    with preamp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+
+
+@with_masters
+def test_sparse_gradients_are_refused_where_there_are_masters(level: str) -> None:
+    model = nn.Sequential(Sparse(), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    linear = model[1].weight
+    _backward((linear.float() * 2.0**-8).sum(), optimizer)
+    text = (
+        "The gradient of '0.embedding.weight' is sparse and the parameter has a float32 master. "
+        "Masters take dense gradients; sparse ones work at O0, O1 and O4. Build the embedding "
+        "with sparse=False, or choose O1 (O4 for bfloat16)."
+    )
+    with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}$"):
+        _backward(model(torch.tensor([1])).sum() * 2.0**-8, optimizer)
+    master = preamp.engine_of(model).master_of(linear)
+    assert master is not None
+    assert_same(master.grad, torch.full((2, 2), 2.0**-8))  # the earlier gradient is still there
+
+
+def test_stepping_on_scaled_gradients_is_refused() -> None:
+    pair = Pair("O2")
+    pair.ours(0, delay_unscale=True)
+    text = (
+        "optimizer.step() with gradients left scaled by delay_unscale=True. The last scale_loss "
+        "before a step must unscale. Call scale_loss without delay_unscale for the last backward "
+        "before step()."
+    )
+    with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}$"):
+        pair.optimizer.step()

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Opt levels and their overrides: defaults, what may be changed, what is refused and how."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from preamp.core.errors import PreampPolicyError
+from preamp.policy import OPT_LEVELS, Policy, describe_overrides, level_defaults, resolve
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+FUNCTION_LEVELS = ("O1", "O4")
+OTHER_LEVELS = ("O0", "O2", "O3", "O5")
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "O0": {
+        "cast_model_type": F32,
+        "patch_torch_functions": False,
+        "patch_torch_functions_type": None,
+        "keep_batchnorm_fp32": None,
+        "master_weights": False,
+        "loss_scale": 1.0,
+    },
+    "O1": {
+        "cast_model_type": None,
+        "patch_torch_functions": True,
+        "patch_torch_functions_type": F16,
+        "keep_batchnorm_fp32": None,
+        "master_weights": False,
+        "loss_scale": "dynamic",
+    },
+    "O2": {
+        "cast_model_type": F16,
+        "patch_torch_functions": False,
+        "patch_torch_functions_type": None,
+        "keep_batchnorm_fp32": True,
+        "master_weights": True,
+        "loss_scale": "dynamic",
+    },
+    "O3": {
+        "cast_model_type": F16,
+        "patch_torch_functions": False,
+        "patch_torch_functions_type": None,
+        "keep_batchnorm_fp32": False,
+        "master_weights": False,
+        "loss_scale": 1.0,
+    },
+    "O4": {
+        "cast_model_type": None,
+        "patch_torch_functions": True,
+        "patch_torch_functions_type": BF16,
+        "keep_batchnorm_fp32": None,
+        "master_weights": False,
+        "loss_scale": 1.0,
+    },
+    "O5": {
+        "cast_model_type": BF16,
+        "patch_torch_functions": False,
+        "patch_torch_functions_type": None,
+        "keep_batchnorm_fp32": True,
+        "master_weights": True,
+        "loss_scale": 1.0,
+    },
+}
+
+
+# -- defaults --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", DEFAULTS)
+def test_level_row(level: str) -> None:
+    policy = resolve(level, {})
+    assert {name: getattr(policy, name) for name in DEFAULTS[level]} == DEFAULTS[level]
+    assert policy.enabled is True
+    assert policy.opt_level == level
+    assert policy.brief.startswith(f"{level}:  ")
+    assert policy == level_defaults(level)
+
+
+def test_every_level_has_a_row_here() -> None:
+    assert list(OPT_LEVELS) == list(DEFAULTS)
+
+
+def test_common_defaults() -> None:
+    policy = resolve("O1", {})
+    assert policy.min_loss_scale is None
+    assert policy.max_loss_scale == 2.0**24
+    assert policy.cast_model_outputs is None
+    assert policy.scope == "thread"
+    assert policy.max_consecutive_skips == 50
+
+
+@pytest.mark.parametrize("level", DEFAULTS)
+def test_none_changes_nothing(level: str) -> None:
+    names = (*DEFAULTS[level], "cast_model_outputs", "min_loss_scale", "scope")
+    assert resolve(level, dict.fromkeys(names)) == OPT_LEVELS[level]
+
+
+@pytest.mark.parametrize(
+    ("level", "half"),
+    [("O0", None), ("O1", F16), ("O2", F16), ("O3", F16), ("O4", BF16), ("O5", BF16)],
+)
+def test_half_dtype(level: str, half: torch.dtype | None) -> None:
+    assert OPT_LEVELS[level].half_dtype is half
+
+
+def test_policies_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OPT_LEVELS["O1"].loss_scale = 2.0  # pyright: ignore
+
+
+def test_the_table_is_read_only() -> None:
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        OPT_LEVELS["O9"] = OPT_LEVELS["O1"]  # pyright: ignore
+
+
+def test_replace_leaves_the_original_alone() -> None:
+    assert OPT_LEVELS["O2"].replace(loss_scale=8.0).loss_scale == 8.0
+    assert OPT_LEVELS["O2"].loss_scale == "dynamic"
+
+
+# -- allowed overrides -----------------------------------------------------------------------
+
+ALLOWED: list[tuple[str, str, Any, Any]] = [
+    # level, argument, given, resolved
+    ("O0", "cast_model_type", F16, F16),
+    ("O2", "cast_model_type", BF16, BF16),
+    ("O3", "cast_model_type", F32, F32),
+    ("O3", "cast_model_type", F64, F64),
+    ("O5", "cast_model_type", F16, F16),
+    *((level, "cast_model_type", False, None) for level in DEFAULTS),
+    *((level, "cast_model_type", F32, None) for level in FUNCTION_LEVELS),
+    *((level, "patch_torch_functions", False, False) for level in DEFAULTS),
+    *((level, "patch_torch_functions", True, True) for level in FUNCTION_LEVELS),
+    ("O1", "patch_torch_functions", "False", False),
+    ("O1", "patch_torch_functions_type", F16, F16),
+    ("O4", "patch_torch_functions_type", BF16, BF16),
+    *((level, "keep_batchnorm_fp32", True, True) for level in OTHER_LEVELS),
+    *((level, "keep_batchnorm_fp32", False, False) for level in OTHER_LEVELS),
+    ("O2", "keep_batchnorm_fp32", "False", False),
+    ("O3", "keep_batchnorm_fp32", "True", True),
+    *((level, "master_weights", True, True) for level in OTHER_LEVELS),
+    *((level, "master_weights", False, False) for level in OTHER_LEVELS),
+    ("O2", "master_weights", "False", False),
+    *((level, "loss_scale", "dynamic", "dynamic") for level in DEFAULTS),
+    ("O1", "loss_scale", "128.0", 128.0),
+    ("O2", "loss_scale", 1, 1.0),
+    ("O2", "loss_scale", True, 1.0),
+    ("O0", "loss_scale", 0.5, 0.5),
+    ("O1", "min_loss_scale", 0, None),
+    ("O1", "min_loss_scale", False, None),
+    ("O1", "min_loss_scale", "2.0", 2.0),
+    ("O1", "min_loss_scale", 128.0, 128.0),
+    ("O1", "max_loss_scale", 2.0**10, 2.0**10),
+    ("O1", "max_loss_scale", "1024", 1024.0),
+    ("O3", "max_loss_scale", None, None),
+    ("O1", "cast_model_outputs", F16, F16),
+    ("O2", "cast_model_outputs", F64, F64),
+    ("O1", "scope", "model", "model"),
+    ("O1", "max_consecutive_skips", None, None),
+    ("O1", "max_consecutive_skips", 1, 1),
+]
+
+
+@pytest.mark.parametrize(("level", "name", "given", "expected"), ALLOWED)
+def test_override(level: str, name: str, given: Any, expected: Any) -> None:
+    value = getattr(resolve(level, {name: given}), name)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize("level", FUNCTION_LEVELS)
+def test_functions_left_alone_keep_the_level_s_scaling(level: str) -> None:
+    policy = resolve(level, {"patch_torch_functions": False})
+    assert policy.patch_torch_functions_type is None
+    assert policy.half_dtype is None
+    assert policy.loss_scale == DEFAULTS[level]["loss_scale"]
+
+
+def test_only_what_was_overridden_differs() -> None:
+    policy = resolve("O2", {"loss_scale": "128.0", "master_weights": False})
+    assert describe_overrides(policy) == [
+        ("master_weights", True, False),
+        ("loss_scale", "dynamic", 128.0),
+    ]
+
+
+# -- refusals --------------------------------------------------------------------------------
+
+CONTRADICTIONS: list[tuple[str, str, Any, str]] = [
+    *(
+        (
+            level,
+            "cast_model_type",
+            dtype,
+            f"cast_model_type={dtype!r} with opt_level='{level}'. O1 and O4 keep the weights in "
+            "float32 and cast function by function. Leave cast_model_type out, or choose "
+            "opt_level='O2' or 'O3' ('O5' for bfloat16).",
+        )
+        for level in FUNCTION_LEVELS
+        for dtype in (F16, BF16, F64)
+    ),
+    *(
+        (
+            level,
+            "patch_torch_functions",
+            given,
+            f"patch_torch_functions=True with opt_level='{level}'. Functions are cast one by one "
+            "at O1 (float16) and O4 (bfloat16) only. Choose opt_level='O1' or 'O4', or leave "
+            "patch_torch_functions out.",
+        )
+        for level in OTHER_LEVELS
+        for given in (True, "True")
+    ),
+    *(
+        (
+            level,
+            "patch_torch_functions_type",
+            dtype,
+            f"patch_torch_functions_type={dtype!r} with opt_level='{level}'. O1 casts functions "
+            "to torch.float16, O4 to torch.bfloat16, other levels to nothing. Choose "
+            "opt_level='O1' or 'O4' by the dtype you want.",
+        )
+        for level, dtype in (
+            ("O0", F16),
+            ("O1", BF16),
+            ("O2", F16),
+            ("O3", F16),
+            ("O4", F16),
+            ("O5", BF16),
+        )
+    ),
+    *(
+        (
+            level,
+            "keep_batchnorm_fp32",
+            given,
+            f"keep_batchnorm_fp32={given!r} with opt_level='{level}'. O1 and O4 keep all weights "
+            "in float32, batch norm included. Leave keep_batchnorm_fp32 out.",
+        )
+        for level in FUNCTION_LEVELS
+        for given in (True, False, "False")
+    ),
+    *(
+        (
+            level,
+            "master_weights",
+            given,
+            f"master_weights={given!r} with opt_level='{level}'. O1 and O4 keep the weights in "
+            "float32, so there is nothing to keep a master of. Leave master_weights out, or "
+            "choose opt_level='O2' ('O5' for bfloat16).",
+        )
+        for level in FUNCTION_LEVELS
+        for given in (True, False)
+    ),
+]
+
+
+@pytest.mark.parametrize(("level", "name", "given", "text"), CONTRADICTIONS)
+def test_contradiction_is_refused(level: str, name: str, given: Any, text: str) -> None:
+    with pytest.raises(PreampPolicyError, match=f"^{re.escape(text)}$"):
+        resolve(level, {name: given})
+
+
+@pytest.mark.parametrize(("level", "name", "given", "text"), CONTRADICTIONS)
+def test_hard_override_warns_and_goes_on(level: str, name: str, given: Any, text: str) -> None:
+    warning = f"^{re.escape(text)} Going on because hard_override is set.$"
+    with pytest.warns(UserWarning, match=warning):
+        policy = resolve(level, {name: given}, hard_override=True)
+    assert getattr(policy, name) == {"True": True, "False": False}.get(given, given)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("01", "O1"), ("o2", "O2"), (1, "O1"), (0, "O0"), ("0", "O0"), ("5", "O5"), ("00", "O0")],
+)
+def test_level_with_a_zero_for_the_letter(given: Any, meant: str) -> None:
+    text = (
+        f"opt_level={given!r} is not known. Choose one of 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'. "
+        "Levels are strings that begin with the letter O, not the digit zero; "
+        f"here {meant!r} was probably meant."
+    )
+    with pytest.raises(PreampPolicyError, match=f"^{re.escape(text)}$"):
+        resolve(given, {})
+
+
+@pytest.mark.parametrize("given", ["O9", "fp16", None, [], True])
+def test_unknown_level(given: Any) -> None:
+    text = (
+        f"opt_level={given!r} is not known. Choose one of 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'. "
+        "Levels are strings that begin with the letter O, not the digit zero."
+    )
+    with pytest.raises(PreampPolicyError, match=f"^{re.escape(text)}$"):
+        resolve(given, {})
+
+
+def test_a_refusal_is_a_runtime_error() -> None:
+    with pytest.raises(RuntimeError):
+        resolve("O7", {})
+
+
+NO_TRUTH = "is not a truth value. Allowed are True, False, 'True' and 'False'."
+NO_DTYPE = "is not a floating-point dtype. Allowed "
+NO_SCALE = (
+    "cannot be used. Allowed is 'dynamic' or a positive number, also as a string such as '128.0'."
+)
+NO_NUMBER = "cannot be used. Allowed is a positive number, also as a string such as '128.0'."
+
+BAD_VALUES: list[tuple[str, Any, type[Exception], str]] = [
+    ("cast_model_type", torch.int32, TypeError, f"cast_model_type=torch.int32 {NO_DTYPE}"),
+    ("cast_model_type", "fp16", TypeError, f"cast_model_type='fp16' {NO_DTYPE}"),
+    ("cast_model_type", True, TypeError, f"cast_model_type=True {NO_DTYPE}"),
+    ("cast_model_outputs", torch.int8, TypeError, f"cast_model_outputs=torch.int8 {NO_DTYPE}"),
+    ("cast_model_outputs", False, TypeError, f"cast_model_outputs=False {NO_DTYPE}"),
+    ("patch_torch_functions", "yes", TypeError, f"patch_torch_functions='yes' {NO_TRUTH}"),
+    ("patch_torch_functions", 1, TypeError, f"patch_torch_functions=1 {NO_TRUTH}"),
+    ("keep_batchnorm_fp32", "false", TypeError, f"keep_batchnorm_fp32='false' {NO_TRUTH}"),
+    ("keep_batchnorm_fp32", 0, TypeError, f"keep_batchnorm_fp32=0 {NO_TRUTH}"),
+    ("master_weights", "no", TypeError, f"master_weights='no' {NO_TRUTH}"),
+    ("loss_scale", "abc", ValueError, f"loss_scale='abc' {NO_SCALE}"),
+    ("loss_scale", "Dynamic", ValueError, f"loss_scale='Dynamic' {NO_SCALE}"),
+    ("loss_scale", 0, ValueError, f"loss_scale=0 {NO_SCALE}"),
+    ("loss_scale", -1.0, ValueError, f"loss_scale=-1.0 {NO_SCALE}"),
+    ("loss_scale", float("inf"), ValueError, f"loss_scale=inf {NO_SCALE}"),
+    ("loss_scale", "nan", ValueError, f"loss_scale='nan' {NO_SCALE}"),
+    ("loss_scale", [1.0], ValueError, f"loss_scale=[1.0] {NO_SCALE}"),
+    ("min_loss_scale", -1, ValueError, f"min_loss_scale=-1 {NO_NUMBER}"),
+    ("min_loss_scale", "x", ValueError, f"min_loss_scale='x' {NO_NUMBER}"),
+    ("max_loss_scale", 0, ValueError, f"max_loss_scale=0 {NO_NUMBER}"),
+    ("max_loss_scale", "big", ValueError, f"max_loss_scale='big' {NO_NUMBER}"),
+    (
+        "max_loss_scale",
+        None,
+        TypeError,
+        "max_loss_scale=None with a dynamic loss scale. A dynamic scale needs a ceiling, or it "
+        "grows to infinity on a tiny loss.",
+    ),
+    (
+        "scope",
+        "module",
+        ValueError,
+        "scope='module' is not known. Allowed are 'thread' (casts hold in the whole thread) and "
+        "'model' (casts hold inside the models' forward only).",
+    ),
+    (
+        "max_consecutive_skips",
+        0,
+        ValueError,
+        "max_consecutive_skips=0 cannot be used. Allowed is a whole number from 1, or None for no "
+        "limit.",
+    ),
+    ("max_consecutive_skips", 1.5, ValueError, "max_consecutive_skips=1.5 cannot be used."),
+    ("max_consecutive_skips", "3", ValueError, "max_consecutive_skips='3' cannot be used."),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "error", "text"), BAD_VALUES)
+def test_bad_value(name: str, given: Any, error: type[Exception], text: str) -> None:
+    level = "O2"  # dynamic, and every argument is allowed there
+    with pytest.raises(error, match=f"^{re.escape(text)}"):
+        resolve(level, {name: given})
+
+
+@pytest.mark.parametrize(("name", "given", "error", "text"), BAD_VALUES)
+def test_hard_override_does_not_excuse_bad_values(
+    name: str, given: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=f"^{re.escape(text)}"):
+        resolve("O2", {name: given}, hard_override=True)
+
+
+def test_floor_above_ceiling() -> None:
+    text = (
+        "min_loss_scale=16.0 is above max_loss_scale=8.0. The floor of the loss scale must not be "
+        "above its ceiling. Lower min_loss_scale or raise max_loss_scale."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        resolve("O1", {"min_loss_scale": 16, "max_loss_scale": 8})
+
+
+def test_a_static_scale_has_no_range_to_check() -> None:
+    policy = resolve("O2", {"loss_scale": 4, "min_loss_scale": 16, "max_loss_scale": None})
+    assert policy.loss_scale == 4.0
+
+
+def test_refused_policies_leave_the_table_alone() -> None:
+    before = dict(OPT_LEVELS)
+    with pytest.raises(PreampPolicyError):
+        resolve("O1", {"loss_scale": 8.0, "master_weights": True})
+    assert dict(OPT_LEVELS) == before
+
+
+def test_policy_is_a_value() -> None:
+    assert Policy(opt_level="O0", brief="x") == Policy(opt_level="O0", brief="x")
+    assert resolve("O2", {"loss_scale": 2}) != resolve("O2", {})

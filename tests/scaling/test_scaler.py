@@ -1,0 +1,477 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The loss scaler against a model of it in plain Python numbers; everything is exact."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from preamp.amp import LossScaler as ApexScaler
+from preamp.scaling import SMALLEST_SCALE, DynamicScale, LossScaler, ScaleState, StaticScale
+
+INF, NAN = float("inf"), float("nan")
+POWERS = st.integers(-20, 20).map(lambda n: 2.0**n)
+WINDOWS = st.integers(1, 5)
+
+
+@dataclasses.dataclass
+class Model:
+    """What a loss scaler is, in Python numbers."""
+
+    dynamic: bool
+    scale: float
+    window: int = 2000
+    floor: float | None = None
+    ceiling: float = 2.0**24
+    clean: int = 0
+    overflow: bool = False
+
+    @property
+    def lowest(self) -> float:
+        return SMALLEST_SCALE if self.floor is None else self.floor
+
+    def update(self) -> bool:
+        skip = self.overflow and self.dynamic
+        if skip:
+            self.scale = min(self.scale, max(self.lowest, self.scale / 2))
+            self.clean = 0
+        else:
+            self.clean += 1
+        if self.dynamic and self.clean >= self.window:
+            self.scale = min(self.ceiling, self.scale * 2)
+            self.clean = 0
+        self.overflow = False
+        return skip
+
+
+class Machine(RuleBasedStateMachine):
+    """Rules that the core scaler and Apex's face of it share."""
+
+    model: Model
+
+    def build(self, model: Model) -> None:
+        raise NotImplementedError
+
+    def found(self) -> None:
+        raise NotImplementedError
+
+    def do_update(self) -> bool:
+        raise NotImplementedError
+
+    def set_scale(self, value: float) -> None:
+        raise NotImplementedError
+
+    def state(self) -> tuple[float, int, bool]:
+        raise NotImplementedError
+
+    @initialize(start=POWERS, window=WINDOWS, floor=st.none() | POWERS, ceiling=st.integers(0, 24))
+    def start_dynamic(self, start: float, window: int, floor: float | None, ceiling: int) -> None:
+        top = max(2.0**ceiling, floor or 0.0)
+        scale = max(min(start, top), floor or 0.0)
+        self.model = Model(True, scale, window, floor, top)
+        self.build(self.model)
+
+    @rule(value=POWERS)
+    def turn_static(self, value: float) -> None:
+        self.model = Model(False, value)
+        self.build(self.model)
+
+    @rule(times=st.integers(1, 12))
+    def clean_updates(self, times: int) -> None:
+        for _ in range(times):
+            assert self.do_update() == self.model.update()
+
+    @rule(times=st.integers(1, 60))
+    def overflows(self, times: int) -> None:
+        for _ in range(times):
+            self.found()
+            self.model.overflow = True
+            assert self.do_update() == self.model.update()
+
+    @rule()
+    def delayed_overflow(self) -> None:
+        self.found()
+        self.model.overflow = True
+
+    @rule(value=POWERS)
+    def assign_scale(self, value: float) -> None:
+        self.set_scale(value)
+        self.model.scale = value
+
+    @invariant()
+    def equal(self) -> None:
+        if hasattr(self, "model"):
+            assert self.state() == (self.model.scale, self.model.clean, self.model.overflow)
+
+
+class CoreMachine(Machine):
+    """`preamp.scaling.LossScaler`."""
+
+    def build(self, model: Model) -> None:
+        if model.dynamic:
+            rule_ = DynamicScale(
+                init_scale=model.scale,
+                growth_interval=model.window,
+                min_scale=model.floor,
+                max_scale=model.ceiling,
+            )
+            self.scaler = LossScaler(rule_)
+        else:
+            self.scaler = LossScaler(StaticScale(init_scale=model.scale))
+
+    def found(self) -> None:
+        self.scaler.record(torch.tensor(1.0))
+
+    def do_update(self) -> bool:
+        return bool(self.scaler.update())
+
+    def set_scale(self, value: float) -> None:
+        self.scaler.set_scale(value)
+
+    def state(self) -> tuple[float, int, bool]:
+        scaler = self.scaler
+        assert scaler.state_dict() == {
+            "loss_scale": scaler.value(),
+            "unskipped": scaler.growth_tracker.item(),
+        }
+        return scaler.value(), int(scaler.growth_tracker.item()), bool(scaler.found_inf)
+
+    @rule()
+    def nothing_found(self) -> None:
+        self.scaler.record(torch.tensor(0.0))
+
+    @rule()
+    def save_and_load(self) -> None:
+        """A file carries the numbers; the rule comes from the arguments, the flag is dropped."""
+        saved = self.scaler.state_dict()
+        self.build(dataclasses.replace(self.model, scale=self.model.scale))
+        self.scaler.load_state_dict(saved)
+        self.model.overflow = False
+
+    @rule(scale=POWERS, clean=st.integers(0, 4))
+    def load(self, scale: float, clean: int) -> None:
+        self.scaler.load_state_dict({"loss_scale": scale, "unskipped": clean})
+        if self.model.dynamic:
+            self.model.scale = scale
+        self.model.clean, self.model.overflow = clean, False
+
+    @rule(loss=st.integers(-64, 64).map(float))
+    def scaled_loss(self, loss: float) -> None:
+        leaf = torch.tensor(loss, requires_grad=True)
+        scaled = self.scaler.scale_loss(leaf)
+        scaled.backward()
+        assert scaled.item() == loss * self.model.scale
+        assert leaf.grad is not None
+        assert leaf.grad.item() == self.model.scale
+        assert self.scaler.inverse().item() == 1 / self.model.scale
+
+
+class ApexMachine(Machine):
+    """`preamp.amp.LossScaler`, with the names that scripts read and write."""
+
+    def build(self, model: Model) -> None:
+        self.scaler = ApexScaler(
+            "dynamic" if model.dynamic else model.scale,
+            init_scale=model.scale,
+            scale_window=model.window,
+            min_loss_scale=model.floor,
+            max_loss_scale=model.ceiling,
+        )
+
+    def found(self) -> None:
+        if self.model.dynamic:
+            bad = torch.tensor([1.0, INF])
+            self.scaler.unscale([bad], [bad.clone()], 1.0)
+        else:
+            self.scaler._has_overflow = True
+
+    def do_update(self) -> bool:
+        return self.scaler.update_scale()
+
+    def set_scale(self, value: float) -> None:
+        self.scaler._loss_scale = value
+
+    def state(self) -> tuple[float, int, bool]:
+        scaler = self.scaler
+        assert scaler.dynamic is self.model.dynamic
+        assert scaler._loss_scale == scaler.loss_scale()
+        assert scaler._scale_seq_len == self.model.window
+        assert scaler._min_loss_scale == self.model.floor
+        assert scaler._max_loss_scale == self.model.ceiling
+        return scaler.loss_scale(), scaler._unskipped, scaler._has_overflow
+
+    @rule(window=WINDOWS)
+    @precondition(lambda self: self.model.dynamic)
+    def assign_window(self, window: int) -> None:
+        self.scaler._unskipped = 0
+        self.scaler._scale_seq_len = window
+        self.model.clean, self.model.window = 0, window
+
+    @rule(clean=st.integers(0, 4))
+    def assign_clean(self, clean: int) -> None:
+        self.scaler._unskipped = clean
+        self.model.clean = clean
+
+    @rule(flag=st.booleans())
+    def assign_flag(self, flag: bool) -> None:
+        self.scaler._has_overflow = flag
+        self.model.overflow = flag
+
+    @rule()
+    def overflow_in_the_buffer(self) -> None:
+        self.scaler._overflow_buf.fill_(1)
+        self.model.overflow = True
+        assert self.do_update() == self.model.update()
+
+    @rule()
+    def clear(self) -> None:
+        self.scaler.clear_overflow_state()
+        self.model.overflow = False
+
+    @rule(value=st.integers(-64, 64).map(float), stashed=st.integers(-64, 64).map(float))
+    def unscale(self, value: float, stashed: float) -> None:
+        grads = [torch.full((3,), value, dtype=torch.float16)]
+        out = [torch.full((3,), NAN)]
+        self.scaler.unscale(grads, out, 1.0)
+        assert out[0].tolist() == [value / self.model.scale] * 3
+        self.scaler.unscale_with_stashed(grads, [torch.full((3,), stashed)], out)
+        wide = torch.tensor(value / self.model.scale) + stashed
+        assert out[0].tolist() == [wide.item()] * 3
+        assert grads[0].tolist() == [value] * 3
+
+
+FEW = settings(
+    max_examples=40,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)
+TestCoreScaler = CoreMachine.TestCase
+TestCoreScaler.settings = FEW
+TestApexScaler = ApexMachine.TestCase
+TestApexScaler.settings = FEW
+
+
+# -- single facts ----------------------------------------------------------------------------
+
+
+def test_growth_comes_exactly_with_the_2000th_clean_update() -> None:
+    scaler = LossScaler(DynamicScale())
+    for _ in range(1999):
+        scaler.update()
+    assert scaler.state_dict() == {"loss_scale": 2.0**16, "unskipped": 1999}
+    scaler.update()
+    assert scaler.state_dict() == {"loss_scale": 2.0**17, "unskipped": 0}
+
+
+def test_apex_growth_comes_exactly_with_the_2000th_clean_update() -> None:
+    scaler = ApexScaler("dynamic")
+    assert not any(scaler.update_scale() for _ in range(1999))
+    assert (scaler._loss_scale, scaler._unskipped) == (2.0**16, 1999)
+    assert scaler.update_scale() is False
+    assert (scaler._loss_scale, scaler._unskipped) == (2.0**17, 0)
+
+
+def test_an_overflow_starts_the_count_again() -> None:
+    scaler = LossScaler(DynamicScale(growth_interval=3))
+    scaler.update()
+    scaler.update()
+    scaler.record(torch.tensor(1.0))
+    assert scaler.update() == 1.0
+    assert scaler.state_dict() == {"loss_scale": 2.0**15, "unskipped": 0}
+
+
+def test_the_scale_stops_at_the_built_in_floor() -> None:
+    scaler = LossScaler(DynamicScale(init_scale=2.0**-23))
+    for _ in range(4):
+        scaler.record(torch.tensor(1.0))
+        scaler.update()
+    assert scaler.value() == SMALLEST_SCALE == 2.0**-24
+
+
+def test_a_scale_set_below_the_floor_is_not_raised_by_an_overflow() -> None:
+    scaler = LossScaler(DynamicScale(min_scale=8.0))
+    scaler.set_scale(2.0)
+    scaler.record(torch.tensor(1.0))
+    scaler.update()
+    assert scaler.value() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "start"),
+    [
+        ({}, 2.0**16),
+        ({"max_scale": 2.0**10}, 2.0**10),
+        ({"min_scale": 2.0**20}, 2.0**20),
+        ({"init_scale": 2.0**30}, 2.0**24),
+    ],
+)
+def test_start_is_within_the_range(arguments: dict[str, Any], start: float) -> None:
+    assert LossScaler(DynamicScale(**arguments)).value() == start
+
+
+def test_static_scaler_ignores_overflows_and_counts() -> None:
+    scaler = LossScaler(StaticScale(init_scale=128.0))
+    scaler.record(torch.tensor(1.0))
+    assert scaler.update() == 0.0
+    assert scaler.state_dict() == {"loss_scale": 128.0, "unskipped": 1}
+
+
+def test_static_scaler_keeps_its_scale_on_load() -> None:
+    scaler = LossScaler(StaticScale(init_scale=128.0))
+    scaler.load_state_dict({"loss_scale": 4.0, "unskipped": 7})
+    assert scaler.state_dict() == {"loss_scale": 128.0, "unskipped": 7}
+
+
+def test_a_pending_overflow_waits_for_the_update() -> None:
+    scaler = LossScaler(DynamicScale())
+    scaler.record(torch.tensor(1.0))
+    scaler.record(torch.tensor(0.0))
+    assert scaler.value() == 2.0**16
+    assert scaler.update() == 1.0
+    assert scaler.update() == 0.0
+    assert scaler.value() == 2.0**15
+
+
+def test_adjust_is_pure() -> None:
+    before = ScaleState(torch.tensor(8.0), torch.tensor(1, dtype=torch.int32))
+    after = DynamicScale(growth_interval=2).adjust(before, torch.tensor(0.0))
+    assert (before.scale.item(), before.growth_tracker.item()) == (8.0, 1)
+    assert (after.scale.item(), after.growth_tracker.item()) == (16.0, 0)
+    assert after.growth_tracker.dtype is torch.int32
+
+
+@pytest.mark.parametrize("rule_", [StaticScale(), DynamicScale()])
+def test_rules_are_frozen(rule_: Any) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rule_.init_scale = 2.0
+
+
+def test_identity_needs_no_arithmetic() -> None:
+    loss = torch.tensor(3.0)
+    scaler = LossScaler(StaticScale())
+    assert scaler.is_identity
+    assert scaler.scale_loss(loss) is loss
+    scaler.set_scale(2.0)
+    assert not scaler.is_identity
+    assert scaler.scale_loss(loss).item() == 6.0
+
+
+def test_a_dynamic_scale_of_one_is_no_identity() -> None:
+    assert not LossScaler(DynamicScale(init_scale=1.0)).is_identity
+
+
+@pytest.mark.parametrize(
+    ("given", "wide"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_the_scaled_loss_is_wide(given: torch.dtype, wide: torch.dtype) -> None:
+    scaled = LossScaler(DynamicScale()).scale_loss(torch.tensor(2.0, dtype=given))
+    assert scaled.dtype is wide
+    assert scaled.item() == 2.0**17
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        *({"loss_scale": scale, "unskipped": 0} for scale in (NAN, INF, 0.0, -2.0)),
+        {"loss_scale": 2.0, "unskipped": -1},
+        {},
+        {"loss_scale": 2.0},
+        {"loss_scale": "x", "unskipped": 0},
+        {"unskipped": 1},
+    ],
+)
+def test_unreadable_state_changes_nothing(state: dict[str, Any]) -> None:
+    scaler = LossScaler(DynamicScale())
+    scaler.update()
+    text = (
+        f"A loss scaler's state {state!r} cannot be read. Needed are the numbers 'loss_scale' "
+        "(above 0) and 'unskipped' (from 0). Pass what state_dict() returned."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        scaler.load_state_dict(state)
+    assert scaler.state_dict() == {"loss_scale": 2.0**16, "unskipped": 1}
+
+
+# -- Apex's face -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("given", "value"), [(128.0, 128.0), ("128.0", 128.0), (1, 1.0)])
+def test_apex_static(given: Any, value: float) -> None:
+    scaler = ApexScaler(given)
+    assert not scaler.dynamic
+    assert scaler.loss_scale() == value
+
+
+def test_apex_scale_factor_counts() -> None:
+    scaler = ApexScaler("dynamic", init_scale=16.0, scale_factor=4.0, scale_window=1)
+    scaler.update_scale()
+    assert scaler.loss_scale() == 64.0
+    scaler._has_overflow = True
+    assert scaler.update_scale() is True
+    assert scaler.loss_scale() == 16.0
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_apex_unscale_finds_overflow_and_still_writes_all(bad: float, place: int) -> None:
+    scaler = ApexScaler("dynamic", init_scale=2.0)
+    grads = [torch.full((2,), 6.0, dtype=torch.float16) for _ in range(3)]
+    grads[place][1] = bad
+    out = [torch.full((2,), -1.0) for _ in range(3)]
+    scaler.unscale(grads, out, 1.0)
+    assert scaler._has_overflow
+    assert [t[0].item() for t in out] == [3.0, 3.0, 3.0]
+
+
+def test_apex_large_finite_gradients_are_no_overflow() -> None:
+    scaler = ApexScaler("dynamic", init_scale=1.0)
+    big = torch.full((4,), 3e38)
+    scaler.unscale([big], [torch.zeros(4)], 1.0)
+    assert not scaler._has_overflow
+
+
+def test_apex_static_scaler_does_not_look() -> None:
+    scaler = ApexScaler(2.0)
+    scaler.unscale([torch.tensor([INF])], [torch.zeros(1)], 1.0)
+    assert scaler.update_scale() is False
+
+
+def test_apex_overrides_of_the_scale() -> None:
+    scaler = ApexScaler("dynamic")
+    out = [torch.zeros(1)]
+    scaler.unscale([torch.tensor([8.0])], out, 1.0, scale_override=4.0)
+    assert out[0].item() == 2.0
+    scaler.unscale_with_stashed(
+        [torch.tensor([8.0])], [torch.tensor([6.0])], out, scale_override=(4.0, 2.0, 1.0)
+    )
+    assert out[0].item() == 8.0 * (1.0 / 4.0) + 6.0 * (1.0 / 2.0)
+
+
+def test_apex_overflow_buffer_is_an_int_flag() -> None:
+    scaler = ApexScaler("dynamic")
+    assert scaler._overflow_buf.dtype is torch.int32
+    assert scaler._overflow_buf.tolist() == [0]
+    scaler._overflow_buf = torch.ones(1, dtype=torch.int32)
+    assert scaler.update_scale() is True
+    assert scaler._overflow_buf.tolist() == [0]
