@@ -604,17 +604,18 @@ def test_group_with_a_known_parameter(level: str, form: Callable[[Any], Any]) ->
 
 @MASTERS
 def test_half_gradient_changed_in_place(level: str) -> None:
-    model, optimizer = started(level)
+    model, optimizer = started(level, loss_scale=128.0)
     with preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
         scaled.backward()
     model.first.weight.grad.mul_(0.5)
     half = "float16" if level == "O2" else "bfloat16"
     text = (
-        f"The {half} gradient of 'first.weight' was changed in place after scale_loss, while it "
-        "was still multiplied by the loss scale. After scale_loss the unscaled gradients are those "
-        "of preamp.master_params(optimizer); on the model's parameters they may be read, zeroed "
+        f"The {half} gradient of 'first.weight' was changed in place or replaced after scale_loss, "
+        "while it was still multiplied by the loss scale. After scale_loss the unscaled gradients "
+        "are those of preamp.master_params(optimizer); on the model's parameters they may be read, zeroed "
         "or set to None. Clip with preamp.clip_grad_norm_(optimizer, max_norm) or with "
-        "torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), max_norm)."
+        "torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), max_norm), and call every "
+        "backward inside scale_loss."
     )
     before = weights(model)
     with pytest.raises(PreampStateError, match=f"^{re.escape(text)}$"):

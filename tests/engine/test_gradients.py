@@ -7,6 +7,7 @@ import copy
 import math
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -119,39 +120,89 @@ def test_changing_a_master_gradient_in_place(level: str) -> None:
     pair.check()
 
 
+def _double_in_place(half: torch.Tensor) -> None:
+    assert half.grad is not None
+    half.grad.mul_(2)
+
+
+def _replace_by_double(half: torch.Tensor) -> None:
+    assert half.grad is not None
+    half.grad = half.grad * 2
+
+
+rewrites = pytest.mark.parametrize("rewrite", [_double_in_place, _replace_by_double])
+
+
 @with_masters
-def test_another_half_gradient_replaces_the_old_one(level: str) -> None:
-    pair = Pair(level)
+@rewrites
+@pytest.mark.parametrize("read", [False, True])
+def test_without_a_loss_scale_half_gradients_may_be_rewritten(
+    level: str, read: bool, rewrite: Callable[[torch.Tensor], None]
+) -> None:
+    pair = Pair(level, loss_scale=1.0)
     pair.backward(0)
+    if read:
+        pair.check_grads()
     for half, plain in zip(pair.model.parameters(), plain_params(pair), strict=True):
-        assert half.grad is not None
-        half.grad = half.grad * 2  # still carries the scale
-        assert plain.grad is not None
-        plain.grad = plain.grad * 2
+        rewrite(half)
+        rewrite(plain)
     pair.check_grads()
     pair.step()
     pair.check()
 
 
 @with_masters
+@rewrites
 @pytest.mark.parametrize("read", [False, True])
-def test_changing_a_half_gradient_in_place_is_refused(level: str, read: bool) -> None:
-    pair = Pair(level)
+def test_with_a_loss_scale_rewriting_a_half_gradient_is_refused(
+    level: str, read: bool, rewrite: Callable[[torch.Tensor], None]
+) -> None:
+    pair = Pair(level, loss_scale=128.0)
     pair.backward(0)
     if read:
         pair.check_grads()
     weight = pair.model.get_parameter("b.weight")
-    assert weight.grad is not None
-    weight.grad.mul_(0.5)
+    rewrite(weight)
     text = (
         f"The {str(weight.dtype).removeprefix('torch.')} gradient of 'b.weight' was changed in "
-        "place after scale_loss, while it was still multiplied by the loss scale. After scale_loss "
-        "the unscaled gradients are those of preamp.master_params(optimizer); on the model's "
-        "parameters they may be read, zeroed or set to None. Clip with "
-        "preamp.clip_grad_norm_(optimizer, max_norm) or with "
-        "torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), max_norm)."
+        "place or replaced after scale_loss, while it was still multiplied by the loss scale."
     )
-    with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}$"):
+    with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}"):
+        pair.optimizer.step()
+
+
+@with_masters
+def test_plain_backwards_may_be_looked_at_in_between(level: str) -> None:
+    pair = Pair(level)
+    for step in range(2):
+        pair.plain_loss(step).backward()
+        pair.loss(step).backward()
+        pair.check_grads()
+    pair.step()
+    pair.check()
+
+
+@with_masters
+def test_a_plain_backward_after_a_step_starts_afresh(level: str) -> None:
+    pair = Pair(level)
+    pair.backward(0)
+    pair.step()
+    pair.model.zero_grad()  # the optimizer is not told
+    pair.plain.zero_grad()
+    pair.plain_loss(1).backward()
+    pair.loss(1).backward()
+    pair.check_grads()
+    pair.step()
+    pair.check()
+
+
+@with_masters
+def test_a_plain_backward_over_a_dropped_scaled_one_is_refused(level: str) -> None:
+    pair = Pair(level, loss_scale=128.0)
+    pair.backward(0)
+    pair.model.zero_grad()
+    pair.loss(1).backward()
+    with pytest.raises(preamp.PreampStateError, match="call every backward inside scale_loss"):
         pair.optimizer.step()
 
 

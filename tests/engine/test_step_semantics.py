@@ -904,3 +904,45 @@ def test_stepping_on_scaled_gradients_is_refused() -> None:
     )
     with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}$"):
         pair.optimizer.step()
+
+
+# -- blocks that do not end well -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_abandoned_delayed_accumulation_leaves_nothing_behind(level: str) -> None:
+    pair = Pair(level)
+    pair.ours(0)
+    pair.ours(1, delay_unscale=True)
+    pair.model.zero_grad()
+    pair.backward(2)
+    pair.check_grads()
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_after_an_abandoned_delayed_accumulation_does_nothing(level: str) -> None:
+    pair = Pair(level)
+    pair.train(0)
+    pair.ours(1, delay_unscale=True)
+    pair.model.zero_grad()
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_nested_blocks_of_one_optimizer_are_refused(level: str) -> None:
+    pair = Pair(level)
+    text = "scale_loss was entered for a SGD that is in a scale_loss block already. "
+    with preamp.scale_loss(pair.loss(0), pair.optimizer) as scaled:
+        with (
+            pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}"),
+            preamp.scale_loss(pair.loss(1), pair.optimizer),
+        ):
+            pass
+        scaled.backward()
+    pair.theirs(0)
+    pair.check_grads()
+    pair.step()
+    pair.check()

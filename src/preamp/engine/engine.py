@@ -207,7 +207,7 @@ class Engine:
         """
         step = session.steps_applied + session.steps_skipped + 1
         loss_id = session.notes[0].loss_id if session.notes else 0
-        cause = find_cause(session.notes, step, self.scalers[loss_id].value())
+        cause = find_cause(session.notes, step, self.scalers[loss_id].value(), self.names.of)
         session.finish_step(skipped=True)
         self.last_step_skipped = True
         self.overflow_causes.append(cause)

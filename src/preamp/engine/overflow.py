@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -51,34 +51,39 @@ class GradientNote:
         loss_id: Which loss.
         loss_finite: Bool scalar tensor, whether the unscaled loss was finite.
         scale: float32 scalar tensor, the scale it was multiplied by.
-        found: Per optimizer, parameter names and the largest magnitude of each gradient.
+        found: Per optimizer, parameters and the largest magnitude of each one's gradient.
     """
 
     loss_id: int
     loss_finite: torch.Tensor
     scale: torch.Tensor
-    found: list[tuple[Sequence[str], torch.Tensor]] = field(
-        default_factory=list[tuple[Sequence[str], torch.Tensor]]
+    found: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = field(
+        default_factory=list[tuple[Sequence[torch.Tensor], torch.Tensor]]
     )
 
-    def add(self, names: Sequence[str], max_abs: torch.Tensor) -> None:
+    def add(self, params: Sequence[torch.Tensor], max_abs: torch.Tensor) -> None:
         """Note the gradients of one optimizer."""
-        self.found.append((names, max_abs))
+        self.found.append((params, max_abs))
 
-    def overflowing(self) -> list[str]:
-        """Names of the parameters whose gradient was infinite or nan. Synchronises."""
-        overflowing: list[str] = []
-        for names, max_abs in self.found:
+    def overflowing(self) -> list[torch.Tensor]:
+        """The parameters whose gradient was infinite or nan. Synchronises."""
+        overflowing: list[torch.Tensor] = []
+        for params, max_abs in self.found:
             largest = cast("list[float]", cast("Any", max_abs).tolist())
-            overflowing += [n for n, x in zip(names, largest, strict=True) if not math.isfinite(x)]
+            overflowing += [p for p, x in zip(params, largest, strict=True) if not math.isfinite(x)]
         return overflowing
 
 
-def find_cause(notes: Sequence[GradientNote], step: int, new_scale: float) -> OverflowCause:
+def find_cause(
+    notes: Sequence[GradientNote],
+    step: int,
+    new_scale: float,
+    name_of: Callable[[torch.Tensor], str],
+) -> OverflowCause:
     """Return the cause of a skipped step: the first overflowing backward. Synchronises."""
     for note in notes:
-        names = note.overflowing()
-        if names:  # an infinite loss may have finite gradients, and then skips nothing
+        params = note.overflowing()
+        if params:  # an infinite loss may have finite gradients, and then skips nothing
             break
     else:
         # The overflow was settled without a note (delayed gradients under a changed scale).
@@ -93,7 +98,7 @@ def find_cause(notes: Sequence[GradientNote], step: int, new_scale: float) -> Ov
     return OverflowCause(
         step=step,
         loss_id=note.loss_id,
-        parameters=tuple(names),
+        parameters=tuple(map(name_of, params)),
         loss_was_finite=bool(note.loss_finite.item()),
         old_scale=float(note.scale.item()),
         new_scale=new_scale,

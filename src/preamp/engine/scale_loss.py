@@ -101,6 +101,8 @@ class _Block:
 
     def begin(self) -> None:
         for session in self._sessions:
+            session.refuse_nested()
+        for session in self._sessions:
             session.begin_backward(self.scaler)
 
     def abort(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from preamp.core.errors import PreampStateError, message
+from preamp.engine import refusals
 from preamp.engine.overflow import GradientNote
 from preamp.engine.stage import Delayed, Stage
 from preamp.kernels import Ops
@@ -50,6 +50,7 @@ class OptimizerSession:
         self._direct = DirectGradients(ops)
         self._found_inf: torch.Tensor | None = None
         self._delayed: Delayed | None = None
+        self._open = False  # inside a scale_loss block
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -76,13 +77,7 @@ class OptimizerSession:
         for item in items:
             param: Any = cast("tuple[str, Any]", item)[1] if isinstance(item, tuple) else item
             if self.masters.of_half(param) is not None:
-                raise ValueError(
-                    message(
-                        f"Parameter {self._name_of(param)!r} is in this optimizer already",
-                        "A parameter may appear in one parameter group only",
-                        "Leave it out of the new group",
-                    )
-                )
+                raise refusals.known_parameter(self._name_of(param))
 
     def release_masters(self) -> None:
         """Give the optimizer its half parameters back."""
@@ -117,10 +112,13 @@ class OptimizerSession:
     def begin_backward(self, scaler: LossScaler) -> None:
         """Set earlier gradients aside. Mutates the parameters' ``grad``."""
         self.adopt()
+        self._forget_abandoned()
+        self._open = True
         if self._delayed is not None:
             if self._delayed.continues_with(scaler):
                 return  # raw gradients of one scale may pile up in place
             self._settle_delayed()
+            self._open = True
         if self._found_inf is not None and not self._holds_gradients():
             self._found_inf = None  # the overflowed gradients were dropped: a fresh start
             self.notes.clear()
@@ -130,6 +128,7 @@ class OptimizerSession:
 
     def abort_backward(self) -> None:
         """The body raised: drop its gradients, restore those from before."""
+        self._open = False
         if self._delayed is not None:
             return  # nothing was set aside; what autograd added stays, as without preamp
         for twin in self.masters or ():
@@ -138,10 +137,33 @@ class OptimizerSession:
 
     def delay(self, scaler: LossScaler) -> None:
         """Leave the gradients scaled; a later `collect` unscales them all."""
+        self._open = False
         if self._delayed is None:
             inverse = None if scaler.is_identity else scaler.inverse()
             self._delayed = Delayed(scaler, scaler.generation, inverse)
+        self._delayed.has_gradients |= self._holds_raw_gradients()
         self.stage = Stage.SCALED
+
+    def refuse_nested(self) -> None:
+        """Raise `PreampStateError` if this optimizer is in a ``scale_loss`` block already.
+
+        Both blocks would unscale the same gradients.
+        """
+        if self._open:
+            raise refusals.nested(self.optimizer)
+
+    def _holds_raw_gradients(self) -> bool:
+        halves = (twin.half for twin in self.masters or ())
+        return any(param.grad is not None for param in (*self.direct_params(), *halves))
+
+    def _forget_abandoned(self) -> None:
+        """Forget a delayed accumulation whose gradients the script has dropped since."""
+        if self._delayed is None or not self._delayed.has_gradients or self._holds_raw_gradients():
+            return
+        for twin in self.masters or ():
+            twin.drop()
+        self._direct.forget()
+        self.reset()
 
     def collect(
         self, scaler: LossScaler, note: GradientNote, claimed: set[int]
@@ -164,18 +186,19 @@ class OptimizerSession:
             twins = {id(twin.master): twin.half for twin in self.masters or ()}
             own = {id(param): param for param in direct} | twins
             params = [own[id(param)] for param in self._params() if id(param) in own]
-            fresh = [(self._name_of(p), p.grad) for p in params if p.grad is not None]
+            fresh = [(param, param.grad) for param in params if param.grad is not None]
             census = self._ops.census([grad for _, grad in fresh], scaler.device)
-            note.add([name for name, _ in fresh], census.max_abs)
+            note.add([param for param, _ in fresh], census.max_abs)
             found_inf = census.found_inf
         self._merge(direct, None if scaler.is_identity else scaler.inverse())
         return found_inf
 
     def _merge(self, direct: list[torch.Tensor], factor: torch.Tensor | None) -> None:
         self._direct.merge(direct, factor)
+        one = torch.ones(()) if factor is None else factor
         for twin in self.masters or ():
-            one = factor if factor is not None else torch.ones((), device=twin.half.device)
-            twin.collect(one)
+            twin.collect(one, is_plain=factor is None)
+        self._open = False
         self.stage = Stage.UNSCALED
         self.backwards += 1
         self._delayed = None
@@ -210,23 +233,15 @@ class OptimizerSession:
 
     def _holds_gradients(self) -> bool:
         """Whether gradients from before are left; those that the script zeroed do not count."""
-        twins = self.masters or ()
         return self._direct.holds_gradient(self.direct_params()) or any(
-            twin.holds_gradient for twin in twins
+            twin.holds_gradient for twin in self.masters or ()
         )
 
     def refuse_sparse(self) -> None:
         """Raise `PreampStateError` if a parameter with a master has a sparse gradient."""
         for twin in self.masters or ():
             if twin.half.grad is not None and twin.half.grad.is_sparse:
-                raise PreampStateError(
-                    message(
-                        f"The gradient of {twin.name!r} is sparse and the parameter has a float32 "
-                        "master",
-                        "Masters take dense gradients; sparse ones work at O0, O1 and O4",
-                        "Build the embedding with sparse=False, or choose O1 (O4 for bfloat16)",
-                    )
-                )
+                raise refusals.sparse_with_master(twin.name)
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -236,14 +251,9 @@ class OptimizerSession:
 
     def check_unscaled(self) -> None:
         """Refuse to step with gradients that still carry the loss scale."""
+        self._forget_abandoned()
         if self.stage is Stage.SCALED:
-            raise PreampStateError(
-                message(
-                    "optimizer.step() with gradients left scaled by delay_unscale=True",
-                    "The last scale_loss before a step must unscale",
-                    "Call scale_loss without delay_unscale for the last backward before step()",
-                )
-            )
+            raise refusals.still_scaled()
 
     def prepare_step(self) -> None:
         """Bring masters up to date with what the user did to the half weights."""

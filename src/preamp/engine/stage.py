@@ -19,13 +19,21 @@ class Stage(Enum):
     UNSCALED = "unscaled"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delayed:
-    """The scale that gradients left scaled (``delay_unscale``) carry."""
+    """The scale that gradients left scaled (``delay_unscale``) carry.
+
+    Attributes:
+        scaler: Whose scale it is.
+        generation: The scaler's generation then; another one means another scale.
+        inverse: What unscales them, a float32 scalar; ``None`` for the static scale 1.
+        has_gradients: Whether any gradient was left.
+    """
 
     scaler: LossScaler
     generation: int
     inverse: torch.Tensor | None
+    has_gradients: bool = False
 
     def continues_with(self, scaler: LossScaler) -> bool:
         """Whether gradients of ``scaler`` can be added as they are."""

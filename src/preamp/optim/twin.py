@@ -5,9 +5,9 @@ The master's gradient is lazy. After a backward the half gradient stays where au
 the half parameter, and the twin only notes its scale. Reading ``master.grad`` unscales it into
 float32 then; a script that never reads it never pays for it.
 
-What the script does to the half gradient in between counts: setting it to ``None`` or zeroing it
-drops the gradient, assigning another tensor replaces it. Changing it in place is refused, since
-it is still multiplied by the loss scale and clipping it would be wrong without anyone noticing.
+What the script does to the half gradient in between counts: setting it to ``None`` drops the
+gradient, zeroing it zeroes it. Any other change is refused while a loss scale is on it, since
+clipping a scaled gradient would be wrong without anyone noticing.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from preamp.core.dtypes import dtype_name
 from preamp.core.errors import PreampStateError, message
 from preamp.core.tensors import store_grad, stored_grad, version_of
 from preamp.kernels import Ops
+from preamp.optim.half_gradient import HalfGradient, changed_in_place, unscaled
 
 
 class MasterParameter(torch.nn.Parameter):
@@ -73,18 +73,7 @@ class Twin:
         name: Qualified name for messages.
     """
 
-    __slots__ = (
-        "_factor",
-        "_open",
-        "_ops",
-        "_seen",
-        "_seen_version",
-        "_written",
-        "_zeroed",
-        "half",
-        "master",
-        "name",
-    )
+    __slots__ = ("_open", "_ops", "_seen", "_written", "half", "master", "name")
 
     def __init__(self, half: torch.nn.Parameter, data: torch.Tensor, name: str, ops: Ops) -> None:
         """Make the master of ``half``.
@@ -100,12 +89,7 @@ class Twin:
         self._ops = ops
         self.master = MasterParameter(data, requires_grad=half.requires_grad)
         self.master.twin = self
-        # The half gradient the twin knows of, and the factor still to be applied to it. No
-        # factor means that the master's gradient has it already (or that a step used it up).
-        self._seen: torch.Tensor | None = None
-        self._seen_version = 0
-        self._factor: torch.Tensor | None = None
-        self._zeroed = False
+        self._seen: HalfGradient | None = None
         # While a backward is under way its half gradient is scaled and incomplete: nobody's yet.
         self._open = False
         self._written = (half.data_ptr(), version_of(half))
@@ -118,45 +102,53 @@ class Twin:
         if self._open:
             return None
         self._reconcile()
-        if self._seen is None or self._factor is None:
+        if self._seen is None or self._seen.factor is None:
             return None
-        return self._seen, self._factor
+        return self._seen.tensor, self._seen.factor
 
     @property
     def holds_gradient(self) -> bool:
         """Whether either side has a gradient that the script has not dropped or zeroed."""
         self._reconcile()
-        if self._base_grad is not None:
+        if stored_grad(self.master) is not None:
             return True
-        return self._seen is not None and not self._zeroed
+        return self._seen is not None and not self._seen.is_zeroed
 
-    def collect(self, factor: torch.Tensor) -> None:
-        """Note the half gradient as it is now, to be multiplied by ``factor``; add nothing yet."""
+    def collect(self, factor: torch.Tensor, *, is_plain: bool) -> None:
+        """Note the half gradient as it is now; add nothing yet.
+
+        Args:
+            factor: float32 scalar that unscales it.
+            is_plain: Whether the factor is 1 and always was.
+        """
         self._open = False
-        self._see(self.half.grad, factor)
+        grad = self.half.grad
+        self._seen = None
+        if grad is not None:
+            self._seen = HalfGradient(grad, version_of(grad), factor, is_plain=is_plain)
 
     def multiply_pending(self, factor: torch.Tensor) -> None:
         """Multiply a gradient that is still pending, without touching its memory."""
-        if self._factor is not None:
-            self._factor = self._factor * factor.to(self._factor.device)
+        if self._seen is not None and self._seen.factor is not None:
+            self._seen.factor = self._seen.factor * factor.to(self._seen.factor.device)
 
     def materialize(self) -> None:
         """Bring the master's gradient up to date: ``grad += float32(half.grad) * factor``."""
         pending = self.pending
-        if pending is None:
+        if pending is None or self._seen is None:
             return
         half_grad, factor = pending
-        base = self._base_grad
+        base = stored_grad(self.master)
         wide = self._ops.widen_add([half_grad], [factor], [base])[0]
-        self._factor = None
+        self._seen.factor = None
+        self._seen.is_alone = base is None
         if base is None:
             store_grad(self.master, wide)
 
     def set_aside(self) -> None:
         """Begin a backward: move what is known to the master's gradient, clear the half one."""
         self.materialize()
-        self.half.grad = None
-        self._see(None, None)
+        self.forget_half_gradient()
         self._open = True
 
     def put_back(self) -> None:
@@ -171,14 +163,18 @@ class Twin:
     def spend(self) -> None:
         """After a step: the master's gradient goes, the half gradient stays but is used up."""
         store_grad(self.master, None)
-        self._see(self.half.grad, None)
+        grad, before = self.half.grad, self._seen
+        self._seen = None
+        if grad is not None:
+            is_plain = before is not None and before.is_plain
+            self._seen = HalfGradient(grad, version_of(grad), None, is_plain, is_spent=True)
 
     def zero_half_gradient(self) -> None:
         """``zero_grad(set_to_none=False)`` for the half side."""
         if self.half.grad is not None:
             self.half.grad.detach_().zero_()
         self._open = False
-        self._see(None, None)
+        self._seen = None
 
     def forget_half_gradient(self) -> None:
         """The master's gradient was assigned: what the half gradient held no longer counts.
@@ -187,55 +183,31 @@ class Twin:
         """
         self.half.grad = None
         self._open = False
-        self._see(None, None)
-
-    @property
-    def _base_grad(self) -> torch.Tensor | None:
-        return stored_grad(self.master)
-
-    def _see(self, half_grad: torch.Tensor | None, factor: torch.Tensor | None) -> None:
-        self._seen = half_grad
-        self._seen_version = 0 if half_grad is None else version_of(half_grad)
-        self._factor = factor if half_grad is not None else None
-        self._zeroed = False
+        self._seen = None
 
     def _reconcile(self) -> None:
         """Take in what the script did to the half gradient since it was last looked at."""
-        now = self.half.grad
-        if now is self._seen:
-            if now is not None and version_of(now) != self._seen_version:
-                self._accept_zeroing(now)
-            return
+        now, seen = self.half.grad, self._seen
         if now is None:
-            self._see(None, None)
+            if seen is not None:  # dropped by the script, so the master's goes too
+                self._seen = None
+                store_grad(self.master, None)
+            return
+        if seen is None:  # a backward outside scale_loss
+            self._seen = unscaled(now)
+            return
+        if seen.is_untouched_as(now):
+            return
+        if not seen.may_be_read_again(now):
+            if now is not seen.tensor or bool(now.any()):
+                raise changed_in_place(now, self.name)
+            # Zeros are a gradient, as in plain torch: momentum and weight decay go on.
             store_grad(self.master, None)
-        elif self._seen is None:
-            # A backward outside scale_loss: the gradient is what it is, with no scale on it.
-            self._see(now, now.new_ones((), dtype=torch.float32))
-        else:
-            factor = self._factor
-            if factor is None:
-                factor = now.new_ones((), dtype=torch.float32)
+            self._seen = unscaled(now, is_zeroed=True)
+            return
+        if seen.factor is None:
             store_grad(self.master, None)
-            self._see(now, factor)
-
-    def _accept_zeroing(self, now: torch.Tensor) -> None:
-        if bool(now.any()):
-            raise PreampStateError(
-                message(
-                    f"The {dtype_name(now.dtype)} gradient of {self.name!r} was changed in place "
-                    "after scale_loss, while it was still multiplied by the loss scale",
-                    "After scale_loss the unscaled gradients are those of "
-                    "preamp.master_params(optimizer); on the model's parameters they may be read, "
-                    "zeroed or set to None",
-                    "Clip with preamp.clip_grad_norm_(optimizer, max_norm) or with "
-                    "torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), max_norm)",
-                )
-            )
-        # Zeros are a gradient, as in plain torch: momentum and weight decay go on.
-        self._see(now, now.new_ones((), dtype=torch.float32))
-        self._zeroed = True
-        store_grad(self.master, None)
+        self._seen = unscaled(now)
 
     # -- weights -----------------------------------------------------------------------------
 

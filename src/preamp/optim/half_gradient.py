@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a twin knows of the half gradient that autograd left on the model's parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from preamp.core.dtypes import dtype_name
+from preamp.core.errors import PreampStateError, message
+from preamp.core.tensors import version_of
+
+
+@dataclass(slots=True, eq=False)
+class HalfGradient:
+    """A half gradient as it was last seen.
+
+    Attributes:
+        tensor: The gradient itself.
+        version: Its version then; another one means that it was changed in place since.
+        factor: What unscales it, a float32 scalar; ``None`` once the master's gradient has it.
+        is_plain: Whether no loss scale is on it, so that what the script does to it means what
+            it says.
+        is_alone: Whether the master's gradient, if there is one, was made of it alone.
+        is_spent: Whether a step has used it up.
+        is_zeroed: Whether the script zeroed it.
+    """
+
+    tensor: torch.Tensor
+    version: int
+    factor: torch.Tensor | None
+    is_plain: bool
+    is_alone: bool = True
+    is_spent: bool = False
+    is_zeroed: bool = False
+
+    def is_untouched_as(self, now: torch.Tensor) -> bool:
+        """Whether ``now`` is this gradient, unchanged."""
+        return now is self.tensor and version_of(now) == self.version
+
+    def may_be_read_again(self, now: torch.Tensor) -> bool:
+        """Whether the new content simply is the gradient, with no loss scale on it."""
+        if self.is_spent and now is not self.tensor:
+            return True  # a backward outside scale_loss after the step
+        return self.is_plain and (self.factor is not None or self.is_alone or self.is_spent)
+
+
+def unscaled(tensor: torch.Tensor, *, is_zeroed: bool = False) -> HalfGradient:
+    """Return the record of a gradient that has no loss scale on it."""
+    one = tensor.new_ones((), dtype=torch.float32)
+    return HalfGradient(tensor, version_of(tensor), one, is_plain=True, is_zeroed=is_zeroed)
+
+
+def changed_in_place(tensor: torch.Tensor, name: str) -> PreampStateError:
+    """Return the error for a half gradient that was rewritten while it was scaled."""
+    return PreampStateError(
+        message(
+            f"The {dtype_name(tensor.dtype)} gradient of {name!r} was changed in place or "
+            "replaced after scale_loss, while it was still multiplied by the loss scale",
+            "After scale_loss the unscaled gradients are those of "
+            "preamp.master_params(optimizer); on the model's parameters they may be read, "
+            "zeroed or set to None",
+            "Clip with preamp.clip_grad_norm_(optimizer, max_norm) or with "
+            "torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), max_norm), and call "
+            "every backward inside scale_loss",
+        )
+    )
