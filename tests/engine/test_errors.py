@@ -612,8 +612,8 @@ def test_half_gradient_changed_in_place(level: str) -> None:
     text = (
         f"The {half} gradient of 'first.weight' was changed in place or replaced after scale_loss, "
         "while it was still multiplied by the loss scale. After scale_loss the unscaled gradients "
-        "are those of preamp.master_params(optimizer); on the model's parameters they may be read, zeroed "
-        "or set to None. Clip with preamp.clip_grad_norm_(optimizer, max_norm) or with "
+        "are those of preamp.master_params(optimizer); on the model's parameters they may be read, "
+        "zeroed or set to None. Clip with preamp.clip_grad_norm_(optimizer, max_norm) or with "
         "torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), max_norm), and call every "
         "backward inside scale_loss."
     )
