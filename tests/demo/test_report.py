@@ -193,6 +193,7 @@ def test_page_has_titled_pictures_in_the_colour_of_the_text() -> None:
         labels = (picture["aria-labelledby"] or "").split()
         assert len(labels) == 2
         assert set(labels) <= set(ids)
+    assert len(page.all("style")) == 1  # the page's own
     assert "currentColor" in text
     assert "#010203" not in text
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from preamp.compat.properties import Properties
 from preamp.compat.scaler import LossScaler
 from preamp.engine import Engine
@@ -14,7 +16,7 @@ class AmpState:
     Attributes:
         hard_override: Warn instead of refusing contradictory overrides.
         allow_incoming_model_not_fp32: Accept models that are half already.
-        engine: The latest engine made through ``amp.initialize``, or ``None``.
+        is_off: Whether the latest ``amp.initialize`` was called with ``enabled=False``.
         opt_properties: Its policy as Apex showed it.
         loss_scalers: Its scalers under Apex's names.
         min_loss_scale: As passed to ``initialize``.
@@ -25,12 +27,21 @@ class AmpState:
         """Nothing is initialized."""
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
-        self.engine: Engine | None = None
+        self.is_off = False
+        self._engine: weakref.ref[Engine] | None = None
         self.opt_properties = Properties()
         self.loss_scalers: list[LossScaler] = []
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float | None = None
         self._verbosity = 1
+
+    @property
+    def engine(self) -> Engine | None:
+        """The latest engine made through ``amp.initialize`` that is still in use, or ``None``.
+
+        Held weakly: models and optimizers keep it alive, not the other way round.
+        """
+        return None if self._engine is None else self._engine()
 
     @property
     def verbosity(self) -> int:
@@ -43,11 +54,17 @@ class AmpState:
         if self.engine is not None:
             self.engine.verbosity = value
 
-    def make_current(self, engine: Engine | None) -> None:
-        """Let the argument-free functions mean ``engine`` from now on."""
-        self.engine = engine
+    def make_current(self, engine: Engine | None, *, is_off: bool = False) -> None:
+        """Let the argument-free functions mean ``engine`` from now on.
+
+        Args:
+            engine: The new engine; ``None`` for none.
+            is_off: Whether amp was turned off by ``enabled=False``.
+        """
+        self.is_off = is_off
+        self._engine = None if engine is None else weakref.ref(engine)
         self.opt_properties = Properties(None if engine is None else engine.policy)
-        if engine is None or not engine.policy.enabled:
+        if engine is None or is_off:
             return
         self.loss_scalers = [LossScaler.of(scaler) for scaler in engine.scalers]
         self.min_loss_scale = engine.policy.min_loss_scale

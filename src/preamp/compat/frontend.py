@@ -15,7 +15,7 @@ from preamp.compat.amp_state import amp_state
 from preamp.compat.stash import attach_stashes
 from preamp.core.errors import PreampStateError, message
 from preamp.core.log import say
-from preamp.policy import Policy, Scope
+from preamp.policy import Scope
 
 _PREFIX = "loss_scaler"
 
@@ -94,13 +94,10 @@ def initialize(
         hard_override=amp_state.hard_override,
     )
     engine = _engine_among(optimizers, models)
-    if engine is None and not enabled:  # nothing in what was passed could carry one
-        off = Policy(opt_level="O0", brief="off", enabled=False)
-        engine = rooms.create_engine([], [], off)
-    if engine is not None and engine.policy.enabled:
+    if engine is not None and enabled:
         attach_stashes(engine)
         engine.on_close(_forget_if_current(engine))
-    amp_state.make_current(engine)
+    amp_state.make_current(engine, is_off=not enabled)
     amp_state.verbosity = int(verbosity)
     return result
 
@@ -148,8 +145,7 @@ def scale_loss(
     Raises:
         PreampStateError: ``amp.initialize`` was never called, or not for these optimizers.
     """
-    current = amp_state.engine
-    if current is not None and not current.policy.enabled:  # anything may be passed then
+    if amp_state.is_off:  # anything may be passed then
         given: list[Any] = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
         optimizers = given
         if not any(isinstance(item, torch.optim.Optimizer) for item in given):
@@ -157,6 +153,9 @@ def scale_loss(
             return
     members = rooms.as_optimizers(optimizers)
     if all(rooms.find_engine(optimizer) is None for optimizer in members):
+        if amp_state.is_off:
+            yield loss
+            return
         if amp_state.engine is None:
             raise PreampStateError(
                 message(
@@ -166,9 +165,6 @@ def scale_loss(
                     "before the training loop; enabled=False turns amp off",
                 )
             )
-        if not amp_state.engine.policy.enabled:
-            yield loss
-            return
     with rooms.scale_loss(
         loss, members, loss_id, model, delay_unscale, delay_overflow_check
     ) as scaled:
@@ -187,7 +183,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     # Not OrderedDict[str, Any](): that leaves a mark which torch.load(weights_only=True) refuses.
     result: dict[str, Any] = OrderedDict() if destination is None else destination
     engine = amp_state.engine
-    if engine is not None and engine.policy.enabled:
+    if engine is not None and not amp_state.is_off:
         for index, scaler in enumerate(engine.scalers):
             result[f"{_PREFIX}{index}"] = scaler.state_dict()
     return result
@@ -208,7 +204,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         ValueError: An entry cannot be read; nothing was applied.
     """
     engine = amp_state.engine
-    if not state_dict or (engine is not None and not engine.policy.enabled):
+    if not state_dict or amp_state.is_off:
         return
     if engine is None:
         raise PreampStateError(

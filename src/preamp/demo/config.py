@@ -50,8 +50,9 @@ class OptimizerConfig:
         final_fraction: Part of it that is left when the cosine ends.
         warmup_fraction: Part of the steps in which the rate grows linearly.
         betas: Decay rates of AdamW's moments.
-        eps: AdamW's eps. With torch's default of 1e-8 pure fp16 (O3) diverges within five steps:
-            averages of squared gradients underflow and leave eps alone in the denominator.
+        eps: AdamW's eps. In pure fp16 (O3) averages of squared gradients underflow and leave eps
+            alone in the denominator: measured, 1e-8 (torch's default) diverges within 5 steps,
+            1e-6 within 130, and 1e-5 trains. The other levels do as well with either.
         weight_decay: Decoupled decay per unit of learning rate.
         max_norm: Norm that gradients are clipped to.
     """
@@ -60,7 +61,7 @@ class OptimizerConfig:
     final_fraction: float = 0.1
     warmup_fraction: float = 0.05
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-6
+    eps: float = 1e-5
     weight_decay: float = 0.1
     max_norm: float = 1.0
 

@@ -129,7 +129,8 @@ _INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "yti
 def _embed(document: str, name: str, title: str, description: str) -> str:
     """Make an SVG document an element: no prolog, no addresses, unique ids, inherited ink."""
     body = document[document.index("<svg") :]
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    # A style element in an inline SVG would apply to the whole page.
+    body = re.sub(r"<(metadata|style)\b.*?</\1>", "", body, flags=re.DOTALL)
     body = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", body)
     body = body.replace("xlink:href=", "href=")
     body = re.sub(r'\bid="', f'id="{name}-', body)

@@ -11,8 +11,8 @@ _LEVELS = {
     "O2": "Weights and gradients are fp16; the optimizer updates fp32 masters.",
     "O3": (
         "May be worse: there are no fp32 masters, so updates below about 1/2000 of a weight are"
-        " rounded away; there is no loss scale, so gradients below 6e-8 become zero, and so do"
-        " Adam's averages of squared gradients below 2e-4, which makes its steps too long."
+        " rounded away; there is no loss scale, so gradients below 3e-8 become zero; and those"
+        " below about 1e-3 vanish from Adam's average of squares, which makes its steps too long."
     ),
     "O4": "O1 with bf16, which has fp32's range and needs no loss scale.",
     "O5": "O2 with bf16, which has fp32's range and needs no loss scale.",

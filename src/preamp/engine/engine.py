@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -68,6 +69,11 @@ class Engine:
         self.overflow_causes: deque[OverflowCause] = deque(maxlen=_CAUSES_KEPT)
         self.link: Link[Engine] = Link(self)
         self.undo = UndoStack()
+        # Casts of torch's functions outlive nobody: an engine that is dropped without close()
+        # takes them back when it is collected. The stack must not refer to the engine.
+        self.process_undo = UndoStack()
+        self._take_back_process_state = weakref.finalize(self, self.process_undo.unwind)
+        self._take_back_process_state.atexit = False
         self.conversion = Conversion()
         self.ops = ops
         self.device = first_device(self.models, self.optimizers)
@@ -183,6 +189,7 @@ class Engine:
         exact = {id(twin.half): twin.master.data for twin in twins}
         self.closed = True
         self.undo.unwind()
+        self._take_back_process_state()
         for session in self.sessions.values():
             session.release_masters()
         self.conversion.revert(exact)

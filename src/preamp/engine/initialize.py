@@ -169,7 +169,7 @@ def _attach(engine: Engine) -> None:
                 keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32),
             )
     if policy.master_weights:
-        engine.undo.hold(ForeachType(MasterParameter))
+        engine.process_undo.hold(ForeachType(MasterParameter))
     for session in engine.sessions.values():
         session.adopt(engine.conversion.originals)
     for model in engine.models:
@@ -197,7 +197,7 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
 
 
 def _install_function_casts(engine: Engine) -> None:
-    policy, undo = engine.policy, engine.undo
+    policy, undo = engine.policy, engine.process_undo
     types = device_types(engine)
     if engine.casts_functions and policy.patch_torch_functions_type is not None:
         undo.hold(install_function_casts())
@@ -216,6 +216,7 @@ def device_types(engine: Engine) -> frozenset[str]:
 def _roll_back(engine: Engine) -> None:
     """Undo a failed initialize; the exact values from before the cast are still there."""
     engine.undo.unwind()
+    engine.process_undo.unwind()
     for session in engine.sessions.values():
         session.release_masters()
     engine.conversion.revert(engine.conversion.originals)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Engines that are dropped without ``close()`` leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+from cases.levels import LEVEL_NAMES
+from preamp import amp
+
+NAMESPACES = (torch, torch.Tensor, nn.functional, torch.autograd)
+
+
+def _attributes() -> list[dict[str, Any]]:
+    return [dict(vars(namespace)) for namespace in NAMESPACES]
+
+
+def _casts() -> tuple[bool, torch.dtype, bool]:
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def _train_and_drop(level: str, door: Any) -> list[weakref.ref[Any]]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-4)
+    model, optimizer = door.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for _ in range(2):
+        with door.scale_loss(model(torch.randn(8, 4)).pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = preamp.engine_of(optimizer)
+    return [weakref.ref(thing) for thing in (engine, model, optimizer, model[0].weight)]
+
+
+@pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_models_optimizers_and_engines_are_freed(level: str, door: Any) -> None:
+    dropped = _train_and_drop(level, door)
+    gc.collect()
+    assert [ref() for ref in dropped] == [None] * len(dropped)
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_torch_is_as_it_was(level: str) -> None:
+    attributes, casts = _attributes(), _casts()
+    _train_and_drop(level, preamp)
+    gc.collect()
+    assert _casts() == casts
+    for before, after in zip(attributes, _attributes(), strict=True):
+        assert before.keys() == after.keys()
+        assert [name for name in before if before[name] is not after[name]] == []
+
+
+def test_many_engines_in_a_row_do_not_pile_up() -> None:
+    attributes = _attributes()
+    for level in LEVEL_NAMES * 3:
+        _train_and_drop(level, preamp)
+    gc.collect()
+    assert [dict(vars(namespace)) for namespace in NAMESPACES] == attributes
+
+
+def test_amp_without_a_living_engine_has_no_state() -> None:
+    _train_and_drop("O2", amp)
+    gc.collect()
+    assert amp.state_dict() == {}
+    assert amp._amp_state.engine is None
