@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from casting.probe import BF16, CPU, F16, F32, Probe
+from preamp.casting.functions import install_function_casts
 from preamp.casting.regions import attach_cast_region, push_thread_casts
 
 pytestmark = pytest.mark.usefixtures("function_casts")
@@ -110,3 +111,22 @@ def test_compiled_model_has_its_casts() -> None:
     assert output.dtype is BF16
     torch.testing.assert_close(output, model(x), rtol=0, atol=0)
     assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_transformer_evaluates_with_a_padding_mask(half: torch.dtype) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    inputs, padded = torch.randn(2, 5, 8), torch.tensor([[False] * 4 + [True]] * 2)
+    with torch.no_grad():
+        expected = encoder(inputs, src_key_padding_mask=padded)[:, :4]
+        before = torch.backends.mha.get_fastpath_enabled()
+        handles = [
+            install_function_casts(),
+            *attach_cast_region(encoder, frozenset({"cpu"}), half),
+        ]
+        found = encoder(inputs, src_key_padding_mask=padded)[:, :4]
+        for handle in handles:
+            handle.remove()
+    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
+    assert torch.backends.mha.get_fastpath_enabled() == before

@@ -154,7 +154,19 @@ def _install_table() -> list[Removable]:
     # and with thread-wide casts ``loss.backward()`` is called while they are on.
     for name in ("backward", "grad"):
         handles.append(PATCHES.add(torch.autograd, name, Rank.TABLE, _without_casts))
+    handles.append(_no_transformer_fast_path())
     return handles
+
+
+def _no_transformer_fast_path() -> Removable:
+    """Switch off the fused inference kernels of ``nn.TransformerEncoder`` and attention.
+
+    They mix what CPU autocast casts with what it does not, and fail. torch leaves them out under
+    CUDA autocast for the same reason, but does not look at the CPU's.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    return UndoOnce(lambda: torch.backends.mha.set_fastpath_enabled(before))
 
 
 def _install_wide() -> list[Removable]:
