@@ -5,18 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from preamp.policy import Policy
-
-_OPTIONS = (
-    "enabled",
-    "opt_level",
-    "cast_model_type",
-    "patch_torch_functions",
-    "patch_torch_functions_type",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-)
+from preamp.policy import APEX_OPTIONS, Policy
 
 
 class Properties:
@@ -30,14 +19,14 @@ class Properties:
         """Show ``policy``, or Apex's state before ``initialize``: everything off."""
         self.options: dict[str, Any]
         if policy is None or not policy.enabled:
-            self.options = dict.fromkeys(_OPTIONS)
+            self.options = dict.fromkeys(APEX_OPTIONS)
             self.options |= {"enabled": False, "patch_torch_functions": False, "loss_scale": 1.0}
         else:
-            self.options = {name: getattr(policy, name) for name in _OPTIONS}
+            self.options = {name: getattr(policy, name) for name in APEX_OPTIONS}
 
     def __getattr__(self, name: str) -> Any:
         """Return an option by name."""
         options: dict[str, Any] = self.__dict__.get("options", {})
         if name in options:
             return options[name]
-        raise AttributeError(f"opt_properties has no option {name!r}; it has {list(_OPTIONS)}")
+        raise AttributeError(f"opt_properties has no option {name!r}; it has {list(APEX_OPTIONS)}")

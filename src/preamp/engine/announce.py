@@ -4,18 +4,7 @@
 from __future__ import annotations
 
 from preamp.core.log import say
-from preamp.policy import Policy
-
-_SHOWN = (
-    "enabled",
-    "opt_level",
-    "cast_model_type",
-    "patch_torch_functions",
-    "patch_torch_functions_type",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-)
+from preamp.policy import APEX_OPTIONS, Policy
 
 
 def announce(default: Policy, policy: Policy, verbosity: int) -> None:
@@ -37,5 +26,5 @@ def announce(default: Policy, policy: Policy, verbosity: int) -> None:
 
 
 def _say_fields(policy: Policy) -> None:
-    for name in _SHOWN:
+    for name in APEX_OPTIONS:
         say(f"{name:26} : {getattr(policy, name)}")

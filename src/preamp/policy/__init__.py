@@ -2,6 +2,7 @@
 """Which precision where: opt levels, overrides, and the frozen record of what was decided."""
 
 from preamp.policy.levels import OPT_LEVELS as OPT_LEVELS
+from preamp.policy.policy import APEX_OPTIONS as APEX_OPTIONS
 from preamp.policy.policy import Policy as Policy
 from preamp.policy.policy import Scope as Scope
 from preamp.policy.resolve import describe_overrides as describe_overrides

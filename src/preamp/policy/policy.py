@@ -11,6 +11,18 @@ import torch
 
 Scope = Literal["thread", "model"]
 
+APEX_OPTIONS = (
+    "enabled",
+    "opt_level",
+    "cast_model_type",
+    "patch_torch_functions",
+    "patch_torch_functions_type",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+)
+"""The fields that Apex had, in the order it printed them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
