@@ -21,13 +21,15 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
-def _max_abs(tensor: torch.Tensor) -> torch.Tensor:
+def _extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest value; nan if there is one."""
     values = _values(tensor)
     if values.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=values.device)
+        zero = torch.zeros((), dtype=values.dtype, device=values.device)
+        return zero, zero
     # aminmax reads once and propagates nan; an infinity norm is 20 times slower on CPUs.
     low, high = torch.aminmax(values)
-    return torch.maximum(low.abs(), high.abs()).to(torch.float32)
+    return low, high
 
 
 def census(grads: Tensors, device: torch.device) -> Census:
@@ -35,25 +37,26 @@ def census(grads: Tensors, device: torch.device) -> Census:
     if not grads:
         zero = torch.zeros((), dtype=torch.float32, device=device)
         return Census(found_inf=zero, max_abs=zero.new_zeros(0))
-    # float64 values beyond float32's range are finite: judge before narrowing.
-    finite = torch.stack([_all_finite(grad).to(device) for grad in grads])
-    max_abs = torch.stack([_max_abs(grad).to(device) for grad in grads])
-    return Census(found_inf=1.0 - finite.all().to(torch.float32), max_abs=max_abs)
-
-
-def _all_finite(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype is torch.float64:
-        return torch.isfinite(_values(tensor)).all()
-    return torch.isfinite(_max_abs(tensor))
+    # Finite float64 values may lie beyond float32's range, so they are judged in float64.
+    has_float64 = any(grad.dtype is torch.float64 for grad in grads)
+    wide = torch.float64 if has_float64 else torch.float32
+    extremes = [value.to(device, wide) for grad in grads for value in _extremes(grad)]
+    max_abs = torch.stack(extremes).abs().reshape(-1, 2).amax(dim=1)
+    found_inf = 1.0 - torch.isfinite(max_abs).all().to(torch.float32)
+    return Census(found_inf=found_inf, max_abs=max_abs.to(torch.float32))
 
 
 def scale_add_(
     grads: Tensors, factor: torch.Tensor | float, addends: Sequence[torch.Tensor | None]
 ) -> None:
     """See `preamp.kernels.ops.Ops.scale_add_`."""
+    factors: dict[tuple[torch.device, torch.dtype], torch.Tensor | float] = {}
     for grad, addend in zip(grads, addends, strict=True):
         dtype = math_dtype(grad.dtype)
-        by = factor.to(grad.device, dtype) if isinstance(factor, torch.Tensor) else factor
+        key = (grad.device, dtype)
+        if key not in factors:
+            factors[key] = factor.to(*key) if isinstance(factor, torch.Tensor) else factor
+        by = factors[key]
         if grad.is_sparse:
             _scale_add_sparse_(grad, by, addend)
         elif grad.dtype is dtype:
