@@ -15,8 +15,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' Makefile
 
+# Threads that wait should sleep: on a busy machine spinning ones slow a step down many times over.
 demo: $(VENV)/.ready-demo  ## Train a small GPT at every opt level; options: make demo ARGS="--steps 20"
-	$(BIN)/preamp demo $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/preamp demo $(ARGS)
 
 # One thread for each worker: the tests use small tensors, and many threads only fight for cores.
 test: $(VENV)/.ready-dev  ## Run all tests
