@@ -946,3 +946,54 @@ def test_nested_blocks_of_one_optimizer_are_refused(level: str) -> None:
     pair.check_grads()
     pair.step()
     pair.check()
+
+
+@pytest.mark.parametrize("level", ["O2"])
+def test_a_refused_block_leaves_the_optimizer_usable(level: str) -> None:
+    pair = Pair(level)
+    pair.ours(0)
+    weight = next(pair.model.parameters())
+    assert weight.grad is not None
+    weight.grad.mul_(0.5)
+    with (
+        pytest.raises(preamp.PreampStateError, match="changed in place"),
+        preamp.scale_loss(pair.loss(1), pair.optimizer),
+    ):
+        pass
+    pair.optimizer.zero_grad()
+    pair.train(2)
+    pair.check()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_asks_the_device_once(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(level)
+    pair.ours(0)
+    asked: list[object] = []
+    item = torch.Tensor.item
+
+    def count(tensor: torch.Tensor) -> Any:
+        if tensor.dtype is torch.float32 and tensor.dim() == 0:
+            asked.append(tensor)
+        return item(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "item", count)
+    pair.optimizer.step()
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("scale", [1.0, 128.0, "dynamic"])
+def test_complex_parameters_keep_their_imaginary_part(scale: float | str) -> None:
+    weight = nn.Parameter(torch.tensor([1 + 2j, -3 + 0.5j]))
+    plain = nn.Parameter(weight.detach().clone())
+    optimizer, other = torch.optim.SGD([weight], lr=0.5), torch.optim.SGD([plain], lr=0.5)
+    preamp.initialize([], optimizer, opt_level="O1", verbosity=0, loss_scale=scale)
+    with preamp.scale_loss(weight.abs().pow(2).sum(), optimizer) as scaled:
+        scaled.backward()
+    plain.abs().pow(2).sum().backward()
+    norm = preamp.clip_grad_norm_(optimizer, 1.0)
+    expected = torch.nn.utils.clip_grad_norm_([plain], 1.0)
+    torch.testing.assert_close(norm, expected)
+    optimizer.step()
+    other.step()
+    torch.testing.assert_close(weight.detach(), plain.detach())

@@ -3,7 +3,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+
 from preamp.core.errors import PreampStateError, message
+from preamp.optim import Masters
+
+
+def check_group(group: Any, masters: Masters, name_of: Callable[[torch.Tensor], str]) -> None:
+    """Refuse a new parameter group with a parameter that has a master already.
+
+    torch's own check cannot see it: the optimizer holds the master instead. An iterator of
+    parameters is replaced by a list, since it is looked at twice.
+    """
+    if not isinstance(group, dict):
+        return  # torch refuses what is not a dict
+    entries = cast("dict[str, Any]", group)
+    params: Any = entries.get("params", ())
+    if isinstance(params, Iterator):
+        params = entries["params"] = list(cast("Iterator[Any]", params))
+    items: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+    for item in items:
+        param: Any = cast("tuple[str, Any]", item)[1] if isinstance(item, tuple) else item
+        if masters.of_half(param) is not None:
+            raise known_parameter(name_of(param))
 
 
 def known_parameter(name: str) -> ValueError:

@@ -102,8 +102,12 @@ class _Block:
     def begin(self) -> None:
         for session in self._sessions:
             session.refuse_nested()
-        for session in self._sessions:
-            session.begin_backward(self.scaler)
+        try:
+            for session in self._sessions:
+                session.begin_backward(self.scaler)
+        except BaseException:
+            self.abort()
+            raise
 
     def abort(self) -> None:
         for session in self._sessions:
@@ -123,7 +127,12 @@ class _Block:
         except PreampStateError:
             self.abort()
             raise
-        found = [session.collect(self.scaler, self._note, claimed) for session in self._sessions]
+        try:
+            found = [s.collect(self.scaler, self._note, claimed) for s in self._sessions]
+        except BaseException:  # out of memory, say
+            for session in self._sessions:
+                session.leave_block()
+            raise
         for found_inf in found:
             if found_inf is not None:
                 self.scaler.record(found_inf)

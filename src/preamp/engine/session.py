@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -63,21 +63,9 @@ class OptimizerSession:
         return [param for param in self._params() if not isinstance(param, MasterParameter)]
 
     def refuse_known(self, group: Any) -> None:
-        """Refuse a new group with a parameter whose master the optimizer has already.
-
-        torch's own check cannot see it: the optimizer holds the master instead.
-        """
-        if not isinstance(group, dict) or self.masters is None:
-            return  # torch refuses what is not a dict
-        entries = cast("dict[str, Any]", group)
-        params: Any = entries.get("params", ())
-        if isinstance(params, Iterator):  # looked at twice: here and by the optimizer
-            params = entries["params"] = list(cast("Iterator[Any]", params))
-        items: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
-        for item in items:
-            param: Any = cast("tuple[str, Any]", item)[1] if isinstance(item, tuple) else item
-            if self.masters.of_half(param) is not None:
-                raise refusals.known_parameter(self._name_of(param))
+        """Refuse a new group with a parameter whose master the optimizer has already."""
+        if self.masters is not None:
+            refusals.check_group(group, self.masters, self._name_of)
 
     def release_masters(self) -> None:
         """Give the optimizer its half parameters back."""
@@ -113,21 +101,29 @@ class OptimizerSession:
         """Set earlier gradients aside. Mutates the parameters' ``grad``."""
         self.adopt()
         self._forget_abandoned()
-        self._open = True
         if self._delayed is not None:
             if self._delayed.continues_with(scaler):
+                self._open = True
                 return  # raw gradients of one scale may pile up in place
             self._settle_delayed()
-            self._open = True
         if self._found_inf is not None and not self._holds_gradients():
             self._found_inf = None  # the overflowed gradients were dropped: a fresh start
             self.notes.clear()
         for twin in self.masters or ():
+            twin.reconcile()  # all may refuse before anything is moved
+        for twin in self.masters or ():
             twin.set_aside()
         self._direct.set_aside(self.direct_params())
+        self._open = True
+
+    def leave_block(self) -> None:
+        """The block ended in an error that nothing can be restored after."""
+        self._open = False
 
     def abort_backward(self) -> None:
         """The body raised: drop its gradients, restore those from before."""
+        if not self._open:
+            return
         self._open = False
         if self._delayed is not None:
             return  # nothing was set aside; what autograd added stays, as without preamp
@@ -195,9 +191,13 @@ class OptimizerSession:
 
     def _merge(self, direct: list[torch.Tensor], factor: torch.Tensor | None) -> None:
         self._direct.merge(direct, factor)
-        one = torch.ones(()) if factor is None else factor
+        factors: dict[torch.device, torch.Tensor] = {}
         for twin in self.masters or ():
-            twin.collect(one, is_plain=factor is None)
+            device = twin.half.device  # a factor elsewhere would make clipping wait for a copy
+            if device not in factors:
+                one = torch.ones((), device=device)
+                factors[device] = one if factor is None else factor.to(device)
+            twin.collect(factors[device], is_plain=factor is None)
         self._open = False
         self.stage = Stage.UNSCALED
         self.backwards += 1
@@ -247,7 +247,10 @@ class OptimizerSession:
 
     def overflowed(self) -> bool:
         """Whether the gradients at hand contain an overflow. Synchronises if any was possible."""
-        return self._found_inf is not None and bool(self._found_inf.item() != 0)
+        if self._found_inf is None or self._found_inf.item() != 0:
+            return self._found_inf is not None
+        self._found_inf = None  # known to be clean: not asked for again
+        return False
 
     def check_unscaled(self) -> None:
         """Refuse to step with gradients that still carry the loss scale."""
@@ -269,12 +272,9 @@ class OptimizerSession:
 
     def finish_step(self, *, skipped: bool) -> None:
         """Count the step and use the gradients up."""
-        if skipped:
-            self.steps_skipped += 1
-            self.skips_in_row += 1
-        else:
-            self.steps_applied += 1
-            self.skips_in_row = 0
+        self.steps_skipped += int(skipped)
+        self.steps_applied += int(not skipped)
+        self.skips_in_row = self.skips_in_row + 1 if skipped else 0
         for twin in self.masters or ():
             twin.spend()
         self.reset()

@@ -66,7 +66,9 @@ def _map(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         return fn(value)
     if isinstance(value, (list, tuple)):
         items = cast("Sequence[Any]", value)
-        return type(items)([_map(fn, item) for item in items])  # pyright: ignore[reportCallIssue]
+        mapped = [_map(fn, item) for item in items]
+        kind = type(items)
+        return kind(*mapped) if hasattr(kind, "_fields") else kind(mapped)  # pyright: ignore[reportCallIssue]
     return value
 
 

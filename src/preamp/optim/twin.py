@@ -101,7 +101,7 @@ class Twin:
         """The half gradient and its factor, if it is not in the master's gradient yet."""
         if self._open:
             return None
-        self._reconcile()
+        self.reconcile()
         if self._seen is None or self._seen.factor is None:
             return None
         return self._seen.tensor, self._seen.factor
@@ -109,7 +109,7 @@ class Twin:
     @property
     def holds_gradient(self) -> bool:
         """Whether either side has a gradient that the script has not dropped or zeroed."""
-        self._reconcile()
+        self.reconcile()
         if stored_grad(self.master) is not None:
             return True
         return self._seen is not None and not self._seen.is_zeroed
@@ -185,7 +185,7 @@ class Twin:
         self._open = False
         self._seen = None
 
-    def _reconcile(self) -> None:
+    def reconcile(self) -> None:
         """Take in what the script did to the half gradient since it was last looked at."""
         now, seen = self.half.grad, self._seen
         if now is None:

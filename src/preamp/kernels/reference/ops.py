@@ -18,7 +18,8 @@ _vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_nor
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers a gradient holds; duplicates of an uncoalesced sparse one are summed first."""
-    return tensor.coalesce().values() if tensor.is_sparse else tensor
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,7 +60,7 @@ def scale_add_(
         by = factors[key]
         if grad.is_sparse:
             _scale_add_sparse_(grad, by, addend)
-        elif grad.dtype is dtype:
+        elif grad.dtype is dtype or grad.is_complex():
             grad.mul_(by)
             if addend is not None:
                 grad.add_(addend)
@@ -106,7 +107,7 @@ def l2norm(
     """See `preamp.kernels.ops.Ops.l2norm`."""
     norms: list[torch.Tensor] = []
     for tensor, factor in zip(tensors, factors, strict=True):
-        norm = _vector_norm(_values(tensor), 2, dtype=math_dtype(tensor.dtype))
+        norm = _vector_norm(_values(tensor), 2, dtype=math_dtype(_values(tensor).dtype))
         norm = norm.to(device, torch.float32)
         norms.append(norm if factor is None else norm * factor.to(device))
     if not norms:
