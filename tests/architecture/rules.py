@@ -34,7 +34,7 @@ DEPTH = {room: depth for depth, row in enumerate(LAYERS) for room in row}
 
 ONLY_UNDER = {
     "triton": ("preamp.kernels.triton",),
-    "torch.distributed": ("preamp.distributed", "preamp.checkpoint"),
+    "torch.distributed": ("preamp.distributed", "preamp.checkpoint", "preamp.core.ranks"),
 }
 """Modules that may be imported below the named packages only."""
 

@@ -79,7 +79,7 @@ class AmpStash:
     @property
     def params_have_scaled_gradients(self) -> bool:
         """Whether gradients were left scaled by ``delay_unscale``."""
-        return self._session.stage is Stage.SCALED
+        return self._session.gradients.stage is Stage.SCALED
 
 
 def attach_stashes(engine: Engine) -> None:

@@ -3,15 +3,7 @@
 
 from __future__ import annotations
 
-import torch
-
-
-def is_first_rank() -> bool:
-    """Whether this process speaks for the job: rank 0, or the only process there is."""
-    group = torch.distributed
-    if not (group.is_available() and group.is_initialized()):
-        return True
-    return group.get_rank() == 0
+from preamp.core.ranks import is_first_rank
 
 
 def say(text: str, *, every_rank: bool = False) -> None:

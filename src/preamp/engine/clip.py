@@ -40,7 +40,7 @@ def clip_grad_norm_(
     """
     engine = engine_of(optimizer)
     session = engine.sessions[id(optimizer)]
-    if session.stage is Stage.SCALED:
+    if session.gradients.stage is Stage.SCALED:
         raise PreampStateError(
             message(
                 "clip_grad_norm_ was called on gradients left scaled by delay_unscale=True",

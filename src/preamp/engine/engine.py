@@ -22,7 +22,7 @@ from preamp.engine.overflow import OverflowCause, find_cause, scaling_gave_up, s
 from preamp.engine.session import OptimizerSession
 from preamp.engine.state import load_scalers, scalers_state
 from preamp.kernels import Ops
-from preamp.optim import Twin
+from preamp.optim import Masters, Twin
 from preamp.policy import Policy
 from preamp.scaling import SMALLEST_SCALE, DynamicScale, LossScaler, StaticScale
 
@@ -78,9 +78,13 @@ class Engine:
         self.ops = ops
         self.device = first_device(self.models, self.optimizers)
         self.scalers = [_make_scaler(policy, self.device) for _ in range(num_losses)]
+        twins: dict[int, Twin] = {}
         self.sessions = {
             id(optimizer): OptimizerSession(
-                optimizer, ops, self.names.of, use_masters=policy.master_weights
+                optimizer,
+                ops,
+                self.names.of,
+                Masters(optimizer, ops, self.names.of, twins) if policy.master_weights else None,
             )
             for optimizer in self.optimizers
         }
@@ -213,8 +217,8 @@ class Engine:
             LossScaleError: Too many skips in a row, or the scale reached its built-in minimum.
         """
         step = session.steps_applied + session.steps_skipped + 1
-        loss_id = session.notes[0].loss_id if session.notes else 0
-        cause = find_cause(session.notes, step, self.scalers[loss_id].value(), self.names.of)
+        scales = [scaler.value() for scaler in self.scalers]
+        cause = find_cause(session.notes, step, scales, self.names.of)
         session.finish_step(skipped=True)
         self.last_step_skipped = True
         self.overflow_causes.append(cause)

@@ -77,31 +77,30 @@ class GradientNote:
 def find_cause(
     notes: Sequence[GradientNote],
     step: int,
-    new_scale: float,
+    scales: Sequence[float],
     name_of: Callable[[torch.Tensor], str],
 ) -> OverflowCause:
-    """Return the cause of a skipped step: the first overflowing backward. Synchronises."""
+    """Return the cause of a skipped step: the first overflowing backward. Synchronises.
+
+    Args:
+        notes: Of the backwards since the last step, oldest first; at least one.
+        step: Number of the skipped step.
+        scales: The loss scales now, by loss.
+        name_of: Names parameters.
+    """
     for note in notes:
         params = note.overflowing()
         if params:  # an infinite loss may have finite gradients, and then skips nothing
             break
-    else:
-        # The overflow was settled without a note (delayed gradients under a changed scale).
-        return OverflowCause(
-            step=step,
-            loss_id=notes[0].loss_id if notes else 0,
-            parameters=(),
-            loss_was_finite=True,
-            old_scale=new_scale,
-            new_scale=new_scale,
-        )
+    else:  # so many backwards ago that its note is gone
+        note, params = notes[0], []
     return OverflowCause(
         step=step,
         loss_id=note.loss_id,
         parameters=tuple(map(name_of, params)),
         loss_was_finite=bool(note.loss_finite.item()),
         old_scale=float(note.scale.item()),
-        new_scale=new_scale,
+        new_scale=scales[note.loss_id],
     )
 
 

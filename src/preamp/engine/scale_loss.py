@@ -102,37 +102,38 @@ class _Block:
     def begin(self) -> None:
         for session in self._sessions:
             session.refuse_nested()
+        claimed: set[int] = set()
         try:
             for session in self._sessions:
-                session.begin_backward(self.scaler)
+                session.begin_backward(self.scaler, claimed)
         except BaseException:
             self.abort()
             raise
 
     def abort(self) -> None:
         for session in self._sessions:
-            session.abort_backward()
+            session.gradients.abort()
 
     def delay(self) -> None:
         for session in self._sessions:
-            session.delay(self.scaler)
+            session.gradients.delay(self.scaler, self._note)
 
     def finish(self, *, adjust: bool) -> None:
         if not self._sessions:
             return
-        claimed: set[int] = set()
-        try:  # all may refuse before any gradient is changed
+        try:  # all refuse, run out of memory or are interrupted before any has committed
             for session in self._sessions:
-                session.refuse_sparse()
-        except PreampStateError:
-            self.abort()
-            raise
-        try:
-            found = [s.collect(self.scaler, self._note, claimed) for s in self._sessions]
-        except BaseException:  # out of memory, say
+                session.gradients.refuse_sparse()
+            found = [s.gradients.census(self.scaler, self._note) for s in self._sessions]
+            factor = None if self.scaler.is_identity else self.scaler.inverse()
             for session in self._sessions:
-                session.leave_block()
+                session.gradients.merge(factor)
+        except BaseException:
+            for session in self._sessions:
+                session.gradients.undo()
             raise
+        for session in self._sessions:
+            session.commit(factor)
         for found_inf in found:
             if found_inf is not None:
                 self.scaler.record(found_inf)

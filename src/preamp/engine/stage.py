@@ -8,6 +8,7 @@ from enum import Enum
 
 import torch
 
+from preamp.engine.overflow import GradientNote
 from preamp.scaling import LossScaler
 
 
@@ -27,12 +28,14 @@ class Delayed:
         scaler: Whose scale it is.
         generation: The scaler's generation then; another one means another scale.
         inverse: What unscales them, a float32 scalar; ``None`` for the static scale 1.
+        note: Of the first backward that left any.
         has_gradients: Whether any gradient was left.
     """
 
     scaler: LossScaler
     generation: int
     inverse: torch.Tensor | None
+    note: GradientNote
     has_gradients: bool = False
 
     def continues_with(self, scaler: LossScaler) -> bool:

@@ -11,6 +11,7 @@ from preamp.core.tensors import version_of
 from preamp.kernels import Ops
 
 Parameters = Iterable[torch.Tensor]
+Factor = torch.Tensor | float
 
 
 def has_nonzero(grad: torch.Tensor) -> bool:
@@ -21,38 +22,58 @@ def has_nonzero(grad: torch.Tensor) -> bool:
 class DirectGradients:
     """Keeps unscaled gradients apart while a backward adds scaled ones.
 
-    Inside ``scale_loss`` a parameter's ``grad`` holds that backward's contribution alone; on the
-    way out it is unscaled and what was there before is added. So losses with different scales
-    can be summed, and an exception in the body loses nothing.
+    One backward goes `set_aside`, `merge`, `commit`. Until `commit` everything can be taken back
+    with `put_back`, so an exception in the body or while unscaling loses nothing.
+
+    Set aside, an earlier gradient is away during the backward and added afterwards: losses with
+    any scales can be summed, exactly. Carried, it stays in place, multiplied by this backward's
+    scale. That is for gradients which a hook reduces over ranks: it must find the whole sum, or
+    what this rank alone has accumulated would never be reduced. Exact for powers of two.
     """
 
     def __init__(self, ops: Ops) -> None:
         """Start with nothing set aside."""
         self._ops = ops
         self._aside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._is_carried = False
         self._versions: dict[int, int] = {}  # of the gradients as the last merge left them
 
-    @property
-    def holds_any(self) -> bool:
-        """Whether a gradient is set aside."""
-        return bool(self._aside)
+    def set_aside(self, params: Parameters, carry: Factor | None = None) -> None:
+        """Begin a backward.
 
-    def set_aside(self, params: Parameters) -> None:
-        """Take the gradients of ``params`` away. Mutates ``param.grad`` (to ``None``)."""
-        for param in params:
-            if param.grad is not None:
-                self._aside[id(param)] = (param, param.grad)
-                param.grad = None
+        Args:
+            params: Parameters that may get a gradient; their ``grad`` is mutated: ``None``, or
+                multiplied in place.
+            carry: Scale of the coming backward if earlier gradients stay where they are.
+        """
+        earlier = [(param, param.grad) for param in params if param.grad is not None]
+        self._is_carried = carry is not None
+        try:
+            for param, grad in earlier:
+                # A hook may overwrite the memory that a carried gradient lies in.
+                self._aside[id(param)] = (param, grad if carry is None else grad.clone())
+            if carry is None:
+                for param, _ in earlier:
+                    param.grad = None
+            elif not (isinstance(carry, float) and carry == 1.0):
+                with torch.no_grad():
+                    grads = [grad for _, grad in earlier]
+                    self._ops.scale_add_(grads, carry, [None] * len(grads))
+        except BaseException:
+            for param, grad in self._aside.values():
+                param.grad = grad
+            self._aside.clear()
+            raise
 
     def put_back(self, params: Parameters) -> None:
-        """Restore what `set_aside` took, dropping what came since."""
+        """Restore what was there before `set_aside`, dropping what came since."""
         for param in params:
             param.grad = None
         for param, grad in self._aside.values():
             param.grad = grad
         self._aside.clear()
 
-    def merge(self, params: Parameters, factor: torch.Tensor | None) -> None:
+    def merge(self, params: Parameters, factor: Factor | None) -> None:
         """Unscale the new gradients and add the old ones: ``grad = grad * factor + aside``.
 
         Args:
@@ -64,21 +85,25 @@ class DirectGradients:
         for param in params:
             if param.grad is None:
                 continue
-            aside = self._aside.pop(id(param), None)
-            if aside is not None or factor is not None:
+            old = None if self._is_carried else self._aside.get(id(param), (None, None))[1]
+            if old is not None or factor is not None:
                 news.append(param.grad)
-                olds.append(None if aside is None else aside[1])
+                olds.append(old)
         with torch.no_grad():
             self._ops.scale_add_(news, 1.0 if factor is None else factor, olds)
-        for param, grad in self._aside.values():  # no new gradient: the old one comes back
-            param.grad = grad
-        self._aside.clear()
+
+    def commit(self, params: Parameters) -> None:
+        """End the backward of ``params``; what got nothing new comes back. Cannot fail."""
+        for param, grad in self._aside.values():
+            if not self._is_carried and param.grad is None:
+                param.grad = grad
         for param in params:
             if param.grad is not None:
                 self._versions[id(param)] = version_of(param.grad)
+        self._aside.clear()
 
     def holds_gradient(self, params: Parameters) -> bool:
-        """Whether any of ``params`` has a gradient that was not zeroed since the last `merge`.
+        """Whether any of ``params`` has a gradient that was not zeroed since the last `commit`.
 
         Values are looked at, and the device synchronised with, only where somebody wrote to a
         gradient in the meantime.

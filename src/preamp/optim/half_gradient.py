@@ -9,6 +9,7 @@ import torch
 
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import PreampStateError, message
+from preamp.core.ranks import has_process_group
 from preamp.core.tensors import version_of
 
 
@@ -38,6 +39,21 @@ class HalfGradient:
     def is_untouched_as(self, now: torch.Tensor) -> bool:
         """Whether ``now`` is this gradient, unchanged."""
         return now is self.tensor and version_of(now) == self.version
+
+    def follow(self, now: torch.Tensor) -> bool:
+        """Go on with ``now`` if it is a bitwise copy of this gradient; tell whether it is.
+
+        DistributedDataParallel with ``gradient_as_bucket_view`` moves gradients into new memory
+        when it rebuilds its buckets, and nobody else replaces them by copies. Synchronises, but
+        only where there is a process group and the tensor is another one.
+        """
+        moved = now is not self.tensor and now.dtype is self.tensor.dtype and has_process_group()
+        if not moved or version_of(self.tensor) != self.version:
+            return False
+        if not torch.equal(now.view(torch.int16), self.tensor.view(torch.int16)):
+            return False
+        self.tensor, self.version = now, version_of(now)
+        return True
 
     def may_be_read_again(self, now: torch.Tensor) -> bool:
         """Whether the new content simply is the gradient, with no loss scale on it."""

@@ -23,11 +23,26 @@ class Masters:
     schedulers and optimizers hold references to them. Only list entries are exchanged.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, ops: Ops, name_of: NameOf) -> None:
-        """Start without masters; `adopt` makes them."""
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        ops: Ops,
+        name_of: NameOf,
+        known: dict[int, Twin] | None = None,
+    ) -> None:
+        """Start without masters; `adopt` makes them.
+
+        Args:
+            optimizer: Its half parameters get masters.
+            ops: Back end for the arithmetic.
+            name_of: Names parameters in messages.
+            known: Twins of all optimizers together, by ``id(half)``; extended. A weight that two
+                optimizers update has one master, as it has one gradient.
+        """
         self._optimizer = optimizer
         self._ops = ops
         self._name_of = name_of
+        self._known: dict[int, Twin] = {} if known is None else known
         self._by_half: dict[int, Twin] = {}
 
     def __iter__(self) -> Iterator[Twin]:
@@ -61,8 +76,12 @@ class Masters:
     def _adopt_one(self, half: Any, original: torch.Tensor | None) -> MasterParameter:
         twin = self._by_half.get(id(half))
         if twin is None:
-            data = half.detach().float() if original is None else original.float()
-            twin = Twin(half, data, self._name_of(half), self._ops)
+            twin = self._known.get(id(half))
+            if twin is None:
+                data = half.detach().float() if original is None else original.float()
+                twin = self._known[id(half)] = Twin(half, data, self._name_of(half), self._ops)
+            else:
+                twin.is_shared = True
             self._by_half[id(half)] = twin
         state: dict[Any, Any] = self._optimizer.state
         if half in state:
@@ -72,11 +91,12 @@ class Masters:
     def release(self) -> None:
         """Put the model parameters back into the groups, and the state under them."""
         state: dict[Any, Any] = self._optimizer.state
+        by_master = {id(twin.master): twin for twin in self}
         for group in self._optimizer.param_groups:
             params: list[Any] = group["params"]
             for index, param in enumerate(params):
-                twin = getattr(param, "twin", None)
-                if isinstance(twin, Twin) and twin is self._by_half.get(id(twin.half)):
+                twin = by_master.get(id(param))
+                if twin is not None:
                     params[index] = twin.half
                     if param in state:
                         state[twin.half] = state.pop(param)

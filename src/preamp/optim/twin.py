@@ -71,9 +71,20 @@ class Twin:
         half: The model's parameter, float16 or bfloat16.
         master: The optimizer's parameter, float32.
         name: Qualified name for messages.
+        is_shared: Whether several optimizers update the master.
     """
 
-    __slots__ = ("_open", "_ops", "_seen", "_written", "half", "master", "name")
+    __slots__ = (
+        "_is_carried",
+        "_open",
+        "_ops",
+        "_seen",
+        "_written",
+        "half",
+        "is_shared",
+        "master",
+        "name",
+    )
 
     def __init__(self, half: torch.nn.Parameter, data: torch.Tensor, name: str, ops: Ops) -> None:
         """Make the master of ``half``.
@@ -92,6 +103,8 @@ class Twin:
         self._seen: HalfGradient | None = None
         # While a backward is under way its half gradient is scaled and incomplete: nobody's yet.
         self._open = False
+        self._is_carried = False
+        self.is_shared = False
         self._written = (half.data_ptr(), version_of(half))
 
     # -- gradients ---------------------------------------------------------------------------
@@ -114,14 +127,25 @@ class Twin:
             return True
         return self._seen is not None and not self._seen.is_zeroed
 
+    def stand_in(self) -> None:
+        """Give a parameter that got no new gradient zeros for one, if it has an earlier one.
+
+        The earlier one is in the master; without anything on the model's side, a script that
+        drops the model's gradients could not reach it.
+        """
+        if self.half.grad is None and stored_grad(self.master) is not None:
+            self.half.grad = torch.zeros_like(self.half)
+
     def collect(self, factor: torch.Tensor, *, is_plain: bool) -> None:
-        """Note the half gradient as it is now; add nothing yet.
+        """Note the half gradient as it is now; add nothing yet. Cannot fail.
 
         Args:
             factor: float32 scalar that unscales it.
             is_plain: Whether the factor is 1 and always was.
         """
-        self._open = False
+        if self._is_carried:  # the half gradient holds the earlier one too
+            store_grad(self.master, None)
+        self._open = self._is_carried = False
         grad = self.half.grad
         self._seen = None
         if grad is not None:
@@ -145,15 +169,26 @@ class Twin:
         if base is None:
             store_grad(self.master, wide)
 
-    def set_aside(self) -> None:
-        """Begin a backward: move what is known to the master's gradient, clear the half one."""
+    def set_aside(self, carry: torch.Tensor | float | None = None) -> None:
+        """Begin a backward: move what is known to the master's gradient, clear the half one.
+
+        Args:
+            carry: Scale of the coming backward if the earlier gradient must be in the half one
+                too, for a hook that reduces it over ranks; see `DirectGradients`.
+        """
         self.materialize()
+        base = stored_grad(self.master)
         self.forget_half_gradient()
         self._open = True
+        if carry is not None and base is not None:
+            self._is_carried = True
+            self.half.grad = (base * carry).to(self.half.dtype)
 
     def put_back(self) -> None:
         """The backward failed: drop what it left; the master's gradient has the earlier value."""
-        self.forget_half_gradient()
+        if self._open:
+            self._is_carried = False
+            self.forget_half_gradient()
 
     def drop(self) -> None:
         """Clear both gradients."""
@@ -161,7 +196,12 @@ class Twin:
         store_grad(self.master, None)
 
     def spend(self) -> None:
-        """After a step: the master's gradient goes, the half gradient stays but is used up."""
+        """After a step: the master's gradient goes, the half gradient stays but is used up.
+
+        Not where another optimizer has yet to use it; there it stays until zeroed, as in torch.
+        """
+        if self.is_shared:
+            return
         store_grad(self.master, None)
         grad, before = self.half.grad, self._seen
         self._seen = None
@@ -196,7 +236,7 @@ class Twin:
         if seen is None:  # a backward outside scale_loss
             self._seen = unscaled(now)
             return
-        if seen.is_untouched_as(now):
+        if seen.is_untouched_as(now) or seen.follow(now):
             return
         if not seen.may_be_read_again(now):
             if now is not seen.tensor or bool(now.any()):

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One optimizer's gradients through a backward: set aside, scaled, merged and unscaled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from preamp.core.ranks import has_process_group
+from preamp.engine import refusals
+from preamp.engine.overflow import GradientNote
+from preamp.engine.stage import Delayed, Stage
+from preamp.kernels import Ops
+from preamp.optim import DirectGradients, MasterParameter, Masters
+from preamp.scaling import LossScaler
+
+
+class GradientBooks:
+    """Where the gradients of one optimizer stand: READY → SCALED → UNSCALED → READY.
+
+    A block is `begin`, then `abort`, `delay`, or `census`, `merge` and `commit`. Nothing is lost
+    before `commit`: each of the others may fail and be followed by `abort` or `undo`.
+
+    Attributes:
+        masters: The optimizer's masters, or ``None`` at levels without.
+        stage: Where the gradients stand.
+        is_open: Whether a ``scale_loss`` block is under way.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: Masters | None, ops: Ops) -> None:
+        """Keep the books of ``optimizer``."""
+        self.masters = masters
+        self.stage = Stage.READY
+        self.is_open = False
+        self._optimizer = optimizer
+        self._ops = ops
+        self._direct = DirectGradients(ops)
+        self._own: list[torch.Tensor] = []  # without masters, in this block and no earlier one
+        self._delayed: Delayed | None = None
+
+    def params(self) -> Iterator[torch.Tensor]:
+        """What the optimizer updates."""
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def direct_params(self) -> list[torch.Tensor]:
+        """The parameters that the optimizer updates without a master."""
+        return [param for param in self.params() if not isinstance(param, MasterParameter)]
+
+    # -- a block begins ----------------------------------------------------------------------
+
+    def begin(self, scaler: LossScaler, claimed: set[int]) -> None:
+        """Make room for a backward with ``scaler``. Mutates the parameters' ``grad``.
+
+        Args:
+            scaler: The loss's scaler.
+            claimed: ``id`` of parameters that the block handles for another optimizer; extended.
+        """
+        self._own = [param for param in self.direct_params() if id(param) not in claimed]
+        claimed.update(map(id, self._own))
+        if self._delayed is None:  # otherwise raw gradients of one scale pile up in place
+            carry: torch.Tensor | float | None = None
+            if has_process_group():
+                carry = 1.0 if scaler.is_identity else scaler.scale
+            twins = list(self.masters or ())
+            for twin in twins:
+                twin.reconcile()  # all may refuse before anything is moved
+            self._direct.set_aside(self._own, carry)  # takes itself back if it fails
+            self.is_open = True
+            for twin in twins:
+                twin.set_aside(carry)
+        self.is_open = True
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether gradients were left scaled."""
+        return self._delayed is not None
+
+    def continues_with(self, scaler: LossScaler) -> bool:
+        """Whether gradients left scaled, if any, can be added to as they are."""
+        return self._delayed is None or self._delayed.continues_with(scaler)
+
+    # -- a block ends ------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """The body raised: drop its gradients, restore those from before."""
+        if self.is_open and self._delayed is None:
+            self.undo()
+        # After a delayed block nothing was set aside; what autograd added stays, as in torch.
+        self.is_open = False
+
+    def undo(self) -> None:
+        """Restore the gradients from before the block, or from before the first delayed one."""
+        if self.is_open:
+            for twin in self.masters or ():
+                twin.put_back()
+            self._direct.put_back(self._own)
+        self.is_open = False
+        if self._delayed is not None:
+            self._delayed = None
+            self.stage = Stage.READY
+
+    def delay(self, scaler: LossScaler, note: GradientNote) -> None:
+        """Leave the gradients scaled; a later block unscales them all."""
+        self.is_open = False
+        if self._delayed is None:
+            inverse = None if scaler.is_identity else scaler.inverse()
+            self._delayed = Delayed(scaler, scaler.generation, inverse, note)
+        self._delayed.has_gradients |= self.holds_raw()
+        self.stage = Stage.SCALED
+
+    def census(self, scaler: LossScaler, note: GradientNote) -> torch.Tensor | None:
+        """Look for overflow; note what is found.
+
+        Returns:
+            float32 scalar on the device, 1.0 if any new gradient is infinite or nan; ``None``
+            for static scales, which do not look.
+        """
+        if not scaler.is_dynamic:
+            return None
+        twins = {id(twin.master): twin.half for twin in self.masters or ()}
+        own = {id(param): param for param in self._own} | twins
+        params = [own[id(param)] for param in self.params() if id(param) in own]
+        fresh = [(param, param.grad) for param in params if param.grad is not None]
+        census = self._ops.census([grad for _, grad in fresh], scaler.device)
+        note.add([param for param, _ in fresh], census.max_abs)
+        return census.found_inf
+
+    def merge(self, factor: torch.Tensor | None) -> None:
+        """Unscale the new gradients and add the earlier ones.
+
+        Args:
+            factor: float32 scalar, or ``None`` where there is nothing to unscale.
+        """
+        self._direct.merge(self._own, factor)
+        for twin in self.masters or ():
+            twin.stand_in()
+
+    def commit(self, factor: torch.Tensor | None) -> None:
+        """The block ends; ``factor`` is the one that `merge` got."""
+        self._direct.commit(self._own)
+        factors: dict[torch.device, torch.Tensor] = {}
+        for twin in self.masters or ():
+            device = twin.half.device  # a factor elsewhere would make clipping wait for a copy
+            if device not in factors:
+                one = torch.ones((), device=device)
+                factors[device] = one if factor is None else factor.to(device)
+            twin.collect(factors[device], is_plain=factor is None)
+        self.is_open = False
+        self.stage = Stage.UNSCALED
+        self._delayed = None
+
+    # -- gradients left scaled ---------------------------------------------------------------
+
+    def settle(self) -> tuple[torch.Tensor, GradientNote] | None:
+        """Unscale delayed gradients by the scale they carry, since the next one differs.
+
+        Returns:
+            What `census` found and the note of it; ``None`` where nobody looked.
+        """
+        delayed = self._delayed
+        if delayed is None:
+            return None
+        self._own = self.direct_params()
+        self.refuse_sparse()
+        self.is_open = True
+        try:
+            found_inf = self.census(delayed.scaler, delayed.note)
+            self.merge(delayed.inverse)
+            self.commit(delayed.inverse)
+        except BaseException:
+            self.undo()
+            raise
+        if found_inf is None:
+            return None
+        delayed.scaler.record(found_inf)
+        return found_inf, delayed.note
+
+    def holds_raw(self) -> bool:
+        """Whether any gradient lies on the model's side."""
+        halves = (twin.half for twin in self.masters or ())
+        return any(param.grad is not None for param in (*self.direct_params(), *halves))
+
+    def holds_any(self) -> bool:
+        """Whether gradients from before are left; those that the script zeroed do not count."""
+        return self._direct.holds_gradient(self.direct_params()) or any(
+            twin.holds_gradient for twin in self.masters or ()
+        )
+
+    def is_abandoned(self) -> bool:
+        """Whether the script has dropped all gradients of a delayed accumulation."""
+        delayed = self._delayed
+        return delayed is not None and delayed.has_gradients and not self.holds_raw()
+
+    def refuse_sparse(self) -> None:
+        """Raise `PreampStateError` if a parameter with a master has a sparse gradient."""
+        for twin in self.masters or ():
+            if twin.half.grad is not None and twin.half.grad.is_sparse:
+                raise refusals.sparse_with_master(twin.name)
+
+    # -- after the step ----------------------------------------------------------------------
+
+    def spend(self) -> None:
+        """A step has used the masters' gradients up."""
+        for twin in self.masters or ():
+            twin.spend()
+
+    def drop(self, *, to_none: bool = True) -> None:
+        """Clear the masters' gradients and their half ones, and what was set aside."""
+        for twin in self.masters or ():
+            if to_none:
+                twin.drop()
+            else:
+                twin.zero_half_gradient()
+        self._direct.forget()
+
+    def reset(self) -> None:
+        """Back to READY: nothing delayed."""
+        self.stage = Stage.READY
+        self._delayed = None
