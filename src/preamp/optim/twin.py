@@ -211,8 +211,11 @@ class Twin:
 
     def zero_half_gradient(self) -> None:
         """``zero_grad(set_to_none=False)`` for the half side."""
-        if self.half.grad is not None:
-            self.half.grad.detach_().zero_()
+        grad = self.half.grad
+        if grad is not None:
+            if grad.grad_fn is not None:  # of create_graph; a view, as in DDP's buckets, has none
+                grad.detach_()
+            grad.requires_grad_(False).zero_()
         self._open = False
         self._seen = None
 

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run a function on several processes joined by gloo, and collect what each returns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+_SECONDS = 300
+"""Until a rank that waits for a dead one gives up."""
+
+
+def run_ranks(work: Callable[[int], Any], folder: Path, world: int = 2) -> list[Any]:
+    """Return ``[work(0), work(1), …]``, each called in a process of its own.
+
+    Args:
+        work: A function of a module that child processes can import; returns plain data and
+            tensors.
+        folder: Empty folder for the rendezvous and the results.
+        world: Number of processes.
+    """
+    mp.spawn(_start, args=(work, str(folder), world), nprocs=world)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def _start(rank: int, work: Callable[[int], Any], folder: str, world: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=_SECONDS),
+    )
+    try:
+        torch.save(work(rank), f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
