@@ -56,7 +56,8 @@ def test_two_optimizers_of_one_model_see_one_gradient(level: str) -> None:
     assert all(a is b for a, b in zip(firsts, seconds, strict=True))
     engine.close()
     for optimizer in ours:
-        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters()))
+        own = optimizer.param_groups[0]["params"]
+        assert all(a is b for a, b in zip(own, model.parameters(), strict=True))
         assert all(param in optimizer.state for param in model.parameters())
 
 
@@ -68,9 +69,14 @@ def test_an_exception_restores_a_shared_gradient_once(level: str) -> None:
     with preamp.scale_loss(model(X).float().sum() / 8, ours) as scaled:
         scaled.backward()
     before = [param.grad.clone() for param in preamp.master_params(ours[0])]
-    with pytest.raises(KeyError), preamp.scale_loss(model(X).float().sum(), ours) as scaled:
-        scaled.backward()
-        raise KeyError
+
+    def fail() -> None:
+        with preamp.scale_loss(model(X).float().sum(), ours) as scaled:
+            scaled.backward()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     for param, grad in zip(preamp.master_params(ours[0]), before, strict=True):
         assert_same(param.grad, grad)
 

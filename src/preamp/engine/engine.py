@@ -69,6 +69,7 @@ class Engine:
         self.overflow_causes: deque[OverflowCause] = deque(maxlen=_CAUSES_KEPT)
         self.link: Link[Engine] = Link(self)
         self.undo = UndoStack()
+        self._model_undo = {id(model): UndoStack() for model in self.models}
         # Casts of torch's functions outlive nobody: an engine that is dropped without close()
         # takes them back when it is collected. The stack must not refer to the engine.
         self.process_undo = UndoStack()
@@ -170,6 +171,19 @@ class Engine:
 
     # -- the end -----------------------------------------------------------------------------
 
+    def undo_of(self, model: nn.Module) -> UndoStack:
+        """The steps that take back what was done to ``model`` alone."""
+        return self._model_undo[id(model)]
+
+    def hand_over(self, model: nn.Module) -> None:
+        """Let go of ``model``, which another engine has now; the optimizers stay.
+
+        Without any model left nothing is cast for this engine any more.
+        """
+        self._model_undo.pop(id(model), UndoStack()).unwind()
+        if not self._model_undo and not self.has_masters:
+            self._take_back_process_state()
+
     def on_close(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` first thing in `close`."""
         self._on_close.append(callback)
@@ -192,7 +206,8 @@ class Engine:
                 twin.absorb_external_write()
         exact = {id(twin.half): twin.master.data for twin in twins}
         self.closed = True
-        self.undo.unwind()
+        for stack in (self.undo, *self._model_undo.values()):
+            stack.unwind()
         self._take_back_process_state()
         for session in self.sessions.values():
             session.release_masters()

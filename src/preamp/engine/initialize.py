@@ -23,7 +23,7 @@ from preamp.core.undo import set_attribute
 from preamp.engine import checks
 from preamp.engine.announce import announce
 from preamp.engine.engine import Engine
-from preamp.engine.lookup import ATTRIBUTE
+from preamp.engine.lookup import ATTRIBUTE, find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.kernels import ForeachType, backend, cpu_lacks_fp16_matmul
 from preamp.optim import MasterParameter
@@ -55,8 +55,9 @@ def initialize(
     """Put models and optimizers into mixed precision, in place.
 
     Models are cast and hooked, optimizers get float32 masters and loss scaling, as the opt level
-    says. Whatever was decided is on ``preamp.engine_of(optimizer)``, whose ``close()`` takes it
-    all back. If the call raises, models and optimizers are as before.
+    says. A model that has an engine already changes over to the new one. Whatever was decided is
+    on ``preamp.engine_of(optimizer)``, whose ``close()`` takes it all back. If the call raises,
+    models and optimizers are as before.
 
     Args:
         models: A module, or a list of modules, with float32 parameters, on any device.
@@ -141,14 +142,15 @@ def create_engine(
         checks.check_not_wrapped(model_list)
         if not allow_half_model:
             checks.check_not_half(model_list)
+    earlier = [(model, find_engine(model)) for model in model_list]
     engine = Engine(
         policy, model_list, optimizer_list, backend(), num_losses=num_losses, verbosity=verbosity
     )
     try:
         if policy.enabled:
             _attach(engine)
-        for thing in (*engine.models, *engine.optimizers):
-            set_attribute(thing, ATTRIBUTE, engine.link, engine.undo)
+        for optimizer in engine.optimizers:
+            set_attribute(optimizer, ATTRIBUTE, engine.link, engine.undo)
         if policy.enabled:  # last, since it rounds: rolling back restores exact values
             for session in engine.sessions.values():
                 session.recast_state()
@@ -156,6 +158,10 @@ def create_engine(
         _roll_back(engine)
         raise
     engine.conversion.forget_originals()
+    for model, previous in earlier:
+        if previous is not None:
+            previous.hand_over(model)
+        set_attribute(model, ATTRIBUTE, engine.link, engine.undo_of(model))
     return engine
 
 
@@ -180,7 +186,7 @@ def _attach(engine: Engine) -> None:
 
 
 def _hook_model(engine: Engine, model: nn.Module) -> None:
-    policy, undo = engine.policy, engine.undo
+    policy, undo = engine.policy, engine.undo_of(model)
     target = policy.cast_model_type
     outputs = policy.cast_model_outputs
     if target is not None and outputs is None:
@@ -215,7 +221,8 @@ def device_types(engine: Engine) -> frozenset[str]:
 
 def _roll_back(engine: Engine) -> None:
     """Undo a failed initialize; the exact values from before the cast are still there."""
-    engine.undo.unwind()
+    for stack in (engine.undo, *map(engine.undo_of, engine.models)):
+        stack.unwind()
     engine.process_undo.unwind()
     for session in engine.sessions.values():
         session.release_masters()
