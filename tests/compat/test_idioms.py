@@ -601,3 +601,41 @@ def test_float_function_as_decorator() -> None:
     assert widen(torch.ones(1, dtype=torch.float16)) is torch.float32
     with amp.disable_casts():
         assert widen(torch.ones(1, dtype=torch.float16)) is torch.float16
+
+
+# -- backward by hand ------------------------------------------------------------------------
+
+
+def backward_by_hand(model: nn.Module, optimizer: Any, number: int, factor: float = 1.0) -> bool:
+    """What ``amp.scale_loss`` did inside Apex; returns whether the step is to be skipped."""
+    scaler = amp._amp_state.loss_scalers[0]
+    optimizer._prepare_amp_backward()
+    (loss_of(model, number).float() * scaler.loss_scale() * factor).backward()
+    optimizer._post_amp_backward(scaler)
+    return scaler.update_scale()
+
+
+@ALL_LEVELS
+def test_backward_by_hand(level: str) -> None:
+    """``_prepare_amp_backward`` and ``_post_amp_backward``, twice for one step."""
+    model, optimizer = started(level, loss_scale="dynamic")
+    other, by_block = started(level, loss_scale="dynamic")
+    amp._amp_state.make_current(preamp.engine_of(model))
+    for number in range(2):
+        assert not backward_by_hand(model, optimizer, number)
+        with amp.scale_loss(loss_of(other, number), by_block) as scaled:
+            scaled.backward()
+    mine, wanted = map(amp.master_params, (optimizer, by_block))
+    for ours, theirs in zip(mine, wanted, strict=True):
+        assert same(ours.grad, theirs.grad)
+
+
+@ALL_LEVELS
+def test_an_overflow_by_hand_skips_the_step(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = started(level, loss_scale="dynamic")
+    amp._amp_state.verbosity = 1
+    before = masters(optimizer)
+    assert backward_by_hand(model, optimizer, 0, factor=float("inf"))
+    optimizer.step()
+    assert same(masters(optimizer), before)
+    assert "reducing loss scale to 32768.0" in capsys.readouterr().out

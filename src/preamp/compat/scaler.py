@@ -21,6 +21,9 @@ class LossScaler:
     The underscored attributes are read and written by scripts, so they are part of the contract:
     ``_loss_scale`` sets the scale, ``_unskipped`` the clean updates in a row, ``_scale_seq_len``
     how many of them double the scale. Reading any of them synchronises with the device.
+
+    Attributes:
+        core: The scaler that this one shows.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class LossScaler:
         self._show(CoreScaler(rule))
 
     def _show(self, core: CoreScaler) -> None:
-        self._core = core
+        self.core = core
         self._buffer: torch.Tensor | None = None
 
     @classmethod
@@ -71,62 +74,62 @@ class LossScaler:
 
     def loss_scale(self) -> float:
         """Return the current scale."""
-        return self._core.value()
+        return self.core.value()
 
     @property
     def dynamic(self) -> bool:
         """Whether the scale reacts to overflows."""
-        return self._core.is_dynamic
+        return self.core.is_dynamic
 
     @property
     def _loss_scale(self) -> float:
-        return self._core.value()
+        return self.core.value()
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
-        self._core.set_scale(float(value))
+        self.core.set_scale(float(value))
 
     @property
     def _unskipped(self) -> int:
-        return int(self._core.growth_tracker.item())
+        return int(self.core.growth_tracker.item())
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        self._core.growth_tracker.fill_(int(value))
+        self.core.growth_tracker.fill_(int(value))
 
     @property
     def _scale_seq_len(self) -> int:
-        rule = self._core.rule
+        rule = self.core.rule
         return rule.growth_interval if isinstance(rule, DynamicScale) else 2000
 
     @_scale_seq_len.setter
     def _scale_seq_len(self, value: int) -> None:
-        if isinstance(self._core.rule, DynamicScale):
-            self._core.rule = dataclasses.replace(self._core.rule, growth_interval=int(value))
+        if isinstance(self.core.rule, DynamicScale):
+            self.core.rule = dataclasses.replace(self.core.rule, growth_interval=int(value))
 
     @property
     def _min_loss_scale(self) -> float | None:
-        rule = self._core.rule
+        rule = self.core.rule
         return rule.min_scale if isinstance(rule, DynamicScale) else None
 
     @property
     def _max_loss_scale(self) -> float:
-        rule = self._core.rule
+        rule = self.core.rule
         return rule.max_scale if isinstance(rule, DynamicScale) else 2.0**24
 
     @property
     def _has_overflow(self) -> bool:
-        return bool(self._core.found_inf.item() != 0)
+        return bool(self.core.found_inf.item() != 0)
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:
-        self._core.found_inf.fill_(float(value))
+        self.core.found_inf.fill_(float(value))
 
     @property
     def _overflow_buf(self) -> torch.Tensor:
         """int32, shape ``(1,)``; kernels that take a flag may write to it, scripts reduce it."""
         if self._buffer is None:
-            self._buffer = self._core.found_inf.to(torch.int32).reshape(1)
+            self._buffer = self.core.found_inf.to(torch.int32).reshape(1)
         return self._buffer
 
     @_overflow_buf.setter
@@ -137,7 +140,7 @@ class LossScaler:
 
     def clear_overflow_state(self) -> None:
         """Forget an overflow that was found but not acted on."""
-        self._core.found_inf.zero_()
+        self.core.found_inf.zero_()
         self._buffer = None
 
     def unscale(
@@ -158,7 +161,7 @@ class LossScaler:
             scale_override: Scale to use instead of the current one.
         """
         del unused_scale, models_are_masters
-        scale = self._core.value() if scale_override is None else scale_override
+        scale = self.core.value() if scale_override is None else scale_override
         self._combine(model_grads, [None] * len(model_grads), master_grads, 1.0 / scale, 0.0)
 
     def unscale_with_stashed(
@@ -176,7 +179,7 @@ class LossScaler:
             master_grads: Receive the result.
             scale_override: ``(have, stashed_have, out)``; by default the current scale, 1 and 1.
         """
-        have, stashed_have, out = scale_override or (self._core.value(), 1.0, 1.0)
+        have, stashed_have, out = scale_override or (self.core.value(), 1.0, 1.0)
         factors = (out / have, out / stashed_have)
         self._combine(model_grads, stashed_master_grads, master_grads, *factors)
 
@@ -189,9 +192,9 @@ class LossScaler:
             if model is not None and master is not None
         ]
         with torch.no_grad():
-            if self._core.is_dynamic and trios:
-                census = backend().census([model for model, _, _ in trios], self._core.device)
-                self._core.record(census.found_inf)
+            if self.core.is_dynamic and trios:
+                census = backend().census([model for model, _, _ in trios], self.core.device)
+                self.core.record(census.found_inf)
             for model, old, master in trios:
                 wide = model.to(torch.promote_types(torch.float32, model.dtype)) * factor
                 master.copy_(wide if old is None else wide + old.to(wide.dtype) * stashed_factor)
@@ -203,6 +206,6 @@ class LossScaler:
             Whether the step should be skipped.
         """
         if self._buffer is not None:
-            self._core.record((self._buffer.reshape(-1)[0] != 0).to(torch.float32))
+            self.core.record((self._buffer.reshape(-1)[0] != 0).to(torch.float32))
             self._buffer = None
-        return bool(self._core.update().item() != 0)
+        return bool(self.core.update().item() != 0)

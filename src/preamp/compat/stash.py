@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
+from preamp.compat.scaler import LossScaler
 from preamp.core.undo import set_attribute
 from preamp.engine import Engine
+from preamp.engine.overflow import GradientNote
+from preamp.engine.scale_loss import unscale_and_commit
 from preamp.engine.session import OptimizerSession
 from preamp.engine.stage import Stage
 from preamp.optim import MasterParameter
@@ -85,14 +88,50 @@ class AmpStash:
 def attach_stashes(engine: Engine) -> None:
     """Give the engine's optimizers Apex's attributes; ``engine.close()`` removes them."""
     for session in engine.sessions.values():
-        for name, value in _attributes(session).items():
+        for name, value in _attributes(engine, session).items():
             set_attribute(session.optimizer, name, value, engine.undo)
 
 
-def _attributes(session: OptimizerSession) -> dict[str, Any]:
+def _attributes(engine: Engine, session: OptimizerSession) -> dict[str, Any]:
+    backward = _Backward(engine, session)
     return {
         "_amp_stash": AmpStash(session),
         "_lazy_init_maybe_master_weights": session.adopt,
         "_amp_lazy_init": session.adopt,
         "_master_params_to_model_params": session.write_halves,
+        "_prepare_amp_backward": backward.prepare,
+        "_post_amp_backward": backward.post,
     }
+
+
+class _Backward:
+    """The two halves of a ``scale_loss`` block, for loops that call them by hand.
+
+    The scale belongs to the caller here: nothing adjusts it but ``scaler.update_scale()``.
+    """
+
+    def __init__(self, engine: Engine, session: OptimizerSession) -> None:
+        self._engine = engine
+        self._session = session
+
+    def prepare(self) -> None:
+        """Set earlier gradients aside before a backward. Mutates the parameters' ``grad``."""
+        self._session.refuse_nested()
+        self._session.begin_backward(self._engine.scaler(0), set())
+
+    def post(self, scaler: LossScaler) -> None:
+        """Unscale the gradients of the backward and add the earlier ones.
+
+        Args:
+            scaler: One of ``amp._amp_state.loss_scalers``, by whose scale the loss was multiplied.
+
+        Mutates:
+            Gradients; the overflow flag that ``scaler.update_scale()`` looks at.
+        """
+        core = scaler.core
+        note = GradientNote(
+            loss_id=self._engine.scalers.index(core) if core in self._engine.scalers else 0,
+            loss_finite=torch.ones((), dtype=torch.bool, device=core.device),
+            scale=core.scale.clone(),
+        )
+        unscale_and_commit([self._session], core, note)

@@ -119,28 +119,46 @@ class _Block:
             session.gradients.delay(self.scaler, self._note)
 
     def finish(self, *, adjust: bool) -> None:
-        if not self._sessions:
-            return
-        try:  # all refuse, run out of memory or are interrupted before any has committed
-            for session in self._sessions:
-                session.gradients.refuse_sparse()
-            found = [s.gradients.census(self.scaler, self._note) for s in self._sessions]
-            factor = None if self.scaler.is_identity else self.scaler.inverse()
-            for session in self._sessions:
-                session.gradients.merge(factor)
-        except BaseException:
-            for session in self._sessions:
-                session.gradients.undo()
-            raise
-        for session in self._sessions:
-            session.commit(factor)
-        for found_inf in found:
-            if found_inf is not None:
-                self.scaler.record(found_inf)
-                for session in self._sessions:
-                    session.remember(found_inf, self._note)
-        if adjust:
-            self.scaler.update()
+        if self._sessions:
+            unscale_and_commit(self._sessions, self.scaler, self._note)
+            if adjust:
+                self.scaler.update()
+
+
+def unscale_and_commit(
+    sessions: Sequence[OptimizerSession], scaler: LossScaler, note: GradientNote
+) -> None:
+    """End a backward of ``sessions``: look for overflow, unscale, add earlier gradients.
+
+    Nothing is committed before everything has worked for all of them: whoever refuses, runs out
+    of memory or is interrupted leaves the gradients from before the block.
+
+    Args:
+        sessions: The optimizers of the block, each after ``begin_backward``.
+        scaler: By whose scale the loss was multiplied.
+        note: Filled with what is found.
+
+    Mutates:
+        Gradients, and what ``scaler`` has recorded.
+    """
+    try:
+        for session in sessions:
+            session.gradients.refuse_sparse()
+        found = [session.gradients.census(scaler, note) for session in sessions]
+        factor = None if scaler.is_identity else scaler.inverse()
+        for session in sessions:
+            session.gradients.merge(factor)
+    except BaseException:
+        for session in sessions:
+            session.gradients.undo()
+        raise
+    for session in sessions:
+        session.commit(factor)
+    for found_inf in found:
+        if found_inf is not None:
+            scaler.record(found_inf)
+            for session in sessions:
+                session.remember(found_inf, note)
 
 
 def as_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
