@@ -162,6 +162,25 @@ def test_packed_sequence() -> None:
     assert torch.equal(got.batch_sizes, packed.batch_sizes)
 
 
+class Stream:
+    """An iterator with something of its own."""
+
+    position = 0
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        raise StopIteration
+
+
+def test_other_iterators_come_back_as_they_are() -> None:
+    stream, tensors = Stream(), iter([torch.ones(1)])
+
+    assert map_leaves(torch.Tensor.half, stream) is stream
+    assert map_leaves(torch.Tensor.half, tensors) is tensors
+
+
 def test_generator_is_mapped_on_the_way() -> None:
     started: list[int] = []
 

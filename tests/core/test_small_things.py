@@ -71,6 +71,25 @@ class Thing:
     colour = "of the class"
 
 
+def test_undo_goes_on_after_an_error_and_raises_the_first() -> None:
+    done: list[int] = []
+    undo = UndoStack()
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    undo.push(lambda: done.append(1))
+    undo.push(lambda: fail(ValueError("second")))
+    undo.push(lambda: done.append(2))
+    undo.push(lambda: fail(KeyboardInterrupt("first")))
+
+    with pytest.raises(KeyboardInterrupt, match="first"):
+        undo.unwind()
+    undo.unwind()
+
+    assert done == [2, 1]
+
+
 def test_undo_runs_backwards_and_once() -> None:
     done: list[int] = []
     undo = UndoStack()

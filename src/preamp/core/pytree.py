@@ -11,7 +11,8 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
 import torch
@@ -28,8 +29,9 @@ def map_leaves(fn: LeafFn, value: Any) -> Any:
         fn: Called with each tensor, and with each object that has a ``to`` method and is not a
             mapping (a user's batch class, a packed sequence).
         value: Leaf, container, or anything else. Strings, numbers, ``None``, modules, ranges,
-            numpy arrays and other unknown objects come back as they are. An iterator comes back
-            as a generator that maps on the way.
+            numpy arrays and other unknown objects come back as they are. A generator comes back
+            as a generator that maps on the way; other iterators may have methods of their own
+            and come back as they are.
 
     Returns:
         The mapped value. A container in which nothing changed is returned itself, so identity
@@ -47,8 +49,8 @@ def map_leaves(fn: LeafFn, value: Any) -> Any:
         return _map_sequence(fn, cast("list[Any]", value))
     if dataclasses.is_dataclass(value):
         return _map_dataclass(fn, value)
-    if isinstance(value, Iterator):
-        return (map_leaves(fn, item) for item in cast("Iterator[Any]", value))
+    if isinstance(value, types.GeneratorType):
+        return (map_leaves(fn, item) for item in cast("Generator[Any]", value))
     return value
 
 

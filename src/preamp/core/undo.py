@@ -32,9 +32,21 @@ class UndoStack:
             self.push(handle.remove)
 
     def unwind(self) -> None:
-        """Run all steps, last change first, and forget them."""
+        """Run all steps, last change first, and forget them.
+
+        Raises:
+            BaseException: The first one that a step raised, after all the others have run.
+        """
+        first: BaseException | None = None
         while self._steps:
-            self._steps.pop()()
+            step = self._steps.pop()
+            try:
+                step()
+            except BaseException as error:
+                # What is not taken back now never will be.
+                first = first or error
+        if first is not None:
+            raise first
 
 
 _MISSING = object()
