@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from preamp.casting.functions import install_function_casts, install_wide_half
 from preamp.casting.patches import PatchTable, Rank
-from preamp.casting.regions import push_thread_casts
+from preamp.casting.thread_casts import push_thread_casts
 from preamp.core.undo import Removable
 
 OWNERS = (

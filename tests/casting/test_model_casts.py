@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from casting.probe import BF16, CPU, F16, F32, Probe
 from preamp.casting.functions import install_function_casts
-from preamp.casting.regions import attach_cast_region, push_thread_casts
+from preamp.casting.regions import attach_cast_region
+from preamp.casting.thread_casts import push_thread_casts
 
 pytestmark = pytest.mark.usefixtures("function_casts")
 

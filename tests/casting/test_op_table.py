@@ -13,9 +13,10 @@ import torch
 
 from casting.op_examples import example, options
 from op_table import render
+from preamp.casting.disable import disable_casts
 from preamp.casting.functions import install_function_casts, namespace_owner, row_wrapper
 from preamp.casting.op_lists import OP_TABLE, OpRow
-from preamp.casting.regions import disable_casts, push_thread_casts
+from preamp.casting.thread_casts import push_thread_casts
 from preamp.casting.wrappers import map_tensors
 
 # Some rows are functions that torch itself deprecates, or warns about in general.

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from preamp.casting.disable import disable_casts
 from preamp.casting.functions import FUNCTION_CASTS, install_function_casts
-from preamp.casting.regions import disable_casts, push_thread_casts
 from preamp.casting.registry import (
     bfloat16_function,
     float_function,
@@ -23,6 +23,7 @@ from preamp.casting.registry import (
     register_half_function,
     register_promote_function,
 )
+from preamp.casting.thread_casts import push_thread_casts
 from preamp.core.undo import Removable
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

@@ -7,9 +7,8 @@ anything between calls except which device types may have an autocast state at a
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -114,6 +113,21 @@ class AutocastState:
         changed = {kind: (True, dtype) for kind in device_types}
         return AutocastState({**self.devices, **changed}, cache_enabled)
 
+    def taking(self, other: AutocastState, device_types: Iterable[str]) -> AutocastState:
+        """This state with what ``other`` says about ``device_types`` and the cache."""
+        changed = {kind: other.devices[kind] for kind in device_types}
+        return AutocastState({**self.devices, **changed}, other.cache_enabled)
+
+    def is_ours(
+        self, set_last: AutocastState, wanted: AutocastState, device_types: Iterable[str]
+    ) -> bool:
+        """Whether ``device_types`` are as they were set last, or on or off as wanted already."""
+        return all(
+            self.devices[kind] == set_last.devices[kind]
+            or self.devices[kind][0] == wanted.devices[kind][0]
+            for kind in device_types
+        )
+
     def without_casts(self) -> AutocastState:
         """This state with casts off on every device type."""
         off = {kind: (False, dtype) for kind, (_, dtype) in self.devices.items()}
@@ -124,14 +138,3 @@ def nesting() -> int:
     """How many autocast regions the calling thread is in; torch only counts by changing it."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
-
-
-@contextlib.contextmanager
-def autocast_off() -> Generator[None]:
-    """Run the block with autocast disabled on every device type, then set the state back."""
-    before = AutocastState.capture()
-    before.without_casts().restore()
-    try:
-        yield
-    finally:
-        before.restore()

@@ -11,16 +11,16 @@ run every function once on a device that the program may not even use.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Hashable
 from typing import Any, Final
 
 import torch
 
-from preamp.casting.autocast_state import autocast_off
+from preamp.casting.lock import PATCH_LOCK
 from preamp.casting.op_lists import OP_TABLE, Namespace, OpRow
 from preamp.casting.patches import PATCHES, Rank, Wrapper
 from preamp.casting.removable import UndoOnce
+from preamp.casting.thread_casts import autocast_off
 from preamp.casting.wrappers import (
     AnyFunction,
     wrap_banned,
@@ -43,7 +43,6 @@ class SharedInstall:
     def __init__(self, build: Callable[[], list[Removable]]) -> None:
         """Remember how to patch; nothing happens yet."""
         self._build = build
-        self._lock = threading.RLock()
         self._holders = 0
         self._handles: list[Removable] = []
         self._extras: dict[Hashable, Builder] = {}
@@ -56,7 +55,7 @@ class SharedInstall:
 
     def acquire(self) -> Removable:
         """Hold the patches; the first holder installs them, the last one removes them."""
-        with self._lock:
+        with PATCH_LOCK:
             if not self._holders:
                 self._handles = self._build()
                 self._extra_handles = {key: make() for key, make in self._extras.items()}
@@ -64,7 +63,7 @@ class SharedInstall:
         return UndoOnce(self._release)
 
     def _release(self) -> None:
-        with self._lock:
+        with PATCH_LOCK:
             self._holders -= 1
             if not self._holders:
                 for handle in (*self._extra_handles.values(), *self._handles):
@@ -73,7 +72,7 @@ class SharedInstall:
 
     def extend(self, key: Hashable, build: Builder) -> None:
         """Add a patch to this and all later installations; a known ``key`` is replaced."""
-        with self._lock:
+        with PATCH_LOCK:
             self._extras[key] = build
             if self._holders:
                 known = self._extra_handles.pop(key, None)
@@ -83,7 +82,7 @@ class SharedInstall:
 
     def discard(self, key: Hashable) -> None:
         """Forget what ``extend`` added under ``key``."""
-        with self._lock:
+        with PATCH_LOCK:
             self._extras.pop(key, None)
             known = self._extra_handles.pop(key, None)
             if known is not None:

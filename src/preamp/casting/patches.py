@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import enum
 import inspect
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
+from preamp.casting.lock import PATCH_LOCK
 from preamp.casting.removable import UndoOnce
 from preamp.core.undo import Removable
 
@@ -67,7 +67,6 @@ class PatchTable:
 
     def __init__(self) -> None:
         self._patched: dict[tuple[int, str], _Patched] = {}
-        self._lock = threading.RLock()
 
     def add(self, owner: Any, name: str, rank: Rank, wrap: Wrapper) -> Removable:
         """Put a layer on ``owner.name``.
@@ -86,7 +85,7 @@ class PatchTable:
         """
         token = object()
         key = (id(owner), name)
-        with self._lock:
+        with PATCH_LOCK:
             patched = self._patched.get(key)
             if patched is None:
                 own = cast("dict[str, object]", vars(owner)).get(name, _ABSENT)
@@ -98,7 +97,7 @@ class PatchTable:
         return UndoOnce(lambda: self._remove(key, token))
 
     def _remove(self, key: tuple[int, str], token: object) -> None:
-        with self._lock:
+        with PATCH_LOCK:
             patched = self._patched[key]
             patched.layers = [layer for layer in patched.layers if layer[2] is not token]
             if not patched.layers:

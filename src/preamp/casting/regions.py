@@ -16,9 +16,6 @@ from torch import nn
 
 from preamp.casting.autocast_state import know_device_types, untraced
 from preamp.casting.thread_casts import CASTS, open_bracket, unwind_to
-from preamp.casting.thread_casts import disable_casts as disable_casts
-from preamp.casting.thread_casts import push_thread_casts as push_thread_casts
-from preamp.casting.thread_casts import thread_casts_restored as thread_casts_restored
 from preamp.core.undo import Removable
 
 

@@ -2,8 +2,12 @@
 """What preamp did to a thread's autocast state, and how it is taken back.
 
 Everything here only sets torch's own thread-local autocast state and puts it back. What has to be
-put back is kept per thread, as a stack of brackets (model forwards and ``disable_casts`` blocks)
-over the thread-wide casts of ``push_thread_casts``.
+put back is kept per thread, as a stack of brackets (model forwards, ``disable_casts`` blocks and
+backward passes) over the thread-wide casts of ``push_thread_casts``: the base.
+
+The base may have to change when it cannot: its engine is closed or collected on another thread, or
+inside a ``torch.autocast`` block of the user's own, which must not be flipped. The casts are then
+*stale*, and ``settle_thread`` brings the base in line as soon as this thread enters preamp again.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import Final
 import torch
 from torch import nn
 
+from preamp.casting import autocast_state
 from preamp.casting.autocast_state import AutocastState, know_device_types, nesting, untraced
 from preamp.casting.removable import UndoOnce
 from preamp.core.undo import Removable
@@ -36,13 +41,13 @@ class Bracket:
 
     saved: AutocastState
     nesting: int  # torch's count inside the bracket; more means that the user opened a region
-    module_id: int | None = None  # whose forward it is; None for disable_casts
+    module_id: int | None = None  # whose forward it is; None for disable_casts and backward
     frame: FrameType | None = None
     raised_nesting: bool = False
 
 
 class _Pushes(list[_Push]):
-    """The thread-wide casts of one thread; ``is_stale`` after another thread removed some."""
+    """The thread-wide casts of one thread; ``is_stale`` while the base does not follow them."""
 
     is_stale = False
 
@@ -53,6 +58,7 @@ class _Casts(threading.local):
     def __init__(self) -> None:
         self.pushes = _Pushes()
         self.original: AutocastState | None = None  # before the first push
+        self.applied: AutocastState | None = None  # the base as it was last set
         self.base_nesting = 0
         self.brackets: list[Bracket] = []
         self.disabled: AutocastState | None = None  # the state before the outermost disable_casts
@@ -77,7 +83,9 @@ def unwind_to(bracket: Bracket) -> None:
             torch.clear_autocast_cache()
         top.saved.restore()
         if top is bracket:
-            return
+            break
+    if CASTS.pushes.is_stale:
+        _settle_base()
 
 
 def _drop_abandoned() -> None:
@@ -97,38 +105,48 @@ def _drop_abandoned() -> None:
             return
 
 
-def open_bracket(module: nn.Module) -> Bracket:
-    """Begin a forward of ``module`` on this thread; the autocast state is not changed yet."""
-    if CASTS.pushes.is_stale:
-        _settle_base()
-    if CASTS.brackets:
-        _drop_abandoned()
-    # The frame that lives as long as the forward; where torch renames it, nothing is ever dropped.
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name != "_call_impl":
-        frame = frame.f_back
-    bracket = Bracket(AutocastState.capture(), nesting(), id(module), frame)
+def open_bracket(module: nn.Module | None) -> Bracket:
+    """Begin a bracket on this thread; the autocast state is not changed yet.
+
+    Args:
+        module: The model whose forward it is; ``None`` for code that closes it itself, whatever
+            happens.
+    """
+    _settle()
+    frame = None
+    if module is not None:
+        # The one that lives as long as the forward; where torch renames it, nothing is dropped.
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_name != "_call_impl":
+            frame = frame.f_back
+    module_id = None if module is None else id(module)
+    bracket = Bracket(AutocastState.capture(), nesting(), module_id, frame)
     CASTS.brackets.append(bracket)
     return bracket
+
+
+@contextlib.contextmanager
+def autocast_off() -> Generator[None]:
+    """Run the block with autocast disabled on every device type, then set the state back."""
+    bracket = open_bracket(None)
+    bracket.saved.without_casts().restore()
+    try:
+        yield
+    finally:
+        unwind_to(bracket)
 
 
 # --- thread-wide casts ---
 
 
-def _set_base(state: AutocastState) -> None:
-    """Make ``state`` what holds outside all brackets of this thread."""
-    if CASTS.brackets:
-        CASTS.brackets[0].saved = state
-    else:
-        state.restore()
-
-
-def _base() -> AutocastState | None:
-    state = CASTS.original
-    if state is not None:
-        for push in CASTS.pushes:
-            state = state.casting(push.device_types, push.dtype, cache_enabled=False)
-    return state
+def _outside() -> tuple[AutocastState, int]:
+    """The state outside all brackets of this thread, and torch's count of regions there."""
+    now = AutocastState.capture()
+    if not CASTS.brackets:
+        return now, nesting()
+    first = CASTS.brackets[0]
+    # A third-party device type may have become known since.
+    return now.taking(first.saved, first.saved.devices), first.nesting - first.raised_nesting
 
 
 def push_thread_casts(device_types: Iterable[str], dtype: torch.dtype) -> Removable:
@@ -142,109 +160,108 @@ def push_thread_casts(device_types: Iterable[str], dtype: torch.dtype) -> Remova
         dtype: The half dtype.
 
     Returns:
-        A handle to remove on the same thread, in any order with other handles. After the last one
-        the thread's autocast state is what it was before the first. On another thread ``remove``
-        forgets these casts, and this thread follows when it next enters or leaves a model.
+        A handle to remove in any order with other handles, on any thread. After the last one the
+        thread's autocast state is what it was before the first: at once if ``remove`` is called
+        on this thread and outside ``torch.autocast`` blocks opened since, else when this thread
+        next enters or leaves preamp.
     """
     types = frozenset(device_types)
     know_device_types(types)
-    if CASTS.original is None:
-        outside = CASTS.brackets[0].saved if CASTS.brackets else AutocastState.capture()
-        CASTS.original, CASTS.base_nesting = outside, nesting()
+    settle_thread()
+    state, depth = _outside()
+    if CASTS.original is None or CASTS.applied is None:
+        CASTS.original, CASTS.applied, CASTS.base_nesting = state, state, depth
+    else:
+        CASTS.original = state.taking(CASTS.original, CASTS.original.devices)
+        CASTS.applied = state.taking(CASTS.applied, CASTS.applied.devices)
     push = _Push(types, dtype)
     CASTS.pushes.append(push)
-    base = _base()
-    if base is not None:
-        _set_base(base)
-    return UndoOnce(_PopPush(push, CASTS.pushes, threading.get_ident()))
+    CASTS.pushes.is_stale = True
+    _settle_base()
+    return UndoOnce(_PopPush(push, CASTS.pushes))
 
 
 @dataclass(frozen=True, slots=True)
 class _PopPush:
     push: _Push
     pushes: _Pushes
-    thread_id: int
 
     def __call__(self) -> None:
         self.pushes.remove(self.push)
         self.pushes.is_stale = True
-        if self.thread_id == threading.get_ident():
+        if self.pushes is CASTS.pushes and not _is_changing_state():
             _settle_base()
 
 
-def _settle_base() -> None:
-    """Bring the base in line with the pushes that are left."""
-    CASTS.pushes.is_stale = False
-    base = _base()
-    if base is not None:
-        _set_base(base)
-        if not CASTS.pushes:
-            CASTS.original = None
+def _is_changing_state() -> bool:
+    """Whether a caller, as seen from the garbage collector, is half-way through a change.
 
-
-# --- casts off ---
-
-
-@contextlib.contextmanager
-def disable_casts() -> Generator[None]:
-    """Run the block without casts on this thread: functions as written, models as stored.
-
-    Nests, and ends properly on exceptions. Where no engine is alive it changes nothing: an
-    autocast region of the user's own stays on.
+    A collected engine's casts are popped wherever Python happens to be: if ``torch.autocast`` or
+    this room has just read the state to put it back later, setting it now would be undone then.
     """
-    bracket, outermost = _disable()
-    try:
-        yield
-    finally:
-        _enable(bracket, outermost)
+    # Without the caller: popping is not such a change itself.
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back and frame.f_back.f_back
+    while frame is not None:
+        if frame.f_globals.get("__name__") in _STATE_MODULES:
+            return True
+        frame = frame.f_back
+    return False
 
 
-@untraced
-def _disable() -> tuple[Bracket, bool]:
+_STATE_MODULES: Final = frozenset({__name__, autocast_state.__name__, torch.autocast.__module__})
+
+
+def settle_thread() -> None:
+    """Bring this thread's autocast state in line with what is still open and alive.
+
+    Closes forwards that ended in a ``KeyboardInterrupt``, and follows engines that were closed or
+    collected where the state could not be set. A ``torch.autocast`` block of the user's own, or
+    a state set by hand, is not touched; the rest then waits for the next call. Every entrance
+    to preamp calls this; where there is nothing to do it costs two look-ups.
+    """
+    if CASTS.brackets or CASTS.pushes.is_stale:
+        _settle_untraced()
+
+
+def _settle() -> None:
+    if CASTS.brackets:
+        _drop_abandoned()
     if CASTS.pushes.is_stale:
         _settle_base()
-    before = AutocastState.capture()
-    outermost = CASTS.disabled is None
-    if outermost:
-        CASTS.disabled = before
-    if CASTS.pushes or CASTS.brackets:
-        before.without_casts().restore()
-    bracket = Bracket(before, nesting())
-    CASTS.brackets.append(bracket)
-    return bracket, outermost
 
 
-@untraced
-def _enable(bracket: Bracket, outermost: bool) -> None:
-    unwind_to(bracket)
-    if outermost:
-        CASTS.disabled = None
+_settle_untraced = untraced(_settle)
 
 
-@contextlib.contextmanager
-def thread_casts_restored() -> Generator[None]:
-    """Inside ``disable_casts``: run the block as if outside of it; elsewhere change nothing.
+def _settle_base() -> None:
+    """Bring the base in line with the pushes, if it is where and what it was last set to."""
+    # First, since other threads take pushes away at any time, and mark them stale afterwards.
+    CASTS.pushes.is_stale = False
+    pushes = tuple(CASTS.pushes)
+    original, applied = CASTS.original, CASTS.applied
+    if original is None or applied is None:
+        return
+    state, depth = _outside()
+    if depth < CASTS.base_nesting:
+        # The user's region around the first push has ended, and torch put its own state back.
+        original = applied = state
+        CASTS.original, CASTS.base_nesting = state, depth
+    base = original
+    for push in pushes:
+        base = base.casting(push.device_types, push.dtype, cache_enabled=False)
+    changing = [kind for kind in base.devices if base.devices[kind] != applied.devices[kind]]
+    if changing and (depth > CASTS.base_nesting or not state.is_ours(applied, base, changing)):
+        CASTS.pushes.is_stale = True
+        return
+    _set_base(state.taking(base, changing))
+    CASTS.applied = base
+    if not pushes:
+        CASTS.original = CASTS.applied = None
 
-    For a closure that an optimizer step, which runs without casts, calls back.
-    """
-    disabled = CASTS.disabled
-    before = _restore_casts(disabled)
-    try:
-        yield
-    finally:
-        CASTS.disabled = disabled
-        _set_state(before)
 
-
-@untraced
-def _restore_casts(disabled: AutocastState | None) -> AutocastState:
-    before = AutocastState.capture()
-    if disabled is not None:
-        CASTS.disabled = None
-        disabled.restore()
-    return before
-
-
-@untraced
-def _set_state(state: AutocastState) -> None:
-    state.restore()
+def _set_base(state: AutocastState) -> None:
+    if CASTS.brackets:
+        CASTS.brackets[0].saved = state
+    else:
+        state.restore()

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Casts that end where the state could not be set, and forwards that never ended."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from casting.probe import BF16, CPU, F16, F32, Probe, product
+from preamp.casting import functions
+from preamp.casting.autocast_state import AutocastState, nesting
+from preamp.casting.disable import disable_casts
+from preamp.casting.regions import attach_cast_region, attach_plain_region
+from preamp.casting.thread_casts import CASTS, push_thread_casts, settle_thread
+
+pytestmark = pytest.mark.usefixtures("function_casts")
+
+State = tuple[AutocastState, int]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert CASTS.brackets == []
+    assert list(CASTS.pushes) == []
+    assert not CASTS.pushes.is_stale
+
+
+def _state() -> State:
+    return AutocastState.capture(), nesting()
+
+
+def _on_another_thread(run: Callable[[], None]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def _plain_forward() -> None:
+    model = Probe()
+    attach_plain_region(model)
+    model(torch.ones(2, 4))
+
+
+def _cast_forward() -> None:
+    model = Probe()
+    attach_cast_region(model, CPU, BF16)
+    model(torch.ones(2, 4))
+
+
+def _disabled_block() -> None:
+    with disable_casts():
+        pass
+
+
+def _push_and_remove() -> None:
+    push_thread_casts(CPU, F16).remove()
+
+
+def _backward() -> None:
+    leaf = torch.ones(1, requires_grad=True)
+    torch.autograd.backward(leaf * 2)
+
+
+ENTRANCES = [
+    settle_thread,
+    _plain_forward,
+    _cast_forward,
+    _disabled_block,
+    _push_and_remove,
+    _backward,
+]
+
+
+# --- casts removed where the state cannot be set ---
+
+
+@pytest.mark.parametrize("enter", ENTRANCES)
+def test_casts_removed_by_another_thread_end_at_the_next_entrance(
+    enter: Callable[[], None],
+) -> None:
+    before = _state()
+    handle = push_thread_casts(CPU, BF16)
+
+    _on_another_thread(handle.remove)
+    waiting = product()
+    enter()
+
+    assert waiting is BF16
+    assert _state() == before
+
+
+@pytest.mark.parametrize("enter", ENTRANCES)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_block_of_the_users_own_is_not_flipped(enter: Callable[[], None], enabled: bool) -> None:
+    before = _state()
+    handle = push_thread_casts(CPU, BF16)
+
+    with torch.autocast("cpu", dtype=F16, enabled=enabled):
+        during = _state()
+        handle.remove()
+        assert _state() == during
+        enter()
+        assert _state() == during
+    enter()
+
+    assert _state() == before
+
+
+def test_casts_begun_and_ended_inside_a_users_block() -> None:
+    with torch.autocast("cpu", dtype=F16):
+        inside = _state()
+        handle = push_thread_casts(CPU, BF16)
+        began = product()
+        handle.remove()
+        assert _state() == inside
+
+    assert began is BF16
+
+
+def test_second_casts_begun_inside_a_users_block_wait_for_its_end() -> None:
+    first = push_thread_casts(CPU, BF16)
+    with torch.autocast("cpu", enabled=False):
+        first.remove()
+        second = push_thread_casts(CPU, F16)
+        inside = product()
+    settle_thread()
+    outside = product()
+    second.remove()
+
+    assert (inside, outside, product()) == (F32, F16, F32)
+
+
+def test_casts_begun_in_a_users_block_that_has_ended() -> None:
+    before = _state()
+    with torch.autocast("cpu", dtype=F16):
+        handle = push_thread_casts(CPU, BF16)
+    after_block = _state()
+
+    handle.remove()
+
+    assert after_block == _state() == before
+    _push_and_remove()
+    assert _state() == before
+
+
+def test_state_set_by_hand_is_left() -> None:
+    handle = push_thread_casts(CPU, BF16)
+    torch.set_autocast_enabled("cpu", False)
+    handle.remove()
+    off = product()
+
+    later = push_thread_casts(CPU, F16)
+    again = product()
+    later.remove()
+
+    assert (off, again, product()) == (F32, F16, F32)
+
+
+def test_casts_of_another_device_type_do_not_hold_these_up() -> None:
+    handle = push_thread_casts(CPU, BF16)
+    dtype = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_dtype("cuda", BF16)
+
+    handle.remove()
+    kept = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_dtype("cuda", dtype)
+
+    assert product() is F32
+    assert kept is BF16
+
+
+def test_casts_removed_inside_a_forward_end_with_it() -> None:
+    before = _state()
+    handle = push_thread_casts(CPU, BF16)
+    seen: list[torch.dtype] = []
+    model = Probe(lambda: (handle.remove(), seen.append(product())))
+    attach_cast_region(model, CPU, F16)
+
+    model(torch.ones(2, 4))
+
+    assert seen == [F16]
+    assert _state() == before
+
+
+def test_casts_removed_inside_a_backward_end_with_it() -> None:
+    before = _state()
+    handle = push_thread_casts(CPU, BF16)
+    leaf = torch.ones(1, requires_grad=True)
+    seen: list[torch.dtype] = []
+    leaf.register_hook(lambda _: (handle.remove(), seen.append(product()), None)[-1])
+
+    torch.autograd.backward(leaf * 2)
+
+    assert seen == [F32]
+    assert _state() == before
+
+
+# --- collected in the middle of a change of state ---
+
+
+class _Cycle:
+    """Something that only the garbage collector frees."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.mark.parametrize("name", ["capture", "restore"])
+def test_collection_while_this_room_changes_the_state(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = _state()
+    dropped = _Cycle()
+    weakref.finalize(dropped, push_thread_casts(CPU, BF16).remove)
+    del dropped
+    original = getattr(AutocastState, name)
+
+    def collect_in_between(*args: AutocastState) -> object:
+        result = original(*args)
+        gc.collect()
+        return result
+
+    patched = staticmethod(collect_in_between) if name == "capture" else collect_in_between
+    monkeypatch.setattr(AutocastState, name, patched)
+    _cast_forward()
+    monkeypatch.undo()
+    _cast_forward()
+
+    assert _state() == before
+
+
+def test_collection_while_torch_opens_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _state()
+    dropped = _Cycle()
+    weakref.finalize(dropped, push_thread_casts(CPU, BF16).remove)
+    del dropped
+    original = torch.set_autocast_enabled
+
+    def collect_first(*args: object) -> None:
+        gc.collect()
+        original(*args)
+
+    # torch has read the state that its block will put back, and not yet set its own.
+    monkeypatch.setattr(torch, "set_autocast_enabled", collect_first)
+    with torch.autocast("cpu", dtype=F16):
+        monkeypatch.undo()
+    settle_thread()
+
+    assert _state() == before
+
+
+# --- forwards that end in a KeyboardInterrupt ---
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("enter", ENTRANCES)
+@pytest.mark.parametrize("thread_wide", [True, False])
+def test_interrupted_forward_is_closed_at_the_next_entrance(
+    enter: Callable[[], None], thread_wide: bool
+) -> None:
+    handles = [push_thread_casts(CPU, BF16)] if thread_wide else []
+    before = _state()
+    inner = Probe(_interrupt)
+    outer = Probe(lambda: inner(torch.ones(2, 4)))
+    for model in (outer, inner):
+        attach_cast_region(model, CPU, BF16)
+
+    with pytest.raises(KeyboardInterrupt):
+        outer(torch.ones(2, 4))
+    assert _state() != before
+    enter()
+
+    assert _state() == before
+    for handle in handles:
+        handle.remove()
+
+
+def test_forwards_that_run_are_not_closed() -> None:
+    seen: list[torch.dtype] = []
+    model = Probe(lambda: (settle_thread(), seen.append(product())))
+    attach_cast_region(model, CPU, BF16)
+
+    model(torch.ones(2, 4))
+
+    assert seen == [BF16]
+    assert functions.FUNCTION_CASTS.is_installed
