@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,3 +77,101 @@ def test_amp_without_a_living_engine_has_no_state() -> None:
     gc.collect()
     assert amp.state_dict() == {}
     assert amp._amp_state.engine is None
+
+
+# -- collected where the thread's casts cannot be taken back at once ---------------------------
+
+
+def _engine(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return preamp.initialize(model, optimizer, verbosity=0, **options)
+
+
+def _forward_elsewhere() -> None:
+    model, _ = _engine(opt_level="O0")
+    model(torch.ones(1, 4))
+
+
+def _step_elsewhere() -> None:
+    _, optimizer = _engine(opt_level="O0")
+    optimizer.step()
+
+
+def _close_elsewhere() -> None:
+    model, _ = _engine(opt_level="O1")
+    preamp.engine_of(model).close()
+
+
+def _disable_casts() -> None:
+    with preamp.disable_casts():
+        pass
+
+
+ENTRANCES = [_forward_elsewhere, _step_elsewhere, _close_elsewhere, _disable_casts]
+
+
+def test_a_block_of_the_users_own_keeps_its_casts() -> None:
+    casts = _casts()
+    _train_and_drop("O1", preamp)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        during = _casts()
+        gc.collect()
+        assert _casts() == during
+    _disable_casts()
+    assert _casts() == casts
+
+
+@pytest.mark.parametrize("enter", ENTRANCES)
+def test_collected_by_another_thread(enter: Callable[[], None]) -> None:
+    attributes, casts = _attributes(), _casts()
+    gc.disable()
+    try:
+        _train_and_drop("O1", preamp)
+        thread = threading.Thread(target=gc.collect)
+        thread.start()
+        thread.join()
+    finally:
+        gc.enable()
+    assert _attributes() == attributes
+    enter()
+    gc.collect()
+    assert _casts() == casts
+
+
+# -- interrupted --------------------------------------------------------------------------------
+
+
+class _Interrupted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear(x)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("scope", ["thread", "model"])
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_close_after_an_interrupted_forward(level: str, scope: Any) -> None:
+    casts = _casts()
+    model, _ = preamp.initialize(_Interrupted(), [], opt_level=level, scope=scope, verbosity=0)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(1, 4))
+    assert torch.is_autocast_cache_enabled()
+    preamp.engine_of(model).close()
+    assert _casts() == casts
+    assert torch.autocast_increment_nesting() == 1
+    assert torch.autocast_decrement_nesting() == 0
+
+
+@pytest.mark.parametrize("enter", ENTRANCES)
+def test_other_engines_go_on_after_an_interrupted_forward(enter: Callable[[], None]) -> None:
+    casts = _casts()
+    model, _ = preamp.initialize(_Interrupted(), [], opt_level="O1", scope="model", verbosity=0)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(1, 4))
+    enter()
+    gc.collect()
+    assert _casts() == casts

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from preamp.casting import PATCH_LOCK, settle_thread
 from preamp.casting.modules import Conversion
 from preamp.core.errors import PreampStateError, message
 from preamp.core.link import Link
@@ -73,8 +74,10 @@ class Engine:
         # Casts of torch's functions outlive nobody: an engine that is dropped without close()
         # takes them back when it is collected. The stack must not refer to the engine.
         self.process_undo = UndoStack()
-        self._take_back_process_state = weakref.finalize(self, self.process_undo.unwind)
-        self._take_back_process_state.atexit = False
+        self._when_dropped = weakref.finalize(
+            self, PATCH_LOCK.run_or_leave, self.process_undo.unwind
+        )
+        self._when_dropped.atexit = False
         self.conversion = Conversion()
         self.ops = ops
         self.device = first_device(self.models, self.optimizers)
@@ -182,7 +185,7 @@ class Engine:
         """
         self._model_undo.pop(id(model), UndoStack()).unwind()
         if not self._model_undo and not self.has_masters:
-            self._take_back_process_state()
+            self.process_undo.unwind()
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` first thing in `close`."""
@@ -195,6 +198,7 @@ class Engine:
         state moves back to them; hooks, patches and casts are removed. A second call does
         nothing.
         """
+        settle_thread()
         if self.closed:
             return
         for callback in self._on_close:
@@ -208,7 +212,8 @@ class Engine:
         self.closed = True
         for stack in (self.undo, *self._model_undo.values()):
             stack.unwind()
-        self._take_back_process_state()
+        self._when_dropped.detach()
+        self.process_undo.unwind()
         for session in self.sessions.values():
             session.release_masters()
         self.conversion.revert(exact)

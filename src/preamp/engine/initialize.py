@@ -17,6 +17,7 @@ from preamp.casting import (
     install_function_casts,
     install_wide_half,
     push_thread_casts,
+    settle_thread,
 )
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.undo import set_attribute
@@ -134,6 +135,7 @@ def create_engine(
     allow_half_model: bool = False,
 ) -> Engine:
     """Check, convert and hook; what `initialize` does once the policy is known."""
+    settle_thread()
     model_list = checks.as_models(models)
     optimizer_list = checks.as_optimizer_list(optimizers)
     num_losses = checks.check_num_losses(num_losses)
