@@ -146,6 +146,9 @@ _CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     **dict.fromkeys(["dot", "vdot", "inner", "kron", "outer", "ger"], _vector_pair),
     "cross": lambda: (_vector(1, 3), _vector(2, 3)),
     "bilinear": lambda: (_square(1), _square(2), _batch()),
+    **dict.fromkeys(
+        [f"{name}_" for name in "add sub mul div atan2 eq ge gt le lt ne".split()], _matrix_pair
+    ),
     "where": lambda: (torch.tensor([True, False, True, False]), _vector(1), _vector(2)),
 }
 

@@ -85,6 +85,21 @@ def test_installed_wrappers_do_nothing_where_casts_are_not_active() -> None:
     assert dtypes == {torch.bfloat16}
 
 
+def test_torch_that_raises_where_there_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    original = torch.chain_matmul
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", refuse)
+
+    handle = install_function_casts()
+    during = torch.chain_matmul
+    handle.remove()
+
+    assert during is not original
+    assert torch.chain_matmul is original
+
+
 def test_banned_function() -> None:
     half, target = torch.full((3,), 0.5, dtype=torch.bfloat16), torch.ones(3)
     handles = [install_function_casts(), push_thread_casts({"cpu"}, torch.bfloat16)]

@@ -197,6 +197,40 @@ def test_in_place_functions_cast_to_the_target(row: OpRow, casts: None) -> None:
     assert result.dtype is torch.bfloat16
 
 
+STORING = [p for p in _rows("leave") if p.values[0].name.endswith("_")]
+
+
+@pytest.mark.parametrize("row", STORING)
+@pytest.mark.parametrize("kind", ["half", "float", "mixed"])
+def test_pointwise_in_place_functions_round_once(row: OpRow, kind: str, casts: None) -> None:
+    args, _ = _arguments(row, torch.bfloat16, kind)
+    wide = tuple(map_tensors(lambda t: t.float().clone(), a) for a in args)
+
+    result = _call(row, args)
+
+    assert result is args[0]
+    assert torch.equal(result, _call(row, wide).to(result.dtype))
+
+
+def test_in_place_functions_take_what_half_cannot_hold() -> None:
+    with casting(torch.float16):
+        half = torch.full((2,), 3.0, dtype=torch.float16)
+        half.div_(torch.tensor(1e5))
+
+    assert torch.equal(half, torch.full((2,), 3e-5).half())
+
+
+@pytest.mark.parametrize("name", ["__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"])
+def test_in_place_operators_with_float32_bind_a_new_tensor(name: str, casts: None) -> None:
+    half = torch.full((2,), 2.0, dtype=torch.bfloat16)
+    alias = half
+
+    result = getattr(half, name)(torch.full((2,), 3.0))
+
+    assert result.dtype is torch.float32
+    assert alias.tolist() == [2.0, 2.0]
+
+
 def test_zero_dim_float_promotes_half(casts: None) -> None:
     product = torch.ones(3, dtype=torch.float16) * torch.tensor(2.0)
     two_halves = torch.ones(3, dtype=torch.float16) * torch.ones(3, dtype=torch.bfloat16)

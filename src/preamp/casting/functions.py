@@ -103,7 +103,10 @@ def namespace_owner(namespace: str) -> Any:
 
 def _device_types_here() -> set[str]:
     """CPU and the accelerator this torch is built for; asks no driver."""
-    accelerator = torch.accelerator.current_accelerator()
+    try:
+        accelerator = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 raises where later versions return None
+        accelerator = None
     return {"cpu"} if accelerator is None else {"cpu", accelerator.type}
 
 

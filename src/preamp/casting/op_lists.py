@@ -66,7 +66,12 @@ PROMOTE = "Half with float32 gives float32, for 0-dim tensors too."
 JOIN = "Tensors of both precisions are joined in float32."
 BANNED = "The logarithm of a half sigmoid output is infinite for confident predictions."
 GUARD = "The function runs in float32, which cannot be stored in place in a half tensor."
-MATCH = "The result is stored in the target, so the other arguments take its dtype."
+MATCH = "A matrix product takes one dtype, and the result is stored in the target."
+STORE = "Computes in the wider dtype and rounds once into the target; casting could overflow first."
+REBIND = (
+    "As with Apex, half combined with float32 binds the name to a new float32 tensor; other names "
+    "of the half tensor do not see it. To write into the tensor itself call its method (`add_`)."
+)
 POINTWISE = "Pointwise and bounded or linear: as exact in half as its input is."
 POOL = "Selects or averages few elements, accumulating in float32 inside."
 LOOKUP = "Copies or drops values; nothing is computed."
@@ -114,10 +119,10 @@ _NORMS = "norm dist renorm"
 _COMPARE = "eq equal ge gt le lt ne"
 _ARITHMETIC = "addcdiv addcmul atan2 cross dot add div mul"
 _OPERATORS = (
-    "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ "
-    "__div__ __idiv__ __truediv__ __itruediv__ "
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __div__ __truediv__ "
     "__eq__ __ge__ __gt__ __le__ __lt__ __ne__"
 )
+_IN_PLACE_OPERATORS = "__iadd__ __isub__ __imul__ __idiv__ __itruediv__"
 
 _HALF: Final = (
     *_rows(F, _CONVOLUTIONS + " linear", "half", MATRIX, native=_EVERYWHERE),
@@ -158,7 +163,8 @@ _FLOAT: Final = (
         LOSS,
     ),
     *_rows("torch", _POINTWISE_F32, "float", RANGE),
-    *_rows("torch.Tensor", f"{_POINTWISE_F32} __pow__ __rpow__ __ipow__", "float", RANGE),
+    *_rows("torch.Tensor", f"{_POINTWISE_F32} __pow__ __rpow__", "float", RANGE),
+    *_rows("torch.Tensor", "__ipow__", "float", REBIND),
     *_rows("torch.Tensor", "__rdiv__ __rtruediv__", "float", RANGE),
     *_rows("torch", "softmax log_softmax", "float", RANGE),
     *_rows("torch.Tensor", "softmax log_softmax", "float", RANGE),
@@ -205,6 +211,7 @@ _PROMOTE: Final = (
     *_rows("torch", "outer ger sub where", "promote", PROMOTE),
     *_rows("torch.Tensor", f"{_ARITHMETIC} {_COMPARE} sub", "promote", PROMOTE),
     *_rows("torch.Tensor", _OPERATORS, "promote", PROMOTE),
+    *_rows("torch.Tensor", _IN_PLACE_OPERATORS, "promote", REBIND),
     *_rows(F, "bilinear", "promote", PROMOTE),
     *_rows("torch.linalg", "cross", "promote", PROMOTE),
     *_rows("torch", "cat stack", "sequence_promote", JOIN),
@@ -221,13 +228,7 @@ _GUARDED: Final = (
         "no_half_in_place",
         GUARD,
     ),
-    *_rows(
-        "torch.Tensor",
-        "addmm_ addmv_ addr_ addbmm_ baddbmm_ addcdiv_ addcmul_ atan2_ add_ sub_ div_ mul_ "
-        "eq_ ge_ gt_ le_ lt_ ne_",
-        "match_self",
-        MATCH,
-    ),
+    *_rows("torch.Tensor", "addmm_ addmv_ addr_ addbmm_ baddbmm_", "match_self", MATCH),
 )
 
 _LEAVE: Final = (
@@ -239,6 +240,12 @@ _LEAVE: Final = (
         POINTWISE,
     ),
     *_rows("torch", "relu sigmoid tanh sin cos sqrt abs clamp erf", "leave", POINTWISE),
+    *_rows(
+        "torch.Tensor",
+        "add_ sub_ mul_ div_ addcdiv_ addcmul_ atan2_ eq_ ge_ gt_ le_ lt_ ne_",
+        "leave",
+        STORE,
+    ),
     *_rows("torch", "mean", "leave", TORCH_MIXES),
     *_rows(F, "batch_norm instance_norm", "leave", OWN_STATISTICS),
     *_rows(
