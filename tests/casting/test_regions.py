@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from casting.probe import BF16, CPU, F16, F32, Probe, product
+from preamp.casting import regions
+from preamp.casting.autocast_state import AutocastState, nesting, weight_cache_keeps_gradients
 from preamp.casting.disable import disable_casts
 from preamp.casting.regions import attach_cast_region, attach_plain_region
 from preamp.casting.thread_casts import push_thread_casts
@@ -137,15 +139,47 @@ def test_weight_is_cast_once_in_a_forward() -> None:
     assert len(casts) == 2  # weight and bias
 
 
-def test_gradients_flow_when_a_weight_was_first_used_without_grad() -> None:
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("first_use", [torch.no_grad, torch.inference_mode])
+def test_gradients_flow_when_a_weight_was_first_used_without_grad(
+    dtype: torch.dtype, first_use: Any
+) -> None:
     model = Probe()
-    model.inside = lambda: torch.no_grad()(model.linear)(torch.ones(2, 4))
-    attach_cast_region(model, CPU, BF16)
+    model.inside = lambda: first_use()(model.linear)(torch.ones(2, 4))
+    attach_cast_region(model, CPU, dtype)
 
     model(torch.ones(2, 4)).float().sum().backward()
 
     assert model.linear.weight.grad is not None
-    assert model.linear.weight.grad.dtype is F32
+    assert model.linear.weight.grad.tolist() == [[2.0] * 4] * 4
+
+
+def test_weight_cache_stays_off_where_it_loses_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "weight_cache_keeps_gradients", lambda: False)
+    seen: list[bool] = []
+    model = Probe(lambda: seen.append(torch.is_autocast_cache_enabled()))
+    attach_cast_region(model, CPU, BF16)
+
+    output = model(torch.ones(2, 4))
+
+    assert seen == [False]
+    assert output.dtype is BF16
+
+
+@pytest.mark.parametrize("loses", [True, False])
+def test_weight_cache_is_tried_out(loses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight_cache_keeps_gradients.cache_clear()
+    before = AutocastState.capture(), nesting()
+    if loses:  # what a cached cast without history comes to
+        monkeypatch.setattr(torch.ops.aten, "mm", torch.no_grad()(torch.ops.aten.mm))
+
+    with torch.inference_mode():
+        found = weight_cache_keeps_gradients()
+
+    monkeypatch.undo()
+    weight_cache_keeps_gradients.cache_clear()
+    assert (AutocastState.capture(), nesting()) == before
+    assert found is not loses
 
 
 def test_thread_casts_cover_functions_outside_models() -> None:

@@ -138,3 +138,21 @@ def nesting() -> int:
     """How many autocast regions the calling thread is in; torch only counts by changing it."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
+
+
+@functools.cache
+def weight_cache_keeps_gradients() -> bool:
+    """Whether a weight first used under ``no_grad`` still gets gradients in the same region.
+
+    Until pytorch/pytorch#165068 (in 2.6, for one) autocast's cache hands out the cast that was
+    made under ``no_grad``, which leads to no gradient. Found by trying, once per process.
+    """
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", torch.bfloat16, cache_enabled=True),
+    ):
+        weight = torch.ones(1, 1, device="cpu", requires_grad=True)
+        with torch.no_grad():
+            torch.ops.aten.mm(weight, weight)
+        return torch.ops.aten.mm(weight, weight).requires_grad

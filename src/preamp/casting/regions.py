@@ -2,7 +2,8 @@
 """Hooks that give a model's forward casts of its own, or none.
 
 The autocast weight cache is on inside model forwards only and is cleared when one ends, so a
-weight changed between two forwards is never seen stale. Outside models the cache is off. The
+weight changed between two forwards is never seen stale. Outside models the cache is off, and so it
+is everywhere on versions of torch whose cache loses gradients. The
 hooks are plain values: they hold neither model nor engine, and copy and pickle with the model.
 """
 
@@ -14,7 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from preamp.casting.autocast_state import know_device_types, untraced
+from preamp.casting.autocast_state import (
+    know_device_types,
+    untraced,
+    weight_cache_keeps_gradients,
+)
 from preamp.casting.thread_casts import CASTS, open_bracket, unwind_to
 from preamp.core.undo import Removable
 
@@ -23,7 +28,8 @@ from preamp.core.undo import Removable
 def _enter_casts(module: nn.Module, device_types: frozenset[str], dtype: torch.dtype) -> None:
     bracket = open_bracket(module)
     if CASTS.disabled is None:
-        bracket.saved.casting(device_types, dtype, cache_enabled=True).restore()
+        cache = weight_cache_keeps_gradients()
+        bracket.saved.casting(device_types, dtype, cache_enabled=cache).restore()
         bracket.nesting = torch.autocast_increment_nesting()
         bracket.raised_nesting = True
 
