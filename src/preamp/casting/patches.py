@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
@@ -19,6 +20,7 @@ from typing import Any, Final, cast
 from preamp.casting.lock import PATCH_LOCK
 from preamp.casting.removable import UndoOnce
 from preamp.core.undo import Removable
+from preamp.kernels.scripting import scriptable
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -60,6 +62,18 @@ def wrap_raw(raw: object, wrap: Wrapper) -> object:
     if isinstance(raw, classmethod):
         return classmethod(wrap(cast("classmethod[Any, ..., Any]", raw).__func__))
     return wrap(cast("Callable[..., Any]", raw))
+
+
+def _prepare_for_others(function: types.FunctionType, patched: _Patched) -> types.FunctionType:
+    """Let ``function`` be scripted as what it replaces, and pickle as what it is found as."""
+    owner = patched.owner
+    if isinstance(owner, types.ModuleType):
+        function = scriptable(function, patched.raw)
+        function.__module__, function.__qualname__ = owner.__name__, patched.name
+    elif isinstance(owner, type):
+        function.__module__ = owner.__module__
+        function.__qualname__ = f"{owner.__qualname__}.{patched.name}"
+    return function
 
 
 class PatchTable:
@@ -118,6 +132,8 @@ class PatchTable:
             if rank is Rank.TABLE and top is Rank.REGISTERED:
                 continue
             value = wrap_raw(value, wrap)
+        if isinstance(value, types.FunctionType):
+            value = _prepare_for_others(value, patched)
         setattr(patched.owner, patched.name, value)
 
 

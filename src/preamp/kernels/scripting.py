@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Let TorchScript see through functions that were put over torch's own."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+import weakref
+from typing import Any, cast
+
+
+def scriptable(replacement: types.FunctionType, original: Any) -> types.FunctionType:
+    """Let ``torch.jit.script`` compile calls of ``replacement`` as calls of ``original``.
+
+    Forward-mode derivatives need this too: torch scripts their formulas on first use. Scripted
+    code is cast by torch's own autocast only. TorchScript knows C functions by their identity, in
+    a table that is private, and asks Python functions what to compile in their place.
+
+    Args:
+        replacement: A Python function.
+        original: The C or Python function that it was made from.
+
+    Returns:
+        ``replacement``, or a function that calls it.
+
+    Mutates:
+        ``replacement``, or torch's table, for as long as ``replacement`` lives.
+    """
+    table = _builtin_table()
+    op = table.get(id(original))
+    if op is not None:
+        table[id(replacement)] = op
+        # Before Python gives the same identity to something else.
+        weakref.finalize(replacement, table.pop, id(replacement), None).atexit = False
+    elif isinstance(original, types.FunctionType):
+        name = _overloaded_name(original)
+        if name is not None:
+            replacement = _in_namespace_of(original, replacement)
+            setattr(replacement, "_jit_override_qualname", name)  # noqa: B010 - private to torch
+        else:
+            cast("Any", replacement).__prepare_scriptable__ = lambda: original
+    return replacement
+
+
+def _builtin_table() -> dict[int, str]:
+    """The operators of C functions, by ``id(function)``."""
+    table = getattr(importlib.import_module("torch.jit._builtins"), "_get_builtin_table", dict)
+    return cast("dict[int, str]", table())
+
+
+def _overloaded_name(function: types.FunctionType) -> str | None:
+    """The name under which TorchScript finds overloads of ``function``, if it has any."""
+    internal = importlib.import_module("torch._jit_internal")
+    overloads = getattr(internal, "_get_fn_overloads", None)
+    name_of = getattr(internal, "_qualified_name", None)
+    if overloads is None or name_of is None or not function.__module__:
+        return None
+    name = cast("str", name_of(function))
+    return name if overloads(name) else None
+
+
+def _in_namespace_of(original: types.FunctionType, function: types.FunctionType) -> Any:
+    """A function that calls ``function`` and has the globals of ``original``.
+
+    Of an overloaded function TorchScript compiles the source that is found through
+    ``__wrapped__``, but looks names up in the globals of the function at hand.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    moved = types.FunctionType(
+        call.__code__, original.__globals__, original.__name__, None, call.__closure__
+    )
+    return functools.update_wrapper(moved, function)
