@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from preamp.casting.disable import disable_casts
 from preamp.casting.functions import FUNCTION_CASTS, install_function_casts
@@ -172,6 +173,26 @@ def test_registration_overrides_the_table() -> None:
 
     assert dtypes == [F32, F32, BF16]
     assert (torch.mm, torch.sigmoid, torch.exp) == original
+
+
+def test_registration_lifts_the_ban() -> None:
+    """Closed: autocast must not see the body, which on CUDA it refuses for float32 too."""
+    register_float_function(F, "binary_cross_entropy")
+    half, seen = torch.full((3,), 0.5, dtype=BF16), list[bool]()
+
+    class Spy(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().__torch_function__(*args, **kwargs)
+
+    handles = _casts(BF16)
+    loss = F.binary_cross_entropy(half, torch.ones(3).as_subclass(Spy))
+    _remove(handles)
+
+    assert loss.dtype is F32
+    assert seen
+    assert not seen[-1]
 
 
 def test_registering_again_replaces(module: types.ModuleType) -> None:

@@ -3,7 +3,8 @@
 
 A rule on a C function holds for the whole call: torch's autocast is off inside, so it cannot cast
 back. A rule on a Python function casts the arguments only, and what the body calls keeps its own
-rules, as with Apex.
+rules, as with Apex; except that a float rule lets the body of a banned function run, which CUDA's
+autocast would refuse whatever its arguments.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from preamp.casting.functions import FUNCTION_CASTS
+from preamp.casting.op_lists import OP_TABLE
 from preamp.casting.patches import PATCHES, Rank, Wrapper, wrap_raw
 from preamp.casting.wrappers import AnyFunction, wrap_float, wrap_half, wrap_promote
 from preamp.core.errors import message
@@ -22,6 +24,7 @@ from preamp.core.errors import message
 Fn = TypeVar("Fn")
 
 _C_FUNCTIONS = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+_BANNED = frozenset((row.namespace, row.name) for row in OP_TABLE if row.rule == "banned")
 
 
 def _half(fn: AnyFunction) -> AnyFunction:
@@ -33,7 +36,8 @@ def _bfloat16(fn: AnyFunction) -> AnyFunction:
 
 
 def _float(fn: AnyFunction) -> AnyFunction:
-    return wrap_float(is_closed=isinstance(fn, _C_FUNCTIONS))(fn)
+    is_banned = (getattr(fn, "__module__", None), getattr(fn, "__name__", None)) in _BANNED
+    return wrap_float(is_closed=is_banned or isinstance(fn, _C_FUNCTIONS))(fn)
 
 
 def _promote(fn: AnyFunction) -> AnyFunction:

@@ -194,7 +194,9 @@ def wrap_banned() -> Wrapper:
                         "probability is infinite once the probability rounds to 0 or 1",
                         "Use torch.nn.BCEWithLogitsLoss on the logits, or call "
                         "register_float_function(torch, 'sigmoid') so that the probabilities "
-                        "are float32, or allow banned functions to have the arguments cast",
+                        "are float32, or, where they stay clear of 0 and 1, "
+                        f"register_float_function(torch.nn.functional, {fn.__name__!r}) to have "
+                        "them cast here",
                     )
                 )
             return _run(fn, (args, kwargs), device)
