@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from preamp.casting.functions import SharedInstall
 from preamp.casting.lock import PATCH_LOCK, PatchLock
 from preamp.casting.patches import PATCHES, Rank
+from preamp.casting.shared_install import SharedInstall
 
 
 def _here(run: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from preamp.casting.disable import disable_casts
-from preamp.casting.functions import FUNCTION_CASTS, install_function_casts
+from preamp.casting.functions import CAST_REPORTS, FUNCTION_CASTS, install_function_casts
 from preamp.casting.registry import (
     bfloat16_function,
     float_function,
@@ -43,11 +43,11 @@ def module() -> types.ModuleType:
 
 @pytest.fixture(autouse=True)
 def registry() -> Iterator[None]:
-    extras = FUNCTION_CASTS._extras
-    before = dict(extras)
+    before = set(FUNCTION_CASTS._extras)
     yield
-    for key in extras.keys() - before.keys():
-        FUNCTION_CASTS.discard(key)
+    for install in (FUNCTION_CASTS, CAST_REPORTS):
+        for key in install._extras.keys() - before:
+            install.discard(key)
     assert not FUNCTION_CASTS.is_installed
 
 

@@ -11,15 +11,15 @@ run every function once on a device that the program may not even use.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
 from typing import Any, Final
 
 import torch
 
-from preamp.casting.lock import PATCH_LOCK
 from preamp.casting.op_lists import OP_TABLE, Namespace, OpRow
 from preamp.casting.patches import PATCHES, Rank, Wrapper
 from preamp.casting.removable import UndoOnce
+from preamp.casting.reports import wrap_report
+from preamp.casting.shared_install import SharedInstall
 from preamp.casting.thread_casts import autocast_off
 from preamp.casting.wrappers import (
     AnyFunction,
@@ -33,60 +33,6 @@ from preamp.casting.wrappers import (
 from preamp.core.undo import Removable
 from preamp.kernels.recurrent import recurrent_functions
 from preamp.kernels.wide_half import WIDE_FUNCTIONS, wide
-
-Builder = Callable[[], Removable]
-
-
-class SharedInstall:
-    """Patches that are on while anybody holds them."""
-
-    def __init__(self, build: Callable[[], list[Removable]]) -> None:
-        """Remember how to patch; nothing happens yet."""
-        self._build = build
-        self._holders = 0
-        self._handles: list[Removable] = []
-        self._extras: dict[Hashable, Builder] = {}
-        self._extra_handles: dict[Hashable, Removable] = {}
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether anybody holds the patches now."""
-        return self._holders > 0
-
-    def acquire(self) -> Removable:
-        """Hold the patches; the first holder installs them, the last one removes them."""
-        with PATCH_LOCK:
-            if not self._holders:
-                self._handles = self._build()
-                self._extra_handles = {key: make() for key, make in self._extras.items()}
-            self._holders += 1
-        return UndoOnce(self._release)
-
-    def _release(self) -> None:
-        with PATCH_LOCK:
-            self._holders -= 1
-            if not self._holders:
-                for handle in (*self._extra_handles.values(), *self._handles):
-                    handle.remove()
-                self._extra_handles, self._handles = {}, []
-
-    def extend(self, key: Hashable, build: Builder) -> None:
-        """Add a patch to this and all later installations; a known ``key`` is replaced."""
-        with PATCH_LOCK:
-            self._extras[key] = build
-            if self._holders:
-                known = self._extra_handles.pop(key, None)
-                if known is not None:
-                    known.remove()
-                self._extra_handles[key] = build()
-
-    def discard(self, key: Hashable) -> None:
-        """Forget what ``extend`` added under ``key``."""
-        with PATCH_LOCK:
-            self._extras.pop(key, None)
-            known = self._extra_handles.pop(key, None)
-            if known is not None:
-                known.remove()
 
 
 def namespace_owner(namespace: str) -> Any:
@@ -171,6 +117,18 @@ def _no_transformer_fast_path() -> Removable:
     return UndoOnce(lambda: torch.backends.mha.set_fastpath_enabled(before))
 
 
+def _install_reports() -> list[Removable]:
+    handles: list[Removable] = []
+    for row in OP_TABLE:
+        owner = namespace_owner(row.namespace)
+        # The rule names what is cast, whether a wrapper does it or torch's autocast.
+        if row.rule in ("half", "float", "promote", "sequence_promote"):
+            if hasattr(owner, row.name):
+                report = wrap_report(row.rule)
+                handles.append(PATCHES.add(owner, row.name, Rank.REPORT, report))
+    return handles
+
+
 def _install_wide() -> list[Removable]:
     return [
         PATCHES.add(namespace_owner(namespace), name, Rank.WIDE, wide)
@@ -182,11 +140,14 @@ def _install_wide() -> list[Removable]:
 FUNCTION_CASTS: Final = SharedInstall(_install_table)
 """The op table's installation, and what ``register_*`` adds to it."""
 
+CAST_REPORTS: Final = SharedInstall(_install_reports)
+"""The printing of casts, of the op table's and of registered functions."""
+
 WIDE_HALF: Final = SharedInstall(_install_wide)
 """The installation of wide float16 products on the CPU."""
 
 
-def install_function_casts(*, allow_banned: bool = False) -> Removable:
+def install_function_casts(*, allow_banned: bool = False, verbose: bool = False) -> Removable:
     """Wrap the functions of the op table, process-wide, while anybody holds the result.
 
     The wrappers act only where torch's autocast is enabled on the calling thread for the device
@@ -195,6 +156,7 @@ def install_function_casts(*, allow_banned: bool = False) -> Removable:
     Args:
         allow_banned: Cast the arguments of banned functions to float32 instead of refusing them,
             as long as this holder lives.
+        verbose: Print every cast, as long as this holder lives; see `wrap_report`.
 
     Returns:
         The handle of this holder. After the last one is removed, every attribute is exactly what
@@ -205,18 +167,17 @@ def install_function_casts(*, allow_banned: bool = False) -> Removable:
         and the namespace of the recurrent layers.
     """
     handles = [FUNCTION_CASTS.acquire()]
+    if verbose:
+        handles.append(CAST_REPORTS.acquire())
     if allow_banned:
-        # Rank REGISTERED takes the place of the table's rule.
-        handles += [
-            PATCHES.add(
-                namespace_owner(row.namespace),
-                row.name,
-                Rank.REGISTERED,
-                wrap_float(is_closed=True),
-            )
-            for row in OP_TABLE
-            if row.rule == "banned"
-        ]
+        for row in OP_TABLE:
+            if row.rule == "banned":
+                owner, name = namespace_owner(row.namespace), row.name
+                # Rank REGISTERED takes the place of the table's rule.
+                allow = wrap_float(is_closed=True)
+                handles.append(PATCHES.add(owner, name, Rank.REGISTERED, allow))
+                if verbose:
+                    handles.append(PATCHES.add(owner, name, Rank.REPORT, wrap_report("float")))
 
     def remove() -> None:
         for handle in handles:

@@ -34,6 +34,12 @@ class Rank(enum.IntEnum):
     TABLE = 1
     # A registration replaces the table's rule for that name, so TABLE layers below it are dropped.
     REGISTERED = 2
+    # What prints the casts of the layers below, or of torch's autocast; replaced likewise.
+    REPORT = 3
+    REGISTERED_REPORT = 4
+
+
+_REPLACED_BY: Final = {Rank.TABLE: Rank.REGISTERED, Rank.REPORT: Rank.REGISTERED_REPORT}
 
 
 @dataclass(slots=True)
@@ -126,10 +132,10 @@ class PatchTable:
             else:
                 setattr(patched.owner, patched.name, patched.original)
             return
-        top = patched.layers[-1][0]
+        ranks = {rank for rank, _, _ in patched.layers}
         value = patched.raw
         for rank, wrap, _ in patched.layers:
-            if rank is Rank.TABLE and top is Rank.REGISTERED:
+            if _REPLACED_BY.get(rank) in ranks:
                 continue
             value = wrap_raw(value, wrap)
         if isinstance(value, types.FunctionType):

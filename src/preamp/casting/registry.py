@@ -15,9 +15,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from preamp.casting.functions import FUNCTION_CASTS
+from preamp.casting.functions import CAST_REPORTS, FUNCTION_CASTS
 from preamp.casting.op_lists import OP_TABLE
 from preamp.casting.patches import PATCHES, Rank, Wrapper, wrap_raw
+from preamp.casting.reports import wrap_report
 from preamp.casting.wrappers import AnyFunction, wrap_float, wrap_half, wrap_promote
 from preamp.core.errors import message
 
@@ -44,19 +45,22 @@ def _promote(fn: AnyFunction) -> AnyFunction:
     return wrap_promote(is_closed=isinstance(fn, _C_FUNCTIONS))(fn)
 
 
-def _register(module: Any, name: str, rule: str, wrap: Wrapper) -> None:
+def _register(module: Any, name: str, caller: str, wrap: Wrapper, report: Wrapper) -> None:
     if not hasattr(module, name):
         label = getattr(module, "__name__", type(module).__name__)
         raise ValueError(
             message(
-                f"{rule}({label}, {name!r}): there is no such attribute",
+                f"{caller}({label}, {name!r}): there is no such attribute",
                 f"the name must be one that {label} has now",
                 "Check the spelling, and that the module that defines it has been imported",
             )
         )
-    FUNCTION_CASTS.extend(
-        (id(module), name), functools.partial(PATCHES.add, module, name, Rank.REGISTERED, wrap)
-    )
+    for install, rank, layer in (
+        (FUNCTION_CASTS, Rank.REGISTERED, wrap),
+        (CAST_REPORTS, Rank.REGISTERED_REPORT, report),
+    ):
+        add = functools.partial(PATCHES.add, module, name, rank, layer)
+        install.extend((id(module), name), add)
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -72,7 +76,7 @@ def register_half_function(module: Any, name: str) -> None:
     Raises:
         ValueError: ``module`` has no attribute ``name``.
     """
-    _register(module, name, "register_half_function", _half)
+    _register(module, name, "register_half_function", _half, wrap_report("half"))
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
@@ -81,7 +85,9 @@ def register_bfloat16_function(module: Any, name: str) -> None:
     Raises:
         ValueError: ``module`` has no attribute ``name``.
     """
-    _register(module, name, "register_bfloat16_function", _bfloat16)
+    _register(
+        module, name, "register_bfloat16_function", _bfloat16, wrap_report("half", torch.bfloat16)
+    )
 
 
 def register_float_function(module: Any, name: str) -> None:
@@ -93,7 +99,7 @@ def register_float_function(module: Any, name: str) -> None:
     Raises:
         ValueError: ``module`` has no attribute ``name``.
     """
-    _register(module, name, "register_float_function", _float)
+    _register(module, name, "register_float_function", _float, wrap_report("float"))
 
 
 def register_promote_function(module: Any, name: str) -> None:
@@ -102,7 +108,7 @@ def register_promote_function(module: Any, name: str) -> None:
     Raises:
         ValueError: ``module`` has no attribute ``name``.
     """
-    _register(module, name, "register_promote_function", _promote)
+    _register(module, name, "register_promote_function", _promote, wrap_report("promote"))
 
 
 def half_function(fn: Fn) -> Fn:

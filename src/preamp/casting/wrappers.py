@@ -22,7 +22,7 @@ from preamp.core.errors import message
 AnyFunction = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-_CASTABLE: Final = (*HALF_DTYPES, torch.float32)
+CASTABLE: Final = (*HALF_DTYPES, torch.float32)
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -51,7 +51,7 @@ def cast_arguments(
     """The arguments with half and float32 tensors on ``device_type`` cast to ``dtype``."""
 
     def cast_one(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype in _CASTABLE and tensor.device.type == device_type:
+        if tensor.dtype in CASTABLE and tensor.device.type == device_type:
             return tensor.to(dtype)
         return tensor
 
@@ -116,7 +116,7 @@ def wrap_float(*, is_closed: bool = False) -> Wrapper:
     return wrap
 
 
-def _is_mixed(values: Iterable[Any]) -> bool:
+def is_mixed(values: Iterable[Any]) -> bool:
     """Whether there are half and float32 tensors but no float64 among ``values``."""
     has_half = has_float32 = False
     for value in values:
@@ -139,14 +139,14 @@ def wrap_promote(*, is_closed: bool = False) -> Wrapper:
         def promote(*args: Any, **kwargs: Any) -> Any:
             # Looking at the dtypes first is cheaper than asking for the autocast state, and
             # nearly every sum and product in a program ends here.
-            if not (_is_mixed(args) or (kwargs and _is_mixed((*args, *kwargs.values())))):
+            if not (is_mixed(args) or (kwargs and is_mixed((*args, *kwargs.values())))):
                 if not is_closed:
                     return fn(*args, **kwargs)
             device = casting_device(args, kwargs)
             if device is None:
                 return fn(*args, **kwargs)
             arguments: Arguments = (args, kwargs)
-            if _is_mixed((*args, *kwargs.values())):
+            if is_mixed((*args, *kwargs.values())):
                 arguments = cast_arguments(args, kwargs, torch.float32, device)
             return _run(fn, arguments, device if is_closed else None)
 
@@ -162,7 +162,7 @@ def wrap_sequence_promote() -> Wrapper:
         @functools.wraps(fn)
         def sequence_promote(*args: Any, **kwargs: Any) -> Any:
             items = args[0] if args else kwargs.get("tensors")
-            if not isinstance(items, (list, tuple)) or not _is_mixed(cast("list[Any]", items)):
+            if not isinstance(items, (list, tuple)) or not is_mixed(cast("list[Any]", items)):
                 return fn(*args, **kwargs)
             device = casting_device(args, kwargs)
             if device is None:
@@ -235,7 +235,7 @@ def wrap_in_place(*, refuse_half: bool) -> Wrapper:
                         "on tensor.float(), or inside disable_casts()",
                     )
                 )
-            if target.dtype not in _CASTABLE:
+            if target.dtype not in CASTABLE:
                 return fn(*args, **kwargs)
             args, kwargs = _cast_rest(args, kwargs, target.dtype)
             return fn(*args, **kwargs)

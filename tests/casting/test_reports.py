@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``verbosity=2``: one line for every tensor that is cast."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import preamp
+from casting.op_examples import example, options
+from preamp.casting.functions import (
+    CAST_REPORTS,
+    FUNCTION_CASTS,
+    install_function_casts,
+    namespace_owner,
+)
+from preamp.casting.op_lists import OP_TABLE
+from preamp.casting.registry import register_float_function, register_half_function
+from preamp.casting.thread_casts import push_thread_casts
+from preamp.casting.wrappers import map_tensors
+
+HALVES = {"O1": (torch.float16, "Half"), "O4": (torch.bfloat16, "BFloat16")}
+Lines = Callable[[], list[str]]
+
+
+@pytest.fixture
+def lines(capsys: pytest.CaptureFixture[str]) -> Lines:
+    return lambda: capsys.readouterr().out.splitlines()
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    before = set(FUNCTION_CASTS._extras)
+    yield
+    for install in (FUNCTION_CASTS, CAST_REPORTS):
+        for key in install._extras.keys() - before:
+            install.discard(key)
+
+
+def _initialize(model: nn.Module, level: str, lines: Lines, **options: Any) -> nn.Module:
+    model = preamp.initialize(model, opt_level=level, verbosity=2, **options)
+    lines()  # the decisions
+    return model
+
+
+@pytest.mark.parametrize("level", HALVES)
+def test_every_cast_is_printed(level: str, lines: Lines) -> None:
+    dtype, name = HALVES[level]
+    model = _initialize(nn.Linear(4, 2), level, lines)
+
+    half = model(torch.ones(3, 4))
+    assert lines() == [f"Float->{name} (linear)"] * 3  # input, weight, bias
+    F.softmax(half, -1)
+    assert lines() == [f"{name}->Float (softmax)"]
+    torch.ones(3, 2, dtype=dtype) + torch.ones(3, 2)
+    assert lines() == [f"{name}->Float (__add__)"]
+    torch.add(torch.ones(2), torch.ones(2, dtype=dtype))
+    assert lines() == [f"{name}->Float (add)"]
+    F.cross_entropy(torch.ones(3, 2, dtype=dtype), torch.zeros(3, dtype=torch.int64))
+    assert lines() == [f"{name}->Float (cross_entropy)"]
+    torch.cat([torch.ones(1), torch.ones(1, dtype=dtype), torch.ones(1, dtype=dtype)])
+    assert lines() == [f"{name}->Float (cat)"] * 2
+
+
+@pytest.mark.parametrize("level", HALVES)
+def test_recurrent_layer(level: str, lines: Lines) -> None:
+    name = HALVES[level][1]
+    model = _initialize(nn.LSTM(4, 4), level, lines)
+
+    model(torch.ones(3, 2, 4))
+
+    # Input, two states, two weights and two biases.
+    assert lines() == [f"Float->{name} (lstm)"] * 7
+
+
+def test_what_is_not_cast_is_not_printed(lines: Lines) -> None:
+    _initialize(nn.Linear(4, 2), "O1", lines)
+    half, single, double = (
+        torch.ones(2, 2, dtype=d) for d in (torch.half, torch.float, torch.double)
+    )
+
+    torch.mm(half, half)
+    F.softmax(single, -1)
+    single + single
+    half * half
+    half * double
+    torch.cat([half, half])
+    torch.mm(double, double)
+    F.relu(half)
+    with preamp.disable_casts():
+        F.softmax(half, -1)
+
+    assert lines() == []
+
+
+def test_model_scope_prints_inside_the_model_only(lines: Lines) -> None:
+    model = _initialize(nn.Linear(4, 2), "O1", lines, scope="model")
+
+    F.softmax(torch.ones(2, 2, dtype=torch.half), -1)
+    outside = lines()
+    model(torch.ones(3, 4))
+
+    assert outside == []
+    assert lines() == ["Float->Half (linear)"] * 3
+
+
+@pytest.mark.usefixtures("registry")
+def test_registered_functions_are_printed_by_their_own_rule(lines: Lines) -> None:
+    made = types.ModuleType("made")
+
+    def probe(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    made.probe = probe
+    register_half_function(made, "probe")
+    _initialize(nn.Linear(4, 2), "O1", lines)
+    register_float_function(torch, "mm")
+
+    made.probe(torch.ones(1))
+    torch.mm(torch.ones(1, 1), torch.ones(1, 1, dtype=torch.half))
+
+    assert lines() == ["Float->Half (probe)", "Half->Float (mm)"]
+
+
+def test_printing_ends_with_the_engine_that_asked(lines: Lines) -> None:
+    quiet = preamp.initialize(nn.Linear(4, 2), opt_level="O4", verbosity=0)
+    quiet_exp = torch.exp
+    half = torch.ones(1, dtype=torch.bfloat16)
+    torch.exp(half)
+    assert lines() == []
+
+    loud = _initialize(nn.Linear(4, 2), "O4", lines)
+    torch.exp(half)
+    assert lines() == ["BFloat16->Float (exp)"]
+
+    preamp.engine_of(loud).close()
+    torch.exp(half)
+    assert lines() == []
+    assert torch.exp.__wrapped__ is quiet_exp.__wrapped__
+    preamp.engine_of(quiet).close()
+
+
+def test_lines_come_from_the_first_rank_only(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    _initialize(nn.Linear(4, 2), "O1", lines)
+    monkeypatch.setattr("preamp.core.log.is_first_rank", lambda: False)
+
+    torch.exp(torch.ones(1, dtype=torch.half))
+
+    assert lines() == []
+
+
+def test_allowed_banned_function_is_printed(lines: Lines) -> None:
+    handles = [
+        install_function_casts(allow_banned=True, verbose=True),
+        push_thread_casts({"cpu"}, torch.bfloat16),
+    ]
+    F.binary_cross_entropy(torch.full((1,), 0.5, dtype=torch.bfloat16), torch.ones(1))
+    for handle in handles:
+        handle.remove()
+
+    assert lines() == ["BFloat16->Float (binary_cross_entropy)"]
+
+
+def _half(value: Any) -> Any:
+    return map_tensors(torch.Tensor.bfloat16, value)
+
+
+def _count(value: Any, dtype: torch.dtype) -> int:
+    if isinstance(value, torch.Tensor):
+        return int(value.dtype is dtype)
+    return sum(_count(item, dtype) for item in value) if isinstance(value, (list, tuple)) else 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_row_that_casts_is_printed(lines: Lines) -> None:
+    """What is printed is what the arguments hold; that it is cast is the table's own test."""
+    _initialize(nn.Linear(4, 2), "O4", lines)
+    for row in OP_TABLE:
+        owner = namespace_owner(row.namespace)
+        if row.rule not in ("half", "float") or not hasattr(owner, row.name):
+            continue
+        args = example(row) if row.rule == "half" else _half(example(row))
+        lines()
+        getattr(owner, row.name)(*args, **options(row))
+
+        is_half = row.rule == "half"
+        casts = _count(args, torch.float32 if is_half else torch.bfloat16)
+        line = "Float->BFloat16" if is_half else "BFloat16->Float"
+        assert casts > 0
+        # The casts of functions that the function itself calls come after.
+        assert lines()[:casts] == [f"{line} ({getattr(owner, row.name).__name__})"] * casts
