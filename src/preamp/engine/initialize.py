@@ -208,7 +208,7 @@ def _install_function_casts(engine: Engine) -> None:
     policy, undo = engine.policy, engine.process_undo
     types = device_types(engine)
     if engine.casts_functions and policy.patch_torch_functions_type is not None:
-        undo.hold(install_function_casts())
+        undo.hold(install_function_casts(verbose=engine.verbosity >= 2))
         if policy.scope == "thread":
             undo.hold(push_thread_casts(types, policy.patch_torch_functions_type))
     if policy.half_dtype is torch.float16 and "cpu" in types and cpu_lacks_fp16_matmul():
