@@ -93,27 +93,54 @@ def _engine(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     return preamp.initialize(model, optimizer, verbosity=0, **options)
 
 
-def _forward_elsewhere() -> None:
+Enter = Callable[[], object]
+
+
+def _forward_elsewhere() -> Enter:
     model, _ = _engine(opt_level="O0")
-    model(torch.ones(1, 4))
+    return lambda: model(torch.ones(1, 4))
 
 
-def _step_elsewhere() -> None:
+def _step_elsewhere() -> Enter:
     _, optimizer = _engine(opt_level="O0")
-    optimizer.step()
+    return optimizer.step
 
 
-def _close_elsewhere() -> None:
-    model, _ = _engine(opt_level="O1")
-    preamp.engine_of(model).close()
+def _scale_loss_elsewhere() -> Enter:
+    _, optimizer = _engine(opt_level="O0")
+
+    def enter() -> None:
+        with preamp.scale_loss(torch.ones(()), optimizer):
+            pass
+
+    return enter
 
 
-def _disable_casts() -> None:
-    with preamp.disable_casts():
-        pass
+def _initialize_another() -> Enter:
+    return lambda: _engine(opt_level="O0")
 
 
-ENTRANCES = [_forward_elsewhere, _step_elsewhere, _close_elsewhere, _disable_casts]
+def _close_another() -> Enter:
+    model, _ = _engine(opt_level="O0")
+    return preamp.engine_of(model).close
+
+
+def _disable_casts() -> Enter:
+    def enter() -> None:
+        with preamp.disable_casts():
+            pass
+
+    return enter
+
+
+ENTRANCES = [
+    _forward_elsewhere,
+    _step_elsewhere,
+    _scale_loss_elsewhere,
+    _initialize_another,
+    _close_another,
+    _disable_casts,
+]
 
 
 def test_a_block_of_the_users_own_keeps_its_casts() -> None:
@@ -123,12 +150,13 @@ def test_a_block_of_the_users_own_keeps_its_casts() -> None:
         during = _casts()
         gc.collect()
         assert _casts() == during
-    _disable_casts()
+    _disable_casts()()
     assert _casts() == casts
 
 
-@pytest.mark.parametrize("enter", ENTRANCES)
-def test_collected_by_another_thread(enter: Callable[[], None]) -> None:
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_collected_by_another_thread(entrance: Callable[[], Enter]) -> None:
+    enter = entrance()
     attributes, casts = _attributes(), _casts()
     gc.disable()
     try:
@@ -170,8 +198,11 @@ def test_close_after_an_interrupted_forward(level: str, scope: Any) -> None:
     assert _nesting() == 0
 
 
-@pytest.mark.parametrize("enter", ENTRANCES)
-def test_other_engines_go_on_after_an_interrupted_forward(enter: Callable[[], None]) -> None:
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_other_engines_go_on_after_an_interrupted_forward(
+    entrance: Callable[[], Enter],
+) -> None:
+    enter = entrance()
     casts = _casts()
     model, _ = preamp.initialize(_Interrupted(), [], opt_level="O1", scope="model", verbosity=0)
     with pytest.raises(KeyboardInterrupt):

@@ -207,7 +207,8 @@ _FLOAT: Final = (
 )
 
 _PROMOTE: Final = (
-    *_rows("torch", f"{_ARITHMETIC} {_COMPARE} bilinear vdot inner kron", "promote", PROMOTE),
+    *_rows("torch", f"{_ARITHMETIC} {_COMPARE} bilinear vdot kron", "promote", PROMOTE),
+    *_rows("torch", "inner", "promote", PROMOTE, is_closed=True),
     *_rows("torch", "outer ger sub where", "promote", PROMOTE),
     *_rows("torch.Tensor", f"{_ARITHMETIC} {_COMPARE} sub", "promote", PROMOTE),
     *_rows("torch.Tensor", _OPERATORS, "promote", PROMOTE),

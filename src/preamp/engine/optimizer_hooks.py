@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from preamp.casting import disable_casts, thread_casts_restored
+from preamp.casting import disable_casts, settle_thread, thread_casts_restored
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine.session import OptimizerSession
 
@@ -73,6 +73,7 @@ class OptimizerHooks:
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self._owner.closed:  # a scheduler may still hold this method
                 return inner(optimizer, *args, **kwargs)
+            settle_thread()
             self._stepping = False
             has_closure = _find_closure(args, kwargs) is not None
             if not has_closure:

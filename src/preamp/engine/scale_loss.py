@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from preamp.casting import settle_thread
 from preamp.core.errors import PreampStateError, message
 from preamp.engine.engine import Engine
 from preamp.engine.lookup import find_engine
@@ -58,6 +59,7 @@ def scale_loss(
         Gradients, and the loss scale. Synchronises with the device: never.
     """
     del model
+    settle_thread()
     members = as_optimizers(optimizers)
     engine = common_engine(members)
     if not engine.policy.enabled:
