@@ -13,7 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from preamp.casting.disable import disable_casts
-from preamp.casting.functions import CAST_REPORTS, FUNCTION_CASTS, install_function_casts
+from preamp.casting.functions import (
+    CAST_REPORTS,
+    FUNCTION_CASTS,
+    install_function_casts,
+    install_wide_half,
+)
 from preamp.casting.registry import (
     bfloat16_function,
     float_function,
@@ -173,6 +178,15 @@ def test_registration_overrides_the_table() -> None:
 
     assert dtypes == [F32, F32, BF16]
     assert (torch.mm, torch.sigmoid, torch.exp) == original
+
+
+def test_registration_overrides_wide_products() -> None:
+    register_float_function(torch, "mm")
+    handles = [*_casts(), install_wide_half()]
+    dtype = torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=F16)).dtype
+    _remove(handles)
+
+    assert dtype is F32
 
 
 def test_registration_lifts_the_ban() -> None:

@@ -21,6 +21,7 @@ from preamp.casting.patches import PATCHES, Rank, Wrapper, wrap_raw
 from preamp.casting.reports import wrap_report
 from preamp.casting.wrappers import AnyFunction, wrap_float, wrap_half, wrap_promote
 from preamp.core.errors import message
+from preamp.kernels import wide_half
 
 Fn = TypeVar("Fn")
 
@@ -28,21 +29,28 @@ _C_FUNCTIONS = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
 _BANNED = frozenset((row.namespace, row.name) for row in OP_TABLE if row.rule == "banned")
 
 
+def _is_c_function(fn: Any) -> bool:
+    # Wide products lie between a registration and the function that it is for.
+    if getattr(fn, "__globals__", None) is vars(wide_half):
+        fn = fn.__wrapped__
+    return isinstance(fn, _C_FUNCTIONS)
+
+
 def _half(fn: AnyFunction) -> AnyFunction:
-    return wrap_half(is_closed=isinstance(fn, _C_FUNCTIONS))(fn)
+    return wrap_half(is_closed=_is_c_function(fn))(fn)
 
 
 def _bfloat16(fn: AnyFunction) -> AnyFunction:
-    return wrap_half(is_closed=isinstance(fn, _C_FUNCTIONS), dtype=torch.bfloat16)(fn)
+    return wrap_half(is_closed=_is_c_function(fn), dtype=torch.bfloat16)(fn)
 
 
 def _float(fn: AnyFunction) -> AnyFunction:
     is_banned = (getattr(fn, "__module__", None), getattr(fn, "__name__", None)) in _BANNED
-    return wrap_float(is_closed=is_banned or isinstance(fn, _C_FUNCTIONS))(fn)
+    return wrap_float(is_closed=is_banned or _is_c_function(fn))(fn)
 
 
 def _promote(fn: AnyFunction) -> AnyFunction:
-    return wrap_promote(is_closed=isinstance(fn, _C_FUNCTIONS))(fn)
+    return wrap_promote(is_closed=_is_c_function(fn))(fn)
 
 
 def _register(module: Any, name: str, caller: str, wrap: Wrapper, report: Wrapper) -> None:
