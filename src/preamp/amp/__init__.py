@@ -15,6 +15,7 @@ from preamp.compat.frontend import initialize as initialize
 from preamp.compat.frontend import load_state_dict as load_state_dict
 from preamp.compat.frontend import scale_loss as scale_loss
 from preamp.compat.frontend import state_dict as state_dict
+from preamp.compat.handle import init as init
 from preamp.compat.scaler import LossScaler as LossScaler
 from preamp.engine import master_params as master_params
 
@@ -25,6 +26,7 @@ __all__ = [
     "disable_casts",
     "float_function",
     "half_function",
+    "init",
     "initialize",
     "load_state_dict",
     "master_params",

@@ -3,6 +3,7 @@
 
 from preamp.casting.disable import disable_casts as disable_casts
 from preamp.casting.disable import thread_casts_restored as thread_casts_restored
+from preamp.casting.functions import device_types_here as device_types_here
 from preamp.casting.functions import install_function_casts as install_function_casts
 from preamp.casting.functions import install_wide_half as install_wide_half
 from preamp.casting.io import attach_io_casts as attach_io_casts

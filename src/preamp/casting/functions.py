@@ -47,20 +47,20 @@ def namespace_owner(namespace: str) -> Any:
     return next(owner for name, owner in owners.items() if name == namespace)
 
 
-def _device_types_here() -> set[str]:
+def device_types_here() -> frozenset[str]:
     """CPU and the accelerator this torch is built for; asks no driver."""
     try:
         accelerator = torch.accelerator.current_accelerator()
     except RuntimeError:  # torch 2.6 raises where later versions return None
         accelerator = None
-    return {"cpu"} if accelerator is None else {"cpu", accelerator.type}
+    return frozenset({"cpu"} if accelerator is None else {"cpu", accelerator.type})
 
 
 def row_wrapper(row: OpRow) -> Wrapper | None:
     """What has to be put over the function of ``row`` on this machine; ``None`` for nothing."""
     match row.rule:
         case "half":
-            if row.native.issuperset(_device_types_here()):
+            if row.native.issuperset(device_types_here()):
                 return None
             return wrap_half(native=row.native)
         case "float":

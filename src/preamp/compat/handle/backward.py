@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One scaled backward of an optimizer that has no engine."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, cast
+
+import torch
+
+from preamp.core.errors import PreampStateError, message
+from preamp.core.log import say
+from preamp.core.undo import UndoStack, set_attribute
+from preamp.engine.lookup import find_engine
+from preamp.engine.optimizer_hooks import SCHEDULER_MARK
+from preamp.engine.scale_loss import check_loss
+from preamp.kernels import backend
+from preamp.optim import DirectGradients
+from preamp.scaling import LossScaler
+
+
+@contextmanager
+def scaled_backward(
+    loss: torch.Tensor, optimizer: torch.optim.Optimizer, scaler: LossScaler
+) -> Generator[tuple[torch.Tensor, Callable[[], bool]]]:
+    """Scale ``loss``; after the block unscale the gradients, add the earlier ones and adjust.
+
+    If the body raises, the gradients from before are restored and the scale stays.
+
+    Yields:
+        The scaled loss, and a function that after the block tells whether a gradient overflowed.
+
+    Raises:
+        PreampStateError: ``optimizer`` belongs to an engine, which scales by itself.
+        TypeError: ``loss`` is not a floating-point tensor.
+
+    Mutates:
+        Gradients and ``scaler``. Synchronises when the result is asked for.
+    """
+    check_loss(loss)
+    if find_engine(optimizer) is not None:
+        raise PreampStateError(
+            message(
+                f"A handle was given a {type(optimizer).__name__} that amp.initialize took over",
+                "Handles scale for optimizers that amp.initialize has not seen",
+                "Use amp.scale_loss(loss, optimizer) without amp.init, or amp.init alone",
+            )
+        )
+    ops = backend()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    aside = DirectGradients(ops)
+    aside.set_aside(params)
+    overflow = torch.zeros((), device=scaler.device)
+    try:
+        scaled = scaler.scale_loss(loss)
+        with _warning(loss, scaled):
+            yield scaled, lambda: bool(overflow.item())
+        if scaler.is_dynamic:
+            grads = [p.grad for p in params if p.grad is not None]
+            scaler.record(ops.census(grads, scaler.device).found_inf)
+    except BaseException:
+        aside.put_back(params)
+        raise
+    aside.merge(params, None if scaler.is_identity else scaler.inverse())
+    overflow.copy_(scaler.update())
+
+
+@contextmanager
+def _warning(loss: torch.Tensor, scaled: torch.Tensor) -> Generator[None]:
+    """Warn when ``backward`` is called on the loss that carries no scale."""
+    if scaled is loss:
+        yield
+        return
+    own = cast("dict[str, object]", vars(loss))
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        warnings.warn(
+            "backward() was called on the unscaled loss inside a scale_loss block; its gradients "
+            "will be divided by the loss scale. Call it on what scale_loss yields.",
+            stacklevel=2,
+        )
+        cast("Any", torch.Tensor).backward(loss, *args, **kwargs)
+
+    own["backward"] = backward
+    try:
+        yield
+    finally:
+        own.pop("backward", None)
+
+
+def skip_next_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let the next call of ``optimizer.step`` do nothing. Mutates ``optimizer``."""
+    inner: Callable[..., Any] = optimizer.step
+    # A scheduler that wraps the method copies its attributes, so the mark is shared, not a value.
+    pending: list[bool] = getattr(inner, "preamp_skip", [])
+    if any(pending):
+        return
+    pending = [True]
+    undo = UndoStack()
+
+    @functools.wraps(inner)
+    def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not pending[0]:  # wrapped by a scheduler, this method stays
+            return inner(*args, **kwargs)
+        pending[0] = False
+        undo.unwind()
+        if getattr(inner, SCHEDULER_MARK, False):
+            # What LRScheduler asks to decide whether it was called in the right order.
+            setattr(optimizer, "_opt_called", True)  # noqa: B010 - private to torch
+        say("Gradient overflow, skipping update")
+        return None
+
+    cast("Any", step).preamp_skip = pending
+    # A method, since schedulers take ``optimizer.step.__func__``.
+    set_attribute(optimizer, "step", MethodType(step, optimizer), undo)
