@@ -7,6 +7,21 @@ end is the definition: the others agree with it bitwise, or within the ulps stat
 
 Precision contract, for every op: load in the tensor's own dtype, compute in float32 (float64 for
 float64 tensors), round once, to nearest even, on store.
+
+The update rules (``adam_`` and below) have one signature:
+``op(params, grads, *state, rule=..., update=...)``. What holds for all of them:
+
+* Lists are equally long; the tensors of one list share dtype and device, those of one place share
+  shape. Layouts may differ. Gradients and state may have another dtype than the parameters; the
+  parameter's decides between float32 and float64.
+* Parameters, state and ``update.halves`` are mutated. Gradients never are.
+* No autograd history is recorded.
+* `Update` says what ``inv_scale``, ``found_inf`` and ``halves`` do. A gradient that is not finite
+  spoils its own tensors only; skipping is ``found_inf``'s business.
+
+In their formulas ``p`` is the parameter and ``g = grad * inv_scale``; sums and norms are taken in
+the precision of the computation. The back ends agree with the reference within 4 ulps of the stored
+dtype times the magnitude of the largest term of the stored sum.
 """
 
 from __future__ import annotations
@@ -16,6 +31,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from preamp.kernels.rules import (
+    AdagradRule,
+    AdamRule,
+    LambRule,
+    LarsRule,
+    NovoGradRule,
+    SgdRule,
+    Update,
+)
 
 Tensors = Sequence[torch.Tensor]
 
@@ -89,6 +114,132 @@ class Ops(Protocol):
         """
         ...
 
+    # -- update rules, see the top of this file ------------------------------------------------
 
-OP_NAMES = ("census", "scale_add_", "widen_add", "cast_copy_", "l2norm")
+    def adam_(
+        self,
+        params: Tensors,
+        grads: Tensors,
+        exp_avgs: Tensors,
+        exp_avg_sqs: Tensors,
+        *,
+        rule: AdamRule,
+        update: Update,
+    ) -> None:
+        """Adam and AdamW.
+
+        ``g += weight_decay * p`` unless decoupled; ``m = beta1 * m + (1 - beta1) * g``;
+        ``v = beta2 * v + (1 - beta2) * g * g``;
+        ``p -= size * (m' / (sqrt(v') + eps) + weight_decay * p)``, the last term if decoupled.
+        `BiasCorrection` says what ``size``, ``m'`` and ``v'`` are; ``sqrt(v' + eps)`` replaces
+        the denominator if ``eps_inside_sqrt``.
+
+        Source: Kingma and Ba, "Adam" (arXiv:1412.6980); Loshchilov and Hutter, "Decoupled Weight
+        Decay Regularization" (arXiv:1711.05101).
+        """
+        ...
+
+    def lamb_(
+        self,
+        params: Tensors,
+        grads: Tensors,
+        exp_avgs: Tensors,
+        exp_avg_sqs: Tensors,
+        *,
+        rule: LambRule,
+        update: Update,
+    ) -> None:
+        """LAMB; clipping by a global norm enters through ``inv_scale``.
+
+        Moments as in ``adam_``, with ``beta3 = 1 - beta1`` or 1 in front of ``g``;
+        ``u = m' / (sqrt(v') + eps) + weight_decay * p``, the last term if decoupled;
+        ``p -= lr * |p| / |u| * u`` per tensor, with ``lr`` alone where a norm is zero or the
+        rule has no trust ratio. ``|p|`` is the norm before the update.
+
+        Source: You et al., "Large Batch Optimization for Deep Learning" (arXiv:1904.00962).
+        """
+        ...
+
+    def sgd_(
+        self,
+        params: Tensors,
+        grads: Tensors,
+        momentum_buffers: Tensors,
+        *,
+        rule: SgdRule,
+        update: Update,
+    ) -> None:
+        """Gradient descent with momentum.
+
+        ``g += weight_decay * p``; ``m = momentum * m + (1 - dampening) * g``, or ``m = g`` at
+        step 1; ``g + momentum * m`` replaces ``g`` with nesterov, ``m`` without; ``p -= lr * g``.
+        Decay comes after momentum if the rule says so. Without momentum buffers are not touched.
+
+        Source: Sutskever et al., "On the importance of initialization and momentum in deep
+        learning" (ICML 2013), in torch's form, where lr scales the momentum as a whole.
+        """
+        ...
+
+    def novograd_(
+        self,
+        params: Tensors,
+        grads: Tensors,
+        exp_avgs: Tensors,
+        norms: Tensors,
+        *,
+        rule: NovoGradRule,
+        update: Update,
+    ) -> None:
+        """NovoGrad: Adam with one second moment per tensor, kept as a norm.
+
+        With ``n`` the norm of ``g``: ``v = sqrt(beta2 * v**2 + (1 - beta2) * n**2)``, or
+        ``v = beta2 * v + (1 - beta2) * n`` for the largest magnitude; ``v = n`` where the old
+        ``v`` is negative, which means that there is none yet. ``d = v / sqrt(c2) + eps``.
+        Inside the moment: ``g = g / d + weight_decay * p``, ``m = beta1 * m + beta3 * g``,
+        ``p -= lr * m / c1``. Outside: ``m = beta1 * m + beta3 * g``,
+        ``p -= lr * (m / c1 / d + weight_decay * p)``. ``c1``, ``c2`` and ``beta3`` as in
+        ``lamb_``; ``norms`` are 0-dim tensors.
+
+        Source: Ginsburg et al., "Training Deep Networks with Stochastic Normalized Gradient
+        Descent" (arXiv:1905.11286).
+        """
+        ...
+
+    def adagrad_(
+        self, params: Tensors, grads: Tensors, sums: Tensors, *, rule: AdagradRule, update: Update
+    ) -> None:
+        """Adagrad.
+
+        ``g += weight_decay * p`` unless decoupled; ``h += g * g``;
+        ``p -= lr * (g / (sqrt(h) + eps) + weight_decay * p)``, the last term if decoupled.
+
+        Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods" (JMLR 12, 2011).
+        """
+        ...
+
+    def lars_(
+        self,
+        params: Tensors,
+        grads: Tensors,
+        momentum_buffers: Tensors,
+        *,
+        rule: LarsRule,
+        update: Update,
+    ) -> None:
+        """LARS, with the learning rate inside the momentum.
+
+        ``s = lr * trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)`` per tensor, or
+        ``lr`` where a norm is zero or the rule has no trust ratio; ``g += weight_decay * p``;
+        ``m = momentum * m - s * g``; ``p += m``, with nesterov ``p += momentum * m - s * g``.
+
+        Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks"
+        (arXiv:1708.03888).
+        """
+        ...
+
+
+OP_NAMES = (
+    *("census", "scale_add_", "widen_add", "cast_copy_", "l2norm"),
+    *("adam_", "lamb_", "sgd_", "novograd_", "adagrad_", "lars_"),
+)
 """Every op of the table; a back end must have all of them."""

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradient descent with momentum, the definition."""
+
+from __future__ import annotations
+
+import torch
+
+from preamp.kernels.ops import Tensors
+from preamp.kernels.reference.update import slots
+from preamp.kernels.rules import SgdRule, Update
+
+
+@torch.no_grad()
+def sgd_(
+    params: Tensors,
+    grads: Tensors,
+    momentum_buffers: Tensors,
+    *,
+    rule: SgdRule,
+    update: Update,
+) -> None:
+    """See `preamp.kernels.ops.Ops.sgd_`."""
+    decays = rule.weight_decay != 0
+    for slot in slots(params, grads, momentum_buffers, update=update):
+        p, g, (m,) = slot.p, slot.g, slot.state
+        if decays and not rule.decays_after_momentum:
+            g = g + rule.weight_decay * p
+        if rule.momentum != 0:
+            later = rule.momentum * m + (1 - rule.dampening) * g
+            m = _first_or(later, g, update.step)
+            g = g + rule.momentum * m if rule.nesterov else m
+        if decays and rule.decays_after_momentum:
+            g = g + rule.weight_decay * p
+        slot.store(p - slot.scalar(rule.lr) * g, m)
+
+
+def _first_or(later: torch.Tensor, first: torch.Tensor, step: int | torch.Tensor) -> torch.Tensor:
+    if isinstance(step, torch.Tensor):
+        return torch.where(step.to(first.device) == 1, first, later)
+    return first if step == 1 else later

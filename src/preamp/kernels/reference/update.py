@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the update rules share: widening, guarded stores, bias corrections, norms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+
+from preamp.core.dtypes import math_dtype
+from preamp.kernels.ops import Tensors
+from preamp.kernels.rules import Scalar, Update
+
+_vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_norm
+
+
+class Slot:
+    """One place of the lists: a parameter with its gradient, loaded for the computation.
+
+    Attributes:
+        p: The parameter, widened.
+        g: The gradient, widened and multiplied by ``inv_scale``.
+        state: The state tensors, widened, in the order of the op's arguments.
+    """
+
+    def __init__(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: tuple[torch.Tensor, ...],
+        half: torch.Tensor | None,
+        update: Update,
+    ) -> None:
+        """Load; nothing is written before `store`."""
+        self._targets = (param, *state)
+        self._half = half
+        self._dtype = math_dtype(param.dtype)
+        self._device = param.device
+        self._found_inf = update.found_inf
+        self.p = self._wide(param)
+        self.g = self._wide(grad)
+        if update.inv_scale is not None:
+            self.g = self.g * self.scalar(update.inv_scale)
+        self.state = tuple(map(self._wide, state))
+
+    def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self._dtype)
+
+    def scalar(self, value: Any) -> Any:
+        """A hyper-parameter as the computation takes it: tensors in its dtype and device."""
+        if isinstance(value, torch.Tensor):
+            return value.to(self._device, self._dtype)
+        return value
+
+    def bias_correction(self, beta: float, step: int | torch.Tensor) -> Scalar:
+        """``1 - beta ** step``.
+
+        On the device as ``-expm1(step * log(beta))``: the plain form would lose half the digits
+        of ``1 - 0.999`` in float32.
+        """
+        if not isinstance(step, torch.Tensor):
+            return 1.0 - beta**step
+        log = math.log(beta) if beta > 0 else -math.inf
+        return -torch.expm1(self.scalar(step) * log)
+
+    def store(self, p: torch.Tensor, *state: torch.Tensor) -> None:
+        """Round new values into the parameter and the state, then the parameter into its half."""
+        for target, value in zip(self._targets, (p, *state), strict=True):
+            self._store_one(target, value)
+        if self._half is not None:
+            self._store_one(self._half, self._targets[0])
+
+    def _store_one(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        target = target.detach()
+        rounded = value.detach().to(target.dtype)
+        if self._found_inf is not None:
+            skip = self._found_inf.to(self._device) != 0
+            rounded = torch.where(skip, target, rounded)
+        target.copy_(rounded)
+
+
+def slots(params: Tensors, grads: Tensors, *state: Tensors, update: Update) -> Iterator[Slot]:
+    """Load one place of the lists after the other."""
+    halves = [None] * len(params) if update.halves is None else update.halves
+    for param, grad, half, *rest in zip(params, grads, halves, *state, strict=True):
+        yield Slot(param, grad, tuple(cast("list[torch.Tensor]", rest)), half, update)
+
+
+def norm(tensor: torch.Tensor) -> torch.Tensor:
+    """L2 norm, a scalar; zero for an empty tensor."""
+    return _vector_norm(tensor, 2)
+
+
+def max_norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude, a scalar; zero for an empty tensor."""
+    return tensor.abs().amax() if tensor.numel() else tensor.sum()
+
+
+def both_nonzero(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Whether both norms are larger than zero; a trust ratio means nothing otherwise."""
+    return (a > 0) & (b > 0)
