@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""FusedAdam: today's, and the one of early 2019 under the same name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from preamp.core.dtypes import is_half
+from preamp.kernels import AdamRule, BiasCorrection, Update, backend
+from preamp.optim.fused.base import (
+    Batch,
+    Closure,
+    FusedOptimizer,
+    Group,
+    batches,
+    count_step,
+    evaluate,
+)
+from preamp.optim.fused.checks import check_betas, check_masters, check_numbers, refuse_amsgrad
+from preamp.optim.fused.early_adam import (
+    EarlyArguments,
+    EarlyOptions,
+    check_formula,
+    early_rule,
+)
+from preamp.optim.fused.full_precision import FullPrecision
+from preamp.optim.fused.on_device import Signals, count_on_device, names_scaler, place_on_device
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam and AdamW, for float16, bfloat16, float32 and float64 parameters.
+
+    ``m = beta1 * m + (1 - beta1) * g``, ``v = beta2 * v + (1 - beta2) * g * g``, then with both
+    divided by ``1 - beta**step``: ``p -= lr * (m / (sqrt(v) + eps) + weight_decay * p)``. Without
+    ``adam_w_mode`` the decay is added to the gradient instead. `torch.optim.AdamW` and
+    `torch.optim.Adam` compute the same.
+
+    **Early 2019.** Apex had another optimizer of this name, which BERT scripts use with
+    ``FP16_Optimizer``. Any of the keyword-only arguments, or a call ``step(grads=...)``, selects
+    its formula: ``p -= size * (m / (sqrt(v) + eps) + weight_decay * p)`` with
+    ``size = lr * sqrt(1 - beta2**step) / (1 - beta1**step)`` and uncorrected moments. An
+    optimizer keeps the formula of its first step. Positional arguments mean today's.
+
+    State: ``exp_avg`` and ``exp_avg_sq`` in float32 whatever the parameter's dtype (float64 for
+    float64), and ``master_param`` with ``master_weights``. The step counter is ``group["step"]``;
+    the early formula counts per parameter, in the state. Does not synchronise.
+
+    Args:
+        params: Parameters or groups.
+        lr: Learning rate.
+        bias_correction: Correct the moments for the number of steps.
+        betas: Decay of the two moments.
+        eps: Added to the denominator.
+        adam_w_mode: Decay the parameter rather than add the decay to the gradient.
+        weight_decay: Weight decay.
+        amsgrad: Must be ``False``.
+        set_grad_none: Whether ``zero_grad()`` drops gradients; else it fills them with zeros.
+        capturable: Keep ``lr`` and ``group["step"]`` as tensors on the device, and let
+            `torch.amp.GradScaler` decide about a skip there: such a step changes nothing and is
+            not counted. After the step the gradients are unscaled.
+        master_weights: Update float32 copies of half parameters and round them into these; needs
+            ``capturable``. Not needed with `preamp.initialize`, which keeps masters itself.
+        eps_inside_sqrt: Early: divide by ``sqrt(v + eps)``.
+        max_grad_norm: Early: clip each group's gradients to this norm; 0 for no clipping.
+        use_mt: Early: has no effect; it chose between kernels of equal results.
+        amp_scale_adjustment: Early: must be 1.
+
+    Raises:
+        RuntimeError: ``amsgrad`` is set, or ``master_weights`` without ``capturable``.
+        ValueError: A negative number, betas that are not in [0, 1), or early arguments together
+            with today's.
+    """
+
+    _settings: ClassVar[tuple[str, ...]] = (
+        *("set_grad_none", "adam_w_mode", "capturable", "master_weights"),
+        *("_early", "_step_supports_amp_scaling"),
+    )
+    _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq", "master_param"})
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        *,
+        eps_inside_sqrt: bool | None = None,
+        max_grad_norm: float | None = None,
+        use_mt: bool | None = None,
+        amp_scale_adjustment: float | None = None,
+    ) -> None:
+        refuse_amsgrad("FusedAdam", amsgrad=amsgrad)
+        check_numbers("FusedAdam", lr=lr, eps=eps, weight_decay=weight_decay)
+        check_numbers("FusedAdam", max_grad_norm=max_grad_norm)
+        check_betas("FusedAdam", betas)
+        check_masters("FusedAdam", capturable=capturable, master_weights=master_weights)
+        self._early = EarlyOptions(
+            eps_inside_sqrt=eps_inside_sqrt,
+            max_grad_norm=max_grad_norm,
+            use_mt=use_mt,
+            amp_scale_adjustment=amp_scale_adjustment,
+        )
+        self._early.check(**{"adam_w_mode=False": not adam_w_mode, "capturable=True": capturable})
+        self.set_grad_none = set_grad_none
+        self.adam_w_mode = adam_w_mode
+        self.capturable = capturable
+        self.master_weights = master_weights
+        self._step_supports_amp_scaling = capturable
+        self._copies = FullPrecision(self._has_copy)
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        defaults["weight_decay"] = weight_decay
+        if self._early.given:
+            defaults["max_grad_norm"] = max_grad_norm or 0.0
+        super().__init__(params, defaults)
+
+    @property
+    def param_groups_master(self) -> list[Group] | None:
+        """With ``master_weights`` what is updated, in the form of ``param_groups``."""
+        if not self.master_weights:
+            return None
+        with torch.no_grad():
+            return [
+                {"params": [self._copies.of(param, self.state[param]) for param in group["params"]]}
+                for group in self.param_groups
+            ]
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group; if ``capturable``, its ``lr`` and ``step`` become tensors of its own."""
+        super().add_param_group(param_group)
+        if self.capturable:
+            place_on_device(self.param_groups[-1])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._copies = FullPrecision(self._has_copy)
+        for group in self.param_groups if self.capturable else ():
+            place_on_device(group)
+
+    # ``grad_scaler`` is not named in the signature: torch's GradScaler warns about optimizers
+    # that name it, and hands the same over as attributes otherwise.
+    def step(
+        self,
+        closure: Closure | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: float | torch.Tensor | None = None,
+        grad_norms: Sequence[float | torch.Tensor] | None = None,
+        **scaling: Any,
+    ) -> Any:
+        """Update the parameters that have gradients.
+
+        Args:
+            closure: Re-evaluates the model with gradients enabled and returns the loss.
+            grads: Early: gradients in place of the parameters' own: a flat sequence for a single
+                group, or one sequence per group.
+            output_params: Early: tensors that get the rounded parameters, in the same form.
+            scale: Early: gradients are divided by it.
+            grad_norms: Early: L2 norm of the scaled gradients of each group; taken here if it is
+                needed and not given.
+            scaling: ``grad_scaler=scaler`` does what ``scaler.step(optimizer)`` does.
+
+        Returns:
+            The closure's loss, or ``None``.
+
+        Raises:
+            RuntimeError: A gradient is sparse or of a dtype that is not updated, or an early
+                argument is given without ``grads`` to an optimizer of today's formula.
+            PreampStateError: Earlier steps followed the other formula.
+            ValueError: ``grads`` or ``output_params`` do not match the groups.
+        """
+        early = EarlyArguments(grads, output_params, scale, grad_norms)
+        if names_scaler("FusedAdam", scaling):
+            closures = {} if closure is None else {"closure": closure}
+            return scaling["grad_scaler"].step(self, **closures, **early.given())
+        is_early = self._selects_early(early)
+        loss = evaluate(closure)
+        with torch.no_grad():
+            if is_early:
+                self._step_early(early)
+            else:
+                self._step()
+        return loss
+
+    def _step(self) -> None:
+        work = self._collect()
+        signals = Signals.of(self) if self.capturable else Signals(None, None)
+        for group, entries in work:
+            if self.capturable:
+                step = count_on_device(group, signals.found_inf)
+            else:
+                step = count_step(group)
+            rule = _rule(group, decoupled=self.adam_w_mode)
+            for batch in batches(entries):
+                halves = self._copies.halves(batch.params)
+                update = Update(
+                    step=step,
+                    inv_scale=signals.inv_scale,
+                    found_inf=signals.found_inf,
+                    halves=halves,
+                )
+                self._update(batch, rule, update)
+        signals.unscale_([grad for _, entries in work for _, grad, _ in entries])
+
+    def _step_early(self, early: EarlyArguments) -> None:
+        work = early.entries(self.param_groups)
+        for entries in work:
+            self._check(entries)
+        for index, (group, entries) in enumerate(zip(self.param_groups, work, strict=True)):
+            if not entries:
+                continue
+            inv_scale = early.inverse_scale(index, entries, group.get("max_grad_norm", 0.0))
+            rule = early_rule(group, eps_inside_sqrt=bool(self._early.eps_inside_sqrt))
+            for batch in batches(entries, apart=self._steps_done):
+                step = self._steps_done(batch.params[0]) + 1
+                self._update(
+                    batch, rule, Update(step=step, inv_scale=inv_scale, halves=batch.halves)
+                )
+                for param in batch.params:
+                    self.state[param]["step"] = step
+
+    def _update(self, batch: Batch, rule: AdamRule, update: Update) -> None:
+        backend().adam_(
+            [self._copies.of(param, self.state[param]) for param in batch.params],
+            batch.grads,
+            self._state(batch.params, "exp_avg"),
+            self._state(batch.params, "exp_avg_sq"),
+            rule=rule,
+            update=update,
+        )
+        self._copies.note_written(batch.params)
+
+    def _selects_early(self, early: EarlyArguments) -> bool:
+        """Whether this step follows the formula of early 2019."""
+        is_early = bool(self._early.given) or early.grads is not None
+        check_formula(
+            is_early,
+            early,
+            is_capturable=self.capturable,
+            counts_per_group=not self.capturable and any("step" in g for g in self.param_groups),
+            counts_per_parameter=self._steps_done(next(iter(self.state), None)) > 0,
+        )
+        return is_early
+
+    def _steps_done(self, param: Any) -> int:
+        """Of the early formula, which counts per parameter."""
+        return int(self.state.get(param, {}).get("step", 0))
+
+    def _has_copy(self, param: torch.Tensor) -> bool:
+        return self.master_weights and is_half(param)
+
+
+def _rule(group: Group, *, decoupled: bool) -> AdamRule:
+    corrects = group["bias_correction"]
+    return AdamRule(
+        lr=group["lr"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=decoupled,
+        bias_correction=BiasCorrection.MOMENTS if corrects else BiasCorrection.NONE,
+    )

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What all fused optimizers share.
+
+They follow Apex where scripts can tell: the step counter lies in the group, ``zero_grad`` obeys
+``set_grad_none``, and sparse gradients are refused. Everything is collected and checked before
+anything is changed, so a refused step leaves no group half-updated.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch.optim.optimizer import required
+
+from preamp.core.dtypes import math_dtype
+from preamp.optim.fused.checks import check_gradient
+
+Group = dict[str, Any]
+Closure = Callable[[], Any]
+Entry = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
+"""A parameter, its gradient, and where the rounded parameter goes as well."""
+
+REQUIRED: Any = required
+"""Default of a hyper-parameter that a group has to say if the constructor does not."""
+
+
+def _zeros(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Lists for one call of an op: parameters of one dtype on one device, and what goes along."""
+
+    params: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    grads: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    halves: list[torch.Tensor | None] = field(default_factory=list["torch.Tensor | None"])
+
+
+class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
+    """Base of the optimizers in `preamp.optimizers`; implements everything but the step."""
+
+    set_grad_none: bool
+    _settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)
+    """Attributes that copies and pickles keep; torch's optimizers carry their groups only."""
+
+    _wide_state: ClassVar[frozenset[str]] = frozenset()
+    """State that is float32 even where the parameter is half; the rest has its dtype."""
+
+    @abc.abstractmethod
+    def step(self, closure: Closure | None = None) -> Any:
+        """Update the parameters."""
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients.
+
+        Args:
+            set_to_none: Drop them rather than fill them with zeros; by default as the
+                constructor's ``set_grad_none`` says.
+        """
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict()`` returned.
+
+        torch casts loaded state to the parameter's dtype on the way. State that is kept in
+        float32 here is taken from ``state_dict`` itself, so that it does not pass through half.
+
+        Raises:
+            ValueError: Its groups do not match those of this optimizer.
+        """
+        given = state_dict
+
+        def note(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
+            nonlocal given
+            given = final  # what the user's own hooks have made of it
+
+        def restore(_: torch.optim.Optimizer) -> None:
+            self._restore_wide(given)
+
+        handles = (
+            self.register_load_state_dict_pre_hook(note),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _restore_wide(self, given: dict[str, Any]) -> None:
+        ids = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
+        own = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, param in zip(ids, own, strict=True):
+            for key, value in given["state"].get(number, {}).items():
+                if key in self._wide_state and isinstance(value, torch.Tensor):
+                    wide = value.to(param.device, math_dtype(param.dtype))
+                    self.state[param][key] = wide
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {name: getattr(self, name) for name in self._settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # from a file that did not know an option yet
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+
+    def _collect(self) -> list[tuple[Group, list[Entry]]]:
+        """All groups that have parameters, with the entries of those that have gradients."""
+        work: list[tuple[Group, list[Entry]]] = []
+        for group in self.param_groups:
+            # Read once: the gradient of a master is made by being read.
+            pairs = [(param, param.grad) for param in group["params"]]
+            entries: list[Entry] = [(p, grad, None) for p, grad in pairs if grad is not None]
+            self._check(entries)
+            if pairs:
+                work.append((group, entries))
+        return work
+
+    def _check(self, entries: Iterable[Entry]) -> None:
+        for param, grad, _ in entries:
+            check_gradient(type(self).__name__, param, grad)
+
+    def _state(
+        self,
+        params: Iterable[torch.Tensor],
+        key: str,
+        make: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = _zeros,
+    ) -> list[torch.Tensor]:
+        """The state tensors called ``key``; where there is none yet, what ``make`` returns."""
+        found: list[torch.Tensor] = []
+        for param in params:
+            dtype = math_dtype(param.dtype) if key in self._wide_state else param.dtype
+            state: dict[str, Any] = self.state[param]
+            if state.get(key) is None:
+                state[key] = make(param, dtype)
+            elif state[key].dtype is not dtype:  # the model was cast, and the state with it
+                state[key] = state[key].to(dtype)
+            found.append(state[key])
+        return found
+
+
+def evaluate(closure: Closure | None) -> Any:
+    """Call the closure with gradients enabled, and return its loss."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def batches(
+    entries: Iterable[Entry], apart: Callable[[torch.Tensor], Hashable] = lambda _: None
+) -> list[Batch]:
+    """Sort entries into lists for ops.
+
+    Args:
+        entries: Parameters of any dtype and device.
+        apart: Parameters for which this differs come into different batches.
+    """
+    found: dict[Hashable, Batch] = {}
+    for param, grad, half in entries:
+        half_dtype = None if half is None else half.dtype
+        key = (param.device, param.dtype, grad.dtype, half_dtype, apart(param))
+        batch = found.setdefault(key, Batch())
+        batch.params.append(param)
+        batch.grads.append(grad)
+        batch.halves.append(half)
+    return list(found.values())
+
+
+def count_step(group: Group) -> int:
+    """Advance the group's step counter, and return it."""
+    group["step"] = int(group.get("step", 0)) + 1
+    return group["step"]

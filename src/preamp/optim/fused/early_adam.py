@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What belongs to the FusedAdam of early 2019 alone: its options, arguments and clipping.
+
+It took gradients, scale and norms as arguments of ``step``, because the flat ``FP16_Optimizer``
+around it kept them, and wrote the half parameters along with the float32 ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+import torch
+
+from preamp.core.errors import PreampStateError, message
+from preamp.kernels import AdamRule, BiasCorrection, backend
+from preamp.optim.fused.base import Entry, Group
+
+CLIP_EPS = 1e-6
+"""Added to a norm before it is divided by the largest one allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyOptions:
+    """The constructor's keywords that today's FusedAdam does not have.
+
+    Attributes:
+        eps_inside_sqrt: Divide by ``sqrt(v + eps)``.
+        max_grad_norm: Clip each group to this norm; 0 for no clipping.
+        use_mt: Chose between kernels of equal results.
+        amp_scale_adjustment: Multiplied the loss scale of an amp that is no more.
+    """
+
+    eps_inside_sqrt: bool | None = None
+    max_grad_norm: float | None = None
+    use_mt: bool | None = None
+    amp_scale_adjustment: float | None = None
+
+    @property
+    def given(self) -> list[str]:
+        """The names of those that were passed."""
+        return [f.name for f in fields(self) if getattr(self, f.name) is not None]
+
+    def check(self, **todays: bool) -> None:
+        """Raise ``ValueError`` if options of both generations are given.
+
+        Args:
+            todays: Today's options that the early formula cannot follow, true where they are set.
+        """
+        if not self.given:
+            return
+        clashing = [name for name, is_set in todays.items() if is_set]
+        if clashing:
+            raise ValueError(
+                message(
+                    f"FusedAdam got {', '.join(self.given)}, which select the optimizer of early "
+                    f"2019, together with {', '.join(clashing)}",
+                    "That optimizer decays the parameter, on the host's step count, and has no "
+                    "masters of its own",
+                    f"Leave out {' and '.join(clashing)}, or clip with preamp.clip_grad_norm_ "
+                    "and use today's formula",
+                )
+            )
+        if self.amp_scale_adjustment not in (None, 1.0):
+            raise ValueError(
+                message(
+                    f"FusedAdam got amp_scale_adjustment={self.amp_scale_adjustment!r}",
+                    "Gradients reach the optimizer unscaled, so only 1.0 has a meaning",
+                    "Leave it out, and scale the loss instead",
+                )
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyArguments:
+    """The arguments of ``step`` that today's FusedAdam refuses.
+
+    Attributes:
+        grads: Gradients in place of the parameters' own: a flat sequence for a single group, or
+            one sequence per group. ``None`` stands for the parameter's own.
+        output_params: Tensors that get the rounded parameters, in the same form.
+        scale: Gradients are divided by it.
+        grad_norms: L2 norm of the scaled gradients of each group.
+    """
+
+    grads: Any = None
+    output_params: Any = None
+    scale: float | torch.Tensor | None = None
+    grad_norms: Sequence[float | torch.Tensor] | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Those that were passed, by name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def entries(self, groups: Sequence[Group]) -> list[list[Entry]]:
+        """For each group the entries of the parameters that have a gradient from somewhere.
+
+        Raises:
+            ValueError: There are more or fewer lists, or tensors in one, than there should be.
+        """
+        grads = _per_group("grads", self.grads, groups)
+        outputs = _per_group("output_params", self.output_params, groups)
+        found: list[list[Entry]] = []
+        for group, group_grads, group_outputs in zip(groups, grads, outputs, strict=True):
+            entries: list[Entry] = []
+            for param, grad, out in zip(group["params"], group_grads, group_outputs, strict=True):
+                grad = param.grad if grad is None else grad
+                if grad is not None:
+                    entries.append((param, grad, out))
+            found.append(entries)
+        return found
+
+    def norm_of(self, index: int, entries: Sequence[Entry]) -> float | torch.Tensor:
+        """The norm of a group's scaled gradients, taken here if it was not given."""
+        if self.grad_norms is not None:
+            return self.grad_norms[index]
+        grads = [grad for _, grad, _ in entries]
+        return backend().l2norm(grads, [None] * len(grads), grads[0].device)
+
+    def inverse_scale(
+        self, index: int, entries: Sequence[Entry], max_norm: float
+    ) -> torch.Tensor | None:
+        """What unscales and clips a group's gradients.
+
+        ``1 / (scale * max(1, (norm / scale + 1e-6) / max_norm))``; each group is clipped by
+        itself. Does not synchronise.
+        """
+        scale = 1.0 if self.scale is None else self.scale
+        if max_norm <= 0 and isinstance(scale, (int, float)) and scale == 1.0:
+            return None
+        device = entries[0][0].device
+        combined = torch.as_tensor(scale, dtype=torch.float32, device=device)
+        if max_norm > 0:
+            norm = torch.as_tensor(self.norm_of(index, entries), device=device)
+            clip = (norm / combined + CLIP_EPS) / max_norm
+            combined = torch.where(clip > 1, clip * combined, combined)
+        return combined.reshape(()).reciprocal()
+
+
+def check_formula(
+    is_early: bool,
+    early: EarlyArguments,
+    *,
+    is_capturable: bool,
+    counts_per_group: bool,
+    counts_per_parameter: bool,
+) -> None:
+    """Refuse a step whose formula, arguments and state do not belong together.
+
+    Args:
+        is_early: Which formula it would follow.
+        early: Its arguments.
+        is_capturable: Whether counters lie on the device, which today's formula alone can do.
+        counts_per_group: Whether there are counters as today's formula has them.
+        counts_per_parameter: Whether there are counters as the early one has them.
+
+    Raises:
+        RuntimeError: The arguments belong to the other formula.
+        PreampStateError: The state does.
+    """
+    names = ", ".join(early.given())
+    if names and not is_early:
+        raise RuntimeError(
+            message(
+                f"FusedAdam.step() got {names}",
+                "Without grads they belong to the FusedAdam of early 2019 alone",
+                "Leave them out, or select that one by FusedAdam(..., max_grad_norm=0.0)",
+            )
+        )
+    if is_early and is_capturable:
+        raise RuntimeError(
+            message(
+                f"FusedAdam.step() got {names} while capturable=True",
+                "A capturable FusedAdam takes no argument but the closure and grad_scaler",
+                "Construct it without capturable, or let torch.amp.GradScaler unscale",
+            )
+        )
+    if counts_per_group if is_early else counts_per_parameter:
+        here, there = ("early 2019", "today") if is_early else ("today", "early 2019")
+        raise PreampStateError(
+            message(
+                f"This step of FusedAdam would follow the formula of {here}, but its state has "
+                f"the step counters of the formula of {there}",
+                "An optimizer keeps to one formula; today's counts steps in the group, that of "
+                "early 2019, like torch.optim.Adam, for each parameter",
+                "Call step always with grads or never, and load a file into the optimizer that "
+                "wrote it",
+            )
+        )
+
+
+def early_rule(group: Group, *, eps_inside_sqrt: bool) -> AdamRule:
+    """The early formula with a group's hyper-parameters."""
+    corrects = group["bias_correction"]
+    return AdamRule(
+        lr=group["lr"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=True,
+        bias_correction=BiasCorrection.STEP_SIZE if corrects else BiasCorrection.NONE,
+        eps_inside_sqrt=eps_inside_sqrt,
+    )
+
+
+def _per_group(name: str, value: Any, groups: Sequence[Group]) -> list[list[Any]]:
+    """Bring any of the accepted forms into one list per group, as long as its parameters."""
+    if value is None:
+        return [[None] * len(group["params"]) for group in groups]
+    items: list[Any] = list(cast("Iterable[Any]", value))
+    is_nested = bool(items) and isinstance(items[0], (list, tuple, Generator))
+    lists = [list(cast("Iterable[Any]", item)) for item in items] if is_nested else [items]
+    lengths, wanted = [len(item) for item in lists], [len(group["params"]) for group in groups]
+    if lengths != wanted:
+        raise ValueError(
+            message(
+                f"FusedAdam.step() got {name} of lengths {lengths}",
+                f"The groups have {wanted} parameters",
+                f"Pass {name} as one list per group, or flat if there is a single group",
+            )
+        )
+    return lists

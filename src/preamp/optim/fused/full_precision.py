@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""float32 copies of half parameters that an optimizer keeps by itself, outside of any engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from preamp.core.tensors import version_of
+
+MASTER = "master_param"
+"""State key of the copy; in the state, so that it is in checkpoints too."""
+
+
+class FullPrecision:
+    """Makes the copies on first use and follows what is written to the parameters.
+
+    Made at the first step rather than at construction, so that weights loaded or broadcast in
+    between count. Later writes (a loaded checkpoint, weight clipping) are noticed by version and
+    address; elements that still equal their rounded copy keep its precision.
+    """
+
+    def __init__(self, wants: Callable[[torch.Tensor], bool]) -> None:
+        """Keep copies of the parameters for which ``wants``, a question of dtype, is true."""
+        self._wants = wants
+        self._written: dict[int, tuple[int, int]] = {}
+
+    def of(self, param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        """The copy of ``param``, up to date; a parameter without one stands for itself.
+
+        Args:
+            param: Parameter of the model.
+            state: The optimizer's state of it; mutated.
+        """
+        if not self._wants(param):
+            return param
+        value = param.detach()
+        if MASTER not in state:
+            state[MASTER] = value.float()
+        elif self._written.get(id(param)) != _stamp(param):
+            master: torch.Tensor = state[MASTER]
+            same = master.to(value.dtype) == value
+            master.copy_(torch.where(same, master, value.float()))
+        self._written[id(param)] = _stamp(param)
+        return state[MASTER]
+
+    def halves(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The parameters that an update of their copies has to be rounded into."""
+        return [param if self._wants(param) else None for param in params]
+
+    def note_written(self, params: Sequence[torch.Tensor]) -> None:
+        """Remember that each parameter equals its rounded copy as of now."""
+        self._written.update((id(param), _stamp(param)) for param in params)
+
+
+def _stamp(param: torch.Tensor) -> tuple[int, int]:
+    return param.data_ptr(), version_of(param)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""FusedLAMB, and what it shares with its mixed-precision form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+
+from preamp.kernels import LambRule, Update, backend
+from preamp.optim.fused.base import (
+    Closure,
+    Entry,
+    FusedOptimizer,
+    Group,
+    batches,
+    count_step,
+    evaluate,
+)
+from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
+
+_vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_norm
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB, for float16, bfloat16, float32 and float64 parameters.
+
+    Gradients of all groups together are clipped to ``max_grad_norm``. Then, with Adam's corrected
+    moments, ``u = m / (sqrt(v) + eps) + weight_decay * p`` and per tensor
+    ``p -= lr * |p| / |u| * u``; tensors without weight decay take ``p -= lr * u`` unless
+    ``use_nvlamb``. Gradients are left as they are.
+
+    State: ``exp_avg`` and ``exp_avg_sq`` in the parameter's dtype. The step counter is
+    ``group["step"]``. Does not synchronise.
+
+    Args:
+        params: Parameters or groups.
+        lr: Learning rate.
+        bias_correction: Correct the moments for the number of steps.
+        betas: Decay of the two moments.
+        eps: Added to the denominator.
+        weight_decay: Weight decay.
+        amsgrad: Must be ``False``.
+        adam_w_mode: Add the decay to the update rather than to the gradient.
+        grad_averaging: Weigh a new gradient by ``1 - betas[0]`` rather than by 1.
+        set_grad_none: Whether ``zero_grad()`` drops gradients; else it fills them with zeros.
+        max_grad_norm: Largest global gradient norm; 0 for no clipping. Of all groups alike.
+        use_nvlamb: Use the trust ratio for tensors without weight decay too.
+
+    Raises:
+        RuntimeError: ``amsgrad`` is set.
+        ValueError: A negative number, or betas that are not in [0, 1).
+    """
+
+    _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "adam_w_mode", "use_nvlamb")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        refuse_amsgrad("FusedLAMB", amsgrad=amsgrad)
+        check_numbers("FusedLAMB", lr=lr, eps=eps, weight_decay=weight_decay)
+        check_numbers("FusedLAMB", max_grad_norm=max_grad_norm)
+        check_betas("FusedLAMB", betas)
+        self.set_grad_none = set_grad_none
+        self.adam_w_mode = adam_w_mode
+        self.use_nvlamb = use_nvlamb
+        defaults: Group = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults)
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Update the parameters that have gradients.
+
+        Args:
+            closure: Re-evaluates the model with gradients enabled and returns the loss.
+
+        Returns:
+            The closure's loss, or ``None``.
+
+        Raises:
+            RuntimeError: A gradient is sparse or of a dtype that is not updated.
+        """
+        loss = evaluate(closure)
+        with torch.no_grad():
+            work = self._collect()
+            entries = [entry for _, group_entries in work for entry in group_entries]
+            factor = clip_factor(entries, self.defaults["max_grad_norm"], None)
+            for group, group_entries in work:
+                update = Update(step=count_step(group), inv_scale=factor)
+                rule = lamb_rule(group, decoupled=self.adam_w_mode, use_nvlamb=self.use_nvlamb)
+                for batch in batches(group_entries):
+                    exp_avgs = self._state(batch.params, "exp_avg")
+                    exp_avg_sqs = self._state(batch.params, "exp_avg_sq")
+                    backend().lamb_(
+                        batch.params, batch.grads, exp_avgs, exp_avg_sqs, rule=rule, update=update
+                    )
+        return loss
+
+
+def lamb_rule(group: Group, *, decoupled: bool, use_nvlamb: bool) -> LambRule:
+    """The rule of a group."""
+    return LambRule(
+        lr=group["lr"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=decoupled,
+        bias_correction=group["bias_correction"],
+        grad_averaging=group["grad_averaging"],
+        uses_trust_ratio=use_nvlamb or group["weight_decay"] != 0,
+    )
+
+
+def clip_factor(
+    entries: Sequence[Entry], max_norm: float, inv_scale: torch.Tensor | None
+) -> torch.Tensor | None:
+    """What unscales gradients and clips them to a global norm, in one factor.
+
+    Args:
+        entries: Gradients of all groups.
+        max_norm: Largest norm of the unscaled gradients; 0 for no clipping.
+        inv_scale: What unscales them, or ``None``.
+
+    Returns:
+        A scalar on the device of the first parameter, or ``None`` where there is nothing to do.
+    """
+    if max_norm == 0 or not entries:
+        return inv_scale
+    device = entries[0][0].device
+    norm = _global_norm([grad for _, grad, _ in entries], device)
+    one = torch.ones_like(norm)
+    scale = one if inv_scale is None else inv_scale.to(device)
+    norm = norm * scale
+    return torch.where(norm > max_norm, max_norm / norm, one) * scale
+
+
+def _global_norm(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if all(grad.dtype is not torch.float64 for grad in grads):
+        return backend().l2norm(grads, [None] * len(grads), device)
+    norms = [_vector_norm(grad, dtype=torch.float64).to(device) for grad in grads]
+    return _vector_norm(torch.stack(norms))

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""FusedLARS."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from preamp.core.errors import message
+from preamp.kernels import LarsRule, Update, backend
+from preamp.optim.fused.base import (
+    REQUIRED,
+    Closure,
+    FusedOptimizer,
+    Group,
+    batches,
+    evaluate,
+)
+from preamp.optim.fused.checks import check_nesterov, check_numbers
+
+
+class FusedLARS(FusedOptimizer):
+    """LARS, for float16, bfloat16, float32 and float64 parameters.
+
+    Per tensor ``s = lr * trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)``, or ``lr``
+    where a norm is zero or ``group["is_skipped"]`` is set (biases and normalisation layers,
+    usually); ``m = momentum * m - s * (g + weight_decay * p)``; ``p += m``. The learning rate is
+    inside the momentum, unlike in `FusedSGD`.
+
+    State: ``momentum_buffer`` in the parameter's dtype. Does not synchronise.
+
+    Args:
+        params: Parameters or groups; a group may set ``is_skipped`` and ``trust_coefficient``.
+        lr: Learning rate; required here or in every group.
+        momentum: Decay of the momentum.
+        dampening: Must be 0.
+        weight_decay: Weight decay, added to the gradient.
+        trust_coefficient: Factor of the trust ratio.
+        eps: Added to the denominator of the trust ratio.
+        nesterov: Look ahead along the momentum.
+        wd_after_momentum: Must be ``False``.
+        materialize_master_grads: Has no effect, see `FusedSGD`.
+        set_grad_none: Whether ``zero_grad()`` drops gradients; else it fills them with zeros.
+
+    Raises:
+        ValueError: A negative number, nesterov without momentum, or an argument that Apex accepts
+            and ignores.
+    """
+
+    _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "materialize_master_grads")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = REQUIRED,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        eps: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        check_numbers("FusedLARS", lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps)
+        check_numbers("FusedLARS", trust_coefficient=trust_coefficient)
+        check_nesterov("FusedLARS", nesterov=nesterov, momentum=momentum, dampening=dampening)
+        _refuse_unused(dampening=dampening, wd_after_momentum=wd_after_momentum)
+        self.set_grad_none = set_grad_none
+        self.materialize_master_grads = materialize_master_grads
+        defaults: Group = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "nesterov": nesterov,
+            "is_skipped": False,
+        }
+        super().__init__(params, defaults)
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Update the parameters that have gradients.
+
+        Args:
+            closure: Re-evaluates the model with gradients enabled and returns the loss.
+
+        Returns:
+            The closure's loss, or ``None``.
+
+        Raises:
+            RuntimeError: A gradient is sparse or of a dtype that is not updated.
+        """
+        loss = evaluate(closure)
+        with torch.no_grad():
+            for group, entries in self._collect():
+                rule = _rule(group)
+                for batch in batches(entries):
+                    buffers = self._state(batch.params, "momentum_buffer")
+                    backend().lars_(batch.params, batch.grads, buffers, rule=rule, update=Update())
+        return loss
+
+
+def _rule(group: Group) -> LarsRule:
+    return LarsRule(
+        lr=group["lr"],
+        momentum=group["momentum"],
+        weight_decay=group["weight_decay"],
+        nesterov=group["nesterov"],
+        trust_coefficient=group["trust_coefficient"],
+        eps=group["eps"],
+        uses_trust_ratio=not group["is_skipped"],
+    )
+
+
+def _refuse_unused(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value:
+            raise ValueError(
+                message(
+                    f"FusedLARS got {name}={value!r}",
+                    f"Its update rule has no {name}; Apex accepts and ignores it",
+                    f"Leave {name} out",
+                )
+            )

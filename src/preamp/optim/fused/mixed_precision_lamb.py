@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""FusedMixedPrecisionLamb."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from preamp.core.dtypes import HALF_DTYPES, dtype_name
+from preamp.core.errors import message
+from preamp.kernels import Update, backend
+from preamp.optim.fused.base import Batch, Closure, FusedOptimizer, Group, batches, evaluate
+from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
+from preamp.optim.fused.full_precision import FullPrecision
+from preamp.optim.fused.lamb import clip_factor, lamb_rule
+from preamp.optim.fused.on_device import Signals, count_on_device, names_scaler, place_on_device
+
+
+class FusedMixedPrecisionLamb(FusedOptimizer):
+    """LAMB that keeps float32 copies of half parameters and never waits for the device.
+
+    The formula is that of `FusedLAMB`. Learning rate and step counter are tensors on the device.
+    With `torch.amp.GradScaler` overflow is decided there too: a skipped step changes nothing and
+    is not counted. After the step the gradients are unscaled.
+
+    State: ``exp_avg``, ``exp_avg_sq`` in float32 (float64 for float64 parameters), and
+    ``master_param``, the float32 copy, for parameters of ``reduced_precision_dtype``. Copies are
+    made at the first step, and are in ``state_dict()``.
+
+    Args:
+        params: Parameters or groups; the parameters of a group may differ in dtype.
+        lr: Learning rate.
+        step: Steps done already.
+        bias_correction: Correct the moments for the number of steps.
+        betas: Decay of the two moments.
+        eps: Added to the denominator.
+        weight_decay: Weight decay.
+        amsgrad: Must be ``False``.
+        adam_w_mode: Add the decay to the update rather than to the gradient.
+        grad_averaging: Weigh a new gradient by ``1 - betas[0]`` rather than by 1.
+        max_grad_norm: Largest global norm of the unscaled gradients; 0 for no clipping.
+        use_nvlamb: Use the trust ratio for tensors without weight decay too.
+        reduced_precision_dtype: Parameters of this half dtype get a float32 copy.
+
+    Raises:
+        RuntimeError: ``amsgrad`` is set.
+        ValueError: A negative number, betas that are not in [0, 1), or a
+            ``reduced_precision_dtype`` that is not half.
+    """
+
+    _settings: ClassVar[tuple[str, ...]] = (
+        *("set_grad_none", "adam_w_mode", "use_nvlamb", "reduced_precision_dtype"),
+        "_step_supports_amp_scaling",
+    )
+    _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq", "master_param"})
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        step: int = 0,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+        reduced_precision_dtype: torch.dtype | None = None,
+    ) -> None:
+        name = "FusedMixedPrecisionLamb"
+        refuse_amsgrad(name, amsgrad=amsgrad)
+        check_numbers(name, lr=lr, step=step, eps=eps, weight_decay=weight_decay)
+        check_numbers(name, max_grad_norm=max_grad_norm)
+        check_betas(name, betas)
+        _check_reduced(reduced_precision_dtype)
+        self.set_grad_none = True
+        self.adam_w_mode = adam_w_mode
+        self.use_nvlamb = use_nvlamb
+        self.reduced_precision_dtype = reduced_precision_dtype
+        self._step_supports_amp_scaling = True
+        self._copies = FullPrecision(self._is_reduced)
+        defaults: Group = {
+            "lr": lr,
+            "step": step,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults)
+
+    @property
+    def param_groups_full_precision(self) -> list[Group]:
+        """What is updated, in the form of ``param_groups``; makes copies that are missing."""
+        with torch.no_grad():
+            return [
+                {"params": [self._copies.of(param, self.state[param]) for param in group["params"]]}
+                for group in self.param_groups
+            ]
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group; its ``lr`` and ``step`` become tensors of its own."""
+        super().add_param_group(param_group)
+        place_on_device(self.param_groups[-1])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._copies = FullPrecision(self._is_reduced)
+        for group in self.param_groups:
+            place_on_device(group)
+
+    # ``grad_scaler`` is not named in the signature: torch's GradScaler warns about optimizers
+    # that name it, and hands the same over as attributes otherwise.
+    def step(self, closure: Closure | None = None, **scaling: Any) -> Any:
+        """Update the parameters that have gradients.
+
+        Args:
+            closure: Re-evaluates the model with gradients enabled and returns the loss.
+            scaling: ``grad_scaler=scaler`` does what ``scaler.step(optimizer)`` does.
+
+        Returns:
+            The closure's loss, or ``None``.
+
+        Raises:
+            RuntimeError: A gradient is sparse or of a dtype that is not updated.
+        """
+        if names_scaler("FusedMixedPrecisionLamb", scaling):
+            closures = {} if closure is None else {"closure": closure}
+            return scaling["grad_scaler"].step(self, **closures)
+        loss = evaluate(closure)
+        with torch.no_grad():
+            work = self._collect()
+            signals = Signals.of(self)
+            every = [entry for _, entries in work for entry in entries]
+            factor = clip_factor(every, self.defaults["max_grad_norm"], signals.inv_scale)
+            for group, entries in work:
+                step = count_on_device(group, signals.found_inf)
+                for batch in batches(entries):
+                    self._update(
+                        group,
+                        batch,
+                        Update(
+                            step=step,
+                            inv_scale=factor,
+                            found_inf=signals.found_inf,
+                            halves=self._copies.halves(batch.params),
+                        ),
+                    )
+            signals.unscale_([grad for _, grad, _ in every])
+        return loss
+
+    def _update(self, group: Group, batch: Batch, update: Update) -> None:
+        backend().lamb_(
+            [self._copies.of(param, self.state[param]) for param in batch.params],
+            batch.grads,
+            self._state(batch.params, "exp_avg"),
+            self._state(batch.params, "exp_avg_sq"),
+            rule=lamb_rule(group, decoupled=self.adam_w_mode, use_nvlamb=self.use_nvlamb),
+            update=update,
+        )
+        self._copies.note_written(batch.params)
+
+    def _is_reduced(self, param: torch.Tensor) -> bool:
+        return param.dtype is self.reduced_precision_dtype
+
+
+def _check_reduced(dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in HALF_DTYPES:
+        raise ValueError(
+            message(
+                f"FusedMixedPrecisionLamb got reduced_precision_dtype={dtype_name(dtype)}",
+                "It is torch.float16, torch.bfloat16 or None",
+                "Name the dtype of the parameters that need a float32 copy",
+            )
+        )

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""FusedNovoGrad."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from preamp.core.errors import message
+from preamp.kernels import NovoGradRule, Update, backend
+from preamp.optim.fused.base import (
+    Closure,
+    FusedOptimizer,
+    Group,
+    batches,
+    count_step,
+    evaluate,
+)
+from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
+
+NO_NORM_YET = -1.0
+"""What ``exp_avg_sq`` holds before the first step, see `preamp.kernels.Ops.novograd_`."""
+
+APEX_NORM_DTYPES = (torch.float16, torch.float32)
+"""Apex keeps the norms in the group: one tensor for the parameters of each of these dtypes."""
+
+
+class FusedNovoGrad(FusedOptimizer):
+    """NovoGrad, for float16, bfloat16, float32 and float64 parameters.
+
+    Adam with one second moment per tensor, kept as a norm:
+    ``v = sqrt(beta2 * v**2 + (1 - beta2) * |g|**2)``, starting at the first ``|g|``. Then
+    ``m = beta1 * m + beta3 * g``, ``p -= lr * (m / v + weight_decay * p)``, both corrected for the
+    number of steps; or with ``reg_inside_moment`` ``m = beta1 * m + beta3 * (g / v +
+    weight_decay * p)``, ``p -= lr * m``.
+
+    State: ``exp_avg`` in the parameter's dtype, ``exp_avg_sq`` a 0-dim float32 norm, negative
+    before the first step. Files written by Apex, where the norms lie in
+    ``group["exp_avg_sq"]``, are read too. The step counter is ``group["step"]``. Does not
+    synchronise.
+
+    Args:
+        params: Parameters or groups.
+        lr: Learning rate.
+        bias_correction: Correct moment and norm for the number of steps.
+        betas: Decay of the moment and of the norm.
+        eps: Added to the denominator.
+        weight_decay: Weight decay.
+        amsgrad: Must be ``False``.
+        reg_inside_moment: Normalise and decay before the moment rather than after.
+        grad_averaging: Weigh a new gradient by ``1 - betas[0]`` rather than by 1.
+        norm_type: 2 for the L2 norm, 0 for the largest magnitude, which is averaged plainly.
+        init_zero: Start the norm at 0 rather than at the first gradient's.
+        set_grad_none: Whether ``zero_grad()`` drops gradients; else it fills them with zeros.
+
+    Raises:
+        RuntimeError: ``amsgrad`` is set, or ``norm_type`` is neither 2 nor 0.
+        ValueError: A negative number, or betas that are not in [0, 1).
+    """
+
+    _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "moment_mode")
+    _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        refuse_amsgrad("FusedNovoGrad", amsgrad=amsgrad)
+        check_numbers("FusedNovoGrad", lr=lr, eps=eps, weight_decay=weight_decay)
+        check_betas("FusedNovoGrad", betas)
+        _check_norm_type(norm_type)
+        self.set_grad_none = set_grad_none
+        self.moment_mode = 0 if reg_inside_moment else 1
+        defaults: Group = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+        }
+        super().__init__(params, defaults)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict()`` returned, here or in Apex.
+
+        Raises:
+            ValueError: Its groups do not match those of this optimizer, or the norms of a file
+                from Apex do not match its parameters.
+        """
+        super().load_state_dict(_norms_to_state(state_dict, self.param_groups))
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Update the parameters that have gradients.
+
+        Args:
+            closure: Re-evaluates the model with gradients enabled and returns the loss.
+
+        Returns:
+            The closure's loss, or ``None``.
+
+        Raises:
+            RuntimeError: A gradient is sparse or of a dtype that is not updated.
+        """
+        loss = evaluate(closure)
+        with torch.no_grad():
+            for group, entries in self._collect():
+                update, rule = Update(step=count_step(group)), self._rule(group)
+                start = 0.0 if group["init_zero"] else NO_NORM_YET
+                for batch in batches(entries):
+                    backend().novograd_(
+                        batch.params,
+                        batch.grads,
+                        self._state(batch.params, "exp_avg"),
+                        self._state(
+                            batch.params,
+                            "exp_avg_sq",
+                            lambda p, dtype, start=start: p.new_full((), start, dtype=dtype),
+                        ),
+                        rule=rule,
+                        update=update,
+                    )
+        return loss
+
+    def _rule(self, group: Group) -> NovoGradRule:
+        return NovoGradRule(
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            bias_correction=group["bias_correction"],
+            grad_averaging=group["grad_averaging"],
+            decays_inside_moment=self.moment_mode == 0,
+            uses_max_norm=group["norm_type"] == 0,
+        )
+
+
+def _check_norm_type(norm_type: int) -> None:
+    if norm_type not in (0, 2):
+        raise RuntimeError(
+            message(
+                f"FusedNovoGrad got norm_type={norm_type!r}",
+                "It knows 2, the L2 norm, and 0, the largest magnitude",
+                "Leave norm_type out for the L2 norm",
+            )
+        )
+
+
+def _norms_to_state(given: dict[str, Any], own: Sequence[Group]) -> dict[str, Any]:
+    """Move the norms of a file from Apex out of its groups, to the parameters they belong to.
+
+    They are in the order of the parameters of one dtype that have a first moment.
+    """
+    state = dict(given["state"])
+    groups: list[Group] = []
+    for group, mine in zip(given["param_groups"], own, strict=False):
+        rest = {key: value for key, value in group.items() if key != "exp_avg_sq"}
+        groups.append(rest)
+        per_dtype: Sequence[torch.Tensor] = group.get("exp_avg_sq", ())
+        for dtype, norms in zip(APEX_NORM_DTYPES, per_dtype, strict=False):
+            numbers = [
+                number
+                for number, param in zip(group["params"], mine["params"], strict=False)
+                if param.dtype is dtype and "exp_avg" in state.get(number, {})
+            ]
+            if len(numbers) != norms.numel():
+                raise _wrong_count(len(numbers), norms.numel(), dtype)
+            for number, norm in zip(numbers, norms.reshape(-1), strict=True):
+                state[number] = {**state[number], "exp_avg_sq": norm.clone()}
+    groups += given["param_groups"][len(groups) :]  # too many: torch refuses them
+    return {**given, "state": state, "param_groups": groups}
+
+
+def _wrong_count(params: int, norms: int, dtype: torch.dtype) -> ValueError:
+    return ValueError(
+        message(
+            f"The loaded group has {norms} norms for {params} {dtype} parameters with a moment",
+            "group['exp_avg_sq'] holds the norms of the float16 parameters, then those of the "
+            "float32 ones, one for each parameter that was updated",
+            "Build the model and its groups as they were when the file was written",
+        )
+    )

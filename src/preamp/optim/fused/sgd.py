@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""FusedSGD."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from preamp.kernels import SgdRule, Update, backend
+from preamp.optim.fused.base import (
+    REQUIRED,
+    Batch,
+    Closure,
+    FusedOptimizer,
+    Group,
+    batches,
+    evaluate,
+)
+from preamp.optim.fused.checks import check_nesterov, check_numbers
+
+SEASONED = 2
+"""Any step but the first: what `Update.step` says of parameters that have a momentum."""
+
+
+class FusedSGD(FusedOptimizer):
+    """Gradient descent with momentum, for float16, bfloat16, float32 and float64 parameters.
+
+    ``g += weight_decay * p``; ``m = g`` at a parameter's first step, later
+    ``m = momentum * m + (1 - dampening) * g``; ``p -= lr * m``, with nesterov
+    ``p -= lr * (g + momentum * m)``. `torch.optim.SGD` computes the same.
+
+    State: ``momentum_buffer`` in the parameter's dtype. Does not synchronise.
+
+    Attributes:
+        most_recent_scale: Gradients are divided by this in the next step, which resets it to 1.
+            Nothing in preamp sets it: `preamp.scale_loss` unscales gradients itself.
+        scale_set_by_backward: Whether a backward set it; reset to ``False`` by ``step``.
+
+    Args:
+        params: Parameters or groups.
+        lr: Learning rate; required here or in every group.
+        momentum: Decay of the momentum.
+        dampening: A new gradient enters the momentum with weight ``1 - dampening``.
+        weight_decay: Weight decay.
+        nesterov: Look ahead along the momentum.
+        wd_after_momentum: Add the decay after the momentum.
+        materialize_master_grads: Has no effect: gradients of masters are made when they are
+            read, so both values give the same numbers at the same cost.
+        set_grad_none: Whether ``zero_grad()`` drops gradients; else it fills them with zeros.
+
+    Raises:
+        ValueError: A negative number, or nesterov without momentum or with dampening.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        >>> optimizer = FusedSGD([weight], lr=0.5, momentum=0.9)
+        >>> weight.sum().backward()
+        >>> optimizer.step()
+        >>> weight.tolist()
+        [0.5, 0.5]
+    """
+
+    _settings: ClassVar[tuple[str, ...]] = (
+        *("set_grad_none", "wd_after_momentum", "materialize_master_grads"),
+        *("most_recent_scale", "scale_set_by_backward"),
+    )
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = REQUIRED,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        check_numbers("FusedSGD", lr=lr, momentum=momentum, weight_decay=weight_decay)
+        check_nesterov("FusedSGD", nesterov=nesterov, momentum=momentum, dampening=dampening)
+        self.set_grad_none = set_grad_none
+        self.wd_after_momentum = wd_after_momentum
+        self.materialize_master_grads = materialize_master_grads
+        self.most_recent_scale = 1.0
+        self.scale_set_by_backward = False
+        defaults: Group = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults)
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Update the parameters that have gradients.
+
+        Args:
+            closure: Re-evaluates the model with gradients enabled and returns the loss.
+
+        Returns:
+            The closure's loss, or ``None``.
+
+        Raises:
+            RuntimeError: A gradient is sparse or of a dtype that is not updated.
+        """
+        loss = evaluate(closure)
+        with torch.no_grad():
+            for group, entries in self._collect():
+                # Before _update makes the buffers, and for each parameter by itself.
+                for batch in batches(entries, apart=self._has_momentum):
+                    self._update(group, batch)
+        self.most_recent_scale = 1.0
+        self.scale_set_by_backward = False
+        return loss
+
+    def _has_momentum(self, param: torch.Tensor) -> bool:
+        return self.state.get(param, {}).get("momentum_buffer") is not None
+
+    def _update(self, group: Group, batch: Batch) -> None:
+        rule = SgdRule(
+            lr=group["lr"],
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            decays_after_momentum=self.wd_after_momentum,
+        )
+        is_first = not self._has_momentum(batch.params[0])
+        inv_scale = None
+        if self.most_recent_scale != 1.0:
+            inv_scale = torch.tensor(1.0 / self.most_recent_scale, device=batch.params[0].device)
+        backend().sgd_(
+            batch.params,
+            batch.grads,
+            self._state(batch.params, "momentum_buffer"),
+            rule=rule,
+            update=Update(step=1 if is_first else SEASONED, inv_scale=inv_scale),
+        )

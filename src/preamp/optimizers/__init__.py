@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The names of ``apex.optimizers``: migrating is ``from preamp.optimizers import FusedAdam``."""
+
+from preamp.optim.fused import FusedAdagrad as FusedAdagrad
+from preamp.optim.fused import FusedAdam as FusedAdam
+from preamp.optim.fused import FusedLAMB as FusedLAMB
+from preamp.optim.fused import FusedLARS as FusedLARS
+from preamp.optim.fused import FusedMixedPrecisionLamb as FusedMixedPrecisionLamb
+from preamp.optim.fused import FusedNovoGrad as FusedNovoGrad
+from preamp.optim.fused import FusedSGD as FusedSGD
+
+__all__ = [
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedLARS",
+    "FusedMixedPrecisionLamb",
+    "FusedNovoGrad",
+    "FusedSGD",
+]
