@@ -13,9 +13,11 @@ from typing import Any, cast
 
 import torch
 
+from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampStateError, message
-from preamp.kernels import AdamRule, BiasCorrection, backend
+from preamp.kernels import AdamRule, BiasCorrection
 from preamp.optim.fused.base import Entry, Group
+from preamp.optim.fused.norms import global_norm
 
 CLIP_EPS = 1e-6
 """Added to a norm before it is divided by the largest one allowed."""
@@ -116,8 +118,7 @@ class EarlyArguments:
         """The norm of a group's scaled gradients, taken here if it was not given."""
         if self.grad_norms is not None:
             return self.grad_norms[index]
-        grads = [grad for _, grad, _ in entries]
-        return backend().l2norm(grads, [None] * len(grads), grads[0].device)
+        return global_norm(entries)
 
     def inverse_scale(
         self, index: int, entries: Sequence[Entry], max_norm: float
@@ -130,10 +131,11 @@ class EarlyArguments:
         scale = 1.0 if self.scale is None else self.scale
         if max_norm <= 0 and isinstance(scale, (int, float)) and scale == 1.0:
             return None
-        device = entries[0][0].device
-        combined = torch.as_tensor(scale, dtype=torch.float32, device=device)
+        param = entries[0][0]
+        dtype, device = math_dtype(param.dtype), param.device
+        combined = torch.as_tensor(scale, dtype=dtype, device=device)
         if max_norm > 0:
-            norm = torch.as_tensor(self.norm_of(index, entries), device=device)
+            norm = torch.as_tensor(self.norm_of(index, entries), dtype=dtype, device=device)
             clip = (norm / combined + CLIP_EPS) / max_norm
             combined = torch.where(clip > 1, clip * combined, combined)
         return combined.reshape(()).reciprocal()

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 
 from preamp.kernels import LambRule, Update, backend
 from preamp.optim.fused.base import (
     Closure,
-    Entry,
     FusedOptimizer,
     Group,
     batches,
@@ -19,8 +17,7 @@ from preamp.optim.fused.base import (
     evaluate,
 )
 from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
-
-_vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_norm
+from preamp.optim.fused.norms import clip_factor
 
 
 class FusedLAMB(FusedOptimizer):
@@ -130,33 +127,3 @@ def lamb_rule(group: Group, *, decoupled: bool, use_nvlamb: bool) -> LambRule:
         grad_averaging=group["grad_averaging"],
         uses_trust_ratio=use_nvlamb or group["weight_decay"] != 0,
     )
-
-
-def clip_factor(
-    entries: Sequence[Entry], max_norm: float, inv_scale: torch.Tensor | None
-) -> torch.Tensor | None:
-    """What unscales gradients and clips them to a global norm, in one factor.
-
-    Args:
-        entries: Gradients of all groups.
-        max_norm: Largest norm of the unscaled gradients; 0 for no clipping.
-        inv_scale: What unscales them, or ``None``.
-
-    Returns:
-        A scalar on the device of the first parameter, or ``None`` where there is nothing to do.
-    """
-    if max_norm == 0 or not entries:
-        return inv_scale
-    device = entries[0][0].device
-    norm = _global_norm([grad for _, grad, _ in entries], device)
-    one = torch.ones_like(norm)
-    scale = one if inv_scale is None else inv_scale.to(device)
-    norm = norm * scale
-    return torch.where(norm > max_norm, max_norm / norm, one) * scale
-
-
-def _global_norm(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    if all(grad.dtype is not torch.float64 for grad in grads):
-        return backend().l2norm(grads, [None] * len(grads), device)
-    norms = [_vector_norm(grad, dtype=torch.float64).to(device) for grad in grads]
-    return _vector_norm(torch.stack(norms))

@@ -13,7 +13,8 @@ from preamp.kernels import Update, backend
 from preamp.optim.fused.base import Batch, Closure, FusedOptimizer, Group, batches, evaluate
 from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
 from preamp.optim.fused.full_precision import FullPrecision
-from preamp.optim.fused.lamb import clip_factor, lamb_rule
+from preamp.optim.fused.lamb import lamb_rule
+from preamp.optim.fused.norms import clip_factor
 from preamp.optim.fused.on_device import Signals, count_on_device, names_scaler, place_on_device
 
 
