@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Layer-wise learning rates around any optimizer."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from preamp.core.dtypes import math_dtype
+from preamp.core.errors import PreampStateError, message
+
+
+class LARC:
+    """Limits or scales each parameter's learning rate by the size of its weights and gradients.
+
+    Per parameter, with p the weights, g the gradient, wd the group's weight decay,
+
+        a = trust_coefficient · |p| / (|g| + wd · |p| + eps)
+        a = min(a / lr, 1) if clip
+        g = (g + wd · p) · a
+
+    and then the wrapped optimizer steps, without weight decay of its own. Where a norm is zero
+    g stays as it is, without weight decay. Norms and arithmetic are in float32 (float64 for
+    float64 parameters), rounded once into the gradient.
+
+    A wrapper, not an optimizer: give learning-rate schedulers the wrapped one, ``larc.optim``.
+    Build it first, then pass it to ``preamp.initialize``, ``scale_loss`` and so on in the
+    optimizer's place. It works on what the optimizer sees, float32 masters at O2 and O5, and
+    leaves everything alone where a step is skipped.
+
+    Formula: You, Gitman and Ginsburg, 2017, arXiv:1708.03888; the clipped form is NVIDIA's.
+
+    Attributes:
+        optim: The wrapped optimizer.
+        trust_coefficient: Size of an update relative to that of the weights.
+        clip: Whether the optimizer's learning rate is an upper limit; otherwise it is multiplied.
+        eps: Added to the denominator.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        trust_coefficient: float = 0.02,
+        clip: bool = True,
+        eps: float = 1e-8,
+    ) -> None:
+        """Wrap ``optimizer``.
+
+        Raises:
+            TypeError: ``optimizer`` is no ``torch.optim.Optimizer``.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                message(
+                    f"LARC was given a {type(optimizer).__name__}",
+                    "It wraps a torch.optim.Optimizer",
+                    "Pass the optimizer itself; wrap it before preamp.initialize",
+                )
+            )
+        self.optim = optimizer
+        self.trust_coefficient = trust_coefficient
+        self.clip = clip
+        self.eps = eps
+
+    def step(self) -> None:
+        """Adapt the gradients and let the wrapped optimizer step. Does not synchronise by itself.
+
+        Raises:
+            PreampStateError: A gradient is sparse; nothing was changed.
+
+        Mutates:
+            Gradients, and what the optimizer does. Weight decays are zero while it steps.
+        """
+        # In a hook, since the engine decides inside optim.step() whether there is a step at all,
+        # and has brought the masters up to date by the time hooks run.
+        adaptation = _Adaptation(self)
+        handle = self.optim.register_step_pre_hook(adaptation)
+        try:
+            self.optim.step()
+        finally:
+            handle.remove()
+            adaptation.restore_weight_decay()
+
+    # -- the surface of an optimizer ---------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state."""
+        return self.optim.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's groups; may be assigned."""
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state; LARC has none."""
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped optimizer's state."""
+        self.optim.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero the gradients."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give the wrapped optimizer another group."""
+        self.optim.add_param_group(param_group)
+
+    def __repr__(self) -> str:
+        return repr(self.optim)
+
+
+class _Adaptation:
+    """What LARC does to gradients and groups before one step of the wrapped optimizer."""
+
+    def __init__(self, larc: LARC) -> None:
+        self._larc = larc
+        self._decays: list[tuple[dict[str, Any], Any]] = []
+        self._is_done = False
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        if self._is_done:  # hooks run twice where a subclass calls super().step
+            return
+        self._is_done = True
+        _refuse_sparse(optimizer)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._adapt(param.detach(), param.grad, group)
+            if "weight_decay" in group:
+                self._decays.append((group, group["weight_decay"]))
+                group["weight_decay"] = 0.0
+
+    @torch.no_grad()
+    def _adapt(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        larc, decay = self._larc, group.get("weight_decay", 0.0)
+        weights, wide = (tensor.to(math_dtype(param.dtype)) for tensor in (param, grad))
+        norm, grad_norm = (cast("Any", tensor).norm() for tensor in (weights, wide))
+        ratio = larc.trust_coefficient * norm / (grad_norm + norm * decay + larc.eps)
+        if larc.clip:
+            ratio = (ratio / group["lr"]).clamp(max=1.0)
+        adapted = (wide + decay * weights) * ratio
+        # Chosen on the device: asking a norm whether it is zero would wait for it.
+        grad.copy_(torch.where((norm != 0) & (grad_norm != 0), adapted, wide))
+
+    def restore_weight_decay(self) -> None:
+        for group, decay in self._decays:
+            group["weight_decay"] = decay
+
+
+def _refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None and param.grad.is_sparse:
+                raise PreampStateError(
+                    message(
+                        f"LARC found a sparse gradient of shape {tuple(param.shape)}",
+                        "It takes dense gradients, since weight decay changes every element",
+                        "Make the embedding with sparse=False, or step it with an optimizer of "
+                        "its own",
+                    )
+                )
