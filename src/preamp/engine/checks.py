@@ -12,6 +12,7 @@ from torch import nn
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.errors import PreampStateError, message
 from preamp.engine.lookup import find_engine
+from preamp.optim import LARC
 
 
 def as_models(models: Any) -> list[nn.Module]:
@@ -36,17 +37,17 @@ def as_models(models: Any) -> list[nn.Module]:
 
 
 def as_optimizer_list(optimizers: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers as a list; ``None`` gives an empty one.
+    """Return the optimizers as a list, those in a `LARC` taken out; ``None`` gives an empty one.
 
     Raises:
         TypeError: Neither an optimizer nor a list of them.
     """
     if optimizers is None:
         return []
-    if isinstance(optimizers, torch.optim.Optimizer):
-        return [optimizers]
+    if isinstance(optimizers, (torch.optim.Optimizer, LARC)):
+        return [bare(optimizers)]
     if isinstance(optimizers, list):
-        items = cast("list[Any]", optimizers)
+        items = [bare(item) for item in cast("list[Any]", optimizers)]
         if all(isinstance(item, torch.optim.Optimizer) for item in items):
             return items
     raise TypeError(
@@ -56,6 +57,11 @@ def as_optimizer_list(optimizers: Any) -> list[torch.optim.Optimizer]:
             "Pass the optimizer itself, or [optimizer_a, optimizer_b]",
         )
     )
+
+
+def bare(optimizer: Any) -> Any:
+    """Return the optimizer inside a `LARC`; anything else as it is."""
+    return optimizer.optim if isinstance(optimizer, LARC) else optimizer
 
 
 def _describe(value: Any) -> str:
@@ -73,7 +79,7 @@ def members_of(given: Any, kind: type[Any]) -> list[Any]:
     For ``enabled=False``, where nothing is asked of the objects passed in.
     """
     items = cast("Sequence[Any]", given if isinstance(given, (list, tuple)) else [given])
-    return [item for item in items if isinstance(item, kind)]
+    return [item for item in map(bare, items) if isinstance(item, kind)]
 
 
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:

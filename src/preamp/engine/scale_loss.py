@@ -11,6 +11,7 @@ import torch
 
 from preamp.casting import settle_thread
 from preamp.core.errors import PreampStateError, message
+from preamp.engine.checks import bare
 from preamp.engine.engine import Engine
 from preamp.engine.lookup import find_engine
 from preamp.engine.overflow import GradientNote
@@ -164,10 +165,10 @@ def unscale_and_commit(
 
 
 def as_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers as a list; a single one counts as a list of one."""
+    """Return the optimizers as a list, a single one too; those in a `LARC` are taken out."""
     if isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Iterable):
-        return [optimizers]
-    members = list(cast("Iterable[Any]", optimizers))
+        return [bare(optimizers)]
+    members = [bare(optimizer) for optimizer in cast("Iterable[Any]", optimizers)]
     if not members:
         raise PreampStateError(
             message(
