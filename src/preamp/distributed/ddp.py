@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torch's DistributedDataParallel behind Apex's arguments."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import nn
+
+from preamp.core.errors import message
+from preamp.distributed.averaging import Averaging, reduce_bucket
+from preamp.distributed.groups import require_group
+
+_MB = 1024 * 1024
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """Averages gradients over all ranks during ``backward``.
+
+    A ``torch.nn.parallel.DistributedDataParallel`` with the constructor of ``apex.parallel``:
+    everything torch's class can do is there, ``no_sync`` included. Wrap the model after
+    ``preamp.initialize``, so that the gradients that travel have the dtype they are made in.
+    Parameters are broadcast from rank 0 at construction; buffers are not, neither then nor later.
+
+    With the defaults torch's reducer divides by the number of ranks and sums. With
+    ``allreduce_always_fp32``, ``gradient_average=False`` or ``gradient_predivide_factor`` a
+    communication hook computes
+
+        gradient = (Σ gradient / predivide) · predivide / world_size
+
+    without the last two factors if ``gradient_average=False``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = 10000000,
+        delay_allreduce: bool = False,
+        shared_param: bool | None = None,
+        allreduce_trigger_params: Sequence[nn.Parameter] | None = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: tuple[Sequence[dist.ProcessGroup], Sequence[Any]] | None = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+    ) -> None:
+        """Wrap ``module``.
+
+        Args:
+            module: A module with parameters that require grad. gloo, which serves CPUs, sums
+                float16, float32, float64 and, in current torch, bfloat16; where it refuses
+                bfloat16, ``allreduce_always_fp32=True`` gets by.
+            message_size: Elements in a bucket; 0 gives each parameter one of its own. torch counts
+                bytes, so this is taken times the mean element size of what requires grad.
+            delay_allreduce: Reduce everything in one go at the end of ``backward``. As in Apex,
+                parameters may then go without gradient (``find_unused_parameters`` in torch, which
+                tells on stderr if there was none after all).
+            shared_param: Refused, as in Apex.
+            allreduce_trigger_params: Accepted. Which parameters close a bucket is a matter of
+                timing, and torch's reducer finds its own.
+            retain_allreduce_buffers: Gradients become views of the buckets
+                (``gradient_as_bucket_view``). The buckets themselves stay torch's.
+            allreduce_always_fp32: Sum half gradients in float32, and round once.
+            num_allreduce_streams: Accepted from 1; more of them was a matter of timing.
+            allreduce_communicators: ``(groups, streams)``, one pair per stream. The groups have
+                the same ranks, so the first one does all the work.
+            gradient_average: Divide the sum by the number of ranks.
+            gradient_predivide_factor: Divide by this much before the sum and, when averaging,
+                multiply by it afterwards: large worlds sum float16 gradients without overflow.
+            gradient_average_split_factor: Accepted; Apex never read it.
+            prof: Accepted; torch.profiler shows this class's ranges always.
+
+        Raises:
+            ValueError: A combination of arguments that Apex refuses as well, or a negative
+                ``message_size``, or a ``gradient_predivide_factor`` that is not positive.
+            PreampStateError: torch.distributed is not initialized.
+            RuntimeError: From torch: nothing in ``module`` requires grad.
+
+        Mutates:
+            ``module``: parameters on all ranks but the first.
+        """
+        del gradient_average_split_factor, prof
+        _refuse_old(shared_param, delay_allreduce, allreduce_trigger_params, num_allreduce_streams)
+        groups = _checked_groups(allreduce_communicators, num_allreduce_streams)
+        _check_numbers(message_size, gradient_predivide_factor)
+        require_group("DistributedDataParallel")
+        with warnings.catch_warnings():
+            # Its successor still broadcasts buffers at construction.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            cast("Any", super()).__init__(
+                module,
+                broadcast_buffers=False,
+                process_group=groups[0] if groups else None,
+                bucket_cap_mb=_bucket_mb(module, message_size, one_bucket=delay_allreduce),
+                find_unused_parameters=delay_allreduce,
+                gradient_as_bucket_view=retain_allreduce_buffers,
+            )
+        self._averages = gradient_average
+        self._predivide = float(gradient_predivide_factor)
+        self._always_fp32 = allreduce_always_fp32
+        self._hook_reduction()
+
+    def _hook_reduction(self) -> None:
+        if self._averages and self._predivide == 1.0 and not self._always_fp32:
+            return  # torch's reducer does just that
+        group = cast("Any", self).process_group
+        averaging = Averaging(
+            before=1.0 / self._predivide,
+            after=self._predivide / group.size() if self._averages else 1.0,
+            in_float32=self._always_fp32,
+            group=group,
+        )
+        cast("Any", self).register_comm_hook(averaging, reduce_bucket)
+
+    def disable_allreduce(self) -> None:
+        """Let gradients pile up locally, for accumulation; call before the forward, as `no_sync`.
+
+        What piled up is reduced with the first backward after `enable_allreduce`.
+        """
+        self.require_backward_grad_sync = False
+
+    def enable_allreduce(self) -> None:
+        """Reduce gradients again, from the next forward on."""
+        self.require_backward_grad_sync = True
+
+    def __getstate__(self) -> Any:
+        """Leave out what belongs to this process; torch refuses any but the default group."""
+        state = cast("dict[str, Any]", super().__getstate__())
+        del state["_comm_hooks"]
+        return state
+
+    def __setstate__(self, state: Any) -> None:
+        """Become a working wrapper again, in a process with a default process group."""
+        cast("Any", super()).__setstate__({**state, "_comm_hooks": []})
+        self._hook_reduction()
+
+
+def _refuse_old(
+    shared_param: Any, delay_allreduce: bool, trigger_params: Any, num_streams: int
+) -> None:
+    if shared_param is not None:
+        raise ValueError(
+            message(
+                f"shared_param={shared_param!r} was passed",
+                "The argument means nothing any more and may only be None",
+                "Pass delay_allreduce=True for what it did; shared parameters work without",
+            )
+        )
+    if not delay_allreduce:
+        return
+    given = {
+        "allreduce_trigger_params": trigger_params is not None,
+        "num_allreduce_streams": num_streams > 1,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(
+                message(
+                    f"{name} was passed together with delay_allreduce=True",
+                    "It says how reduction overlaps with backward, which delaying excludes",
+                    f"Leave out one of the two; without delay_allreduce {name} is accepted",
+                )
+            )
+
+
+def _checked_groups(communicators: Any, num_streams: int) -> Sequence[dist.ProcessGroup]:
+    if num_streams < 1:
+        raise ValueError(
+            message(
+                f"num_allreduce_streams={num_streams!r} cannot be used",
+                "Allowed is a whole number from 1",
+                "Leave the argument out",
+            )
+        )
+    if communicators is None:
+        return ()
+    groups, streams = communicators
+    if num_streams < 2 or not len(groups) == len(streams) == num_streams:
+        raise ValueError(
+            message(
+                f"allreduce_communicators has {len(groups)} group(s) and {len(streams)} "
+                f"stream(s) with num_allreduce_streams={num_streams}",
+                "Allowed are as many of each as there are streams, and two streams at least",
+                "Pass num_allreduce_streams=len(groups), or leave both arguments out",
+            )
+        )
+    return groups
+
+
+def _check_numbers(message_size: int, predivide: float) -> None:
+    if message_size < 0:
+        raise ValueError(
+            message(
+                f"message_size={message_size!r} cannot be used",
+                "Allowed is a number of elements from 0",
+                "Leave the argument out for ten million",
+            )
+        )
+    if not predivide > 0:
+        raise ValueError(
+            message(
+                f"gradient_predivide_factor={predivide!r} cannot be used",
+                "Allowed is a positive number",
+                "Leave the argument out for 1.0, or pass about the square root of the world size",
+            )
+        )
+
+
+def _bucket_mb(module: nn.Module, message_size: int, *, one_bucket: bool) -> float:
+    """Bucket size in torch's unit."""
+    params = [param for param in module.parameters() if param.requires_grad]
+    elements = sum(param.numel() for param in params)
+    total = sum(param.numel() * param.element_size() for param in params)
+    if one_bucket:
+        return total / _MB + 1
+    return message_size * total / max(elements, 1) / _MB

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Process groups: that there is one, and groups of some of the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from preamp.core.errors import PreampStateError, message
+
+collectives: Any = dist
+"""``torch.distributed``; its collectives have no complete types."""
+
+
+def group_is_ready() -> bool:
+    """Whether torch.distributed was initialized in this process."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def require_group(what: str) -> None:
+    """Raise `PreampStateError` if ``what`` was used before torch.distributed was initialized."""
+    if not group_is_ready():
+        raise PreampStateError(
+            message(
+                f"{what} was used without a process group",
+                "It needs an initialized torch.distributed, with one process at least",
+                "Call torch.distributed.init_process_group first; torchrun and python -m "
+                "preamp.parallel.multiproc start the processes",
+            )
+        )
+
+
+def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
+    """Split the ranks into groups of ``group_size`` neighbours, for `SyncBatchNorm`.
+
+    Ranks 0 to ``group_size - 1`` form the first group, the next ones the second, and so on. Every
+    rank must make this call, since making a group is a matter of all.
+
+    Args:
+        group_size: How many ranks share their statistics; 0 for all of them.
+
+    Returns:
+        The group that this process belongs to; ``None``, which stands for all ranks, for 0.
+
+    Raises:
+        ValueError: The number of ranks is no multiple of ``group_size``.
+        PreampStateError: torch.distributed is not initialized.
+    """
+    if group_size == 0:
+        return None
+    require_group("create_syncbn_process_group")
+    world_size = dist.get_world_size()
+    if not 0 < group_size <= world_size or world_size % group_size:
+        raise ValueError(
+            message(
+                f"group_size={group_size!r} with {world_size} rank(s)",
+                "Allowed is a divisor of the number of ranks, or 0 for one group of all",
+                "Pass a size that splits the ranks into equal groups",
+            )
+        )
+    own = None
+    for first in range(0, world_size, group_size):
+        ranks = range(first, first + group_size)
+        group = collectives.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            own = group
+    return own

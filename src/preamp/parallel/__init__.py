@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The names of ``apex.parallel``; ``preamp.parallel.LARC`` and ``multiproc`` are modules."""
+
+from preamp.distributed import DistributedDataParallel as DistributedDataParallel
+from preamp.distributed import ReduceOp as ReduceOp
+from preamp.distributed import Reducer as Reducer
+from preamp.distributed import SyncBatchNorm as SyncBatchNorm
+from preamp.distributed import convert_syncbn_model as convert_syncbn_model
+from preamp.distributed import create_syncbn_process_group as create_syncbn_process_group
+
+__all__ = [
+    "DistributedDataParallel",
+    "ReduceOp",
+    "Reducer",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+]
