@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The layers of ``apex.normalization``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from preamp.compat.normalization.compute import Norm, as_shape, normalize
+from preamp.core.errors import PreampStateError, message
+
+
+class _LastDimensionsNorm(nn.Module):
+    """What the four layers share; they differ in three facts."""
+
+    _is_centred: bool
+    _is_mixed: bool
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float,
+        elementwise_affine: bool,
+        memory_efficient: bool,
+    ) -> None:
+        super().__init__()
+        self.normalized_shape = torch.Size(as_shape(normalized_shape))
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        self.memory_efficient = memory_efficient
+        for name in ("weight", "bias") if self._is_centred else ("weight",):
+            values = torch.empty(self.normalized_shape) if elementwise_affine else None
+            self.register_parameter(name, None if values is None else nn.Parameter(values))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set weights to one and biases to zero."""
+        for name, param in self.named_parameters(recurse=False):
+            nn.init.constant_(param, 1.0 if name == "weight" else 0.0)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise ``input`` of shape ``(…, *normalized_shape)``."""
+        norm = Norm(
+            shape=tuple(self.normalized_shape),
+            eps=self.eps,
+            is_centred=self._is_centred,
+            is_mixed=self._is_mixed,
+            memory_efficient=self.memory_efficient,
+        )
+        return normalize(norm, input, self.weight, self.bias if self._is_centred else None)
+
+    def extra_repr(self) -> str:
+        """Name the arguments."""
+        return (
+            f"{tuple(self.normalized_shape)}, eps={self.eps}, "
+            f"elementwise_affine={self.elementwise_affine}"
+        )
+
+
+class FusedLayerNorm(_LastDimensionsNorm):
+    """Layer norm over the last dimensions; the output has the input's dtype.
+
+    ``(x - mean) / sqrt(var + eps) · weight + bias`` with the biased variance. Statistics are in
+    float32, or float64. Under autocast, input and parameters are cast to its dtype, where torch's
+    own layer norm would go to float32. Ba, Kiros and Hinton, 2016, arXiv:1607.06450.
+    """
+
+    _is_centred, _is_mixed = True, False
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        """Make the layer.
+
+        Args:
+            normalized_shape: The last dimensions of the input, or the last one.
+            eps: Added to the variance.
+            elementwise_affine: Whether there are ``weight`` and ``bias``.
+            memory_efficient: Keep the output for backward instead of the input. Weights that
+                start at zero do not learn then, since the output tells nothing of the input.
+        """
+        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient)
+
+
+class FusedRMSNorm(_LastDimensionsNorm):
+    """RMS norm over the last dimensions; the output has the input's dtype.
+
+    ``x / sqrt(mean(x²) + eps) · weight``. Statistics are in float32, or float64. Under autocast,
+    input and weight are cast to its dtype. Zhang and Sennrich, 2019, arXiv:1910.07467.
+    """
+
+    _is_centred, _is_mixed = False, False
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        """Make the layer.
+
+        Args:
+            normalized_shape: The last dimensions of the input, or the last one.
+            eps: Added to the mean square.
+            elementwise_affine: Whether there is a ``weight``.
+            memory_efficient: Keep the output for backward instead of the input. Weights that
+                start at zero do not learn then, since the output tells nothing of the input.
+        """
+        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient)
+
+
+class MixedFusedLayerNorm(_LastDimensionsNorm):
+    """`FusedLayerNorm` whose output has the weight's dtype, whatever the input's."""
+
+    _is_centred, _is_mixed = True, True
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        elementwise_affine: bool | None = None,
+    ) -> None:
+        """Make the layer, which always has ``weight`` and ``bias``.
+
+        Args:
+            normalized_shape: The last dimensions of the input, or the last one.
+            eps: Added to the variance.
+            memory_efficient: See `FusedLayerNorm`.
+            elementwise_affine: Superfluous; True warns.
+
+        Raises:
+            PreampStateError: ``elementwise_affine`` is False; a ``RuntimeError``.
+        """
+        _check_affine(type(self).__name__, elementwise_affine)
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+
+class MixedFusedRMSNorm(_LastDimensionsNorm):
+    """`FusedRMSNorm` whose output has the weight's dtype, whatever the input's."""
+
+    _is_centred, _is_mixed = False, True
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        elementwise_affine: bool | None = None,
+    ) -> None:
+        """Make the layer, which always has a ``weight``.
+
+        Args:
+            normalized_shape: The last dimensions of the input, or the last one.
+            eps: Added to the mean square.
+            memory_efficient: See `FusedRMSNorm`.
+            elementwise_affine: Superfluous; True warns.
+
+        Raises:
+            PreampStateError: ``elementwise_affine`` is False; a ``RuntimeError``.
+        """
+        _check_affine(type(self).__name__, elementwise_affine)
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+
+def _check_affine(name: str, elementwise_affine: bool | None) -> None:
+    if elementwise_affine is None:
+        return
+    if not elementwise_affine:
+        raise PreampStateError(
+            message(
+                f"{name} was given elementwise_affine=False",
+                "Its output has the dtype of its weight, so it always has one",
+                f"Use {name.removeprefix('Mixed')} for a norm without weight",
+            )
+        )
+    warnings.warn(f"{name} always has a weight: leave elementwise_affine=True out.", stacklevel=3)

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``apex.normalization.fused_layer_norm``."""
+
+from preamp.compat.normalization import FusedLayerNorm as FusedLayerNorm
+from preamp.compat.normalization import FusedRMSNorm as FusedRMSNorm
+from preamp.compat.normalization import MixedFusedLayerNorm as MixedFusedLayerNorm
+from preamp.compat.normalization import MixedFusedRMSNorm as MixedFusedRMSNorm
+from preamp.compat.normalization import fused_layer_norm as fused_layer_norm
+from preamp.compat.normalization import fused_layer_norm_affine as fused_layer_norm_affine
+from preamp.compat.normalization import fused_rms_norm as fused_rms_norm
+from preamp.compat.normalization import fused_rms_norm_affine as fused_rms_norm_affine
+from preamp.compat.normalization import (
+    mixed_dtype_fused_layer_norm_affine as mixed_dtype_fused_layer_norm_affine,
+)
+from preamp.compat.normalization import (
+    mixed_dtype_fused_rms_norm_affine as mixed_dtype_fused_rms_norm_affine,
+)
+
+__all__ = [
+    "FusedLayerNorm",
+    "FusedRMSNorm",
+    "MixedFusedLayerNorm",
+    "MixedFusedRMSNorm",
+    "fused_layer_norm",
+    "fused_layer_norm_affine",
+    "fused_rms_norm",
+    "fused_rms_norm_affine",
+    "mixed_dtype_fused_layer_norm_affine",
+    "mixed_dtype_fused_rms_norm_affine",
+]
