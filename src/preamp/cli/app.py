@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import typer
 
+from preamp.cli.convert import convert_checkpoint
 from preamp.cli.demo import demo
 from preamp.cli.levels import levels
 
@@ -16,4 +17,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(convert_checkpoint)
 app.command()(levels)

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Turn a file written with Apex into plain data, and say what is in it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from preamp.checkpoint.reader import ApexRecord, read_apex_checkpoint
+from preamp.checkpoint.scaler_state import plain_loss_scaler
+from preamp.core.errors import message
+
+UNCHANGED = "unchanged"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that a checkpoint contains.
+
+    Attributes:
+        key: Where it is, as in ``['optimizer']['loss_scaler']``; empty for the file as a whole.
+        kind: What it is, in words.
+        becomes: What the conversion makes of it, and who loads that.
+    """
+
+    key: str
+    kind: str
+    becomes: str
+
+
+def _has(*keys: str) -> Callable[[Mapping[Any, Any]], bool]:
+    return lambda value: all(key in value for key in keys)
+
+
+def _is_amp_state(value: Mapping[Any, Any]) -> bool:
+    return bool(value) and all(
+        str(key).startswith("loss_scaler") and isinstance(item, Mapping) and "unskipped" in item
+        for key, item in value.items()
+    )
+
+
+def _is_model_state(value: Mapping[Any, Any]) -> bool:
+    return bool(value) and all(isinstance(item, torch.Tensor) for item in value.values())
+
+
+_KINDS: tuple[tuple[Callable[[Mapping[Any, Any]], bool], str, str], ...] = (
+    (
+        _has("fp32_from_fp16", "loss_scaler"),
+        "state of fp16_utils.FP16_Optimizer",
+        "for preamp.fp16_utils.FP16_Optimizer.load_state_dict",
+    ),
+    (
+        _has("fp32_groups_flat", "cur_scale"),
+        "state of the flat FP16_Optimizer of early apex.optimizers",
+        "unchanged; for preamp.optimizers.FP16_Optimizer.load_state_dict",
+    ),
+    (
+        _has("fp32_groups", "cur_scale"),
+        "state of apex.contrib.optimizers.FP16_Optimizer",
+        "unchanged; no class of preamp loads it, its masters are in 'fp32_groups'",
+    ),
+    (
+        _is_amp_state,
+        "amp.state_dict()",
+        "unchanged; for preamp.amp.load_state_dict, after initialize",
+    ),
+    (_has("state", "param_groups"), "state of an optimizer", "unchanged; for its load_state_dict"),
+    (_is_model_state, "state of a model", "unchanged; for its load_state_dict"),
+)
+"""Test, name and use of each kind of dict, the most particular first."""
+
+_INSIDE = {_KINDS[0][1]: ("loss_scaler", "optimizer_state_dict")}
+"""Entries of a kind that are described as well; everything in a kind without a row is its own."""
+
+
+def describe(content: Any, key: str = "") -> Iterator[Finding]:
+    """Say what a checkpoint contains, from the outside in.
+
+    Args:
+        content: What `read_apex_checkpoint` returned.
+        key: Where ``content`` is.
+
+    Yields:
+        A finding for each thing with a known kind, each record, and each entry of another kind.
+    """
+    if isinstance(content, ApexRecord):
+        yield Finding(key=key, kind=f"object of {content.class_name}", becomes="a dict of numbers")
+    elif isinstance(content, Mapping):
+        yield from _describe_mapping(cast("Mapping[Any, Any]", content), key)
+    else:
+        yield Finding(key=key, kind=_name_of(content), becomes=UNCHANGED)
+
+
+def _describe_mapping(content: Mapping[Any, Any], key: str) -> Iterator[Finding]:
+    for fits, kind, becomes in _KINDS:
+        if fits(content):
+            yield Finding(key=key, kind=kind, becomes=becomes)
+            for name in _INSIDE.get(kind, ()):
+                if name in content:
+                    yield from describe(content[name], f"{key}[{name!r}]")
+            return
+    if not content:
+        yield Finding(key=key, kind="empty dict", becomes=UNCHANGED)
+    for name, item in content.items():
+        yield from describe(item, f"{key}[{name!r}]")
+
+
+def _name_of(content: Any) -> str:
+    if isinstance(content, torch.Tensor):
+        return f"{str(content.dtype).removeprefix('torch.')} tensor of shape {tuple(content.shape)}"
+    if isinstance(content, (list, tuple, set)):
+        return f"{type(content).__name__} of {len(cast('list[Any]', content))}"
+    return type(content).__name__
+
+
+def to_plain(content: Any) -> Any:
+    """Return ``content`` with every record of a loss scaler replaced by plain data.
+
+    Args:
+        content: What `read_apex_checkpoint` returned; not mutated.
+
+    Returns:
+        The same containers where nothing in them changed.
+
+    Raises:
+        ValueError: A record cannot be read, or ``content`` contains itself.
+    """
+    try:
+        return _to_plain(content)
+    except RecursionError:
+        raise ValueError(
+            message(
+                "The checkpoint contains itself, or is nested too deep",
+                "Only containers that end somewhere can be converted",
+                "Load it with read_apex_checkpoint and take out what is needed",
+            )
+        ) from None
+
+
+def _to_plain(content: Any) -> Any:
+    if isinstance(content, ApexRecord):
+        return dict(plain_loss_scaler(content))
+    if isinstance(content, dict):
+        items = cast("dict[Any, Any]", content)
+        plain = {key: _to_plain(item) for key, item in items.items()}
+        if all(plain[key] is item for key, item in items.items()):
+            return items
+        twin = copy.copy(items)  # an OrderedDict keeps its attributes, such as _metadata
+        twin.update(plain)
+        return twin
+    if isinstance(content, (list, tuple)):
+        old = cast("list[Any]", content)
+        new = [_to_plain(item) for item in old]
+        return old if all(a is b for a, b in zip(old, new, strict=True)) else type(old)(new)
+    return content
+
+
+def convert_apex_checkpoint(
+    src: str | os.PathLike[str], dst: str | os.PathLike[str]
+) -> tuple[Finding, ...]:
+    """Write a checkpoint made with Apex as plain data that ``torch.load`` reads by default.
+
+    The new file takes its place at once, after it was read back: an interrupted conversion leaves
+    ``dst`` as it was. Tensors are saved as CPU tensors.
+
+    Args:
+        src: File written by ``torch.save``; see `read_apex_checkpoint`.
+        dst: Where to write; replaced if it exists.
+
+    Returns:
+        What was found in ``src``.
+
+    Raises:
+        OSError: A file cannot be read or written.
+        ValueError: ``src`` is refused by `read_apex_checkpoint`, cannot be converted, or is
+            ``dst``.
+    """
+    source, target = Path(src), Path(dst)
+    if target.exists() and target.samefile(source):
+        raise ValueError(
+            message(
+                f"{source} is to be replaced by its own conversion",
+                "Source and destination are two files",
+                "Choose another destination, so that the original stays",
+            )
+        )
+    content = read_apex_checkpoint(source)
+    plain = to_plain(content)
+    write_atomically(plain, target)
+    return tuple(describe(content))
+
+
+def write_atomically(content: Any, target: Path) -> None:
+    """Save ``content`` so that ``target`` is either what it was or complete.
+
+    Args:
+        content: Plain data.
+        target: The file; replaced if it exists.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    draft = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with draft.open("xb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        # torch.load's default must take it, or the conversion would have been for nothing.
+        cast("Any", torch).load(draft, map_location="cpu", mmap=True, weights_only=True)
+        os.replace(draft, target)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            draft.unlink()

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Read files that scripts wrote with Apex, without running anything they contain.
+
+torch's own restricted unpickler does the work: tensors, plain containers, and the classes named
+here, for which an inert stand-in takes the place of Apex's. Everything else is refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from typing import Any, cast
+
+import torch
+
+from preamp.core.errors import message
+
+APEX_CLASSES = (
+    "apex.amp.scaler.LossScaler",
+    "apex.fp16_utils.loss_scaler.LossScaler",
+    "apex.fp16_utils.loss_scaler.DynamicLossScaler",
+)
+"""The classes whose objects Apex's own state dicts contain."""
+
+
+class ApexRecord:
+    """What a file says about an object of Apex: the name of its class, and its attributes.
+
+    Attributes:
+        class_name: Dotted path of the class.
+        attributes: The object's ``__dict__``.
+    """
+
+    class_name = ""
+
+    attributes: dict[str, Any]
+
+    def __new__(cls) -> ApexRecord:
+        """Take no arguments: none of Apex's objects was pickled with any."""
+        record = super().__new__(cls)
+        record.attributes = {}
+        return record
+
+    def __setstate__(self, state: object) -> None:
+        """Take the attributes from a pickle, as they are."""
+        if not isinstance(state, dict) or not all(
+            isinstance(key, str) for key in cast("dict[Any, Any]", state)
+        ):
+            raise pickle.UnpicklingError(f"{self.class_name} has a state of its own kind")
+        self.attributes = dict(cast("dict[str, Any]", state))
+
+    def __repr__(self) -> str:
+        """Name the class."""
+        return f"<record of {self.class_name}>"
+
+
+def _stand_in(class_name: str) -> type[ApexRecord]:
+    module, _, name = class_name.rpartition(".")
+    # The restricted unpickler finds classes by these two names.
+    names = {"__module__": module, "__qualname__": name, "class_name": class_name}
+    return cast("type[ApexRecord]", type(name, (ApexRecord,), names))
+
+
+_STAND_INS = [_stand_in(name) for name in APEX_CLASSES]
+
+
+def read_apex_checkpoint(
+    path: str | os.PathLike[str], *, map_location: torch.device | str = "cpu"
+) -> Any:
+    """Read a file written by ``torch.save``, in the zip or the older format.
+
+    Nothing in the file is executed: it may hold tensors, numbers, strings, plain containers, and
+    Apex's loss scalers, which come back as `ApexRecord`. Classes that the process itself declared
+    harmless by ``torch.serialization.add_safe_globals`` are read as well.
+
+    Args:
+        path: The file.
+        map_location: Where its tensors go.
+
+    Returns:
+        What was saved: for most scripts a dict.
+
+    Raises:
+        OSError: There is no such file, or it cannot be opened.
+        ValueError: The file contains anything else, or is not one of ``torch.save``.
+    """
+    try:
+        with torch.serialization.safe_globals(cast("Any", _STAND_INS)):
+            return cast("Any", torch).load(path, map_location=map_location, weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # a damaged file makes torch raise nearly anything
+        raise ValueError(_refusal(path, error)) from error
+
+
+def _refusal(path: str | os.PathLike[str], error: Exception) -> str:
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    if named is not None and isinstance(error, pickle.UnpicklingError):
+        return message(
+            f"{os.fspath(path)} asks for {named[1]}, which is neither a tensor nor plain data",
+            f"Tensors, plain containers and records of {', '.join(APEX_CLASSES)} are read; "
+            "anything else could run code, so nothing of the file was used",
+            "If you trust its origin, load it with torch.load(path, weights_only=False), take "
+            "out what is not plain data, and save it again",
+        )
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return message(
+        f"{os.fspath(path)} cannot be read: {lines[-1] if len(lines) == 1 else _cause(lines)}",
+        "Files written by torch.save are read, in the zip and in the older format",
+        "Check that the file is complete and is a checkpoint",
+    )
+
+
+def _cause(lines: list[str]) -> str:
+    """The line that says what is wrong; torch puts advice before and after it."""
+    said = [line.strip() for line in lines if line.strip()]
+    return next((line for line in said[1:] if not line.startswith("Check")), said[0])

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The loss scaler of the FP16 optimizers: made from Apex's arguments, saved as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from preamp.checkpoint import ScalerState, plain_loss_scaler
+from preamp.core.errors import message
+from preamp.scaling import DynamicScale, LossScaler, ScaleRule, StaticScale
+
+_DEFAULTS: dict[str, Any] = {
+    "init_scale": 2.0**16,
+    "scale_factor": 2.0,
+    "scale_window": 2000,
+    "min_loss_scale": None,
+    "max_loss_scale": 2.0**24,
+}
+
+
+def make_scaler(
+    static_scale: float, *, dynamic: bool, options: Mapping[str, Any] | None
+) -> LossScaler:
+    """Make a scaler from the arguments of Apex's constructor.
+
+    It lives on the host, where the one value that a step reads arrives anyway.
+
+    Args:
+        static_scale: The scale, unless ``dynamic``.
+        dynamic: Whether to react to overflows.
+        options: ``dynamic_loss_args``; ignored unless ``dynamic``, as in Apex.
+
+    Raises:
+        TypeError: An option is not known.
+        ValueError: A number cannot be used.
+    """
+    if not dynamic:
+        return scaler_from(_state(static_scale, dynamic=False, options=_DEFAULTS))
+    unknown = sorted(set(options or {}) - set(_DEFAULTS))
+    if unknown:
+        raise TypeError(
+            message(
+                f"dynamic_loss_args has {', '.join(map(repr, unknown))}",
+                f"Known are {', '.join(_DEFAULTS)}",
+                "Leave the others out",
+            )
+        )
+    known = {**_DEFAULTS, **(options or {})}
+    return scaler_from(_state(known["init_scale"], dynamic=True, options=known))
+
+
+def _state(scale: float, *, dynamic: bool, options: Mapping[str, Any]) -> ScalerState:
+    given = {**options, "dynamic": dynamic, "loss_scale": scale, "unskipped": 0}
+    del given["init_scale"]
+    given["min_loss_scale"] = options["min_loss_scale"] or None
+    state = plain_loss_scaler(given)
+    if dynamic:
+        state["loss_scale"] = min(state["loss_scale"], state["max_loss_scale"])
+    return state
+
+
+def scaler_from(state: ScalerState) -> LossScaler:
+    """Make a scaler that goes on from ``state``."""
+    rule: ScaleRule = StaticScale(init_scale=state["loss_scale"])
+    if state["dynamic"]:
+        rule = DynamicScale(
+            init_scale=state["loss_scale"],
+            growth_factor=state["scale_factor"],
+            backoff_factor=1.0 / state["scale_factor"],
+            growth_interval=state["scale_window"],
+            min_scale=state["min_loss_scale"],
+            max_scale=state["max_loss_scale"],
+        )
+    scaler = LossScaler(rule)
+    scaler.load_state_dict({"loss_scale": state["loss_scale"], "unskipped": state["unskipped"]})
+    return scaler
+
+
+def state_of(scaler: LossScaler) -> ScalerState:
+    """Return everything `scaler_from` needs."""
+    rule, now = scaler.rule, scaler.state_dict()
+    limits = rule if isinstance(rule, DynamicScale) else DynamicScale()
+    return ScalerState(
+        dynamic=scaler.is_dynamic,
+        loss_scale=now["loss_scale"],
+        unskipped=int(now["unskipped"]),
+        scale_factor=limits.growth_factor,
+        scale_window=limits.growth_interval,
+        min_loss_scale=limits.min_scale,
+        max_loss_scale=limits.max_scale,
+    )
