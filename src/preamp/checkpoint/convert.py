@@ -116,7 +116,8 @@ def _name_of(content: Any) -> str:
     if isinstance(content, torch.Tensor):
         return f"{str(content.dtype).removeprefix('torch.')} tensor of shape {tuple(content.shape)}"
     if isinstance(content, (list, tuple, set)):
-        return f"{type(content).__name__} of {len(cast('list[Any]', content))}"
+        items = cast("list[Any]", content)
+        return f"{type(items).__name__} of {len(items)}"
     return type(content).__name__
 
 

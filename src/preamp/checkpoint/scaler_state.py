@@ -56,7 +56,7 @@ def plain_loss_scaler(source: object) -> ScalerState:
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             message(
-                f"A loss scaler's state {_shown(source)} cannot be read ({error!r})",
+                f"A loss scaler's state {_shown(cast('Any', source))} cannot be read ({error!r})",
                 f"Needed are {', '.join(ScalerState.__annotations__)}, or the attributes of one "
                 "of Apex's loss scalers",
                 "Pass what state_dict() returned, or what read_apex_checkpoint() read",
@@ -129,8 +129,4 @@ def _check(state: ScalerState) -> None:
 
 
 def _shown(source: object) -> str:
-    return (
-        repr(dict(cast("Mapping[Any, Any]", source)))
-        if isinstance(source, Mapping)
-        else repr(source)
-    )
+    return repr(dict(cast("Any", source))) if isinstance(source, Mapping) else repr(source)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One group's parameters as views of one buffer, and the float32 master of that buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from preamp.compat.fp16_utils.half_params import absorb_
+from preamp.core.dtypes import HALF_DTYPES
+from preamp.core.errors import PreampStateError, message
+from preamp.core.tensors import version_of
+from preamp.kernels import Ops
+
+DTYPES = (*HALF_DTYPES, torch.float32)
+
+
+class FlatGroup:
+    """A parameter group in two buffers of shape ``(n,)``.
+
+    Attributes:
+        params: The model's parameters; their data are views of ``flat``.
+        flat: Their values, in their dtype.
+        master: float32 parameter, what the optimizer updates.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], ops: Ops) -> None:
+        """Lay ``params`` out in one buffer. Mutates their ``data``.
+
+        Args:
+            params: Of one dtype and device, see `check_group`; may be empty.
+            ops: Back end for the arithmetic.
+        """
+        self.params = list(params)
+        self._ops = ops
+        pieces = [param.detach().reshape(-1) for param in self.params]
+        self.flat = torch.cat(pieces) if pieces else torch.zeros(0)
+        self.master = torch.nn.Parameter(self.flat.to(torch.float32, copy=True))
+        self._starts: list[int] = []
+        start = 0
+        for param in self.params:
+            self._starts.append(start)
+            start += param.numel()
+        self._versions = [0] * len(self.params)
+        for place in range(len(self.params)):
+            self._bind(place)
+
+    def _slice(self, flat: torch.Tensor, place: int) -> torch.Tensor:
+        param, start = self.params[place], self._starts[place]
+        return flat.detach()[start : start + param.numel()].view(param.shape)
+
+    def _bind(self, place: int) -> None:
+        param = self.params[place]
+        param.data = self._slice(self.flat, place)
+        self._versions[place] = version_of(param)
+
+    # -- writes from outside -------------------------------------------------------------------
+
+    def check_bound(self) -> None:
+        """Refuse parameters that left for another dtype or device.
+
+        Raises:
+            PreampStateError: One did.
+        """
+        for param in self.params:
+            if (param.dtype, param.device) != (self.flat.dtype, self.flat.device):
+                raise PreampStateError(
+                    message(
+                        f"A parameter of shape {tuple(param.shape)} became {param.dtype} on "
+                        f"{param.device} after FP16_Optimizer was made",
+                        f"It stays {self.flat.dtype} on {self.flat.device}, a view of the "
+                        "optimizer's flat buffer",
+                        "Move and convert the model before making the optimizer",
+                    )
+                )
+
+    def absorb_external_writes(self) -> None:
+        """Bring back parameters that were given other data, and let the master see what changed.
+
+        Loading a model and ``p.data = …`` count; writes *through* ``p.data`` leave no trace.
+        """
+        for place, param in enumerate(self.params):
+            view = self._slice(self.flat, place)
+            moved = param.data_ptr() != view.data_ptr()
+            if not moved and version_of(param) == self._versions[place]:
+                continue
+            if moved:
+                view.copy_(param.detach())
+            absorb_(self._slice(self.master, place), view)
+            self._bind(place)
+
+    def write_flat(self) -> None:
+        """Round the master into the buffer, and so into the model."""
+        with torch.no_grad():
+            self._ops.cast_copy_([self.master.detach()], [self.flat])
+
+    # -- gradients -----------------------------------------------------------------------------
+
+    def flat_gradient(self) -> torch.Tensor | None:
+        """Return all gradients as one tensor ``(n,)``, still scaled.
+
+        Returns:
+            Zeros where a parameter has none; ``None`` if none has any.
+        """
+        if all(param.grad is None for param in self.params):
+            return None
+        return torch.cat([_dense(param).reshape(-1) for param in self.params])
+
+    def idle_values(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the slices of the master that have no gradient, and copies of their values."""
+        idle = [place for place, param in enumerate(self.params) if param.grad is None]
+        slices = [self._slice(self.master, place) for place in idle]
+        return [(piece, piece.clone()) for piece in slices]
+
+
+def _dense(param: torch.Tensor) -> torch.Tensor:
+    grad = param.grad
+    if grad is None:
+        return torch.zeros_like(param)
+    return grad.to_dense() if grad.is_sparse else grad.detach()
+
+
+def check_group(params: Sequence[torch.Tensor], index: int) -> None:
+    """Refuse a group that does not fit into one buffer.
+
+    Raises:
+        TypeError: Dtypes or devices differ, or the dtype cannot be trained.
+    """
+    kinds = sorted({f"{param.dtype} on {param.device}" for param in params})
+    if len(kinds) > 1 or any(param.dtype not in DTYPES for param in params):
+        raise TypeError(
+            message(
+                f"Parameter group {index} has {' and '.join(kinds)}",
+                "The flat FP16_Optimizer takes groups of one device and one dtype: float16, "
+                "bfloat16 or float32",
+                "Give each dtype a group of its own, or use preamp.fp16_utils.FP16_Optimizer",
+            )
+        )

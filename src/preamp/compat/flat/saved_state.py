@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Read and check a saved state of the flat FP16_Optimizer before any of it is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from preamp.compat.fp16_utils.checks import check_mapping, missing_entries, shape_mismatch
+from preamp.core.errors import message
+
+KEYS = (
+    "dynamic_loss_scale",
+    "cur_scale",
+    "cur_iter",
+    "optimizer_state_dict",
+    "fp32_groups_flat",
+)
+DYNAMIC_KEYS = ("last_overflow_iter", "scale_factor", "scale_window")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """A state that fits.
+
+    Attributes:
+        fields: The optimizer's attributes by name.
+        optimizer: State of the inner optimizer.
+        masters: One for each group.
+    """
+
+    fields: dict[str, Any]
+    optimizer: dict[str, Any]
+    masters: list[torch.Tensor]
+
+
+def read(state: Mapping[str, Any], own: Sequence[torch.Tensor]) -> SavedState:
+    """Check a state against the optimizer it is for.
+
+    Args:
+        state: What ``state_dict`` returned, here or in Apex.
+        own: The optimizer's masters.
+
+    Raises:
+        TypeError: ``state`` is not a mapping.
+        ValueError: It lacks an entry, or does not fit.
+    """
+    check_mapping(state)
+    needed = (*KEYS, *(DYNAMIC_KEYS if state.get("dynamic_loss_scale") else ()))
+    missing = [key for key in needed if key not in state]
+    if missing:
+        raise missing_entries(missing, list(map(str, state)), "the flat FP16_Optimizer")
+    masters: list[torch.Tensor] = [master.detach() for master in state["fp32_groups_flat"]]
+    if [master.shape for master in masters] != [master.shape for master in own]:
+        saved = [master.numel() for master in masters]
+        raise shape_mismatch("flat masters of sizes", saved, [master.numel() for master in own])
+    fields = {key: state[key] for key in needed[:3] + needed[len(KEYS) :]}
+    if not float(fields["cur_scale"]) > 0:
+        raise ValueError(
+            message(
+                f"The state has cur_scale={fields['cur_scale']!r}",
+                "A loss scale is a number above 0",
+                "Pass what state_dict() returned; nothing was loaded",
+            )
+        )
+    return SavedState(fields=fields, optimizer=state["optimizer_state_dict"], masters=masters)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Steps not taken because of an overflow: how they are told, and when enough is enough."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from preamp.compat.amp_state import amp_state
+from preamp.core.log import say
+from preamp.engine.names import ParameterNames
+from preamp.engine.optimizer_hooks import SCHEDULER_MARK
+from preamp.engine.overflow import GradientNote, find_cause, scaling_gave_up, skip_message
+from preamp.policy import OPT_LEVELS
+from preamp.scaling import SMALLEST_SCALE, DynamicScale, LossScaler
+
+MAX_SKIPS = OPT_LEVELS["O2"].max_consecutive_skips or 50
+"""Skipped steps in a row after which training cannot be going anywhere, as with amp."""
+
+
+class Skips:
+    """Counts steps, tells of those not taken, and gives up where scaling cannot go on.
+
+    Attributes:
+        in_row: Skipped steps since the last one taken.
+        note: What the latest backward found.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        """Start counting for ``optimizer``."""
+        self._optimizer = optimizer
+        self._name_of = ParameterNames((), (optimizer,)).of
+        self._steps = 0
+        self.in_row = 0
+        self.note: GradientNote | None = None
+
+    def watch(self, loss: torch.Tensor, scaler: LossScaler) -> None:
+        """Note what the coming backward starts from. Does not synchronise."""
+        finite = torch.isfinite(loss.detach()).all()
+        if self.note is not None:
+            finite = finite.logical_and(self.note.loss_finite.to(finite.device))
+        self.note = GradientNote(loss_id=0, loss_finite=finite, scale=scaler.scale.clone())
+
+    def taken(self) -> None:
+        """Count a step."""
+        self._steps += 1
+        self.in_row = 0
+        self.note = None
+
+    def skipped(self, scaler: LossScaler) -> None:
+        """Tell of a step that was not taken. Synchronises.
+
+        Raises:
+            LossScaleError: The scale reached its built-in minimum, or too many were skipped.
+        """
+        self._steps += 1
+        self.in_row += 1
+        note, self.note = self.note, None
+        notes = [] if note is None else [note]
+        cause = find_cause(notes, self._steps, scaler.value(), self._name_of)
+        if amp_state.verbosity > 0:
+            say(skip_message(cause), every_rank=True)
+        if self.in_row >= MAX_SKIPS:
+            raise scaling_gave_up(cause, f"{self.in_row} optimizer steps in a row skipped")
+        rule = scaler.rule
+        if isinstance(rule, DynamicScale) and rule.min_scale is None:
+            if cause.new_scale <= SMALLEST_SCALE:
+                raise scaling_gave_up(
+                    cause, f"The loss scale fell to its minimum, {SMALLEST_SCALE} (2**-24)"
+                )
+
+
+def excuse_scheduler(optimizer: Any) -> None:
+    """Let a learning-rate scheduler count a skipped step as one in the right order.
+
+    It warns if it is stepped before the optimizer, which it cannot tell from a skipped first step.
+    """
+    if getattr(optimizer.step, SCHEDULER_MARK, False):
+        setattr(optimizer, "_opt_called", True)  # noqa: B010
