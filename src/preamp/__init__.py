@@ -16,6 +16,8 @@ from preamp.casting import register_bfloat16_function as register_bfloat16_funct
 from preamp.casting import register_float_function as register_float_function
 from preamp.casting import register_half_function as register_half_function
 from preamp.casting import register_promote_function as register_promote_function
+from preamp.compat.alias import install_apex_alias as install_apex_alias
+from preamp.compat.alias import remove_apex_alias as remove_apex_alias
 from preamp.core.errors import LossScaleError as LossScaleError
 from preamp.core.errors import PreampError as PreampError
 from preamp.core.errors import PreampPolicyError as PreampPolicyError
@@ -52,6 +54,7 @@ __all__ = [
     "float_function",
     "half_function",
     "initialize",
+    "install_apex_alias",
     "load_state_dict",
     "master_params",
     "promote_function",
@@ -59,6 +62,7 @@ __all__ = [
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "remove_apex_alias",
     "scale_loss",
     "state_dict",
 ]

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The names of ``apex.amp``: migrating is ``from preamp import amp``."""
 
+from preamp.amp import _initialize as _initialize
+from preamp.amp import frontend as frontend
+from preamp.amp import handle as handle
+from preamp.amp import scaler as scaler
+from preamp.amp._amp_state import _amp_state as _amp_state
 from preamp.casting import bfloat16_function as bfloat16_function
 from preamp.casting import disable_casts as disable_casts
 from preamp.casting import float_function as float_function
@@ -10,7 +15,6 @@ from preamp.casting import register_bfloat16_function as register_bfloat16_funct
 from preamp.casting import register_float_function as register_float_function
 from preamp.casting import register_half_function as register_half_function
 from preamp.casting import register_promote_function as register_promote_function
-from preamp.compat.amp_state import amp_state as _amp_state
 from preamp.compat.frontend import initialize as initialize
 from preamp.compat.frontend import load_state_dict as load_state_dict
 from preamp.compat.frontend import scale_loss as scale_loss

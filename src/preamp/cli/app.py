@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from preamp.cli import run as program
 from preamp.cli.convert import convert_checkpoint
 from preamp.cli.demo import demo
 from preamp.cli.levels import levels
@@ -19,3 +22,16 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(convert_checkpoint)
 app.command()(levels)
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def run(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="script.py | -m module [argument ...]")
+    ] = None,
+) -> None:
+    """Run a program written for Apex, unchanged."""
+    program.run(arguments or [])

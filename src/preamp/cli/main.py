@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 
+from preamp.cli.run import run
 from preamp.core.errors import message
 
 NEEDS = ("rich", "typer")
@@ -16,8 +17,11 @@ def main() -> None:
     """Run the command line, or say what it needs.
 
     Raises:
-        SystemExit: Always; status 1 where rich or typer is missing.
+        SystemExit: Always; status 1 where rich or typer is missing, which ``run`` does not need.
     """
+    if sys.argv[1:2] == ["run"]:
+        run(sys.argv[2:])
+        raise SystemExit(0)
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         print(

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``preamp run``: a program written for Apex, unchanged, as plain Python would run it.
+
+``runpy`` is not enough: its ``__main__`` is gone when the program has ended but its threads and
+exit handlers have not, ``__file__`` stays relative, and its frames show in tracebacks.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import CodeType, ModuleType, TracebackType
+from typing import Any, NoReturn, cast
+
+import preamp
+from preamp.core.errors import PreampStateError, message
+
+USAGE = """Usage: preamp run script.py [argument ...]
+       preamp run -m module [argument ...]
+
+Run a program that imports apex, amp_C or apex_C, with these names supplied by preamp.
+What follows the script or the module is the program's own. Works under torchrun:
+torchrun --nproc-per-node 2 -m preamp run script.py"""
+
+CANNOT_START = 2
+"""Exit status, as Python's own for a script that it cannot open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What is to become ``__main__``."""
+
+    code: CodeType
+    attributes: dict[str, Any]
+
+
+def run(arguments: list[str]) -> None:
+    """Run a script or a module as ``__main__``, with the alias on.
+
+    Args:
+        arguments: What follows ``preamp run`` on the command line.
+
+    Raises:
+        SystemExit: The program raised it, or could not be started (status 2).
+        BaseException: Whatever else the program raised.
+
+    Mutates:
+        ``sys.argv``, ``sys.path``, ``sys.modules["__main__"]``, ``sys.excepthook``, and what
+        `preamp.install_apex_alias` does.
+    """
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        return
+    if arguments[:1] == ["--"]:
+        arguments = arguments[1:]
+    if arguments[:1] == ["-m"] and len(arguments) > 1:
+        _start("-m", os.getcwd(), arguments[2:])
+        program = _read_module(arguments[1])
+        sys.argv[0] = program.attributes["__file__"]
+    elif arguments and not arguments[0].startswith("-"):
+        if not os.path.isfile(arguments[0]):
+            _stop(f"There is no file {arguments[0]!r}")
+        _start(arguments[0], os.path.dirname(os.path.realpath(arguments[0])), arguments[1:])
+        program = _read_script(os.path.abspath(arguments[0]))
+    else:
+        _stop(f"Got {' '.join(arguments[:1]) or 'nothing'} in place of a program")
+    main = ModuleType("__main__")
+    vars(main).update(program.attributes, __builtins__=builtins)
+    sys.modules["__main__"] = main
+    _leave_out_frames_above(program.code)
+    exec(program.code, vars(main))
+
+
+def _start(name: str, folder: str, arguments: list[str]) -> None:
+    """Set up the process as Python does before it reads the program."""
+    sys.argv[:] = [name, *arguments]
+    # With -P or PYTHONSAFEPATH (Python 3.11 on) Python puts no folder first.
+    if not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated):
+        sys.path[0] = folder
+    try:
+        preamp.install_apex_alias()
+    except PreampStateError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        raise SystemExit(CANNOT_START) from None
+
+
+def _read_script(path: str) -> Program:
+    loader = SourceFileLoader("__main__", path)
+    code = _compiled(lambda: loader.source_to_code(loader.get_data(path), path))
+    attributes = {"__file__": path, "__cached__": None, "__loader__": loader}
+    return Program(code=code, attributes=attributes)
+
+
+def _read_module(name: str) -> Program:
+    spec = _find(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _find(f"{name}.__main__")
+    if spec is None or not hasattr(spec.loader, "get_code"):
+        _stop(f"There is no module {name} that can be run")
+    code = _compiled(lambda: cast("InspectLoader", spec.loader).get_code(spec.name))
+    attributes = {
+        "__file__": code.co_filename,
+        "__cached__": spec.cached,
+        "__loader__": spec.loader,
+        "__package__": spec.parent,
+        "__spec__": spec,
+    }
+    return Program(code=code, attributes=attributes)
+
+
+def _compiled(read: Callable[[], CodeType | None]) -> CodeType:
+    """Read a program; a syntax error in it is shown as Python shows it."""
+    try:
+        return cast("CodeType", read())
+    except SyntaxError as error:
+        sys.excepthook(type(error), error.with_traceback(None), None)
+        raise SystemExit(1) from None
+
+
+def _find(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        # Missing is the module or a package around it, not something that the package imports.
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            return None
+        raise
+
+
+def _stop(got: str) -> NoReturn:
+    allowed = "It runs one Python file, or one module named by -m"
+    do = "Call preamp run script.py, or preamp run -m module; preamp run --help says more"
+    print(f"Error: {message(got, allowed, do)}", file=sys.stderr)
+    raise SystemExit(CANNOT_START)
+
+
+def _leave_out_frames_above(code: CodeType) -> None:
+    """Let an uncaught exception's traceback begin in the program, as without ``preamp run``."""
+    show = sys.excepthook
+
+    def show_without(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        inner = trace
+        while inner is not None and inner.tb_frame.f_code is not code:
+            inner = inner.tb_next
+        trace = inner or trace
+        show(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = show_without

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The import hook behind the alias.
+
+An alias module is a module of its own that has the attributes of preamp's: its ``__name__`` and
+``__spec__`` are Apex's, ``importlib.reload`` works, what the import system writes on it (its
+sub-modules) does not reach preamp, and taking it away leaves no trace. Classes and functions are
+preamp's own, so objects pickled under the alias load without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.abc import InspectLoader, Loader
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from types import CodeType, ModuleType
+from typing import Any, cast
+
+import torch
+
+from preamp.compat.alias.distribution import NAME, AliasDistribution
+from preamp.compat.alias.table import NEEDS_DISTRIBUTED, REFUSED, RUNNABLE, SUPPLIED
+from preamp.core.errors import message
+
+ROOT = "apex"
+
+_OF_THE_ALIAS = frozenset(
+    {"__name__", "__spec__", "__loader__", "__package__", "__path__", "__cached__", "__builtins__"}
+)
+"""Attributes that an alias module does not take from preamp's."""
+
+
+class AliasLoader(InspectLoader):
+    """Fills an alias module with the attributes of preamp's module.
+
+    Args:
+        target: Name of preamp's module.
+    """
+
+    def __init__(self, target: str) -> None:
+        """Nothing is imported yet."""
+        self._target = target
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Import preamp's module and the children, then copy the attributes.
+
+        Args:
+            module: The alias module.
+        """
+        source = importlib.import_module(self._target)
+        import_children(module.__name__)
+        # After the children: amp._amp_state is an object, although a child has the same name.
+        vars(module).update(
+            {
+                name: value
+                for name, value in vars(source).items()
+                if name not in _OF_THE_ALIAS and not isinstance(value, ModuleType)
+            }
+        )
+
+    def is_package(self, fullname: str) -> bool:
+        """Whether the table has children of ``fullname``."""
+        return any(child.startswith(f"{fullname}.") for child in (*SUPPLIED, *REFUSED))
+
+    def get_source(self, fullname: str) -> str | None:
+        """Return the source of preamp's module, for tracebacks and debuggers."""
+        return self._real_loader().get_source(self._target)
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return the code of preamp's module, which is what ``python -m`` runs."""
+        return self._real_loader().get_code(self._target)
+
+    def _real_loader(self) -> InspectLoader:
+        spec = importlib.util.find_spec(self._target)
+        return cast("InspectLoader", spec.loader if spec else None)
+
+
+class CompletingLoader(Loader):
+    """Runs the code of an installed Apex, then imports what it lacks.
+
+    Args:
+        own: The loader of the installed package.
+    """
+
+    def __init__(self, own: Loader) -> None:
+        """Nothing is imported yet."""
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the package's loader can do besides loading: source, resources."""
+        return getattr(self._own, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Let the package's loader make the module."""
+        return self._own.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the package, with its own loader in its attributes, and complete it.
+
+        Args:
+            module: The installed ``apex``.
+        """
+        module.__loader__ = self._own
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._own
+        self._own.exec_module(module)
+        import_children(module.__name__)
+
+
+class AliasFinder(DistributionFinder):
+    """Finds the modules of the table, and the distribution, wherever nothing else does."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return how to load ``fullname``.
+
+        Args:
+            fullname: Dotted name.
+            path: Where the parent package looks; ``None`` for a top-level module.
+            target: The module to be reloaded, if any.
+
+        Returns:
+            Another finder's answer if there is one, else the alias; ``None`` for other names.
+
+        Raises:
+            ModuleNotFoundError: preamp does not have this module of Apex. Its text names what to
+                use instead.
+        """
+        if fullname not in SUPPLIED and fullname not in REFUSED:
+            return None
+        found = find_elsewhere(fullname, path, target)
+        if fullname == ROOT and found is not None:
+            if is_apex(found.submodule_search_locations) and found.loader is not None:
+                found.loader = CompletingLoader(found.loader)
+                return found
+        elif found is not None:
+            return found
+        refuse_missing(fullname)
+        loader = AliasLoader(SUPPLIED[fullname])
+        return ModuleSpec(
+            fullname,
+            loader,
+            origin=SUPPLIED[fullname],
+            is_package=loader.is_package(fullname),
+        )
+
+    def find_distributions(
+        self, context: DistributionFinder.Context | None = None
+    ) -> Iterator[Distribution]:
+        """Yield the distribution ``apex``, unless one is installed or another is asked for.
+
+        Args:
+            context: What is asked for: a name, a list of folders, or everything.
+        """
+        asked: dict[str, Any] = {} if context is None else vars(context)
+        if "path" in asked or (asked.get("name") or NAME).lower() != NAME:
+            return
+        if not any(_distributions_elsewhere()):
+            yield AliasDistribution()
+
+
+FINDER = AliasFinder()
+"""The one finder; the alias is on while ``sys.meta_path`` holds it."""
+
+
+def find_elsewhere(
+    name: str, path: Sequence[str] | None, target: ModuleType | None = None
+) -> ModuleSpec | None:
+    """Return what the other finders know of a module, without importing it.
+
+    Args:
+        name: Dotted name.
+        path: Where the parent package looks; ``None`` for a top-level module.
+        target: The module to be reloaded, if any.
+
+    Returns:
+        The spec, or ``None``; a folder without ``__init__.py``, such as a clone of Apex's
+        repository beside the script, is no module.
+    """
+    for finder in list(sys.meta_path):
+        if isinstance(finder, AliasFinder) or not hasattr(finder, "find_spec"):
+            continue
+        spec = finder.find_spec(name, path, target)
+        if spec is not None:
+            return None if spec.origin is None else spec
+    return None
+
+
+def is_apex(locations: Sequence[str] | None) -> bool:
+    """Whether the package there is Apex: the package index has another one of that name.
+
+    Args:
+        locations: Where the package named ``apex`` looks for its sub-modules.
+    """
+    children = [name for name in (*SUPPLIED, *REFUSED) if name.count(".") == 1]
+    return bool(locations) and any(find_elsewhere(name, locations) for name in children)
+
+
+def import_children(parent: str) -> None:
+    """Import the alias modules directly below ``parent`` that nothing else supplies.
+
+    Args:
+        parent: Name of a package that is in ``sys.modules``.
+    """
+    path = list(getattr(sys.modules[parent], "__path__", ()))
+    for name in SUPPLIED:
+        if name.rpartition(".")[0] != parent or name in RUNNABLE or not _is_available(name):
+            continue
+        if find_elsewhere(name, path) is None:
+            importlib.import_module(name)
+
+
+def refuse_missing(name: str) -> None:
+    """Say what replaces a module that cannot be had.
+
+    Args:
+        name: Dotted name, in one of the two tables.
+
+    Raises:
+        ModuleNotFoundError: It cannot be had.
+    """
+    if name in SUPPLIED and _is_available(name):
+        return
+    do = f"Use {REFUSED[name]}" if name in REFUSED else "Use a torch built with torch.distributed"
+    # No name= on the error: with it, `from apex import mlp` would replace the text by its own.
+    raise ModuleNotFoundError(
+        message(
+            f"{name} is not supplied under the alias for Apex",
+            "preamp has apex.amp, apex.fp16_utils, apex.optimizers, apex.contrib.optimizers, "
+            "apex.multi_tensor_apply, apex.parallel, apex.normalization, amp_C and apex_C",
+            do,
+        )
+    )
+
+
+def _is_available(name: str) -> bool:
+    if not _is_written(SUPPLIED[name]):
+        return False
+    if f"{name}.".startswith(f"{NEEDS_DISTRIBUTED}."):
+        return torch.distributed.is_available()
+    return True
+
+
+def _is_written(target: str) -> bool:
+    """Whether preamp has the module yet."""
+    try:
+        return importlib.util.find_spec(target) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _distributions_elsewhere() -> Iterator[Distribution]:
+    context = DistributionFinder.Context(name=NAME)
+    for finder in list(sys.meta_path):
+        if not isinstance(finder, AliasFinder) and hasattr(finder, "find_distributions"):
+            yield from cast("DistributionFinder", finder).find_distributions(context)

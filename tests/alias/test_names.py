@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every documented name of Apex is there, or says what replaces it."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import io
+import pickle
+import re
+import sys
+import types
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from preamp import amp
+from preamp.compat.alias import finder, table
+from preamp.compat.amp_state import amp_state
+
+pytestmark = pytest.mark.usefixtures("alias")
+
+DOCUMENTED = {
+    "apex": "amp fp16_utils optimizers normalization parallel contrib multi_tensor_apply "
+    "DeprecatedFeatureWarning deprecated_warning",
+    "apex.amp": "init half_function float_function promote_function register_half_function "
+    "register_float_function register_promote_function scale_loss disable_casts initialize "
+    "state_dict load_state_dict master_params _amp_state bfloat16_function "
+    "register_bfloat16_function",
+    "apex.amp._amp_state": "_amp_state AmpState",
+    "apex.amp._initialize": "applier",
+    "apex.amp.frontend": "Properties opt_levels initialize state_dict load_state_dict",
+    "apex.amp.handle": "AmpHandle NoOpHandle scale_loss disable_casts",
+    "apex.amp.opt": "OptimWrapper",
+    "apex.amp.scaler": "LossScaler",
+    "apex.fp16_utils": "BN_convert_float network_to_half prep_param_lists "
+    "model_grads_to_master_grads master_params_to_model_params tofp16 to_python_float "
+    "clip_grad_norm convert_module convert_network FP16Model FP16_Optimizer LossScaler "
+    "DynamicLossScaler",
+    "apex.fp16_utils.fp16_optimizer": "FP16_Optimizer",
+    "apex.fp16_utils.fp16util": "network_to_half tofp16",
+    "apex.fp16_utils.loss_scaler": "LossScaler DynamicLossScaler to_python_float",
+    "apex.optimizers": "FusedSGD FusedAdam FusedNovoGrad FusedLAMB FusedAdagrad "
+    "FusedMixedPrecisionLamb FP16_Optimizer",
+    "apex.optimizers.fp16_optimizer": "FP16_Optimizer",
+    "apex.optimizers.fused_adagrad": "FusedAdagrad",
+    "apex.optimizers.fused_adam": "FusedAdam",
+    "apex.optimizers.fused_lamb": "FusedLAMB",
+    "apex.optimizers.fused_mixed_precision_lamb": "FusedMixedPrecisionLamb",
+    "apex.optimizers.fused_novograd": "FusedNovoGrad",
+    "apex.optimizers.fused_sgd": "FusedSGD",
+    "apex.contrib": "optimizers",
+    "apex.contrib.optimizers": "FP16_Optimizer FusedAdam FusedLAMB",
+    "apex.contrib.optimizers.fp16_optimizer": "FP16_Optimizer",
+    "apex.contrib.optimizers.fused_adam": "FusedAdam",
+    "apex.contrib.optimizers.fused_lamb": "FusedLAMB",
+    "apex.contrib.optimizers.fused_sgd": "FusedSGD",
+    "apex.multi_tensor_apply": "multi_tensor_applier MultiTensorApply",
+    "apex.multi_tensor_apply.multi_tensor_apply": "MultiTensorApply",
+    "apex.parallel": "ReduceOp DistributedDataParallel Reducer SyncBatchNorm "
+    "convert_syncbn_model create_syncbn_process_group",
+    "apex.parallel.LARC": "LARC",
+    "apex.parallel.distributed": "DistributedDataParallel Reducer flat_dist_call",
+    "apex.parallel.multiproc": "",
+    "apex.normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
+    "apex.normalization.fused_layer_norm": "FusedLayerNorm fused_layer_norm_affine "
+    "fused_layer_norm fused_rms_norm_affine fused_rms_norm mixed_dtype_fused_layer_norm_affine "
+    "mixed_dtype_fused_rms_norm_affine",
+    "amp_C": "multi_tensor_scale multi_tensor_axpby multi_tensor_l2norm multi_tensor_adam "
+    "multi_tensor_lamb multi_tensor_sgd multi_tensor_novograd multi_tensor_adagrad",
+    "apex_C": "flatten unflatten",
+}
+"""Modules and names of the last Apex with amp, with those that scripts take from inside it."""
+
+COMPILED = ("syncbn", "fused_layer_norm_cuda", "mlp_cuda", "fused_dense_cuda", "fused_adam_cuda")
+PACKAGES = ("apex.RNN", "apex.mlp", "apex.fused_dense", "apex.transformer")
+
+
+def is_written(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(table.SUPPLIED[module]) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+NOT_YET = {"init", "AmpHandle", "NoOpHandle"}
+WRITTEN = [module for module in DOCUMENTED if is_written(module)]
+
+
+def test_the_table_is_walked() -> None:
+    assert set(DOCUMENTED) == set(table.SUPPLIED)
+    assert set(table.REFUSED) >= {*COMPILED, *PACKAGES}
+    assert not set(table.REFUSED) & set(table.SUPPLIED)
+
+
+def test_parents_come_before_children() -> None:
+    names = list(table.SUPPLIED)
+    for name in names:
+        parent = name.rpartition(".")[0]
+        assert not parent or names.index(parent) < names.index(name)
+
+
+@pytest.mark.parametrize("module", WRITTEN)
+def test_documented_names_are_attributes(module: str) -> None:
+    names = set(DOCUMENTED[module].split()) - NOT_YET
+    names -= {name for name in names if f"{module}.{name}" in {*table.SUPPLIED} - {*WRITTEN}}
+    assert names <= set(vars(importlib.import_module(module)))
+
+
+@pytest.mark.parametrize("module", WRITTEN)
+def test_modules_know_their_names(module: str) -> None:
+    loaded = importlib.import_module(module)
+    assert loaded.__name__ == module
+    assert loaded.__spec__ is not None
+    assert loaded.__spec__.name == module
+    assert importlib.util.find_spec(module) is loaded.__spec__
+    assert loaded.__package__ == (
+        module if hasattr(loaded, "__path__") else module[: module.rfind(".")]
+    )
+    assert loaded.__file__ == importlib.import_module(table.SUPPLIED[module]).__file__
+
+
+@pytest.mark.parametrize("module", table.REFUSED)
+def test_other_names_say_what_replaces_them(module: str) -> None:
+    if module.startswith("apex.contrib.optimizers.") and "apex.contrib.optimizers" not in WRITTEN:
+        pytest.skip("its package is not there yet")
+    text = re.escape(f"{module} is not supplied under the alias for Apex. preamp has apex.amp, ")
+    replacement = re.escape(f"Use {table.REFUSED[module]}.")
+    with pytest.raises(ModuleNotFoundError, match=f"^{text}.*{replacement}$"):
+        importlib.import_module(module)
+
+
+@pytest.mark.parametrize("module", [name for name in table.REFUSED if "." in name])
+def test_the_text_survives_from_imports(module: str) -> None:
+    parent, _, child = module.rpartition(".")
+    if parent != "apex" and not is_written(parent):
+        pytest.skip("its package is not there yet")
+    with pytest.raises(ImportError, match="is not supplied under the alias"):
+        exec(f"from {parent} import {child}")
+
+
+def test_unknown_names_are_unknown() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'apex\.nonsense'$"):
+        importlib.import_module("apex.nonsense")
+
+
+REPLACEMENTS = sorted(
+    {
+        name
+        for text in table.REFUSED.values()
+        for name in re.findall(r"\b(torch(?:\.\w+)+)", text)
+        if not name.startswith("torchaudio")
+    }
+)
+
+
+@pytest.mark.parametrize("name", REPLACEMENTS)
+def test_replacements_exist(name: str) -> None:
+    """The advice must not send anyone to a name that torch does not have."""
+    module: Any = torch
+    for part in name.split(".")[1:]:
+        if not hasattr(module, part):
+            importlib.import_module(f"{module.__name__}.{part}")
+        module = getattr(module, part)
+
+
+def test_no_torch_distributed_no_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    apex = importlib.import_module("apex")
+    assert not hasattr(apex, "parallel")
+    for name in ("apex.parallel", "apex.parallel.LARC"):
+        with pytest.raises(ModuleNotFoundError, match=r"Use a torch built with torch\.distributed"):
+            importlib.import_module(name)
+
+
+# -- the forms that scripts use --------------------------------------------------------------
+
+
+def run(text: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(text, names)
+    return names
+
+
+def test_attributes_after_a_plain_import() -> None:
+    apex = run("import apex")["apex"]
+    assert apex.amp.initialize is amp.initialize
+    assert apex.amp.scaler.LossScaler is amp.LossScaler
+    assert isinstance(apex.contrib, types.ModuleType)
+
+
+def test_the_state_is_an_object_and_a_module() -> None:
+    """``import apex.amp._amp_state`` must not put the module in the object's place."""
+    names = run(
+        "import apex.amp._amp_state\n"
+        "from apex.amp._amp_state import _amp_state, AmpState\n"
+        "from apex.amp import _amp_state as also\n"
+    )
+    assert names["_amp_state"] is names["also"] is names["apex"].amp._amp_state is amp_state
+    assert isinstance(names["_amp_state"], names["AmpState"])
+    assert isinstance(sys.modules["apex.amp._amp_state"], types.ModuleType)
+    names["apex"].amp._amp_state.verbosity = 0
+    assert amp._amp_state.verbosity == 0
+    amp._amp_state.verbosity = 1
+
+
+def test_import_forms() -> None:
+    names = run(
+        "import apex.amp as a\nfrom apex import amp\nfrom apex.amp import scaler, handle\n"
+        "from apex.amp.scaler import LossScaler\nfrom apex.amp._initialize import applier\n"
+        "from apex.amp.frontend import Properties, opt_levels\n"
+    )
+    assert names["a"] is names["amp"]
+    assert names["scaler"].LossScaler is names["LossScaler"]
+    assert names["handle"].scale_loss is names["amp"].scale_loss
+    assert "O1" in names["opt_levels"]
+    assert names["Properties"]().enabled is False
+    assert names["applier"]([torch.ones(2)], lambda x: x + 1)[0].tolist() == [2.0, 2.0]
+
+
+def test_star_import_brings_what_the_facade_exports() -> None:
+    names = run("from apex.amp import *")
+    assert names["initialize"] is amp.initialize
+
+
+def test_module_passed_as_an_object_with_state() -> None:
+    """Timm looks into ``amp.__dict__``, others keep the module as a checkpointable object."""
+    aliased = importlib.import_module("apex.amp")
+    assert "state_dict" in aliased.__dict__
+    assert aliased.state_dict() == {}
+    aliased.load_state_dict({})
+
+
+def test_capability_probes() -> None:
+    assert importlib.util.find_spec("apex") is not None
+    assert importlib.util.find_spec("apex.amp") is not None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.util.find_spec("apex.mlp")
+    assert run("try:\n import syncbn\nexcept ImportError:\n syncbn = None")["syncbn"] is None
+
+
+def test_objects_outlive_the_alias() -> None:
+    """Classes are preamp's own, so what is pickled under the alias needs no alias."""
+    scaler = run("from apex.amp.scaler import LossScaler")["LossScaler"]
+    text = pickle.dumps(scaler)
+    assert b"apex" not in text
+    assert pickle.loads(text) is scaler
+
+
+def test_pickles_of_apex_find_their_classes() -> None:
+    text = b"capex.amp.scaler\nLossScaler\n."
+    assert pickle.Unpickler(io.BytesIO(text)).load() is amp.LossScaler
+
+
+def test_reload() -> None:
+    module = importlib.import_module("apex.amp")
+    del module.initialize
+    assert importlib.reload(module) is module
+    assert module.initialize is amp.initialize
+    assert module._amp_state is amp_state
+
+
+def test_writing_on_the_alias_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("apex.amp"), "initialize", None)
+    assert amp.initialize is not None
+
+
+def test_module_does_not_leak_into_preamp() -> None:
+    before = dict(vars(amp))
+    for module in WRITTEN:
+        importlib.import_module(module)
+    assert vars(amp) == before
+
+
+def test_deprecations_have_apex_category() -> None:
+    apex = importlib.import_module("apex")
+    assert issubclass(apex.DeprecatedFeatureWarning, FutureWarning)
+    with pytest.warns(apex.DeprecatedFeatureWarning, match="^old$") as caught:
+        apex.deprecated_warning("old")
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", apex.DeprecatedFeatureWarning)
+        apex.deprecated_warning("old")
+
+
+def test_only_the_first_rank_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("preamp.compat.alias.root.is_first_rank", lambda: False)
+    importlib.import_module("apex").deprecated_warning("old")
+
+
+def test_source_is_found() -> None:
+    module = importlib.import_module("apex.amp")
+    loader = module.__spec__.loader  # type: ignore[union-attr]
+    assert isinstance(loader, finder.AliasLoader)
+    assert "apex.amp" in (loader.get_source("apex.amp") or "")
+    assert loader.get_code("apex.amp").co_filename == module.__file__  # type: ignore[union-attr]
+
+
+def test_deepcopy_of_the_state_is_not_the_state() -> None:
+    apex = importlib.import_module("apex")
+    assert copy.copy(apex.amp._amp_state) is not apex.amp._amp_state
