@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -38,5 +39,44 @@ def python(tmp_path: Path) -> Run:
             cwd=tmp_path,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[subprocess.Popen[str]]:
+    """A process that forks a ``preamp run`` when asked to."""
+    with subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("zygote.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.fixture
+def preamp_run(zygote: subprocess.Popen[str], tmp_path: Path) -> Run:
+    """Call ``preamp run`` in a process of its own, in the test's folder."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        out, err = tmp_path / ".out", tmp_path / ".err"
+        out.touch()
+        err.touch()
+        job = {"arguments": arguments, "folder": str(tmp_path), "out": str(out), "err": str(err)}
+        assert zygote.stdin is not None
+        assert zygote.stdout is not None
+        zygote.stdin.write(json.dumps(job) + "\n")
+        zygote.stdin.flush()
+        status = int(zygote.stdout.readline())
+        done = subprocess.CompletedProcess(
+            arguments, status, out.read_text("utf-8"), err.read_text("utf-8")
+        )
+        out.unlink()
+        err.unlink()
+        return done
 
     return run

@@ -166,6 +166,14 @@ class AliasFinder(DistributionFinder):
 FINDER = AliasFinder()
 """The one finder; the alias is on while ``sys.meta_path`` holds it."""
 
+WAITS = "waits_for_apex"
+"""Attribute of the finder that a child process starts with; see ``startup``."""
+
+
+def other_finders() -> list[Any]:
+    """The finders that know nothing of the alias."""
+    return [f for f in sys.meta_path if f is not FINDER and not getattr(f, WAITS, False)]
+
 
 def find_elsewhere(
     name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -181,10 +189,8 @@ def find_elsewhere(
         The spec, or ``None``; a folder without ``__init__.py``, such as a clone of Apex's
         repository beside the script, is no module.
     """
-    for finder in list(sys.meta_path):
-        if isinstance(finder, AliasFinder) or not hasattr(finder, "find_spec"):
-            continue
-        spec = finder.find_spec(name, path, target)
+    for finder in other_finders():
+        spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
         if spec is not None:
             return None if spec.origin is None else spec
     return None
@@ -255,6 +261,6 @@ def _is_written(target: str) -> bool:
 
 def _distributions_elsewhere() -> Iterator[Distribution]:
     context = DistributionFinder.Context(name=NAME)
-    for finder in list(sys.meta_path):
-        if not isinstance(finder, AliasFinder) and hasattr(finder, "find_distributions"):
+    for finder in other_finders():
+        if hasattr(finder, "find_distributions"):
             yield from cast("DistributionFinder", finder).find_distributions(context)

@@ -16,6 +16,7 @@ from preamp.compat.alias.finder import (
     find_elsewhere,
     import_children,
     is_apex,
+    other_finders,
 )
 from preamp.compat.alias.table import SUPPLIED
 from preamp.core.errors import PreampStateError, message
@@ -43,8 +44,7 @@ def install_apex_alias() -> None:
     if FINDER in sys.meta_path:
         return
     _refuse_other_apex()
-    _drop_waiting()
-    sys.meta_path.insert(0, FINDER)
+    sys.meta_path[:] = [FINDER, *other_finders()]
     entries = _entries()
     if STARTUP not in entries:
         os.environ[_PATH] = os.pathsep.join([STARTUP, *entries])
@@ -55,25 +55,24 @@ def install_apex_alias() -> None:
 def remove_apex_alias() -> None:
     """Take the alias away again; names that were imported under it stay usable.
 
-    Calling this without the alias changes nothing.
+    Calling this without the alias changes nothing. In a process that was started by one with the
+    alias, it also takes away what that one passed on.
 
     Mutates:
         ``sys.modules``, ``sys.meta_path``, ``PYTHONPATH`` in ``os.environ``.
     """
-    _drop_waiting()
-    if FINDER not in sys.meta_path:
-        return
-    sys.meta_path.remove(FINDER)
+    sys.meta_path[:] = other_finders()
     for name in reversed(SUPPLIED):
         module = sys.modules.get(name)
         if module is not None and isinstance(_loader(module), AliasLoader):
             del sys.modules[name]
             _forget_child(name, module)
-    entries = [entry for entry in _entries() if entry != STARTUP]
-    if entries:
+    entries = _entries()
+    if STARTUP in entries:
+        entries.remove(STARTUP)
         os.environ[_PATH] = os.pathsep.join(entries)
-    else:
-        os.environ.pop(_PATH, None)
+        if not entries:
+            del os.environ[_PATH]
 
 
 def _refuse_other_apex() -> None:
@@ -102,11 +101,6 @@ def _refuse_other_apex() -> None:
                 "Uninstall that Apex, or write: from preamp import amp",
             )
         )
-
-
-def _drop_waiting() -> None:
-    """Remove the finder that a parent process's alias has left at this process's start."""
-    sys.meta_path[:] = [f for f in sys.meta_path if not getattr(f, "waits_for_apex", False)]
 
 
 def _forget_child(name: str, module: ModuleType) -> None:

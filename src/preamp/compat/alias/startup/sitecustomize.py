@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-ROOTS = ("apex", "amp_C", "apex_C")
+ROOTS = ("apex_C", "apex", "amp_C")
 
 
 class WaitingFinder:

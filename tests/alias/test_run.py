@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``preamp run`` beside plain Python: the same program sees and leaves the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from alias.conftest import Run
+from preamp.cli import main as main_module
+from preamp.cli import run as run_module
+from preamp.cli.app import app
+
+RUN = ("-m", "preamp", "run")
+
+WHAT_IT_SEES = """
+import __main__, json, os, sys
+def spec(module):
+    return module.__spec__ and [module.__spec__.name, module.__spec__.origin]
+print(json.dumps({
+    "name": __name__,
+    "file": __file__,
+    "argv": sys.argv,
+    "folder": sys.path[0],
+    "path": [entry for entry in sys.path if "preamp" not in entry],
+    "package": __package__,
+    "spec": spec(__main__),
+    "cached": __cached__,
+    "doc": __doc__,
+    "loader": type(__loader__).__name__,
+    "builtins": type(__builtins__).__name__,
+    "main": __main__.__dict__ is globals(),
+    "cwd": os.getcwd(),
+}))
+"""
+
+
+def written(folder: Path, name: str, text: str) -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, "utf-8")
+    return str(path)
+
+
+def seen(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+OPTIONS = ("--help", "-m", "--", "--x=1", "run", "")
+
+
+def test_a_script_sees_what_python_shows_it(python: Run, tmp_path: Path) -> None:
+    written(tmp_path, "sub/look.py", '"""Look around."""\n' + WHAT_IT_SEES)
+    plain = seen(python("sub/look.py", *OPTIONS))
+    assert plain["argv"] == ["sub/look.py", *OPTIONS]
+    assert seen(python(*RUN, "sub/look.py", *OPTIONS)) == plain
+
+
+def test_a_module_sees_what_python_shows_it(python: Run, tmp_path: Path) -> None:
+    written(tmp_path, "pkg/__init__.py", "")
+    written(tmp_path, "pkg/look.py", WHAT_IT_SEES)
+    plain = seen(python("-m", "pkg.look", *OPTIONS))
+    assert plain["spec"] == ["pkg.look", str(tmp_path / "pkg" / "look.py")]
+    assert seen(python(*RUN, "-m", "pkg.look", *OPTIONS)) == plain
+
+
+def test_a_package_runs_its_main(python: Run, preamp_run: Run, tmp_path: Path) -> None:
+    written(tmp_path, "pkg/__init__.py", "")
+    written(tmp_path, "pkg/__main__.py", WHAT_IT_SEES)
+    assert seen(preamp_run("-m", "pkg", "x")) == seen(python("-m", "pkg", "x"))
+
+
+def test_a_symbolic_link(python: Run, preamp_run: Run, tmp_path: Path) -> None:
+    """The folder is that of the file, the name is that of the link."""
+    target = Path(written(tmp_path, "real/look.py", WHAT_IT_SEES))
+    (tmp_path / "link.py").symlink_to(target)
+    assert seen(preamp_run("link.py")) == seen(python("link.py"))
+
+
+BAD_END = {
+    "boom": "def f():\n    raise ValueError('é')\nf()\n",
+    "chained": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError(1) from e\n",
+    "syntax": "x = 1\ny = = 2\n",
+    "imported syntax": "import broken\n",
+    "hook": "import sys\nsys.excepthook = lambda *a: print('hook', a[0].__name__)\n1 / 0\n",
+    "silent": "raise SystemExit\n",
+    "number": "import sys\nsys.exit(7)\n",
+    "text": "import sys\nsys.exit('sorry')\n",
+    "interrupted": "raise KeyboardInterrupt\n",
+    "killed": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n",
+    "os exit": "import os\nprint('x', flush=True)\nos._exit(3)\n",
+    "late": "import atexit, sys\natexit.register(lambda: print(__name__, 'done'))\nsys.exit(4)\n",
+}
+
+
+@pytest.mark.parametrize("text", BAD_END.values(), ids=BAD_END)
+def test_endings_are_those_of_python(
+    python: Run, preamp_run: Run, tmp_path: Path, text: str
+) -> None:
+    """Exit status, what is printed, and tracebacks without a frame of preamp."""
+    written(tmp_path, "broken.py", "def :\n")
+    script = written(tmp_path, "end.py", text)
+    plain, ours = python(script), preamp_run(script)
+    assert ours.stderr == plain.stderr
+    assert ours.stdout == plain.stdout
+    assert ours.returncode == plain.returncode
+    if "KeyboardInterrupt" in text:
+        assert ours.returncode == -signal.SIGINT
+
+
+def test_a_module_that_fails(preamp_run: Run, tmp_path: Path) -> None:
+    written(tmp_path, "fails.py", "import apex\n1 / 0\n")
+    done = preamp_run("-m", "fails")
+    assert done.returncode == 1
+    assert re.findall(r'File "(.*)"', done.stderr) == [str(tmp_path / "fails.py")]
+
+
+def test_threads_and_exit_handlers_still_see_the_program(preamp_run: Run, tmp_path: Path) -> None:
+    """They run after the last line, and may pickle what the program defines."""
+    script = written(tmp_path, "late.py", """
+import atexit, pickle, threading, time
+class Thing:
+    pass
+def use():
+    time.sleep(0.1)
+    print(type(pickle.loads(pickle.dumps(Thing()))) is Thing)
+threading.Thread(target=use).start()
+atexit.register(use)
+""")  # fmt: skip
+    done = preamp_run(script)
+    assert (done.stdout, done.stderr) == ("True\nTrue\n", "")
+
+
+def test_safe_path_is_kept(python: Run, tmp_path: Path) -> None:
+    script = written(tmp_path, "look.py", "import sys\nprint(sys.path[0])\n")
+    done = python(*RUN, script, PYTHONSAFEPATH="1")
+    assert done.stdout == python(script, PYTHONSAFEPATH="1").stdout
+
+
+def test_neither_typer_nor_rich_is_needed(python: Run, tmp_path: Path) -> None:
+    script = written(tmp_path, "hi.py", "import apex, sys\nprint(apex.__name__, sys.argv[1:])\n")
+    block = "import sys; sys.modules.update(typer=None, rich=None, click=None); "
+    call = f"sys.argv = ['preamp', 'run', {script!r}, '-x']; "
+    done = python("-c", block + call + "from preamp.cli.main import main; main()")
+    assert done.stdout == "apex ['-x']\n", done.stderr
+
+
+# -- what cannot be started ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "got"),
+    [
+        ([], "Got nothing in place of a program"),
+        (["-m"], "Got -m in place of a program"),
+        (["-x", "script.py"], "Got -x in place of a program"),
+        (["--"], "Got nothing in place of a program"),
+        (["no_such_file.py"], "There is no file 'no_such_file.py'"),
+        ([str(Path(__file__).parent)], f"There is no file {str(Path(__file__).parent)!r}"),
+    ],
+)
+def test_bad_usage(arguments: list[str], got: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = list(sys.argv), list(sys.path), list(sys.meta_path)
+    with pytest.raises(SystemExit) as caught:
+        run_module.run(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == (
+        f"Error: {got}. It runs one Python file, or one module named by -m. Call preamp run "
+        "script.py, or preamp run -m module; preamp run --help says more.\n"
+    )
+    assert (sys.argv, sys.path, sys.meta_path) == before
+
+
+@pytest.mark.parametrize("name", ["no_such_module", "no_such.module", "json.no_such"])
+def test_no_such_module(preamp_run: Run, name: str) -> None:
+    done = preamp_run("-m", name)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"Error: There is no module {name} that can be run. It runs one")
+
+
+def test_a_missing_import_of_a_package_is_not_a_missing_module(
+    preamp_run: Run, tmp_path: Path
+) -> None:
+    written(tmp_path, "pkg/__init__.py", "import no_such_extension\n")
+    written(tmp_path, "pkg/train.py", "")
+    done = preamp_run("-m", "pkg.train")
+    assert done.returncode == 1
+    assert done.stderr.endswith("ModuleNotFoundError: No module named 'no_such_extension'\n")
+
+
+def test_an_apex_with_amp_is_told_of(preamp_run: Run, tmp_path: Path) -> None:
+    written(tmp_path, "apex/__init__.py", "")
+    written(tmp_path, "apex/amp.py", "")
+    done = preamp_run(written(tmp_path, "script.py", "print('ran')"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"Error: The Apex at {tmp_path / 'apex' / '__init__.py'} has an")
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run_module.run([flag])
+    assert capsys.readouterr().out.startswith("Usage: preamp run script.py [argument ...]\n")
+
+
+# -- the command line ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["script.py", "--", "-m", "--help"], ["-m", "pkg", "-x"], ["--help"], []],
+    ids=" ".join,
+)
+def test_both_entrances_pass_everything_on(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[list[str]] = []
+    monkeypatch.setattr(run_module, "run", got.append)
+    monkeypatch.setattr(main_module, "run", got.append)
+    assert CliRunner().invoke(app, ["run", *arguments]).exit_code == 0
+    monkeypatch.setattr(sys, "argv", ["preamp", "run", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main_module.main()
+    assert caught.value.code == 0
+    assert got == [arguments, arguments]
+
+
+def test_the_command_is_listed() -> None:
+    assert (
+        "Run a program written for Apex, unchanged." in CliRunner().invoke(app, ["--help"]).output
+    )
