@@ -306,6 +306,83 @@ def test_casting_at_the_edges(dtype: torch.dtype, value: float, wanted: float) -
     assert target.item() == wanted
 
 
+# -- axpby_ ----------------------------------------------------------------------------------
+
+numbers = st.sampled_from([0.0, 1.0, -0.5, 2.0**-16, 3.0, 0.1])
+
+
+@given(st.data(), shapes, dtypes, numbers, numbers)
+def test_axpby_rounds_once_on_store(
+    data: Any, shape: tuple[int, ...], stored: torch.dtype, a: float, b: float
+) -> None:
+    x = data.draw(tensors(dtypes, st.just(shape)))
+    y = data.draw(st.none() | tensors(dtypes, st.just(shape)))
+    before = [None if t is None else t.clone() for t in (x, y)]
+    target = torch.full(shape, math.nan, dtype=stored)
+    OPS.axpby_([target], a, [x], b, [y])
+    products = [t.double() * f for t, f in ((x, a), (y, b)) if t is not None]
+    exact = torch.stack(products).sum(dim=0)
+    sizes = torch.stack(products).abs().sum(dim=0)
+    is_narrow = any(t is not None and t.dtype is not torch.float64 for t in (x, y))
+    assume(not is_narrow or bool((sizes < 1e38).all()))
+    # The factor, the products and their sum are each rounded.
+    in_between = 2 * spacing(sizes, torch.float32 if is_narrow else torch.float64)
+    fits = exact.abs() < LARGEST[stored] * 0.99
+    error = (target.double() - exact).abs()
+    assert (error <= spacing(exact, stored) / 2 + in_between)[fits].all()
+    for tensor, was in zip((x, y), before, strict=True):
+        assert tensor is None or torch.equal(tensor, was)
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_axpby_is_exact_where_float32_is(dtype: torch.dtype, stored: torch.dtype) -> None:
+    x = torch.tensor([1.0, -2.0, 0.75], dtype=dtype)
+    y = torch.tensor([4.0, 0.0, 1.0], dtype=torch.bfloat16)
+    target = torch.empty(3, dtype=stored)
+    OPS.axpby_([target], scalar(0.5), [x], -2.0, [y])
+    assert_same(target, torch.tensor([-7.5, -1.0, -1.625], dtype=stored))
+    OPS.axpby_([target], scalar(4.0), [x], 0.0, [None])
+    assert_same(target, torch.tensor([4.0, -8.0, 3.0], dtype=stored))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_axpby_writes_onto_its_inputs(dtype: torch.dtype) -> None:
+    x, y = torch.tensor([1.0, 2.0], dtype=dtype), torch.tensor([4.0, 8.0], dtype=dtype)
+    OPS.axpby_([x], 2.0, [x], 1.0, [y])
+    assert x.tolist() == [6.0, 12.0]
+    OPS.axpby_([y], 2.0, [x], 1.0, [y])
+    assert y.tolist() == [16.0, 32.0]
+
+
+# -- l2norms ---------------------------------------------------------------------------------
+
+
+@given(st.lists(tensors(), min_size=1, max_size=4), st.sampled_from([None, 2.0**-16, 3.0]))
+def test_norms_of_each_tensor(grads: list[torch.Tensor], factor: float | None) -> None:
+    by = factor or 1.0
+    wanted = torch.stack([(grad.double() * by).square().sum().sqrt() for grad in grads])
+    assume(all(g.numel() == 0 or (g.abs().double() * by).max() < 1e18 for g in grads))
+    norms = OPS.l2norms(grads, None if factor is None else scalar(factor), CPU)
+    assert norms.dtype is torch.float32
+    assert norms.shape == (len(grads),)
+    # Squares below float32's range vanish: nothing under 1e-22 can count.
+    torch.testing.assert_close(norms.double(), wanted, rtol=2.0**-20, atol=1e-21)
+
+
+def test_the_factor_of_norms_comes_before_the_squares() -> None:
+    large = torch.full((100,), 1e25)
+    assert torch.isinf(OPS.l2norms([large], None, CPU)).all()
+    norms = OPS.l2norms([large, sparse([3.0, 1.0, 3.0])], scalar(1e-20), CPU)
+    assert norms[0].item() == pytest.approx(1e6)
+
+
+def test_norms_of_nothing() -> None:
+    assert_same(OPS.l2norms([], None, CPU), torch.zeros(0))
+    assert_same(OPS.l2norms([torch.ones(0), torch.ones(1)], None, CPU), torch.tensor([0.0, 1.0]))
+    assert OPS.l2norms([sparse([3.0, 1.0, 3.0])], None, CPU).tolist() == [5.0]
+
+
 # -- l2norm ----------------------------------------------------------------------------------
 
 

@@ -104,6 +104,38 @@ class Ops(Protocol):
         """``target = source`` rounded to the target's dtype, for each pair; mutates targets."""
         ...
 
+    def axpby_(
+        self,
+        targets: Tensors,
+        a: torch.Tensor | float,
+        xs: Tensors,
+        b: torch.Tensor | float,
+        ys: Sequence[torch.Tensor | None],
+    ) -> None:
+        """``target = a * x + b * y``, for each triple; no ``y`` means ``a * x``.
+
+        Products are rounded to float32 (float64 for a float64 tensor), their sum to the wider of
+        the two, and then once to the target's dtype.
+
+        Args:
+            targets: Mutated; any dense floating dtype. May be ``x`` or ``y`` itself.
+            a: float32 scalar on the tensors' device, or a number.
+            xs: Same shapes as the targets, any dense floating dtype.
+            b: As ``a``.
+            ys: As ``xs``, or ``None``.
+        """
+        ...
+
+    def l2norms(
+        self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
+    ) -> torch.Tensor:
+        """Return the float32 L2 norm of each ``tensor * factor``, shape ``(n,)`` on ``device``.
+
+        The factor is applied before squaring, so a loss scale that it removes cannot overflow
+        the sum. No factor means 1.
+        """
+        ...
+
     def l2norm(
         self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
     ) -> torch.Tensor:
@@ -239,7 +271,7 @@ class Ops(Protocol):
 
 
 OP_NAMES = (
-    *("census", "scale_add_", "widen_add", "cast_copy_", "l2norm"),
+    *("census", "scale_add_", "widen_add", "cast_copy_", "axpby_", "l2norms", "l2norm"),
     *("adam_", "lamb_", "sgd_", "novograd_", "adagrad_", "lars_"),
 )
 """Every op of the table; a back end must have all of them."""

@@ -6,9 +6,11 @@ from preamp.kernels.reference.adam import adam_ as adam_
 from preamp.kernels.reference.lamb import lamb_ as lamb_
 from preamp.kernels.reference.lars import lars_ as lars_
 from preamp.kernels.reference.novograd import novograd_ as novograd_
+from preamp.kernels.reference.ops import axpby_ as axpby_
 from preamp.kernels.reference.ops import cast_copy_ as cast_copy_
 from preamp.kernels.reference.ops import census as census
 from preamp.kernels.reference.ops import l2norm as l2norm
+from preamp.kernels.reference.ops import l2norms as l2norms
 from preamp.kernels.reference.ops import name as name
 from preamp.kernels.reference.ops import scale_add_ as scale_add_
 from preamp.kernels.reference.ops import widen_add as widen_add

@@ -101,14 +101,41 @@ def cast_copy_(sources: Tensors, targets: Tensors) -> None:
         target.copy_(source)
 
 
+def axpby_(
+    targets: Tensors,
+    a: torch.Tensor | float,
+    xs: Tensors,
+    b: torch.Tensor | float,
+    ys: Sequence[torch.Tensor | None],
+) -> None:
+    """See `preamp.kernels.ops.Ops.axpby_`."""
+    for target, x, y in zip(targets, xs, ys, strict=True):
+        wide = x.to(math_dtype(x.dtype)) * a
+        target.copy_(wide if y is None else wide + y.to(math_dtype(y.dtype)) * b)
+
+
+def _norm(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    values = _values(tensor)
+    return _vector_norm(values, 2, dtype=math_dtype(values.dtype)).to(device, torch.float32)
+
+
+def l2norms(tensors: Tensors, factor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """See `preamp.kernels.ops.Ops.l2norms`."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float32, device=device)
+    if factor is None:
+        return torch.stack([_norm(tensor, device) for tensor in tensors])
+    scaled = (_values(t).to(math_dtype(t.dtype)) * factor.to(t.device) for t in tensors)
+    return torch.stack([_norm(tensor, device) for tensor in scaled])
+
+
 def l2norm(
     tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
 ) -> torch.Tensor:
     """See `preamp.kernels.ops.Ops.l2norm`."""
     norms: list[torch.Tensor] = []
     for tensor, factor in zip(tensors, factors, strict=True):
-        norm = _vector_norm(_values(tensor), 2, dtype=math_dtype(_values(tensor).dtype))
-        norm = norm.to(device, torch.float32)
+        norm = _norm(tensor, device)
         norms.append(norm if factor is None else norm * factor.to(device))
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=device)
