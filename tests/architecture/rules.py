@@ -238,7 +238,7 @@ def logic_in_exports(sources: list[Source]) -> list[str]:
         for node in source.tree.body:
             is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             if not (is_docstring or isinstance(node, (ast.Import, ast.ImportFrom))):
-                if not _assigns_dunder(node):
+                if not (_assigns_dunder(node) or _is_main_guard(node)):
                     found.append(
                         source.at(node.lineno, "an __init__ file or a facade only re-exports")
                     )
@@ -248,3 +248,13 @@ def logic_in_exports(sources: list[Source]) -> list[str]:
 def _assigns_dunder(node: ast.stmt) -> bool:
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     return all(isinstance(t, ast.Name) and t.id in ("__all__", "__version__") for t in targets)
+
+
+def _is_main_guard(node: ast.stmt) -> bool:
+    """Whether ``node`` is ``if __name__ == "__main__": …`` with a single call."""
+    return (
+        isinstance(node, ast.If)
+        and ast.unparse(node.test) == "__name__ == '__main__'"
+        and len(node.body) == 1
+        and not node.orelse
+    )
