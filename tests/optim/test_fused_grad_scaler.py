@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torch.amp.GradScaler with the optimizers that read its scale and flag on the device."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cases.fused import ADAM, DTYPES, MIXED_LAMB, SGD, variant_id
+from cases.optimizers import clone_state
+from cases.tolerances import assert_same
+
+Build = Callable[[Any], Any]
+LAMB = {"lr": 0.125, "max_grad_norm": 1.0, "weight_decay": 0.1}
+BUILDS: dict[str, Build] = {
+    "adam": lambda p: ADAM.kind(p, lr=0.125, capturable=True),
+    "adam masters": lambda p: ADAM.kind(p, lr=0.125, capturable=True, master_weights=True),
+    "lamb": lambda p: MIXED_LAMB.kind(p, **LAMB),
+    "lamb fp16 copies": lambda p: MIXED_LAMB.kind(p, reduced_precision_dtype=torch.float16, **LAMB),
+}
+every_build = pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=variant_id)
+SCALE = 8.0
+
+
+def make(dtype: torch.dtype, build: Build) -> tuple[list[nn.Parameter], Any]:
+    params = [nn.Parameter(torch.tensor([1.0, -2.0], dtype=dtype)) for _ in range(2)]
+    groups = [{"params": [param]} for param in params]
+    return params, build(groups)
+
+
+def backward(params: list[nn.Parameter], factor: float, step: int) -> torch.Tensor:
+    """Gradients are exact, and those of the last parameter are multiplied by ``factor``."""
+    coefficients = torch.tensor([0.5 + step, -1.5])
+    losses = [(param.float() * coefficients).sum() for param in params]
+    return losses[0] + losses[1] * factor
+
+
+def snapshot(params: list[nn.Parameter], optimizer: Any) -> list[Any]:
+    state = {k: v for k, v in clone_state(optimizer).items() if not k.endswith("master_param")}
+    counts = [group["step"].clone() for group in optimizer.param_groups]
+    return [[param.detach().clone() for param in params], counts, state]
+
+
+def assert_unchanged(before: list[Any], params: list[nn.Parameter], optimizer: Any) -> None:
+    values, counts, state = snapshot(params, optimizer)
+    for a, b in zip([*values, *counts], [*before[0], *before[1]], strict=True):
+        assert_same(a, b)
+    for key, value in state.items():  # state may have been made, as zeros
+        assert_same(value, before[2].get(key, torch.zeros_like(value)))
+
+
+@every_dtype
+@every_build
+def test_scaled_training_is_unscaled_training(build: Build, dtype: torch.dtype) -> None:
+    params, optimizer = make(dtype, build)
+    plain, reference = make(dtype, build)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1000)
+    for step in range(3):
+        scaler.scale(backward(params, 1.0, step)).backward()
+        backward(plain, 1.0, step).backward()
+        scaler.step(optimizer)
+        reference.step()
+        scaler.update()
+        for a, b in zip(params, plain, strict=True):
+            assert_same(a.grad, b.grad)  # left unscaled
+            assert_same(a.detach(), b.detach())
+        optimizer.zero_grad()
+        reference.zero_grad()
+    assert [int(group["step"]) for group in optimizer.param_groups] == [3, 3]
+
+
+@every_dtype
+@every_build
+@pytest.mark.parametrize("when", [0, 1])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_an_overflow_changes_nothing(
+    build: Build, dtype: torch.dtype, when: int, bad: float
+) -> None:
+    """A-16: not in the first step either, and for no group."""
+    params, optimizer = make(dtype, build)
+    plain, reference = make(dtype, build)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1000)
+    for step in range(3):
+        before = snapshot(params, optimizer)
+        scaler.scale(backward(params, bad if step == when else 1.0, step)).backward()
+        grad = params[0].grad.clone()
+        scaler.step(optimizer)
+        scaler.update()
+        if step == when:
+            assert_unchanged(before, params, optimizer)
+            assert_same(params[0].grad, grad)  # still scaled: nothing happened
+            assert scaler.get_scale() == SCALE / 2
+        else:
+            backward(plain, 1.0, step).backward()
+            reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+    for a, b in zip(params, plain, strict=True):
+        assert_same(a.detach(), b.detach())
+    assert [int(group["step"]) for group in optimizer.param_groups] == [2, 2]
+
+
+@every_build
+def test_gradients_unscaled_before_are_not_unscaled_again(build: Build) -> None:
+    params, optimizer = make(torch.float32, build)
+    plain, reference = make(torch.float32, build)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    scaler.scale(backward(params, 1.0, 0)).backward()
+    scaler.unscale_(optimizer)
+    for param in params:
+        param.grad.mul_(0.25)  # a clip
+    scaler.step(optimizer)
+    (backward(plain, 1.0, 0) * 0.25).backward()
+    reference.step()
+    for a, b in zip(params, plain, strict=True):
+        assert_same(a.detach(), b.detach())
+
+
+@every_build
+def test_a_scaler_given_to_step(build: Build) -> None:
+    """Apex's form of the call does what ``scaler.step(optimizer)`` does."""
+    results = []
+    for through in (lambda o, s: s.step(o), lambda o, s: o.step(grad_scaler=s)):
+        params, optimizer = make(torch.float32, build)
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        for step, factor in enumerate((1.0, math.inf, 1.0)):
+            scaler.scale(backward(params, factor, step)).backward()
+            through(optimizer, scaler)
+            scaler.update()
+            optimizer.zero_grad()
+        assert int(optimizer.param_groups[0]["step"]) == 2
+        results.append(params)
+    for a, b in zip(*results, strict=True):
+        assert_same(a.detach(), b.detach())
+
+
+def test_a_scaler_given_to_a_step_on_the_host() -> None:
+    params, optimizer = make(torch.float32, lambda p: ADAM.kind(p, lr=0.125))
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    for step, factor in enumerate((1.0, math.inf)):
+        scaler.scale(backward(params, factor, step)).backward()
+        optimizer.step(grad_scaler=scaler)
+        scaler.update()
+        optimizer.zero_grad()
+    assert optimizer.param_groups[0]["step"] == 1
+
+
+@every_build
+def test_no_scaler_given(build: Build) -> None:
+    params, optimizer = make(torch.float32, build)
+    backward(params, 1.0, 0).backward()
+    optimizer.step(grad_scaler=None)
+    assert int(optimizer.param_groups[0]["step"]) == 1
+
+
+@pytest.mark.parametrize("name", ["adam", "lamb"])
+def test_other_keywords_are_refused(name: str) -> None:
+    params, optimizer = make(torch.float32, BUILDS[name])
+    backward(params, 1.0, 0).backward()
+    message = (
+        f"{type(optimizer).__name__}.step() got 'gradscaler'. Its only other keyword argument is "
+        "'grad_scaler'. Check the spelling."
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        optimizer.step(gradscaler=None)
+    assert int(optimizer.param_groups[0]["step"]) == 0
+
+
+@every_build
+def test_a_step_without_any_gradient(build: Build) -> None:
+    params, optimizer = make(torch.float32, build)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    scaler.scale(torch.zeros(()))  # makes the scale
+    scaler.step(optimizer)
+    assert torch.equal(params[0], torch.tensor([1.0, -2.0]))
+
+
+def test_only_device_counters_announce_the_protocol() -> None:
+    param = nn.Parameter(torch.ones(1))
+    for optimizer, supports in (
+        (ADAM.kind([param]), False),
+        (ADAM.kind([param], capturable=True), True),
+        (MIXED_LAMB.kind([param]), True),
+        (SGD.kind([param], lr=0.1), False),
+    ):
+        assert getattr(optimizer, "_step_supports_amp_scaling", False) is supports
+
+
+def test_lamb_clips_unscaled_gradients() -> None:
+    params, optimizer = make(torch.float32, lambda p: MIXED_LAMB.kind(p, **LAMB))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    scaler.scale(backward(params, 1.0, 0)).backward()
+    scaler.step(optimizer)
+    norm = math.sqrt(2 * (0.5**2 + 1.5**2))
+    for param in params:
+        wanted = [0.1 * 0.5 / norm, -0.1 * 1.5 / norm]
+        assert optimizer.state[param]["exp_avg"].tolist() == pytest.approx(wanted, rel=1e-6)
+
+
+@every_build
+def test_half_gradients_do_not_underflow_when_unscaled(build: Build) -> None:
+    """The update sees what the scale saved, although the gradient left behind cannot hold it."""
+    params, optimizer = make(torch.float16, build)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0**16), torch.tensor(0.0)
+    for param in params:
+        param.grad = torch.full_like(param, 2.0**-10)
+    optimizer.step()
+    for param in params:
+        moment = optimizer.state[param]["exp_avg"]
+        assert moment.tolist() == pytest.approx([0.1 * 2.0**-26] * 2, rel=1e-6)
+        assert not param.grad.any()

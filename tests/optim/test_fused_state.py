@@ -1,0 +1,495 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checkpoints, copies, groups added later, schedules, zeroing: what scripts do around the step."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cases.fused import (
+    ADAM,
+    DTYPES,
+    FUSED,
+    HALVES,
+    MIXED_LAMB,
+    NOVOGRAD,
+    SGD,
+    FusedCase,
+    Options,
+    gradients,
+    parameters,
+    variant_id,
+    wide,
+)
+from cases.tolerances import assert_same
+from preamp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+
+SHAPES = ((3, 2), (4,), ())
+
+VISIBLE = {"lr": 0.125}  # one step is more than a rounding, in bfloat16 too
+KINDS: list[tuple[FusedCase, Options]] = [
+    *((case, {**case.variants[-1], **VISIBLE}) for case in FUSED),
+    (ADAM, VISIBLE),
+    (ADAM, {"capturable": True, "master_weights": True, **VISIBLE}),
+    (MIXED_LAMB, {"reduced_precision_dtype": torch.float16, **VISIBLE}),
+    (SGD, {"momentum": 0.9, "dampening": 0.5, **VISIBLE}),
+    (NOVOGRAD, {"lr": 1.0}),
+]
+every_kind = pytest.mark.parametrize(("case", "options"), KINDS, ids=variant_id)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=variant_id)
+
+
+def step(params: Any, optimizer: torch.optim.Optimizer, number: int, **arguments: Any) -> None:
+    shapes = [tuple(param.shape) for param in params]
+    for param, grad in zip(params, gradients(shapes, number, params[0].dtype), strict=True):
+        param.grad = grad
+    optimizer.step(**arguments)
+
+
+def assert_same_training(a: Any, b: Any) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert_same(x.detach(), y.detach())
+
+
+def saved(thing: Any) -> Any:
+    """Through a file, as plain data only."""
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@every_dtype
+@pytest.mark.parametrize("before", [0, 1, 3])
+@every_kind
+def test_resuming_continues_bitwise(
+    case: FusedCase, options: Options, dtype: torch.dtype, before: int
+) -> None:
+    params = parameters(SHAPES, dtype)
+    groups = [{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.25}]
+    optimizer = case.kind(groups, **options)
+    for number in range(before):
+        step(params, optimizer, number)
+    state = saved(optimizer.state_dict())
+
+    again = [nn.Parameter(param.detach().clone()) for param in params]
+    groups = [{"params": again[:1]}, {"params": again[1:]}]
+    resumed = case.kind(groups, **options)
+    if before == 1:  # its own state is replaced, not mixed
+        step(again, resumed, 99)
+        for param, value in zip(again, params, strict=True):
+            param.data.copy_(value.detach())
+    resumed.load_state_dict(state)
+    for number in range(before, before + 2):
+        step(params, optimizer, number)
+        step(again, resumed, number)
+    assert_same_training(params, again)
+    for a, b in zip(params, again, strict=True):
+        assert optimizer.state[a].keys() == resumed.state[b].keys()
+        for key, value in optimizer.state[a].items():
+            assert_same(value, resumed.state[b][key], key)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=variant_id)
+@pytest.mark.parametrize(
+    ("case", "options"), [kind for kind in KINDS if kind[0].wide], ids=variant_id
+)
+def test_float32_state_does_not_pass_through_half(
+    case: FusedCase, options: Options, dtype: torch.dtype
+) -> None:
+    """A-15: torch casts what it loads to the parameter's dtype."""
+    params = parameters(SHAPES, dtype)
+    optimizer = case.kind(params, **options)
+    step(params, optimizer, 0)
+    state = copy.deepcopy(optimizer.state_dict())
+    exact = torch.tensor(1 + 2.0**-20)
+    for entry in state["state"].values():
+        for key in case.wide:
+            entry[key].fill_(exact)
+    optimizer.load_state_dict(state)
+    for param in params:
+        for key in case.wide:
+            value = optimizer.state[param][key]
+            assert value.dtype is torch.float32
+            assert (value == exact).all()
+
+
+def test_what_hooks_make_of_a_checkpoint_counts() -> None:
+    params = parameters(SHAPES, torch.float16)
+    optimizer = FusedAdam(params)
+    step(params, optimizer, 0)
+    state = optimizer.state_dict()
+
+    def double(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+        moments = {
+            number: {key: 2 * value for key, value in entry.items()}
+            for number, entry in given["state"].items()
+        }
+        return {**given, "state": moments}
+
+    seen: list[torch.dtype] = []
+    before = [optimizer.state[param]["exp_avg"].clone() for param in params]
+    optimizer.register_load_state_dict_pre_hook(double)
+    optimizer.register_load_state_dict_post_hook(
+        lambda o: seen.append(o.state[params[0]]["exp_avg"].dtype)
+    )
+    optimizer.load_state_dict(state)
+    assert seen == [torch.float32]
+    for param, was in zip(params, before, strict=True):
+        assert_same(optimizer.state[param]["exp_avg"], 2 * was)
+
+
+def test_a_refused_checkpoint_changes_nothing() -> None:
+    params = parameters(SHAPES, torch.float16)
+    optimizer = FusedAdam(params)
+    step(params, optimizer, 0)
+    before = copy.deepcopy(optimizer.state_dict())
+    other = FusedAdam([nn.Parameter(torch.ones(2))]).state_dict()
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        optimizer.load_state_dict(other)
+    assert str(optimizer.state_dict()) == str(before)
+    optimizer.load_state_dict(before)  # and no hook is left behind
+
+
+@every_kind
+def test_an_older_checkpoint_lacks_an_option(case: FusedCase, options: Options) -> None:
+    params = parameters(SHAPES, torch.float32)
+    optimizer = case.kind(params, **options)
+    state = optimizer.state_dict()
+    state["param_groups"] = [{"params": group["params"]} for group in state["param_groups"]]
+    optimizer.load_state_dict(state)
+    twin = parameters(SHAPES, torch.float32)
+    fresh = case.kind(twin, **options)
+    step(params, optimizer, 0)
+    step(twin, fresh, 0)
+    assert_same_training(params, twin)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@every_kind
+def test_copies_train_on_alone(case: FusedCase, options: Options, copied: Any) -> None:
+    params = parameters(SHAPES, torch.float16)
+    optimizer = case.kind(params, **options)
+    step(params, optimizer, 0)
+    twins, other = copied((params, optimizer))
+    assert vars(other).keys() >= set(type(optimizer)._settings)
+    before = [param.detach().clone() for param in params]
+    step(twins, other, 1)
+    assert_same_training(params, before)
+    step(params, optimizer, 1)
+    assert_same_training(params, twins)
+
+
+@every_dtype
+@every_kind
+def test_a_group_added_later(case: FusedCase, options: Options, dtype: torch.dtype) -> None:
+    """A-12, and a parameter's first step is its own."""
+    params = parameters(SHAPES, dtype)
+    optimizer = case.kind(params[:1], **options)
+    step(params[:1], optimizer, 0)
+    optimizer.add_param_group({"params": params[1:]})
+    alone = parameters(SHAPES, dtype)[1:]
+    clips = case.norm == "all"  # there the other group's gradients count
+    fresh = case.kind(alone, **options)
+    for number in range(3):
+        step(params, optimizer, number)
+        for param, full in zip(alone, params[1:], strict=True):
+            param.grad = full.grad.clone()
+        fresh.step()
+    if not clips:
+        assert_same_training(params[1:], alone)
+    assert not torch.equal(params[1], parameters(SHAPES, dtype)[1])
+    if options.get("master_weights"):
+        groups = optimizer.param_groups_master
+        assert [len(group["params"]) for group in groups] == [1, 2]
+        for ours, masters in zip(optimizer.param_groups, groups, strict=True):
+            for param, master in zip(ours["params"], masters["params"], strict=True):
+                assert master.dtype is wide(dtype)
+                assert_same(param.detach(), master.detach().to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=variant_id)
+def test_sgd_momentum_starts_per_parameter(dtype: torch.dtype) -> None:
+    """A-13: a parameter without gradient at first neither resets the others nor is damped."""
+    params = parameters(((2,), (2,)), dtype)
+    optimizer = FusedSGD(params, lr=0.5, momentum=0.5, dampening=0.5)
+    for late in (False, True):
+        params[0].grad = torch.full((2,), 4.0, dtype=dtype)
+        params[1].grad = torch.full((2,), 4.0, dtype=dtype) if late else None
+        optimizer.step()
+    buffers = [optimizer.state[param]["momentum_buffer"] for param in params]
+    assert buffers[0].tolist() == [0.5 * 4 + 0.5 * 4] * 2
+    assert buffers[1].tolist() == [4.0, 4.0]
+
+
+@every_kind
+def test_state_and_groups_have_apex_keys(case: FusedCase, options: Options) -> None:
+    params = parameters(SHAPES, torch.float32)
+    optimizer = case.kind(params, **options)
+    step(params, optimizer, 0)
+    step(params, optimizer, 1)
+    group = optimizer.param_groups[0]
+    if "step" in group:
+        assert group["step"] == 2
+    counts = {"FusedSGD", "FusedAdagrad", "FusedLARS"}
+    is_early = "step" in optimizer.state[params[0]]
+    assert ("step" in group) == (case.name not in counts and not is_early)
+
+
+def test_the_step_counter_advances_for_every_group_with_parameters() -> None:
+    params = parameters(SHAPES, torch.float32)
+    optimizer = FusedAdam([{"params": params}, {"params": []}])
+    optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 1
+    assert "step" not in optimizer.param_groups[1]
+    assert not optimizer.state
+
+
+@every_kind
+def test_schedulers(case: FusedCase, options: Options) -> None:
+    params, twins = parameters(SHAPES, torch.float32), parameters(SHAPES, torch.float32)
+    optimizer, by_hand = case.kind(params, **options), case.kind(twins, **options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    for number in range(3):
+        step(params, optimizer, number)
+        scheduler.step()
+        step(twins, by_hand, number)
+        for group in by_hand.param_groups:
+            group["lr"] = group["lr"] * 0.5
+    assert_same_training(params, twins)
+
+
+@pytest.mark.parametrize("argument", [None, True, False])
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("case", [c for c in FUSED if c is not MIXED_LAMB], ids=variant_id)
+def test_zero_grad(case: FusedCase, own: bool, argument: bool | None) -> None:
+    """A-5: set_to_none is accepted and wins over set_grad_none."""
+    params = parameters(SHAPES, torch.float16)
+    optimizer = case.kind(params, set_grad_none=own, **case.needs)
+    for param in params[1:]:
+        param.grad = torch.ones_like(param)
+    if argument is None:
+        optimizer.zero_grad()
+    else:
+        optimizer.zero_grad(set_to_none=argument)
+    assert params[0].grad is None
+    drops = own if argument is None else argument
+    for param in params[1:]:
+        assert param.grad is None if drops else not param.grad.any()
+
+
+@every_kind
+def test_closures_run_with_gradients(case: FusedCase, options: Options) -> None:
+    params = parameters(SHAPES, torch.float32)
+    optimizer = case.kind(params, **options)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = sum(param.square().sum() for param in params)
+        loss.backward()
+        return loss
+
+    before = sum(float(param.detach().square().sum()) for param in params)
+    with torch.no_grad():
+        assert optimizer.step(closure).item() == pytest.approx(before)
+    for param, start in zip(params, parameters(SHAPES, torch.float32), strict=True):
+        assert not torch.equal(param, start)
+        assert param.requires_grad
+        assert param.is_leaf
+
+
+def test_tied_parameters_are_updated_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(2, 2, bias=False)
+            self.b = nn.Linear(2, 2, bias=False)
+            self.b.weight = self.a.weight
+
+    model = Tied()
+    before = model.a.weight.detach().clone()
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    model.b(model.a(torch.ones(1, 2))).sum().backward()
+    optimizer.step()
+    assert_same(model.b.weight.detach(), before - 0.5 * model.a.weight.grad)
+
+
+def test_sgd_divides_by_the_scale_it_is_told() -> None:
+    param = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    optimizer = FusedSGD([param], lr=1.0, materialize_master_grads=False)
+    assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
+    param.grad = torch.full((2,), 8.0, dtype=torch.float16)
+    optimizer.most_recent_scale, optimizer.scale_set_by_backward = 4.0, True
+    optimizer.step()
+    assert param.tolist() == [-2.0, -2.0]
+    assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
+
+
+# -- NovoGrad's norms ------------------------------------------------------------------------
+
+
+def test_novograd_state_before_the_first_step() -> None:
+    """A-11: there are no norms yet, and loading does not ask for them."""
+    params = parameters(SHAPES, torch.float16)
+    optimizer = FusedNovoGrad(params)
+    optimizer.load_state_dict(optimizer.state_dict())
+    step(params, optimizer, 0)
+    assert all(optimizer.state[param]["exp_avg_sq"] > 0 for param in params)
+
+
+def test_novograd_lets_the_number_of_gradients_change() -> None:
+    params, alone = parameters(SHAPES, torch.float32), parameters(SHAPES, torch.float32)
+    optimizer = FusedNovoGrad(params, bias_correction=False)
+    single = FusedNovoGrad(alone[:1], bias_correction=False)
+    for number in range(4):
+        for param, grad in zip(params, gradients(SHAPES, number, torch.float32), strict=True):
+            param.grad = grad
+        alone[0].grad = params[0].grad.clone()
+        if number % 2:
+            params[1].grad = None
+        optimizer.step()
+        single.step()
+    assert_same(params[0].detach(), alone[0].detach())
+
+
+def apex_checkpoint(dtypes: list[torch.dtype], norms: list[list[float]]) -> dict[str, Any]:
+    """A checkpoint as Apex writes it: norms in the group, per dtype."""
+    state = {n: {"exp_avg": torch.ones(2, dtype=dtype)} for n, dtype in enumerate(dtypes)}
+    params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in dtypes]
+    group = FusedNovoGrad(params).state_dict()["param_groups"][0]
+    group |= {"step": 3, "exp_avg_sq": [torch.tensor(values) for values in norms]}
+    return {"state": state, "param_groups": [group]}
+
+
+MIXED = [torch.float32, torch.float16, torch.float32]
+
+
+def test_novograd_reads_apex_checkpoints() -> None:
+    params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in MIXED]
+    optimizer = FusedNovoGrad(params)
+    state = saved(apex_checkpoint(MIXED, [[2.5], [1.5, 3.5]]))
+    optimizer.load_state_dict(state)
+    assert [optimizer.state[param]["exp_avg_sq"].item() for param in params] == [1.5, 2.5, 3.5]
+    assert "exp_avg_sq" not in optimizer.param_groups[0]
+    assert "exp_avg_sq" in state["param_groups"][0]  # what was given is not changed
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 4
+    norm = (0.999 * 1.5**2 + 0.001 * 2) ** 0.5
+    assert optimizer.state[params[0]]["exp_avg_sq"].item() == pytest.approx(norm, rel=1e-6)
+
+
+def test_novograd_refuses_norms_that_do_not_fit() -> None:
+    params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in MIXED]
+    optimizer = FusedNovoGrad(params)
+    with pytest.raises(ValueError, match=r"has 1 norms for 2 torch\.float32 parameters"):
+        optimizer.load_state_dict(apex_checkpoint(MIXED, [[2.5], [1.5]]))
+    assert not optimizer.state
+
+
+# -- full-precision copies -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=variant_id)
+def test_copies_follow_what_is_written_to_the_parameters(dtype: torch.dtype) -> None:
+    """Weights loaded after the first step are not overwritten by the old ones."""
+    params = parameters(SHAPES, dtype)
+    optimizer = FusedAdam(params, lr=2.0**-14, capturable=True, master_weights=True)
+    step(params, optimizer, 0)
+    masters = [optimizer.state[param]["master_param"].clone() for param in params]
+    with torch.no_grad():
+        params[0][0] = 3.0
+    step(params, optimizer, 1)
+    after = optimizer.state[params[0]]["master_param"]
+    assert ((after[0] - 3.0).abs() <= 2.0**-13).all()
+    assert ((after[1:] - masters[0][1:]).abs() <= 2.0**-13).all()
+
+
+def test_copies_are_made_after_weights_were_loaded() -> None:
+    params = parameters(SHAPES, torch.float16)
+    optimizer = FusedAdam(params, capturable=True, master_weights=True)
+    with torch.no_grad():
+        for param in params:
+            param.fill_(5.0)
+    (group,) = optimizer.param_groups_master
+    assert all((master == 5.0).all() for master in group["params"])
+    assert FusedAdam(params).param_groups_master is None
+
+
+def test_lamb_shows_its_copies() -> None:
+    params = [nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2))]
+    optimizer = MIXED_LAMB.kind(params, reduced_precision_dtype=torch.float16)
+    (group,) = optimizer.param_groups_full_precision
+    assert [master.dtype for master in group["params"]] == [torch.float32, torch.float32]
+    assert group["params"][1] is params[1]
+
+
+def test_lamb_takes_groups_of_mixed_dtype() -> None:
+    """A-36: a float32 group, or parameter, beside reduced ones."""
+    params = [nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2))]
+    options = {"lr": 0.1, "weight_decay": 0.1, "max_grad_norm": 1.0}
+    ours = MIXED_LAMB.kind(params, reduced_precision_dtype=torch.float16, **options)
+    wide_params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    plain = FusedLAMB(wide_params, **options)
+    for number in range(3):
+        grads = gradients([(2,), (2,)], number, torch.float16)
+        for param, reference, grad in zip(params, wide_params, grads, strict=True):
+            param.grad, reference.grad = grad.to(param.dtype), grad.float()
+        ours.step()
+        plain.step()
+    masters = [ours.state[params[0]]["master_param"], params[1].detach()]
+    for master, reference in zip(masters, wide_params, strict=True):
+        assert torch.allclose(master, reference, rtol=1e-6)
+
+
+@pytest.mark.parametrize("saves_capturable", [True, False])
+def test_checkpoints_cross_between_host_and_device_counters(saves_capturable: bool) -> None:
+    params, again = parameters(SHAPES, torch.float32), parameters(SHAPES, torch.float32)
+    first = FusedAdam(params, lr=0.125, capturable=saves_capturable)
+    second = FusedAdam(again, lr=0.125, capturable=not saves_capturable)
+    step(params, first, 0)
+    for param, value in zip(again, params, strict=True):
+        param.data.copy_(value.detach())
+    second.load_state_dict(saved(first.state_dict()))
+    assert isinstance(second.param_groups[0]["lr"], torch.Tensor) or saves_capturable
+    step(params, first, 1)
+    step(again, second, 1)
+    assert int(second.param_groups[0]["step"]) == 2
+    for a, b in zip(params, again, strict=True):
+        assert torch.allclose(a, b, rtol=1e-6)
+
+
+def test_apex_wrote_the_step_with_one_dimension() -> None:
+    params = parameters(SHAPES, torch.float32)
+    optimizer = FusedAdam(params, capturable=True)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["step"] = torch.tensor([7], dtype=torch.int32)
+    optimizer.load_state_dict(state)
+    step(params, optimizer, 0)
+    assert optimizer.param_groups[0]["step"].shape == ()
+    assert optimizer.param_groups[0]["step"] == 8
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: FusedAdam(p, capturable=True), lambda p: MIXED_LAMB.kind(p)]
+)
+def test_groups_own_their_counters(make: Any) -> None:
+    params = parameters(SHAPES, torch.float32)
+    optimizer = make([{"params": params[:1]}, {"params": params[1:2]}])
+    optimizer.add_param_group({"params": params[2:]})
+    first, *others = optimizer.param_groups
+    for group in optimizer.param_groups:
+        assert group["lr"].dtype is torch.float32
+        assert group["step"].dtype is torch.int32
+    first["lr"].fill_(1.0)
+    first["step"] += 1
+    for group in others:
+        assert group["lr"] == torch.tensor(1e-3)
+        assert group["step"] == 0
