@@ -109,7 +109,8 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         super().__setstate__(state)
         for group in self.param_groups:  # from a file that did not know an option yet
             for name, default in self.defaults.items():
-                group.setdefault(name, default)
+                if default is not REQUIRED and name != "differentiable":  # which torch puts there
+                    group.setdefault(name, default)
 
     def _collect(self) -> list[tuple[Group, list[Entry]]]:
         """All groups that have parameters, with the entries of those that have gradients."""
@@ -172,6 +173,15 @@ def batches(
         batch.grads.append(grad)
         batch.halves.append(half)
     return list(found.values())
+
+
+def scalar_on(
+    value: float | torch.Tensor, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """``value`` as a 0-dim tensor; a number is filled in, since copying it would synchronise."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device, dtype).reshape(())
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def count_step(group: Group) -> int:

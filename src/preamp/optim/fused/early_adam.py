@@ -16,7 +16,7 @@ import torch
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampStateError, message
 from preamp.kernels import AdamRule, BiasCorrection
-from preamp.optim.fused.base import Entry, Group
+from preamp.optim.fused.base import Entry, Group, scalar_on
 from preamp.optim.fused.norms import global_norm
 
 CLIP_EPS = 1e-6
@@ -133,12 +133,12 @@ class EarlyArguments:
             return None
         param = entries[0][0]
         dtype, device = math_dtype(param.dtype), param.device
-        combined = torch.as_tensor(scale, dtype=dtype, device=device)
+        combined = scalar_on(scale, dtype, device)
         if max_norm > 0:
-            norm = torch.as_tensor(self.norm_of(index, entries), dtype=dtype, device=device)
+            norm = scalar_on(self.norm_of(index, entries), dtype, device)
             clip = (norm / combined + CLIP_EPS) / max_norm
             combined = torch.where(clip > 1, clip * combined, combined)
-        return combined.reshape(()).reciprocal()
+        return combined.reciprocal()
 
 
 def check_formula(

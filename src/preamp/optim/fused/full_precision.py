@@ -52,7 +52,7 @@ class FullPrecision:
 
     def note_written(self, params: Sequence[torch.Tensor]) -> None:
         """Remember that each parameter equals its rounded copy as of now."""
-        self._written.update((id(param), _stamp(param)) for param in params)
+        self._written.update((id(param), _stamp(param)) for param in params if self._wants(param))
 
 
 def _stamp(param: torch.Tensor) -> tuple[int, int]:

@@ -17,7 +17,7 @@ import torch
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import message
 from preamp.kernels import backend
-from preamp.optim.fused.base import Group
+from preamp.optim.fused.base import Group, scalar_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,7 @@ def place_on_device(group: Group) -> None:
         return
     param: torch.Tensor = group["params"][0]
     for name, dtype in (("lr", math_dtype(param.dtype)), ("step", torch.int32)):
-        value: Any = group.get(name, 0)
-        group[name] = torch.as_tensor(value, dtype=dtype, device=param.device).reshape(()).clone()
+        group[name] = scalar_on(group.get(name, 0), dtype, param.device).clone()
 
 
 def count_on_device(group: Group, found_inf: torch.Tensor | None) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from preamp.core.dtypes import math_dtype
 from preamp.kernels import SgdRule, Update, backend
 from preamp.optim.fused.base import (
     REQUIRED,
@@ -16,6 +17,7 @@ from preamp.optim.fused.base import (
     Group,
     batches,
     evaluate,
+    scalar_on,
 )
 from preamp.optim.fused.checks import check_nesterov, check_numbers
 
@@ -51,14 +53,6 @@ class FusedSGD(FusedOptimizer):
 
     Raises:
         ValueError: A negative number, or nesterov without momentum or with dampening.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-        >>> optimizer = FusedSGD([weight], lr=0.5, momentum=0.9)
-        >>> weight.sum().backward()
-        >>> optimizer.step()
-        >>> weight.tolist()
-        [0.5, 0.5]
     """
 
     _settings: ClassVar[tuple[str, ...]] = (
@@ -131,7 +125,9 @@ class FusedSGD(FusedOptimizer):
         is_first = not self._has_momentum(batch.params[0])
         inv_scale = None
         if self.most_recent_scale != 1.0:
-            inv_scale = torch.tensor(1.0 / self.most_recent_scale, device=batch.params[0].device)
+            param = batch.params[0]
+            inverse = 1.0 / self.most_recent_scale
+            inv_scale = scalar_on(inverse, math_dtype(param.dtype), param.device)
         backend().sgd_(
             batch.params,
             batch.grads,
