@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """How the gradients of the ranks become one, where torch's own way is not what was asked for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +27,12 @@ class Averaging:
     group: dist.ProcessGroup
 
 
-def reduce_bucket(state: Averaging, bucket: Any) -> Any:
+# torch reads the annotations of a hook, and wants types instead of strings: no __future__ above.
+def reduce_bucket(
+    state: Averaging,
+    bucket: dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
+) -> torch.futures.Future[torch.Tensor]:
     """Sum one bucket over the ranks as ``state`` says; a communication hook of torch's DDP.
-
-    Returns a future of the reduced buffer.
 
     Arithmetic is in the dtype of the bucket, or in float32 with one rounding at the end if
     ``state.in_float32``.

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run checks on several processes at once, and report what failed where.
+
+Starting a process costs seconds, so all checks of a file share one start. A check is a function of
+a module; every rank calls it. A rank that fails stops, whereupon gloo tells the others, and a
+deadline covers what gloo does not notice.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+Check = Callable[[], None]
+
+DEADLINE_SECONDS = 120
+
+
+def checks_of(module: ModuleType) -> list[Check]:
+    """The functions of ``module`` whose names start with ``check_``."""
+    return [item for name, item in vars(module).items() if name.startswith("check_")]
+
+
+def assert_pass(checks: Sequence[Check], world_size: int, folder: Path) -> None:
+    """Run ``checks`` on ``world_size`` ranks; all must pass on all of them."""
+    assert checks
+    context = multiprocessing.start_processes(
+        _rank_main, (checks, world_size, folder), world_size, join=False, start_method="spawn"
+    )
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    try:
+        while not context.join(timeout=1):
+            assert time.monotonic() < deadline, f"still running: {_reports(folder)}"
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+    reports = _reports(folder)
+    assert reports == {f"rank{rank}.txt": "passed" for rank in range(world_size)}, "\n".join(
+        reports.values()
+    )
+
+
+def _reports(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(folder.glob("rank*.txt"))}
+
+
+def _rank_main(rank: int, checks: Sequence[Check], world_size: int, folder: Path) -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'meet'}",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    report = folder / f"rank{rank}.txt"
+    for check in checks:
+        report.write_text(f"did not return from {check.__name__}")
+        torch.manual_seed(0)
+        try:
+            check()
+        except BaseException:
+            report.write_text(f"{check.__name__} on rank {rank}:\n{traceback.format_exc()}")
+            return
+    report.write_text("passed")
+    dist.destroy_process_group()
