@@ -43,10 +43,10 @@ def merged_statistics(x: torch.Tensor, group: dist.ProcessGroup | None) -> Stati
     Every rank contributes its count n, mean μ and sum of squared deviations M, all of one
     all-gather; then, after Chan, Golub and LeVeque (1979),
 
-        n = Σ nᵢ,  μ = Σ nᵢ·μᵢ / n,  n·σ² = Σ Mᵢ + nᵢ·(μᵢ - μ)²
+        n = Σ nᵢ,  μ = μ₀ + Σ nᵢ·(μᵢ - μ₀) / n,  n·σ² = Σ Mᵢ + nᵢ·(μᵢ - μ)²
 
-    which is exact for batches of different sizes, an empty one included, and does not cancel as
-    a difference of sums would.
+    which is exact for batches of different sizes, an empty one included. Nothing cancels as in a
+    difference of sums, and where the means are close μ is rounded once.
 
     Args:
         x: Shape ``(batch, channels, …)``, any floating dtype; computed on in float32, or float64.
@@ -55,7 +55,7 @@ def merged_statistics(x: torch.Tensor, group: dist.ProcessGroup | None) -> Stati
     parts = _gather(_local_moments(x), group)
     counts, means, squares = parts[:, :1], *parts[:, 1:].chunk(2, dim=1)
     count = counts.sum()
-    mean = (counts * means).sum(0) / count
+    mean = means[0] + (counts * (means - means[0])).sum(0) / count
     deviations = squares + counts * (means - mean).square()
     return Statistics(mean, deviations.sum(0) / count, count)
 
