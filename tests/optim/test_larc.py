@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""LARC: the formula against float64, its optimizer's surface, and every opt level."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import preamp
+from cases.levels import LEVEL_NAMES, LEVELS, WITH_MASTERS, LevelCase
+from cases.models import Exact, loss_of, values
+from cases.optimizers import clone_state
+from cases.tolerances import assert_same, assert_within_budget
+from preamp import amp
+from preamp.parallel.LARC import LARC
+
+ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
+
+
+def adapted(
+    p: torch.Tensor, g: torch.Tensor, *, lr: float, wd: float, tc: float, clip: bool, eps: float
+) -> torch.Tensor:
+    """The formula, in float64."""
+    p, g = p.double(), g.double()
+    p_norm, g_norm = p.norm(), g.norm()
+    if p_norm == 0 or g_norm == 0:
+        return g
+    a = tc * p_norm / (g_norm + wd * p_norm + eps)
+    if clip:
+        a = min(a / lr, 1.0)
+    return (g + wd * p) * a
+
+
+def one_step(p: torch.Tensor, g: torch.Tensor, lr: float, wd: float, **larc: Any) -> torch.Tensor:
+    """What LARC makes of the gradient ``g`` of ``p``."""
+    param = nn.Parameter(p.clone())
+    param.grad = g.clone()
+    LARC(torch.optim.SGD([param], lr=lr, weight_decay=wd), **larc).step()
+    return param.grad
+
+
+@settings(max_examples=50)
+@given(
+    seed=st.integers(0, 1000),
+    sizes=st.tuples(st.sampled_from([1e-4, 1.0, 1e4]), st.sampled_from([1e-4, 1.0, 1e4])),
+    lr=st.sampled_from([1e-3, 0.1, 10.0]),
+    wd=st.sampled_from([0.0, 0.01, 1.0]),
+    tc=st.sampled_from([0.001, 0.02, 1.0]),
+    clip=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_formula(
+    seed: int,
+    sizes: tuple[float, float],
+    lr: float,
+    wd: float,
+    tc: float,
+    clip: bool,
+    dtype: torch.dtype,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    p, g = ((torch.randn(7, generator=generator) * size).to(dtype) for size in sizes)
+    facts = {"tc": tc, "clip": clip, "eps": 1e-6}
+    exact = adapted(p, g, lr=lr, wd=wd, **facts)
+    ours = one_step(p, g, lr, wd, trust_coefficient=tc, clip=clip, eps=1e-6)
+    assert ours.dtype is dtype
+    assert_within_budget(ours, exact.to(dtype), exact)
+
+
+def test_half_gradients_are_computed_on_in_float32() -> None:
+    p, g = torch.full((4096,), 16.0).half(), torch.full((4096,), 16.0).half()
+    exact = adapted(p, g, lr=0.1, wd=0.5, tc=0.02, clip=True, eps=1e-8)
+    ours = one_step(p, g, 0.1, 0.5)  # the sum of squares is 2**20, infinite in float16
+    assert torch.equal(ours, exact.half())
+
+
+@pytest.mark.parametrize("zero", ["weights", "gradient"])
+def test_where_a_norm_is_zero_nothing_changes(zero: str) -> None:
+    p, g = torch.ones(3) * (zero != "weights"), torch.ones(3) * (zero != "gradient")
+    assert_same(one_step(p, g, 0.1, 0.5), g)
+
+
+def test_what_the_optimizer_sees() -> None:
+    """The inner step: adapted gradients, no weight decay; nothing for parameters without."""
+    a, b, idle = (nn.Parameter(torch.full((2,), value)) for value in (2.0, 3.0, 4.0))
+    groups = [{"params": [a, idle], "weight_decay": 0.5}, {"params": [b], "lr": 1.0}]
+    optimizer = torch.optim.SGD(groups, lr=0.25, momentum=0.9)
+    larc = LARC(optimizer)
+    for param in (a, b):
+        param.grad = torch.ones(2)
+    facts = {"tc": 0.02, "clip": True, "eps": 1e-8}
+    wanted = [
+        adapted(p.detach(), torch.ones(2), lr=lr, wd=wd, **facts)
+        for p, lr, wd in ((a, 0.25, 0.5), (b, 1.0, 0.0))
+    ]
+    before = [a.detach().clone(), b.detach().clone()]
+    assert larc.step() is None
+    torch.testing.assert_close(a.detach(), before[0] - 0.25 * wanted[0].float())
+    torch.testing.assert_close(b.detach(), before[1] - 1.0 * wanted[1].float())
+    assert idle.tolist() == [4.0, 4.0]
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.5, 0]
+
+
+@pytest.mark.parametrize("kind", ["Rprop", "Adafactor", "AdamW"])
+def test_around_other_optimizers(kind: str) -> None:
+    param = nn.Parameter(torch.ones(3))
+    larc = LARC(getattr(torch.optim, kind)([param], lr=0.1))
+    decays = [dict(group) for group in larc.param_groups]
+    param.grad = torch.ones(3)
+    larc.step()
+    assert [dict(group).keys() for group in larc.param_groups] == [d.keys() for d in decays]
+    assert larc.param_groups[0].get("weight_decay") == decays[0].get("weight_decay")
+    assert not torch.equal(param, torch.ones(3))
+
+
+class Twice(torch.optim.SGD):
+    """Hooks run in both of its steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_an_optimizer_whose_hooks_run_twice_is_adapted_once() -> None:
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for param, kind in zip(params, (torch.optim.SGD, Twice), strict=True):
+        param.grad = torch.ones(3)
+        LARC(kind([param], lr=0.1, weight_decay=0.1)).step()
+    assert_same(*(param.detach() for param in params))
+
+
+class Fails(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise MemoryError(f"with weight decay {self.param_groups[0]['weight_decay']}")
+
+
+def test_weight_decay_comes_back_when_the_step_raises() -> None:
+    param = nn.Parameter(torch.ones(1))
+    larc = LARC(Fails([param], lr=0.1, weight_decay=0.25))
+    param.grad = torch.ones(1)
+    with pytest.raises(MemoryError, match=r"with weight decay 0\.0"):
+        larc.step()
+    assert larc.param_groups[0]["weight_decay"] == 0.25
+    grad = param.grad.clone()
+    with pytest.raises(MemoryError, match=r"with weight decay 0\.25"):  # LARC's hook is gone
+        larc.optim.step()
+    assert_same(param.grad, grad)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    dense, embedding = nn.Parameter(torch.ones(2)), nn.Embedding(4, 2, sparse=True)
+    dense.grad = torch.ones(2)
+    embedding(torch.tensor([1])).sum().backward()
+    larc = LARC(torch.optim.SGD([dense, *embedding.parameters()], lr=0.1, weight_decay=0.1))
+    text = (
+        "LARC found a sparse gradient of shape (4, 2). It takes dense gradients, since weight "
+        "decay changes every element. Make the embedding with sparse=False, or step it with an optimizer "
+        "of its own."
+    )
+    with pytest.raises(preamp.PreampStateError, match=re.escape(text)):
+        larc.step()
+    assert (dense.tolist(), dense.grad.tolist()) == ([1.0, 1.0], [1.0, 1.0])
+    assert larc.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_only_optimizers_are_wrapped() -> None:
+    text = (
+        "LARC was given a list. It wraps a torch.optim.Optimizer. Pass the optimizer itself; wrap "
+        "it before preamp.initialize."
+    )
+    with pytest.raises(TypeError, match=re.escape(text)):
+        LARC([nn.Parameter(torch.ones(1))])  # type: ignore[arg-type]
+
+
+# -- the surface of an optimizer ---------------------------------------------------------------
+
+
+def test_signature_is_that_of_apex() -> None:
+    found = inspect.signature(LARC).parameters
+    assert {name: p.default for name, p in list(found.items())[1:]} == {
+        "trust_coefficient": 0.02,
+        "clip": True,
+        "eps": 1e-8,
+    }
+
+
+def test_everything_else_is_the_optimizers() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    larc = LARC(optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    larc.step()
+    assert larc.optim is optimizer
+    assert larc.state is optimizer.state
+    assert larc.param_groups is optimizer.param_groups
+    assert repr(larc) == repr(optimizer)
+    state = copy.deepcopy(larc.state_dict())
+    other = LARC(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    other.load_state_dict(state)
+    assert other.param_groups[0]["lr"] == 0.1
+    assert clone_state(other.optim).keys() == clone_state(optimizer).keys()
+    larc.zero_grad()
+    assert model.weight.grad is None
+    larc.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(optimizer.param_groups) == 2
+    larc.param_groups = optimizer.param_groups[:1]
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_are_whole(way: str) -> None:
+    larc = LARC(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), eps=0.5)
+    twin = copy.deepcopy(larc) if way == "deepcopy" else pickle.loads(pickle.dumps(larc))
+    assert (twin.eps, twin.trust_coefficient, twin.clip) == (0.5, 0.02, True)
+    assert twin.optim is not larc.optim
+    assert twin.param_groups[0]["params"][0].tolist() == [1.0, 1.0]
+
+
+# -- mixed precision ---------------------------------------------------------------------------
+
+
+def build(model: nn.Module) -> LARC:
+    return LARC(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=0.125))
+
+
+def backward(model: nn.Module, optimizer: Any, index: int, factor: float = 1.0) -> None:
+    with preamp.scale_loss(loss_of([model], index) * factor, optimizer) as scaled:
+        scaled.backward()
+
+
+@pytest.mark.parametrize("row", LEVELS, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "form", [lambda x: x, lambda x: [x], lambda x: (x,)], ids=["alone", "list", "tuple"]
+)
+@pytest.mark.parametrize("door", [preamp, amp], ids=lambda door: door.__name__)
+def test_training_equals_larc_on_masters(row: LevelCase, form: Any, door: Any) -> None:
+    """As without preamp, on weights of the optimizer's dtype; also across a skipped step."""
+    model = Exact()
+    plain = copy.deepcopy(model).to(torch.float32 if row.has_masters else row.weight)
+    if row.name == "O3":  # its batch norm is half as well
+        plain.norm.half()
+    larc, plain_larc = build(model), build(plain)
+    assert door.initialize(model, larc, opt_level=row.name, verbosity=0) == (model, larc)
+    engine = preamp.engine_of(larc.optim)
+    for index in range(3):
+        with door.scale_loss(loss_of([model], index), form(larc)) as scaled:
+            scaled.backward()
+        with preamp.disable_casts():
+            loss_of([plain], index).backward()
+        for optimizer in (larc, plain_larc):
+            optimizer.step()
+            optimizer.zero_grad()
+    for param, wanted in zip(preamp.master_params(larc), values(plain_larc), strict=True):
+        assert_same(param.detach(), wanted)
+    assert engine.steps_applied == 3
+    for param in model.parameters():
+        master = engine.master_of(param)
+        if master is not None:
+            assert_same(param.detach(), master.detach().to(param.dtype))
+    engine.close()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_skipped_step_leaves_everything_alone(level: str) -> None:
+    model = Exact()
+    larc = build(model)
+    preamp.initialize(model, larc, opt_level=level, loss_scale="dynamic", verbosity=0)
+    backward(model, larc, 0)
+    larc.step()
+    larc.zero_grad()
+    before, state = values(larc), clone_state(larc.optim)
+    backward(model, larc, 1, float("inf"))
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    larc.step()
+    engine = preamp.engine_of(model)
+    assert (engine.steps_skipped, engine.last_step_skipped) == (1, True)
+    assert larc.param_groups[0]["weight_decay"] == 0.125
+    for ours, wanted in zip(values(larc), before, strict=True):
+        assert_same(ours, wanted)
+    for key, value in clone_state(larc.optim).items():
+        assert_same(value, state[key], key)
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        assert_same(param.grad, grad)
+
+
+@ALL_LEVELS
+def test_lists_of_larc_and_others(level: str) -> None:
+    models = [Exact(0), Exact(1)]
+    optimizers = [build(models[0]), torch.optim.Adam(models[1].parameters())]
+    result = preamp.initialize(models, optimizers, opt_level=level, verbosity=0)
+    assert result[0] is models
+    assert result[1] is optimizers
+    assert type(optimizers[0]) is LARC
+    before = [values(model) for model in models]
+    with preamp.scale_loss(loss_of(models, 0), optimizers) as scaled:
+        scaled.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for model, old in zip(models, before, strict=True):
+        assert not all(torch.equal(a, b) for a, b in zip(values(model), old, strict=True))
+
+
+def test_the_same_optimizer_twice_is_refused() -> None:
+    model = Exact()
+    larc = build(model)
+    with pytest.raises(preamp.PreampStateError, match="The same SGD is listed twice"):
+        preamp.initialize(model, [larc, larc.optim], opt_level="O2", verbosity=0)
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_writes_to_half_weights_count_in_the_ratio(level: str) -> None:
+    """LARC's arithmetic comes after the engine has brought the masters up to date."""
+    model = nn.Linear(2, 1, bias=False)
+    larc = LARC(torch.optim.SGD(model.parameters(), lr=1.0), trust_coefficient=0.25)
+    preamp.initialize(model, larc, opt_level=level, loss_scale=8.0, verbosity=0)
+    with preamp.scale_loss(model.weight.float().sum(), larc) as scaled:
+        scaled.backward()
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    larc.step()  # the ratio is 0.25 * |(2, 2)| / |(1, 1)|
+    torch.testing.assert_close(next(preamp.master_params(larc)).tolist(), [[1.5, 1.5]])
+
+
+@ALL_LEVELS
+def test_schedulers_take_the_wrapped_optimizer(level: str) -> None:
+    model = Exact()
+    larc = build(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(larc.optim, 1, gamma=0.5)
+    preamp.initialize(model, larc, opt_level=level, verbosity=0)
+    backward(model, larc, 0)
+    larc.step()
+    scheduler.step()
+    assert larc.param_groups[0]["lr"] == 0.25
+
+
+def test_switched_off() -> None:
+    model = Exact()
+    larc = build(model)
+    assert preamp.initialize(model, larc, enabled=False) == (model, larc)
+    loss = loss_of([model], 0)
+    with preamp.scale_loss(loss, larc) as scaled:
+        assert scaled is loss
+
+
+def test_not_initialized() -> None:
+    text = "scale_loss was given a SGD that was not initialized"
+    with pytest.raises(preamp.PreampStateError, match=text):
+        backward(Exact(), build(Exact()), 0)
