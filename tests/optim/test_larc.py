@@ -162,8 +162,8 @@ def test_sparse_gradients_are_refused() -> None:
     larc = LARC(torch.optim.SGD([dense, *embedding.parameters()], lr=0.1, weight_decay=0.1))
     text = (
         "LARC found a sparse gradient of shape (4, 2). It takes dense gradients, since weight "
-        "decay changes every element. Make the embedding with sparse=False, or step it with an optimizer "
-        "of its own."
+        "decay changes every element. Make the embedding with sparse=False, or step it with an "
+        "optimizer of its own."
     )
     with pytest.raises(preamp.PreampStateError, match=re.escape(text)):
         larc.step()

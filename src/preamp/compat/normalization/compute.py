@@ -101,10 +101,9 @@ class NormFromOutput(torch.autograd.Function):
         dims = _normalized_dims(norm)
         wide = x.to(math_dtype(x.dtype))
         if norm.is_centred:
-            square = torch.var(wide, dims, correction=0, keepdim=True)
-        else:
-            square = wide.square().mean(dims, keepdim=True)
-        ctx.save_for_backward(y, weight, bias, torch.rsqrt(square + norm.eps))
+            wide = wide - wide.mean(dims, keepdim=True)
+        rstd = torch.rsqrt(wide.square().mean(dims, keepdim=True) + norm.eps)
+        ctx.save_for_backward(y, weight, bias, rstd)
         ctx.norm, ctx.x_dtype = norm, x.dtype
         return y
 

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""preamp.normalization: forward and backward against float64, in every mix of dtypes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import math
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+import preamp
+from cases.tolerances import assert_same, assert_within_budget
+from preamp.normalization import (
+    FusedLayerNorm,
+    FusedRMSNorm,
+    MixedFusedLayerNorm,
+    MixedFusedRMSNorm,
+    fused_layer_norm,
+)
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LAYERS = (FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm)
+ALL_LAYERS = pytest.mark.parametrize("kind", LAYERS, ids=lambda kind: kind.__name__)
+EFFICIENT = pytest.mark.parametrize("efficient", [False, True])
+
+
+def oracle(x: Any, w: Any, b: Any, dims: int, eps: float, *, centred: bool) -> torch.Tensor:
+    """The formula, in the dtype of its arguments, differentiable."""
+    over = list(range(-dims, 0))
+    if centred:
+        x = x - x.mean(over, keepdim=True)
+    x = x / (x.square().mean(over, keepdim=True) + eps).sqrt()
+    return (x if w is None else x * w) + (0 if b is None else b)
+
+
+def run(fn: Any, tensors: list[Any], dy: torch.Tensor) -> list[torch.Tensor]:
+    """Output and gradients of ``fn``."""
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
+    y = fn(*leaves)
+    y.backward(dy.to(y.dtype))
+    return [y.detach(), *(leaf.grad for leaf in leaves if leaf is not None)]
+
+
+def further(a: torch.Tensor, b: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Which of two is further away from ``exact``."""
+    return a if (a - exact).abs().max() > (b - exact).abs().max() else b
+
+
+def layer_like(kind: Any, shape: tuple[int, ...], w: Any, b: Any, **arguments: Any) -> Any:
+    layer = kind(shape, **arguments)
+    if w is not None:
+        layer.weight = torch.nn.Parameter(w.clone())
+    if b is not None and "Layer" in kind.__name__:
+        layer.bias = torch.nn.Parameter(b.clone())
+    return layer
+
+
+@settings(max_examples=60)
+@given(
+    kind=st.sampled_from(LAYERS),
+    leading=st.lists(st.integers(1, 4), max_size=2),
+    shape=st.lists(st.integers(2, 9), min_size=1, max_size=2),
+    dtype=st.sampled_from(DTYPES),
+    weight_dtype=st.sampled_from(DTYPES),
+    eps=st.sampled_from([1e-5, 1e-2]),
+    offset=st.sampled_from([0.0, 8.0]),
+    efficient=st.booleans(),
+)
+def test_layers_against_the_formula(
+    kind: Any,
+    leading: list[int],
+    shape: list[int],
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    eps: float,
+    offset: float,
+    efficient: bool,
+) -> None:
+    generator = torch.Generator().manual_seed(math.prod(shape) + 100 * len(leading))
+    x = (torch.randn(*leading, *shape, generator=generator) + offset).to(dtype)
+    w = (torch.rand(shape, generator=generator) + 0.5).to(weight_dtype)
+    centred, mixed = "Layer" in kind.__name__, "Mixed" in kind.__name__
+    b = torch.rand(shape, generator=generator).to(weight_dtype) if centred else None
+    layer = layer_like(kind, tuple(shape), w, b, eps=eps, memory_efficient=efficient)
+    out = weight_dtype if mixed else dtype
+    dy = torch.randn(x.shape, generator=generator).to(out)
+
+    def formula(x: Any, w: Any, b: Any = None) -> torch.Tensor:
+        return oracle(x, w, b, len(shape), eps, centred=centred)
+
+    def torchs_own(x: Any, w: Any, b: Any = None) -> torch.Tensor:
+        args = () if b is None else (b,)
+        return (F.layer_norm if centred else F.rms_norm)(x, shape, w, *args, eps)
+
+    given_all = [t for t in (x, w, b) if t is not None]
+    low = dtype if dtype is weight_dtype else torch.promote_types(torch.float32, dtype)
+    exact = run(formula, [t.double() for t in given_all], dy.double())
+    coarse = run(torchs_own, [t.to(low) for t in given_all], dy.to(low))
+
+    leaf = x.clone().requires_grad_()
+    y = layer(leaf)
+    y.backward(dy)
+    ours = [y.detach(), leaf.grad, *(p.grad for p in layer.parameters())]
+    kept = [out, dtype, *[weight_dtype] * (len(ours) - 2)]
+    for mine, wanted, torchs, own_dtype in zip(ours, exact, coarse, kept, strict=True):
+        assert mine.dtype is own_dtype
+        rounded = further(wanted.to(own_dtype).double(), torchs.to(own_dtype).double(), wanted)
+        if efficient:  # x̂ is as coarse as the output it is recovered from
+            rounded = rounded + 16 * torch.finfo(out).eps * (1 + wanted.abs())
+        assert_within_budget(mine, rounded, wanted)
+
+
+@ALL_LAYERS
+def test_same_as_torch_in_one_dtype(kind: Any) -> None:
+    for dtype in DTYPES:
+        x, w, b = (torch.randn(shape).to(dtype) for shape in ((3, 7), (7,), (7,)))
+        layer = layer_like(kind, (7,), w, b)
+        if "Layer" in kind.__name__:
+            wanted = F.layer_norm(x, (7,), w, b, 1e-5)
+        else:
+            wanted = F.rms_norm(x, (7,), w, 1e-5)
+        assert_same(layer(x).detach(), wanted)
+
+
+@pytest.mark.parametrize("kind", [FusedLayerNorm, FusedRMSNorm], ids=lambda kind: kind.__name__)
+@EFFICIENT
+def test_without_weights(kind: Any, efficient: bool) -> None:
+    layer = kind(5, elementwise_affine=False, memory_efficient=efficient)
+    assert layer.state_dict() == {}
+    assert layer.weight is None
+    x, dy = torch.randn(2, 5, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
+    centred = kind is FusedLayerNorm
+    wanted = run(lambda t: oracle(t, None, None, 1, 1e-5, centred=centred), [x], dy)
+    for ours, exact in zip(run(layer, [x], dy), wanted, strict=True):
+        torch.testing.assert_close(ours, exact)
+
+
+def test_statistics_of_half_inputs_are_in_float32() -> None:
+    x = torch.full((1, 4096), 200.0, dtype=torch.float16)  # its square is infinite in float16
+    assert FusedRMSNorm(4096).half()(x).unique().tolist() == [1.0]
+    assert FusedLayerNorm(4096).half()(x).abs().max() < 0.01
+    assert FusedRMSNorm(4096, memory_efficient=True).half()(x).unique().tolist() == [1.0]
+
+
+FUNCTIONS: list[tuple[Any, int, bool, bool]] = [
+    (fused_layer_norm.fused_layer_norm, 0, True, False),
+    (fused_layer_norm.fused_layer_norm_affine, 2, True, False),
+    (fused_layer_norm.mixed_dtype_fused_layer_norm_affine, 2, True, True),
+    (fused_layer_norm.fused_rms_norm, 0, False, False),
+    (fused_layer_norm.fused_rms_norm_affine, 1, False, False),
+    (fused_layer_norm.mixed_dtype_fused_rms_norm_affine, 1, False, True),
+]
+BY_FUNCTION = pytest.mark.parametrize(
+    ("fn", "params", "centred", "mixed"), FUNCTIONS, ids=lambda v: getattr(v, "__name__", "")
+)
+
+
+@BY_FUNCTION
+@EFFICIENT
+def test_functions(fn: Any, params: int, centred: bool, mixed: bool, efficient: bool) -> None:
+    x = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
+    affine = [torch.rand(2, 4, dtype=torch.float64) + 0.5 for _ in range(params)]
+    affine = [t.requires_grad_() for t in affine]
+
+    def call(x: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
+        return fn(x, *affine, (2, 4), 1e-3, efficient)
+
+    given_all = [*affine, None, None][:2]
+    torch.testing.assert_close(call(x, *affine), oracle(x, *given_all, 2, 1e-3, centred=centred))
+    assert torch.autograd.gradcheck(call, (x, *affine))
+    out = fn(x.half(), *(t.float() for t in affine), (2, 4))
+    assert out.dtype is (torch.float32 if mixed else torch.float16)
+
+
+@BY_FUNCTION
+def test_functions_default_to_a_smaller_eps(
+    fn: Any, params: int, centred: bool, mixed: bool
+) -> None:
+    defaults = {n: p.default for n, p in inspect.signature(fn).parameters.items()}
+    assert list(defaults)[:1] == ["input"]
+    assert list(defaults)[1:-2] == [*["weight", "bias"][:params], "normalized_shape"]
+    assert (defaults["eps"], defaults["memory_efficient"]) == (1e-6, False)
+
+
+@EFFICIENT
+def test_layers_can_be_nested_in_any_shape(efficient: bool) -> None:
+    layer = FusedLayerNorm([2, 3], memory_efficient=efficient)
+    assert layer.normalized_shape == torch.Size([2, 3])
+    for shape in ((2, 3), (4, 2, 3), (0, 2, 3)):
+        x = torch.randn(shape, requires_grad=True)
+        layer(x).sum().backward()
+        assert x.grad.shape == x.shape
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        layer(torch.ones(3, 2))
+
+
+def test_memory_efficient_keeps_the_output_only() -> None:
+    kept: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.data_ptr())
+        return tensor
+
+    x = torch.randn(4, 6, requires_grad=True)
+    for efficient in (False, True):
+        layer = FusedLayerNorm(6, memory_efficient=efficient)
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            y = layer(x)
+        assert (x.data_ptr() in kept) is not efficient
+        assert (y.data_ptr() in kept) is efficient
+
+
+def test_where_a_weight_is_zero_memory_efficient_stays_finite() -> None:
+    layer = FusedLayerNorm(4, memory_efficient=True)
+    layer.weight.data.zero_()
+    x = torch.randn(2, 4, requires_grad=True)
+    layer(x).sum().backward()
+    assert layer.weight.grad.tolist() == x.grad[0].tolist() == [0.0] * 4
+
+
+@ALL_LAYERS
+@EFFICIENT
+def test_autocast_casts_the_arguments(kind: Any, efficient: bool) -> None:
+    layer = kind(6, memory_efficient=efficient)
+    for dtype, half in itertools.product((torch.float32, torch.float64), (torch.bfloat16,)):
+        x = torch.randn(3, 6, dtype=dtype)
+        with torch.autocast("cpu", dtype=half):
+            out = layer(x)
+        # float64 stays what it is, as in autocast itself.
+        stays = dtype is torch.float64 and "Mixed" not in kind.__name__
+        assert out.dtype is (torch.float64 if stays else half)
+        wanted = copy.deepcopy(layer).to(half)(x if stays else x.to(half))
+        if not stays and dtype is not torch.float64:
+            assert_same(out.detach(), wanted.detach())
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@ALL_LAYERS
+def test_at_every_level(kind: Any, level: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), kind(6), torch.nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    with preamp.scale_loss(model(torch.randn(3, 4)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    after = [p.detach().float() for p in preamp.master_params(optimizer)]
+    assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+@ALL_LAYERS
+def test_state_and_copies(kind: Any) -> None:
+    layer = kind((2, 3))
+    names = ["weight", "bias"] if "Layer" in kind.__name__ else ["weight"]
+    assert list(layer.state_dict()) == names
+    assert layer.weight.unique().tolist() == [1.0]
+    layer.weight.data.normal_()
+    twin = copy.deepcopy(layer)
+    x = torch.randn(4, 2, 3)
+    assert_same(twin(x).detach(), layer(x).detach())
+    layer.reset_parameters()
+    assert layer.weight.unique().tolist() == [1.0]
+    assert not torch.equal(twin.weight, layer.weight)
+    assert repr(layer) == f"{kind.__name__}((2, 3), eps=1e-05, elementwise_affine=True)"
+
+
+@ALL_LAYERS
+@EFFICIENT
+def test_compiled_and_traced(kind: Any, efficient: bool) -> None:
+    layer = kind(6, memory_efficient=efficient)
+    x = torch.randn(3, 6)
+    with warnings.catch_warnings():
+        # torch deprecates tracing, and what its own compiler does with autograd functions.
+        warnings.simplefilter("ignore")
+        for made in (
+            torch.compile(layer, backend="eager", fullgraph=True),
+            torch.jit.trace(layer, x),
+        ):
+            assert_same(made(x).detach(), layer(x).detach())
+
+
+@pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
+def test_mixed_layers_have_weights(kind: Any) -> None:
+    name = kind.__name__
+    with pytest.warns(UserWarning, match=f"{name} always has a weight"):
+        kind(3, elementwise_affine=True)
+    text = (
+        f"{name} was given elementwise_affine=False. Its output has the dtype of its weight, so it "
+        f"always has one. Use {name[5:]} for a norm without weight."
+    )
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        kind(3, elementwise_affine=False)
+
+
+def test_signatures_are_those_of_apex() -> None:
+    for kind in LAYERS[:2]:
+        found = inspect.signature(kind).parameters
+        assert {name: p.default for name, p in list(found.items())[1:]} == {
+            "eps": 1e-5,
+            "elementwise_affine": True,
+            "memory_efficient": False,
+        }
+    for kind in LAYERS[2:]:
+        found = inspect.signature(kind).parameters
+        assert found["eps"].default == 1e-5
+        assert found["memory_efficient"].kind is inspect.Parameter.KEYWORD_ONLY
