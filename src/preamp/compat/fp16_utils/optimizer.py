@@ -17,7 +17,7 @@ from preamp.compat.fp16_utils.checks import (
 )
 from preamp.compat.fp16_utils.master_lists import WithMasters
 from preamp.compat.fp16_utils.scaled_gradients import ScaledGradients
-from preamp.compat.fp16_utils.scaling import make_scaler, scaler_from, state_of
+from preamp.compat.fp16_utils.scaling import make_scaler, scaler_from, set_scale, state_of
 from preamp.compat.fp16_utils.skips import Skips, excuse_scheduler
 from preamp.compat.scaler import LossScaler
 from preamp.core.log import say
@@ -97,7 +97,7 @@ class FP16_Optimizer(WithMasters):
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self._core.set_scale(float(value))
+        set_scale(self._core, value)
 
     # -- gradients -------------------------------------------------------------------------------
 

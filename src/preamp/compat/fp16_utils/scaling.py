@@ -77,6 +77,15 @@ def scaler_from(state: ScalerState) -> LossScaler:
     return scaler
 
 
+def set_scale(scaler: LossScaler, value: float) -> None:
+    """Set the scale by hand.
+
+    Raises:
+        ValueError: ``value`` is not a finite number above 0.
+    """
+    scaler.set_scale(plain_loss_scaler({**state_of(scaler), "loss_scale": value})["loss_scale"])
+
+
 def state_of(scaler: LossScaler) -> ScalerState:
     """Return everything `scaler_from` needs."""
     rule, now = scaler.rule, scaler.state_dict()
