@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from checkpoint.apex_files import AMP, SCALERS, apex_class, write_run
+from engine.harness import engines_closed as engines_closed
 from fp16_utils.steps import Weights
 from preamp import amp
 from preamp.checkpoint import (
@@ -101,6 +102,22 @@ def test_what_contains_itself_is_refused() -> None:
 # -- findings ------------------------------------------------------------------------------------
 
 
+def test_records_are_found_wherever_they_are(run: Path) -> None:
+    record = read_apex_checkpoint(run)["optimizer"]["loss_scaler"]
+    content = {
+        "list": [1, ({"deep": record}, 2)],
+        "optimizer": {"state": {}, "param_groups": [], "scaler": [record]},
+        "plain": [1, {"a": 2}],
+    }
+    kind = "object of apex.amp.scaler.LossScaler"
+    assert [(item.key, item.kind) for item in describe(content)] == [
+        ("['list'][1][0]['deep']", kind),
+        ("['optimizer']", "state of an optimizer"),
+        ("['optimizer']['scaler'][0]", kind),
+        ("['plain']", "list of 2"),
+    ]
+
+
 def test_findings_name_everything(run: Path, tmp_path: Path) -> None:
     found = convert_apex_checkpoint(run, tmp_path / "plain.pt")
     assert [(item.key, item.kind) for item in found] == [
@@ -108,7 +125,6 @@ def test_findings_name_everything(run: Path, tmp_path: Path) -> None:
         ("['model']", "state of a model"),
         ("['optimizer']", "state of fp16_utils.FP16_Optimizer"),
         ("['optimizer']['loss_scaler']", "object of apex.amp.scaler.LossScaler"),
-        ("['optimizer']['optimizer_state_dict']", "state of an optimizer"),
         ("['amp']", "amp.state_dict()"),
         ("['history']", "list of 2"),
     ]

@@ -22,6 +22,7 @@ from fp16_utils.steps import (
     sgd,
     wrapped,
 )
+from preamp.compat.amp_state import amp_state
 from preamp.core.errors import LossScaleError
 from preamp.fp16_utils import FP16_Optimizer, convert_network
 
@@ -31,6 +32,12 @@ SCALES = pytest.mark.parametrize(
     [{}, {"static_loss_scale": 256.0}, {"dynamic_loss_scale": True}],
     ids=["none", "static", "dynamic"],
 )
+
+
+@pytest.fixture(autouse=True)
+def amp_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skipped steps are told at amp's verbosity, which other tests may have left at 0."""
+    monkeypatch.setattr(amp_state, "verbosity", 1)
 
 
 # -- training ------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from preamp.checkpoint.scaler_state import plain_loss_scaler
 from preamp.core.errors import message
 
 UNCHANGED = "unchanged"
+RECORD = "object of "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +77,6 @@ _KINDS: tuple[tuple[Callable[[Mapping[Any, Any]], bool], str, str], ...] = (
 )
 """Test, name and use of each kind of dict, the most particular first."""
 
-_INSIDE = {_KINDS[0][1]: ("loss_scaler", "optimizer_state_dict")}
-"""Entries of a kind that are described as well; everything in a kind without a row is its own."""
-
 
 def describe(content: Any, key: str = "") -> Iterator[Finding]:
     """Say what a checkpoint contains, from the outside in.
@@ -88,31 +86,47 @@ def describe(content: Any, key: str = "") -> Iterator[Finding]:
         key: Where ``content`` is.
 
     Yields:
-        A finding for each thing with a known kind, each record, and each entry of another kind.
+        A finding for each thing of a known kind, each record, and each other entry.
     """
     if isinstance(content, ApexRecord):
-        yield Finding(key=key, kind=f"object of {content.class_name}", becomes="a dict of numbers")
-    elif isinstance(content, Mapping):
-        yield from _describe_mapping(cast("Mapping[Any, Any]", content), key)
+        yield Finding(key=key, kind=RECORD + content.class_name, becomes="a dict of numbers")
+        return
+    kind, becomes = _kind_of(content)
+    if kind:
+        yield Finding(key=key, kind=kind, becomes=becomes)
+        inside = (found for name, item in _entries(content) for found in describe(item, key + name))
+        yield from (found for found in inside if found.kind.startswith(RECORD))
+    elif isinstance(content, Mapping) and content:
+        for name, item in _entries(cast("Any", content)):
+            yield from describe(item, key + name)
     else:
-        yield Finding(key=key, kind=_name_of(content), becomes=UNCHANGED)
+        inside = (found for name, item in _entries(content) for found in describe(item, key + name))
+        told = [found for found in inside if found.becomes != UNCHANGED]
+        yield from told or [Finding(key=key, kind=_name_of(content), becomes=UNCHANGED)]
 
 
-def _describe_mapping(content: Mapping[Any, Any], key: str) -> Iterator[Finding]:
-    for fits, kind, becomes in _KINDS:
-        if fits(content):
-            yield Finding(key=key, kind=kind, becomes=becomes)
-            for name in _INSIDE.get(kind, ()):
-                if name in content:
-                    yield from describe(content[name], f"{key}[{name!r}]")
-            return
-    if not content:
-        yield Finding(key=key, kind="empty dict", becomes=UNCHANGED)
-    for name, item in content.items():
-        yield from describe(item, f"{key}[{name!r}]")
+def _kind_of(content: Any) -> tuple[str, str]:
+    if isinstance(content, Mapping):
+        mapping = cast("Mapping[Any, Any]", content)
+        for fits, kind, becomes in _KINDS:
+            if fits(mapping):
+                return kind, becomes
+    return "", UNCHANGED
+
+
+def _entries(content: Any) -> list[tuple[str, Any]]:
+    """What is in a container, each with how to index it; nothing in anything else."""
+    if isinstance(content, Mapping):
+        mapping = cast("Mapping[Any, Any]", content)
+        return [(f"[{name!r}]", item) for name, item in mapping.items()]
+    if isinstance(content, (list, tuple)):
+        return [(f"[{index}]", item) for index, item in enumerate(cast("list[Any]", content))]
+    return []
 
 
 def _name_of(content: Any) -> str:
+    if isinstance(content, Mapping):
+        return "empty dict"
     if isinstance(content, torch.Tensor):
         return f"{str(content.dtype).removeprefix('torch.')} tensor of shape {tuple(content.shape)}"
     if isinstance(content, (list, tuple, set)):

@@ -88,7 +88,7 @@ def read_apex_checkpoint(
     try:
         with torch.serialization.safe_globals(cast("Any", _STAND_INS)):
             return cast("Any", torch).load(path, map_location=map_location, weights_only=True)
-    except OSError:
+    except (OSError, MemoryError):
         raise
     except Exception as error:  # a damaged file makes torch raise nearly anything
         raise ValueError(_refusal(path, error)) from error

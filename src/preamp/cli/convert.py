@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from preamp.checkpoint import Finding, convert_apex_checkpoint
+from preamp.checkpoint.convert import RECORD
 from preamp.cli.console import make_console
 
 
@@ -34,7 +35,7 @@ def convert_checkpoint(
     console = make_console()
     if explain:
         console.print(_table(findings, src))
-    converted = sum(finding.kind.startswith("object of ") for finding in findings)
+    converted = sum(finding.kind.startswith(RECORD) for finding in findings)
     objects = "1 object" if converted == 1 else f"{converted} objects"
     console.print(
         f"{objects} made plain data: {dst}", markup=False, soft_wrap=True, highlight=False

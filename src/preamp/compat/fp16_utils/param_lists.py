@@ -15,6 +15,7 @@ from preamp.kernels import backend
 Params = list[nn.Parameter]
 
 clip_grad_norm = nn.utils.clip_grad_norm_
+"""``torch.nn.utils.clip_grad_norm_`` under its former name."""
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[Params, Params]:
