@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The applier, ``apex_C``, and the ways scripts use all of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from multi_tensor.strategies import new_flag, random_list
+from preamp.compat.multi_tensor import amp_C, apex_C
+from preamp.multi_tensor_apply import (
+    MultiTensorApply,
+    multi_tensor_applier,
+    multi_tensor_applier_l2norm,
+)
+
+
+def test_the_appliers_state() -> None:
+    assert MultiTensorApply.available is True
+    assert MultiTensorApply.warned is False
+    assert MultiTensorApply.import_err is None
+    assert multi_tensor_applier.chunk_size == 2048 * 32
+    assert multi_tensor_applier_l2norm.chunk_size == 2048 * 32
+
+
+def test_the_applier_passes_everything_on() -> None:
+    seen: list[Any] = []
+
+    def op(*args: Any, **kwargs: Any) -> str:
+        seen.extend((args, kwargs))
+        return "result"
+
+    flag, lists = new_flag(), [[torch.ones(1)]]
+    assert MultiTensorApply(7)(op, flag, lists, 1, "two", three=3) == "result"
+    assert seen == [(7, flag, lists, 1, "two"), {"three": 3}]
+
+
+def test_an_applier_that_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MultiTensorApply, "available", False)
+    text = (
+        "MultiTensorApply.available is False. preamp's operations are available everywhere unless "
+        "a program says otherwise. Set MultiTensorApply.available = True, or test it before "
+        "calling."
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+        multi_tensor_applier(amp_C.multi_tensor_l2norm, new_flag(), [[torch.ones(1)]])
+
+
+# -- apex_C ----------------------------------------------------------------------------------
+
+SHAPES = ((2, 3), (0,), (), (1, 2, 2, 2))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_flatten_and_unflatten_are_torchs(layout: str) -> None:
+    tensors = random_list(SHAPES, torch.float16, layout=layout)
+    flat = apex_C.flatten(tensors)
+    assert torch.equal(flat, _flatten_dense_tensors(tensors))
+    pieces = apex_C.unflatten(flat, tensors)
+    wanted = _unflatten_dense_tensors(flat, tensors)
+    for piece, other, tensor in zip(pieces, wanted, tensors, strict=True):
+        assert piece.shape == tensor.shape
+        assert torch.equal(piece, tensor)
+        assert torch.equal(piece, other)
+
+
+def test_unflattened_tensors_share_the_flat_memory() -> None:
+    flat = torch.zeros(10, requires_grad=True)
+    first, second = apex_C.unflatten(flat, [torch.empty(2, 3), torch.empty(3)])
+    amp_C.multi_tensor_scale(65536, new_flag(), [[torch.ones(3)], [second]], 5.0)
+    with torch.no_grad():
+        first.fill_(1.0)
+    assert flat.tolist() == [1.0] * 6 + [5.0] * 3 + [0.0]
+    with pytest.raises(RuntimeError, match="exceeds dimension size"):
+        apex_C.unflatten(flat, [torch.empty(11)])
+
+
+def test_flattening_is_differentiable() -> None:
+    tensors = [torch.ones(2, requires_grad=True), torch.ones(1, 1, requires_grad=True)]
+    (apex_C.flatten(tensors) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert [t.grad.flatten().tolist() for t in tensors if t.grad is not None] == [[1, 2], [3]]
+
+
+# -- idioms ----------------------------------------------------------------------------------
+
+
+def clip_gradients(params: Iterable[torch.nn.Parameter], largest: float) -> float:
+    """Clip by the global norm as training frameworks do that know Apex's operations."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for param in params:
+        if param.grad is not None:
+            by_dtype.setdefault(param.grad.dtype, []).append(param.grad.detach())
+    flag = torch.zeros(1, dtype=torch.int)
+    norms = [
+        multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [grads], False)[0]
+        for grads in by_dtype.values()
+    ]
+    total = torch.cat(norms).norm().item()
+    factor = largest / (total + 1e-6)
+    if factor < 1.0:
+        for grads in by_dtype.values():
+            multi_tensor_applier(amp_C.multi_tensor_scale, flag.zero_(), [grads, grads], factor)
+    return total
+
+
+@pytest.mark.parametrize("largest", [0.5, 1e6])
+def test_clipping_as_frameworks_do_it(largest: float) -> None:
+    shapes = [(3, 4), (5,), (2, 2), (1,)]
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for param, grad in zip(params, random_list(shapes, torch.float32), strict=True):
+        param.grad = grad
+    params.append(torch.nn.Parameter(torch.zeros(2)))
+    twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    for twin, param in zip(twins, params, strict=True):
+        twin.grad = None if param.grad is None else param.grad.clone()
+    total = clip_gradients(params, largest)
+    wanted = torch.nn.utils.clip_grad_norm_(twins, largest)
+    assert total == pytest.approx(wanted.item(), rel=1e-6)
+    for twin, param in zip(twins, params, strict=True):
+        if param.grad is not None:
+            torch.testing.assert_close(param.grad, twin.grad)
+
+
+def test_gradients_are_copied_to_masters_with_a_literal_chunk_size() -> None:
+    halves = random_list([(3,), (2, 2)], torch.float16)
+    masters = [torch.empty_like(half, dtype=torch.float32) for half in halves]
+    buffer = torch.tensor([0], dtype=torch.int32)
+    amp_C.multi_tensor_scale(65536, buffer, [halves, masters], 1.0 / 128)
+    assert buffer.item() == 0
+    for half, master in zip(halves, masters, strict=True):
+        assert torch.equal(master, half.float() / 128)
+    halves[1][0, 0] = math.inf
+    amp_C.multi_tensor_scale(65536, buffer, [halves, masters], 1.0 / 128)
+    assert buffer.item() == 1
+
+
+def test_parameters_of_a_graph_are_raw_data() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    result = leaf * 2.0
+    pieces = list(torch.ones(2, 3, requires_grad=True).unbind())
+    flag = new_flag()
+    amp_C.multi_tensor_scale(65536, flag, [[leaf, result, *pieces]] * 2, 4.0)
+    assert [t.tolist() for t in (leaf, result, *pieces)] == [[4.0] * 3, [8.0] * 3, *[[4.0] * 3] * 2]
+    assert leaf.is_leaf
+    norm, each = amp_C.multi_tensor_l2norm(65536, flag, [[leaf]], True)
+    out = torch.empty(3)
+    amp_C.multi_tensor_axpby(65536, flag, [[leaf], [leaf], [out]], 1.0, 1.0, 0)
+    assert not any(t.requires_grad for t in (norm, each, out))
