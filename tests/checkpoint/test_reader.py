@@ -160,7 +160,10 @@ def test_records_take_a_dict_and_nothing_else(
     write: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     path = write(tmp_path / "odd.pt")
-    with pytest.raises(ValueError, match=f"^{re.escape(str(path))} cannot be read: "):
+    cause = r"(ApexRecord\.__new__\(\) takes 1 .*|apex\S+ has a state of its own kind)"
+    with pytest.raises(
+        ValueError, match=rf"^{re.escape(str(path))} cannot be read: {cause}\. Files"
+    ):
         read_apex_checkpoint(path)
 
 

@@ -24,6 +24,9 @@ APEX_CLASSES = (
 """The classes whose objects Apex's own state dicts contain."""
 
 
+_ADVICE = ("Weights only load failed", "Please file an issue", "Check the documentation")
+
+
 class ApexRecord:
     """What a file says about an object of Apex: the name of its class, and its attributes.
 
@@ -33,7 +36,6 @@ class ApexRecord:
     """
 
     class_name = ""
-
     attributes: dict[str, Any]
 
     def __new__(cls) -> ApexRecord:
@@ -104,15 +106,15 @@ def _refusal(path: str | os.PathLike[str], error: Exception) -> str:
             "If you trust its origin, load it with torch.load(path, weights_only=False), take "
             "out what is not plain data, and save it again",
         )
-    lines = str(error).strip().splitlines() or [type(error).__name__]
     return message(
-        f"{os.fspath(path)} cannot be read: {lines[-1] if len(lines) == 1 else _cause(lines)}",
+        f"{os.fspath(path)} cannot be read: {_cause(error)}",
         "Files written by torch.save are read, in the zip and in the older format",
         "Check that the file is complete and is a checkpoint",
     )
 
 
-def _cause(lines: list[str]) -> str:
+def _cause(error: Exception) -> str:
     """The line that says what is wrong; torch puts advice before and after it."""
-    said = [line.strip() for line in lines if line.strip()]
-    return next((line for line in said[1:] if not line.startswith("Check")), said[0])
+    lines = [line.strip() for line in str(error).splitlines()]
+    causes = [line for line in lines if line and not line.startswith(_ADVICE)]
+    return causes[-1] if causes else type(error).__name__

@@ -58,7 +58,7 @@ class Skips:
         self.in_row += 1
         note, self.note = self.note, None
         notes = [] if note is None else [note]
-        cause = find_cause(notes, self._steps, scaler.value(), self._name_of)
+        cause = find_cause(notes, self._steps, [scaler.value()], self._name_of)
         if amp_state.verbosity > 0:
             say(skip_message(cause), every_rank=True)
         if self.in_row >= MAX_SKIPS:
