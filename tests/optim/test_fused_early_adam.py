@@ -238,6 +238,31 @@ def test_grads_that_do_not_match_are_refused(grads: Any, lengths: list[int]) -> 
         assert torch.equal(master, was)
 
 
+@pytest.mark.parametrize("name", ["grads", "output_params"])
+def test_shapes_that_do_not_match_are_refused(name: str) -> None:
+    masters, _ = flat_groups()
+    tensors = [torch.ones(6), torch.ones(1)]  # the last would broadcast
+    message = (
+        f"FusedAdam.step() got a tensor of shape (1,) in {name}. Its parameter has the shape "
+        f"(4,). Pass {name} in the order and shapes of the groups' parameters."
+    )
+    optimizer = FusedAdam(masters)
+    arguments = {"grads": [torch.ones(6), torch.ones(4)], name: tensors}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        optimizer.step(**arguments)
+    assert not optimizer.state
+
+
+def test_norms_that_do_not_match_are_refused() -> None:
+    masters, _ = flat_groups()
+    optimizer = FusedAdam(masters, max_grad_norm=1.0)
+    message = "FusedAdam.step() got grad_norms of length 2. There are 1 groups. Pass one norm per"
+    grads = gradients(SHAPES, 0, torch.float32)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        optimizer.step(grads=grads, grad_norms=[1.0, 2.0])
+    assert not optimizer.state
+
+
 def test_sparse_grads_are_refused_before_anything_changes() -> None:
     masters, _ = flat_groups()
     before = masters[0].detach().clone()

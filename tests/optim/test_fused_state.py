@@ -477,12 +477,13 @@ def test_apex_wrote_the_step_with_one_dimension() -> None:
     assert optimizer.param_groups[0]["step"] == 8
 
 
+@pytest.mark.parametrize("lr", [1e-3, torch.tensor(1e-3)], ids=["float", "tensor"])
 @pytest.mark.parametrize(
-    "make", [lambda p: FusedAdam(p, capturable=True), lambda p: MIXED_LAMB.kind(p)]
+    "make", [lambda p, lr: FusedAdam(p, lr, capturable=True), lambda p, lr: MIXED_LAMB.kind(p, lr)]
 )
-def test_groups_own_their_counters(make: Any) -> None:
+def test_groups_own_their_counters(make: Any, lr: Any) -> None:
     params = parameters(SHAPES, torch.float32)
-    optimizer = make([{"params": params[:1]}, {"params": params[1:2]}])
+    optimizer = make([{"params": params[:1]}, {"params": params[1:2]}], lr)
     optimizer.add_param_group({"params": params[2:]})
     first, *others = optimizer.param_groups
     for group in optimizer.param_groups:

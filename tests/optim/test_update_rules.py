@@ -184,8 +184,8 @@ def test_gradients_survive(case: RuleCase, dtype: torch.dtype) -> None:
 
 
 @every_rule
+@every_dtype
 @pytest.mark.parametrize("half", HALVES, ids=variant_id)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=variant_id)
 def test_halves_are_the_rounded_parameters(
     case: RuleCase, dtype: torch.dtype, half: torch.dtype
 ) -> None:

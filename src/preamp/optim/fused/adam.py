@@ -176,7 +176,7 @@ class FusedAdam(FusedOptimizer):
             RuntimeError: A gradient is sparse or of a dtype that is not updated, or an early
                 argument is given without ``grads`` to an optimizer of today's formula.
             PreampStateError: Earlier steps followed the other formula.
-            ValueError: ``grads`` or ``output_params`` do not match the groups.
+            ValueError: ``grads``, ``output_params`` or ``grad_norms`` do not match the groups.
         """
         early = EarlyArguments(grads, output_params, scale, grad_norms)
         if names_scaler("FusedAdam", scaling):

@@ -100,8 +100,15 @@ class EarlyArguments:
         """For each group the entries of the parameters that have a gradient from somewhere.
 
         Raises:
-            ValueError: There are more or fewer lists, or tensors in one, than there should be.
+            ValueError: There are more or fewer lists, tensors or norms than there should be, or
+                a tensor has not its parameter's shape.
         """
+        if self.grad_norms is not None and len(self.grad_norms) != len(groups):
+            raise _mismatch(
+                f"grad_norms of length {len(self.grad_norms)}",
+                f"There are {len(groups)} groups",
+                "Pass one norm per group",
+            )
         grads = _per_group("grads", self.grads, groups)
         outputs = _per_group("output_params", self.output_params, groups)
         found: list[list[Entry]] = []
@@ -109,6 +116,7 @@ class EarlyArguments:
             entries: list[Entry] = []
             for param, grad, out in zip(group["params"], group_grads, group_outputs, strict=True):
                 grad = param.grad if grad is None else grad
+                _check_shapes(param, grads=grad, output_params=out)
                 if grad is not None:
                     entries.append((param, grad, out))
             found.append(entries)
@@ -217,11 +225,23 @@ def _per_group(name: str, value: Any, groups: Sequence[Group]) -> list[list[Any]
     lists = [list(cast("Iterable[Any]", item)) for item in items] if is_nested else [items]
     lengths, wanted = [len(item) for item in lists], [len(group["params"]) for group in groups]
     if lengths != wanted:
-        raise ValueError(
-            message(
-                f"FusedAdam.step() got {name} of lengths {lengths}",
-                f"The groups have {wanted} parameters",
-                f"Pass {name} as one list per group, or flat if there is a single group",
-            )
+        raise _mismatch(
+            f"{name} of lengths {lengths}",
+            f"The groups have {wanted} parameters",
+            f"Pass {name} as one list per group, or flat if there is a single group",
         )
     return lists
+
+
+def _check_shapes(param: torch.Tensor, **tensors: torch.Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != param.shape:
+            raise _mismatch(
+                f"a tensor of shape {tuple(tensor.shape)} in {name}",
+                f"Its parameter has the shape {tuple(param.shape)}",
+                f"Pass {name} in the order and shapes of the groups' parameters",
+            )
+
+
+def _mismatch(got: str, allowed: str, do: str) -> ValueError:
+    return ValueError(message(f"FusedAdam.step() got {got}", allowed, do))
