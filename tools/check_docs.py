@@ -15,7 +15,16 @@ from pathlib import Path
 from types import ModuleType
 
 API = Path(__file__).parents[1] / "docs" / "api"
-MODULES = ("preamp", "preamp.amp")
+MODULES = (
+    "preamp",
+    "preamp.amp",
+    "preamp.checkpoint",
+    "preamp.fp16_utils",
+    "preamp.multi_tensor_apply",
+    "preamp.normalization",
+    "preamp.optimizers",
+    "preamp.parallel",
+)
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The names of ``apex.optimizers``: migrating is ``from preamp.optimizers import FusedAdam``."""
 
+from preamp.compat.flat import FP16_Optimizer as FP16_Optimizer
 from preamp.optim.fused import FusedAdagrad as FusedAdagrad
 from preamp.optim.fused import FusedAdam as FusedAdam
 from preamp.optim.fused import FusedLAMB as FusedLAMB
@@ -10,6 +11,7 @@ from preamp.optim.fused import FusedNovoGrad as FusedNovoGrad
 from preamp.optim.fused import FusedSGD as FusedSGD
 
 __all__ = [
+    "FP16_Optimizer",
     "FusedAdagrad",
     "FusedAdam",
     "FusedLAMB",
