@@ -13,6 +13,7 @@ from torch import nn
 from preamp.core.errors import message
 from preamp.distributed.averaging import Averaging, reduce_bucket
 from preamp.distributed.groups import require_group
+from preamp.distributed.masters import broadcast_masters
 
 _MB = 1024 * 1024
 
@@ -23,7 +24,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     A ``torch.nn.parallel.DistributedDataParallel`` with the constructor of ``apex.parallel``:
     everything torch's class can do is there, ``no_sync`` included. Wrap the model after
     ``preamp.initialize``, so that the gradients that travel have the dtype they are made in.
-    Parameters are broadcast from rank 0 at construction; buffers are not, neither then nor later.
+    Parameters are broadcast from rank 0 at construction, with their float32 masters if there are
+    any; buffers are not, neither then nor later.
 
     With the defaults torch's reducer divides by the number of ranks and sums. With
     ``allreduce_always_fp32``, ``gradient_average=False`` or ``gradient_predivide_factor`` a
@@ -83,7 +85,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             RuntimeError: From torch: nothing in ``module`` requires grad.
 
         Mutates:
-            ``module``: parameters on all ranks but the first.
+            ``module``: parameters and their masters on all ranks but the first.
         """
         del gradient_average_split_factor, prof
         _refuse_old(shared_param, delay_allreduce, allreduce_trigger_params, num_allreduce_streams)
@@ -101,6 +103,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 find_unused_parameters=delay_allreduce,
                 gradient_as_bucket_view=retain_allreduce_buffers,
             )
+        broadcast_masters(module, cast("Any", self).process_group)
         self._averages = gradient_average
         self._predivide = float(gradient_predivide_factor)
         self._always_fp32 = allreduce_always_fp32

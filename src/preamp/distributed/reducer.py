@@ -1,61 +1,26 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Averages over all ranks on demand: one flat buffer per dtype and device, one call for each."""
+"""Averages over all ranks on demand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from preamp.core.errors import message
+from preamp.distributed.flat import flat_dist_call
 from preamp.distributed.groups import collectives, require_group
-
-Tensors = Sequence[torch.Tensor]
-
-
-def flat_dist_call(
-    tensors: Tensors, call: Callable[..., Any], extra_args: Sequence[Any] | None = None
-) -> None:
-    """Run a collective on ``tensors`` as if they were one tensor.
-
-    Tensors of one dtype and device are copied into a flat buffer, ``call(buffer, *extra_args)``
-    is made on it, and the result is copied back. After ``torch.distributed.all_reduce`` the
-    buffer is divided by the number of ranks, in its own dtype: the result is the average.
-
-    Args:
-        tensors: Dense tensors of any shapes and dtypes, in the same order on every rank.
-        call: A collective that works in place, such as ``torch.distributed.broadcast``.
-        extra_args: Its arguments after the tensor.
-
-    Mutates:
-        ``tensors``. Synchronises as ``call`` does.
-    """
-    with torch.no_grad():
-        for bucket in _by_kind(tensors):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-            call(flat, *(extra_args or ()))
-            if call is collectives.all_reduce:
-                flat /= dist.get_world_size()
-            sizes = [tensor.numel() for tensor in bucket]
-            for tensor, part in zip(bucket, torch.split(flat, sizes), strict=True):
-                tensor.detach().copy_(part.view(tensor.shape))
-
-
-def _by_kind(tensors: Tensors) -> Iterable[list[torch.Tensor]]:
-    buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return buckets.values()
+from preamp.distributed.masters import broadcast_masters
 
 
 class Reducer:
     """Averages gradients over the ranks when told to, for scripts that choose the moment.
 
     ``gradient = Σ gradient / world_size``, summed in the gradient's own dtype. Unlike
-    `DistributedDataParallel` it hooks nothing: call ``reduce`` between ``backward`` and ``step``.
+    `DistributedDataParallel` it hooks nothing: call ``reduce`` after ``backward``, inside the
+    ``scale_loss`` block where there is one, so that overflow on one rank is seen on all.
 
     Attributes:
         module: The module, or ``None`` if gradients were given.
@@ -73,7 +38,7 @@ class Reducer:
             TypeError: Something other than tensors is among the gradients.
 
         Mutates:
-            The module's parameters on all ranks but the first.
+            The module's parameters and their masters on all ranks but the first.
         """
         require_group("Reducer")
         self.module: nn.Module | None = None
@@ -81,6 +46,7 @@ class Reducer:
         if isinstance(module_or_grads_list, nn.Module):
             self.module = module_or_grads_list
             flat_dist_call(list(self.module.parameters()), collectives.broadcast, (0,))
+            broadcast_masters(self.module, collectives.group.WORLD)
         else:
             self.grads = list(_tensors_in(module_or_grads_list))
 
