@@ -88,10 +88,10 @@ class Run:
         ours = list(preamp.master_params(self.optimizer))
         for param, wanted in zip(ours, values(self.plain_optimizer), strict=True):
             assert_same(param.detach(), wanted)
-        for param in self.model.parameters():
-            everywhere = [torch.empty_like(param) for _ in range(RANKS)]
-            dist.all_gather(everywhere, param.detach())
-            assert_same(everywhere[0], everywhere[1])
+        weights = torch.cat([param.detach().float().flatten() for param in ours])
+        everywhere = [torch.empty_like(weights) for _ in range(RANKS)]
+        dist.all_gather(everywhere, weights)
+        assert_same(everywhere[0], everywhere[1])
         self.engine.close()
 
 
@@ -124,7 +124,7 @@ def check_other_ways_to_reduce() -> None:
         {"allreduce_always_fp32": True},
         {"gradient_predivide_factor": 2.0},
     )
-    for level, way in itertools.product(LEVEL_NAMES, ways):
+    for level, way in itertools.product(("O1", "O2", "O3"), ways):
         _train(level, sgd, 1, way)
 
 
