@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import preamp
-from alias.conftest import Run
+from alias.harness import Run
 from preamp.compat.alias import table
 from preamp.compat.alias.install import STARTUP
 

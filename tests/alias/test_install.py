@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 import pytest
 
 import preamp
-from alias.conftest import Run
+from alias.harness import Run
 from preamp.compat.alias.install import STARTUP
 
 

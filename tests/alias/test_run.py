@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from alias.conftest import Run
+from alias.harness import Run
 from preamp.cli import main as main_module
 from preamp.cli import run as run_module
 from preamp.cli.app import app

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Processes that run programs under the alias."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+Done = subprocess.CompletedProcess[str]
+Run = Callable[..., Done]
+
+
+def run_python(arguments: Sequence[str], folder: Path, **environment: str) -> Done:
+    """Run Python in a process of its own, and return what came of it."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+class Zygote:
+    """The process that ``zygote.py`` describes; a context manager."""
+
+    def __init__(self, *modules: str) -> None:
+        """Start it; every program will find ``modules`` imported."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "error", str(Path(__file__).with_name("zygote.py")), *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def preamp_run(self, arguments: Sequence[str], folder: Path) -> Done:
+        """Call ``preamp run`` in a process of its own, in ``folder``."""
+        out, err = folder / ".out", folder / ".err"
+        out.write_text("", "utf-8")
+        err.write_text("", "utf-8")
+        job = {"arguments": arguments, "folder": str(folder), "out": str(out), "err": str(err)}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        status = int(self._process.stdout.readline())
+        return subprocess.CompletedProcess(
+            list(arguments), status, out.read_text("utf-8"), err.read_text("utf-8")
+        )
+
+    def __enter__(self) -> Zygote:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._process.communicate()

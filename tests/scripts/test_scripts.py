@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whole training programs that know only the name apex end where their float32 run ends."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from alias.harness import Zygote, run_python
+
+HERE = Path(__file__).parent
+SCRIPTS = ("imagenet", "dcgan", "bert", "lstm", "gloo")
+CLOSE = 0.1
+"""How far the last loss of a half run may be from the float32 run's, relative to it.
+
+Rounding changes the path of training; skipping the first steps until the loss scale fits shifts
+it by a step or two.
+"""
+
+Call = Callable[..., str]
+RESULT = re.compile(r"^final loss (\S+) final metric (\S+)$", re.MULTILINE)
+LEARNT = {"imagenet": 1.2, "bert": 1.0, "lstm": 0.5, "gloo": 0.8}
+"""A loss below which a script has learnt something; it starts at log(classes)."""
+
+
+def needs(*modules: str) -> pytest.MarkDecorator:
+    """Skip where a part of preamp is not there yet."""
+    missing = [name for name in modules if importlib.util.find_spec(f"preamp.{name}") is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not there yet: {missing}")
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
+    """Run a script of this folder, once for the same arguments, and return what it printed."""
+    done: dict[tuple[str, ...], str] = {}
+    folder = tmp_path_factory.mktemp("scripts")
+    # torch's optimizers import its compiler at their first step.
+    with Zygote("sklearn.datasets", "torch._dynamo") as zygote:
+
+        def run(name: str, *arguments: str) -> str:
+            key = (name, *arguments)
+            if key not in done:
+                process = zygote.preamp_run([str(HERE / f"{name}.py"), *arguments], folder)
+                assert process.returncode == 0, process.stderr
+                done[key] = process.stdout
+            return done[key]
+
+        yield run
+
+
+def result(printed: str) -> tuple[float, float]:
+    match = RESULT.search(printed)
+    assert match is not None, printed
+    return float(match[1]), float(match[2])
+
+
+def check_near(name: str, printed: str, in_float32: str) -> None:
+    loss, expected = result(printed)[0], result(in_float32)[0]
+    assert expected < LEARNT.get(name, expected + 1)
+    assert abs(loss - expected) <= CLOSE * expected
+
+
+# -- image classification --------------------------------------------------------------------
+
+FLAGS = (
+    ("--opt-level", "O2", "--loss-scale", "128.0", "--keep-batchnorm-fp32", "False"),
+    ("--opt-level", "O3", "--keep-batchnorm-fp32", "True"),
+    ("--opt-level", "O1", "--loss-scale", "512"),
+)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+def test_imagenet(script: Call, level: str) -> None:
+    check_near("imagenet", script("imagenet", "--opt-level", level),
+               script("imagenet", "--opt-level", "O0"))  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
+def test_imagenet_flags(script: Call, flags: tuple[str, ...]) -> None:
+    printed = script("imagenet", *flags)
+    check_near("imagenet", printed, script("imagenet", "--opt-level", "O0"))
+    if "--loss-scale" in flags:
+        asked = flags[flags.index("--loss-scale") + 1]
+        used = re.findall(r"^loss_scale +: (\S+)$", printed, re.MULTILINE)[-1]
+        assert used == asked or float(used) == float(asked)
+
+
+def test_imagenet_goes_on_where_it_stopped(script: Call, tmp_path: Path) -> None:
+    """What is printed after resuming is digit for digit what the unbroken run prints."""
+    whole = script("imagenet", "--opt-level", "O2")
+    file = str(tmp_path / "checkpoint.pt")
+    script("imagenet", "--opt-level", "O2", "--stop-after", "1", "--checkpoint", file)
+    resumed = script("imagenet", "--opt-level", "O2", "--resume", file)
+    assert "(epoch 1)" in resumed
+    later = [line for line in whole.splitlines() if line.startswith(("epoch 1", "epoch 2", "fin"))]
+    assert later == resumed.splitlines()[-3:]
+
+
+@needs("parallel")
+def test_imagenet_with_synchronised_batch_norm(script: Call) -> None:
+    printed = script("imagenet", "--opt-level", "O1", "--sync_bn")
+    check_near("imagenet", printed, script("imagenet", "--opt-level", "O0"))
+
+
+# -- the adversarial pair --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_dcgan(script: Call, level: str) -> None:
+    printed = script("dcgan", "--opt_level", level)
+    plain = script("dcgan", "--opt_level", "O0")
+    check_near("dcgan", printed, plain)
+    assert abs(result(printed)[1] - result(plain)[1]) <= CLOSE * result(plain)[1]
+    assert len(re.findall(r"^loss [012]: scale ", printed, re.MULTILINE)) == 3
+
+
+# -- fine-tuning -----------------------------------------------------------------------------
+
+OPTIMIZERS = pytest.mark.parametrize(
+    "optimizer",
+    [
+        "adamw",
+        pytest.param("fused_adam", marks=needs("optimizers")),
+        pytest.param("fused_lamb", marks=needs("optimizers")),
+    ],
+)
+
+
+@OPTIMIZERS
+def test_bert(script: Call, optimizer: str) -> None:
+    flags = ("--optimizer", optimizer)
+    printed = script("bert", *flags, "--fp16", "--fp16_opt_level", "O2")
+    check_near("bert", printed, script("bert", *flags))
+
+
+@OPTIMIZERS
+def test_bert_goes_on_where_it_stopped(script: Call, tmp_path: Path, optimizer: str) -> None:
+    flags = ("--optimizer", optimizer, "--fp16", "--fp16_opt_level", "O2")
+    file = str(tmp_path / "checkpoint.pt")
+    script("bert", *flags, "--stop_after", "10", "--output", file)
+    resumed = script("bert", *flags, "--init_checkpoint", file)
+    assert result(resumed) == result(script("bert", *flags))
+
+
+# -- packed sequences ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "RNN"])
+def test_lstm(script: Call, cell: str) -> None:
+    printed = script("lstm", "--cell", cell, "--opt-level", "O1")
+    check_near("lstm", printed, script("lstm", "--cell", cell, "--opt-level", "O0"))
+    assert "output dtype torch.float16" in printed
+
+
+# -- several processes -----------------------------------------------------------------------
+
+
+def torchrun(folder: Path, *program: str) -> str:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = run_python((*launcher, "-m", "preamp", "run", *program), folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("ddp", ["torch", pytest.param("apex", marks=needs("parallel"))])
+def test_two_processes(script: Call, tmp_path: Path, ddp: str) -> None:
+    program = (str(HERE / "gloo.py"), "--opt-level", "O2", "--ddp", ddp)
+    printed = torchrun(tmp_path, *program)
+    check_near("gloo", printed, script("gloo", "--opt-level", "O0"))
+    assert printed.count("weights agree True") == 2
+
+
+@needs("parallel")
+def test_imagenet_in_two_processes(script: Call, tmp_path: Path) -> None:
+    printed = torchrun(tmp_path, str(HERE / "imagenet.py"), "--opt-level", "O1", "-b", "32")
+    assert result(printed)[0] < LEARNT["imagenet"]
+
+
+# -- the scripts themselves ------------------------------------------------------------------
+
+
+def test_every_script_is_run() -> None:
+    assert {path.stem for path in HERE.glob("*.py")} == {*SCRIPTS, "test_scripts"}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_do_not_know_preamp(name: str) -> None:
+    text = (HERE / f"{name}.py").read_text("utf-8")
+    imported = {
+        (node.module or "") if isinstance(node, ast.ImportFrom) else alias.name
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    }
+    assert any(module.startswith("apex") for module in imported)
+    assert "preamp" not in text
+
+
+def test_a_script_through_the_front_door(tmp_path: Path) -> None:
+    """The others are forked from one process; this one is started as a user starts it."""
+    script = str(HERE / "lstm.py")
+    done = run_python(("-W", "error", "-m", "preamp", "run", script, "--steps", "10"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert RESULT.search(done.stdout)
