@@ -41,6 +41,7 @@ SUPPLIED: dict[str, str] = {
     "apex.parallel.multiproc": "preamp.parallel.multiproc",
     "amp_C": "preamp.compat.multi_tensor.amp_C",
     "apex_C": "preamp.compat.multi_tensor.apex_C",
+    "fused_adam_cuda": "preamp.compat.multi_tensor.fused_adam_cuda",
 }
 """Module of Apex → module of preamp that has its names. Parents come before their children."""
 
@@ -79,7 +80,6 @@ REFUSED: dict[str, str] = {
     "apex.contrib.sparsity": "torch.sparse.to_sparse_semi_structured",
     "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
     "apex.contrib.xentropy": "torch.nn.functional.cross_entropy, which smooths labels too",
-    "fused_adam_cuda": "amp_C.multi_tensor_adam or torch.optim.Adam(fused=True)",
     "fused_dense_cuda": _DENSE,
     "fused_layer_norm_cuda": "apex.normalization.FusedLayerNorm or torch.nn.LayerNorm",
     "mlp_cuda": "torch.nn.Sequential of torch.nn.Linear and an activation",

@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-ROOTS = ("apex_C", "apex", "amp_C")
+ROOTS = ("apex", "amp_C", "apex_C", "fused_adam_cuda")
 
 
 class WaitingFinder:
