@@ -51,7 +51,7 @@ def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def in_float64(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.detach().double() for tensor in tensors]
+    return [tensor.detach().to(torch.float64, copy=True) for tensor in tensors]
 
 
 def math_of(*dtypes: torch.dtype) -> torch.dtype:
@@ -85,3 +85,14 @@ def assert_rounded(
         error = (got.double() - wanted).abs()
         fits = wanted.abs() < info.max * 0.99
         assert (error <= budget)[fits].all(), f"{got.dtype}: {(error / budget).max()} budgets"
+
+
+def assert_near(
+    ours: Sequence[torch.Tensor],
+    exact: Sequence[torch.Tensor],
+    *,
+    math: torch.dtype = torch.float32,
+    ulps: float = 64.0,
+) -> None:
+    """As `assert_rounded` for a step on values around one, whose terms may cancel."""
+    assert_rounded(ours, exact, [1 + tensor.abs() for tensor in exact], math=math, ulps=ulps)

@@ -28,15 +28,18 @@ def raise_flag_(flag: torch.Tensor, found: torch.Tensor) -> None:
     flag.masked_fill_(found, 1)
 
 
-def correction(beta: float, step: Scalar, *, enabled: bool) -> Scalar:
-    """``1 - beta ** step``, or 1 if not ``enabled``.
-
-    For a step on the device it is ``-expm1(step * log(beta))``: in float32 the difference itself
-    would lose half the digits of ``1 - 0.999``.
-    """
+def corrections(
+    betas: tuple[float, float], step: Scalar, enabled: int | bool
+) -> tuple[Scalar, Scalar]:
+    """``1 - beta ** step`` for both moments, or ones if not ``enabled``."""
     if not enabled:
-        return 1.0
+        return 1.0, 1.0
+    return _correction(betas[0], step), _correction(betas[1], step)
+
+
+def _correction(beta: float, step: Scalar) -> Scalar:
     if not isinstance(step, torch.Tensor):
         return 1.0 - beta**step
+    # In float32 the difference itself would lose half the digits of 1 - 0.999.
     log = math.log(beta) if beta > 0 else -math.inf
     return -torch.expm1(step.to(torch.float32) * log)

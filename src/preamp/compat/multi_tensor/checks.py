@@ -122,6 +122,16 @@ def checked(
     return Call(op, tuple(list(column) for column in zip(*rows, strict=True)), first.device)
 
 
+def check_mode(call: Call, mode: int) -> None:
+    """Refuse a mode of weight decay other than 0 and 1."""
+    if mode not in (0, 1):
+        raise call.refuse(
+            f"mode is {mode!r}",
+            "0 is L2 regularisation, 1 is decoupled decay",
+            "Pass 1 for the method called AdamW",
+        )
+
+
 def _check_counts(
     op: str, lists: list[Tensors], names: Sequence[str], optional: Sequence[str]
 ) -> None:

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``multi_tensor_sgd`` and ``multi_tensor_lars``."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cases.tolerances import assert_same
+from multi_tensor import oracles
+from multi_tensor.strategies import (
+    DTYPES,
+    assert_near,
+    copies,
+    dtypes,
+    in_float64,
+    layouts,
+    math_of,
+    new_flag,
+    random_list,
+    seeds,
+    shapes,
+)
+from preamp.compat.multi_tensor import amp_C
+
+F16, BF16, F32, F64 = DTYPES
+SIGNATURES = [
+    (F16, F16, F16),
+    (BF16, BF16, BF16),
+    (F32, F32, F32),
+    (F64, F64, F64),
+    (F16, F32, F32, F16),
+    (BF16, F32, F32, BF16),
+    (F32, F32, F32, F16),
+    (F32, F32, F32, BF16),
+]
+flags = st.booleans()
+
+
+@pytest.mark.parametrize("kinds", SIGNATURES, ids=lambda kinds: "-".join(map(str, kinds)))
+@settings(max_examples=20)
+@given(
+    shapes=shapes,
+    seed=seeds,
+    layout=layouts,
+    wd=st.sampled_from([0.0, 0.1]),
+    momentum=st.sampled_from([0.0, 0.9]),
+    dampening=st.sampled_from([0.0, 0.3]),
+    nesterov=flags,
+    first_run=flags,
+    wd_after_momentum=flags,
+    scale=st.sampled_from([1.0, 0.5, 1 / 3]),
+)
+def test_sgd(kinds: Any, shapes: Any, seed: int, layout: str, scale: float, **options: Any) -> None:
+    lists = [random_list(shapes, kind, seed + n, layout=layout) for n, kind in enumerate(kinds)]
+    grads, params, buffers = lists[:3]
+    wd, momentum, dampening, *booleans = options.values()
+    arguments = (wd, momentum, dampening, 0.1, *booleans, scale)
+    rows = zip(*map(in_float64, lists[:3]), strict=True)
+    exact = [oracles.sgd(*row, *arguments) for row in rows]
+    before = copies(grads)
+    amp_C.multi_tensor_sgd(65536, new_flag(), lists, *arguments)
+    for ours, wanted in zip((params, buffers), zip(*exact, strict=True), strict=True):
+        assert_near(ours, wanted, math=math_of(kinds[1]))
+    for ours, was in zip(grads, before, strict=True):
+        assert_same(ours, was)
+    for half, param in zip(*lists[3:], params if len(kinds) == 4 else [], strict=False):
+        assert_same(half, param.to(half.dtype))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.0},
+        {"momentum": 0.9, "dampening": 0.2},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "weight_decay": 0.1},
+    ],
+)
+def test_sgd_is_torchs(options: dict[str, Any]) -> None:
+    params = [torch.nn.Parameter(p) for p in random_list([(3,), (2, 2)], F64)]
+    optimizer = torch.optim.SGD(params, lr=0.1, **options)
+    ours = [p.detach().clone() for p in params]
+    buffers = [torch.zeros_like(p) for p in ours]
+    o = {"dampening": 0.0, "nesterov": False, "weight_decay": 0.0, **options}
+    for step in range(4):
+        grads = random_list([(3,), (2, 2)], F64, step + 1)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+        amp_C.multi_tensor_sgd(
+            65536, new_flag(), [grads, ours, buffers], o["weight_decay"], o["momentum"],
+            o["dampening"], 0.1, o["nesterov"], step == 0, False, 1.0,
+        )  # fmt: skip
+    for param, value in zip(params, ours, strict=True):
+        torch.testing.assert_close(value, param.detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_buffers_stay_as_they_are_without_momentum() -> None:
+    lists = [random_list([(3,)], F32, n) for n in range(3)]
+    before = lists[2][0].clone()
+    amp_C.multi_tensor_sgd(65536, new_flag(), lists, 0.1, 0.0, 0.0, 0.1, False, True, False, 1.0)
+    assert_same(lists[2][0], before)
+
+
+@pytest.mark.parametrize("op", ["sgd", "lars"])
+def test_a_set_flag_stops_the_step(op: str) -> None:
+    lists = [random_list([(3,), ()], kind, n) for n, kind in enumerate(SIGNATURES[4])]
+    lists[0][0][1] = torch.inf
+    before = [copies(tensors) for tensors in lists]
+    flag = new_flag(1)
+    if op == "sgd":
+        options = (0.1, 0.9, 0.0, 0.1, False, False, False, 1.0)
+        amp_C.multi_tensor_sgd(65536, flag, lists, *options)
+    else:
+        norms = torch.ones(2), torch.ones(2)
+        options = (0.1, 0.001, 0.0, 0.1, 0.9, 0.0, False, False, False, 1.0, False)
+        amp_C.multi_tensor_lars(65536, flag, lists, *norms, *options)
+    assert flag.item() == 1
+    for ours, old in zip(lists, before, strict=True):
+        for tensor, was in zip(ours, old, strict=True):
+            assert_same(tensor, was)
+
+
+def refused() -> list[tuple[torch.dtype, ...]]:
+    every = [*itertools.product(DTYPES, repeat=3), *itertools.product(DTYPES, repeat=4)]
+    return [kinds for kinds in every if kinds not in SIGNATURES]
+
+
+def test_sgd_refuses_every_other_signature() -> None:
+    for kinds in refused():
+        lists = [[torch.ones(1, dtype=kind)] for kind in kinds]
+        names = ", ".join(str(kind).removeprefix("torch.") for kind in kinds)
+        text = (
+            f"multi_tensor_sgd: the lists are {names}. Without copies all have one dtype; with "
+            "half copies, params and momentum_buffers are float32 and grads either float32 or of "
+            "the copies' dtype. Sort the parameters by dtype and call the op once for each."
+        )
+        with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+            amp_C.multi_tensor_sgd(
+                1, new_flag(), lists, 0.0, 0.0, 0.0, 0.1, False, False, False, 1.0
+            )
+        assert all(tensor.item() == 1 for (tensor,) in lists)
+
+
+# -- lars ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(
+    shapes,
+    dtypes,
+    dtypes,
+    st.sampled_from([None, F16, BF16]),
+    seeds,
+    layouts,
+    st.sampled_from([0.0, 0.1]),
+    st.sampled_from([0.0, 0.9]),
+    flags,
+    flags,
+)
+def test_lars(
+    shapes: Any,
+    grad: torch.dtype,
+    param: torch.dtype,
+    half: torch.dtype | None,
+    seed: int,
+    layout: str,
+    wd: float,
+    momentum: float,
+    nesterov: bool,
+    is_skipped: bool,
+) -> None:
+    kinds = (grad, param, F32)
+    lists = [random_list(shapes, kind, seed + n, layout=layout) for n, kind in enumerate(kinds)]
+    if seed % 4 == 0:
+        lists[seed // 4 % 2][0].zero_()  # a norm of 0 makes the rate lr
+    grads, params, buffers = lists
+    rows = zip(*map(in_float64, lists), strict=True)
+    options = (0.1, 0.5, 1e-3, wd, momentum, nesterov, is_skipped)
+    exact = [oracles.lars(*row, *options) for row in rows]
+    norms = [amp_C.multi_tensor_l2norm(1, new_flag(), [x], True)[1] for x in (grads, params)]
+    if half is not None:
+        lists.append([torch.zeros_like(p, dtype=half) for p in params])
+    amp_C.multi_tensor_lars(
+        65536, new_flag(), lists, *norms, 0.1, 0.5, 1e-3, wd, momentum, 0.5, nesterov, True, True,
+        7.0, is_skipped,
+    )  # fmt: skip
+    for ours, wanted in zip((params, buffers), zip(*exact, strict=True), strict=True):
+        assert_near(ours, wanted)
+    for copy, p in zip(*lists[3:], params if half else [], strict=False):
+        assert_same(copy, p.to(copy.dtype))
+
+
+@pytest.mark.parametrize("name", ["grad_norms", "param_norms"])
+def test_lars_wants_one_norm_for_each_tensor(name: str) -> None:
+    norms = {"grad_norms": torch.ones(1), "param_norms": torch.ones(1), name: torch.ones(2)}
+    text = (
+        f"multi_tensor_lars: {name} is float32 of shape (2,) on cpu. {name} is a contiguous "
+        "float32 tensor with numel 1 on cpu. "
+        "Make it with torch.zeros(1, dtype=torch.float32, device='cpu')."
+    )
+    lists = [[torch.ones(3)] for _ in range(3)]
+    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+        amp_C.multi_tensor_lars(
+            1, new_flag(), lists, norms["grad_norms"], norms["param_norms"], 0.1, 0.5, 0.0, 0.0,
+            0.0, 0.0, False, False, False, 1.0, False,
+        )  # fmt: skip
