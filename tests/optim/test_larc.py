@@ -354,3 +354,17 @@ def test_not_initialized() -> None:
     text = "scale_loss was given a SGD that was not initialized"
     with pytest.raises(preamp.PreampStateError, match=text):
         backward(Exact(), build(Exact()), 0)
+
+
+@ALL_LEVELS
+def test_questions_about_it_are_answered_for_its_optimizer(level: str) -> None:
+    model = Exact()
+    larc = LARC(torch.optim.SGD(model.parameters(), lr=0.5))
+    preamp.initialize(model, larc, opt_level=level, loss_scale=128.0, verbosity=0)
+    assert preamp.engine_of(larc) is preamp.engine_of(larc.optim) is preamp.engine_of(model)
+    with preamp.scale_loss(loss_of([model], 0), larc) as scaled:
+        scaled.backward()
+    grads = [param.grad for param in preamp.master_params(larc)]
+    norm = torch.stack([grad.float().norm() for grad in grads]).norm()
+    assert torch.allclose(preamp.clip_grad_norm_(larc, 2.0**-8), norm)
+    assert preamp.state_dict(larc) == preamp.state_dict(larc.optim)

@@ -11,7 +11,7 @@ from torch import nn
 
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.errors import PreampStateError, message
-from preamp.engine.lookup import find_engine
+from preamp.engine.lookup import bare, find_engine
 from preamp.optim import LARC
 
 
@@ -57,11 +57,6 @@ def as_optimizer_list(optimizers: Any) -> list[torch.optim.Optimizer]:
             "Pass the optimizer itself, or [optimizer_a, optimizer_b]",
         )
     )
-
-
-def bare(optimizer: Any) -> Any:
-    """Return the optimizer inside a `LARC`; anything else as it is."""
-    return optimizer.optim if isinstance(optimizer, LARC) else optimizer
 
 
 def _describe(value: Any) -> str:

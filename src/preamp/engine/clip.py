@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from preamp.core.errors import PreampStateError, message
-from preamp.engine.lookup import engine_of
+from preamp.engine.lookup import bare, engine_of
 from preamp.engine.stage import Stage
 from preamp.optim import Twin
 
@@ -39,7 +39,7 @@ def clip_grad_norm_(
         Gradients. Synchronises with the device: never.
     """
     engine = engine_of(optimizer)
-    session = engine.sessions[id(optimizer)]
+    session = engine.sessions[id(bare(optimizer))]
     if session.gradients.stage is Stage.SCALED:
         raise PreampStateError(
             message(

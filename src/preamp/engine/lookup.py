@@ -8,6 +8,7 @@ from typing import Any, cast
 from preamp.core.errors import PreampStateError, message
 from preamp.core.link import Link
 from preamp.engine.engine import Engine
+from preamp.optim import LARC
 
 ATTRIBUTE = "_preamp_link"
 """Name of the attribute that holds the link, on models and optimizers."""
@@ -15,11 +16,18 @@ ATTRIBUTE = "_preamp_link"
 _WRAPPED_IN = ("module", "_orig_mod")  # DistributedDataParallel and DataParallel; torch.compile
 
 
+def bare(optimizer: Any) -> Any:
+    """Return the optimizer inside a `LARC`; anything else as it is."""
+    return optimizer.optim if isinstance(optimizer, LARC) else optimizer
+
+
 def find_engine(thing: Any) -> Engine | None:
     """Return the open engine of a model or optimizer, or ``None``.
 
-    A model wrapped in DistributedDataParallel, DataParallel or ``torch.compile`` is looked into.
+    A model wrapped in DistributedDataParallel, DataParallel or ``torch.compile`` is looked into,
+    and so is `LARC`.
     """
+    thing = bare(thing)
     own: dict[str, Any] = getattr(thing, "__dict__", {})
     if isinstance(own.get(ATTRIBUTE), Link):
         target = cast("Link[object]", own[ATTRIBUTE]).target

@@ -11,9 +11,8 @@ import torch
 
 from preamp.casting import settle_thread
 from preamp.core.errors import PreampStateError, message
-from preamp.engine.checks import bare
 from preamp.engine.engine import Engine
-from preamp.engine.lookup import find_engine
+from preamp.engine.lookup import bare, find_engine
 from preamp.engine.overflow import GradientNote
 from preamp.engine.session import OptimizerSession
 from preamp.scaling import LossScaler
