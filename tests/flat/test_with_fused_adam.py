@@ -61,4 +61,4 @@ def test_it_trains_as_the_formula_says(
             optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True
         ):
             assert torch.equal(flat, master.to(dtype))
-        assert next(net.parameters()).data_ptr() == optimizer.fp16_groups_flat[0].data_ptr()
+        assert next(net.parameters()).data_ptr() == halves[0].data_ptr()
