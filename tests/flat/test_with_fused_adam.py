@@ -57,8 +57,7 @@ def test_it_trains_as_the_formula_says(
     for mine, wanted in zip(fused.fp32_groups_flat, formula.fp32_groups_flat, strict=True):
         assert torch.allclose(mine, wanted, rtol=8 * 2.0**-23, atol=2.0**-22)
     for net, optimizer in ((ours, fused), (theirs, formula)):
-        for flat, master in zip(
-            optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True
-        ):
+        halves, masters = optimizer.fp16_groups_flat, optimizer.fp32_groups_flat
+        for flat, master in zip(halves, masters, strict=True):
             assert torch.equal(flat, master.to(dtype))
         assert next(net.parameters()).data_ptr() == halves[0].data_ptr()
