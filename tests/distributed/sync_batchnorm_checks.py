@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+import preamp
+from cases.levels import LEVELS
 from cases.tolerances import assert_within_budget
 from preamp.distributed.sync_batchnorm.function import Normalize
 from preamp.distributed.sync_batchnorm.statistics import merged_statistics
@@ -243,3 +245,34 @@ def check_data_parallel_training_equals_one_process() -> None:
             optimizer.step()
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value)
+
+
+def check_levels_train_as_on_one_process() -> None:
+    """Within half rounding: the same statistics come from sums in another order."""
+    for row in LEVELS:
+        torch.manual_seed(1)
+        plain = nn.Sequential(
+            nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+        )
+        model = convert_syncbn_model(copy.deepcopy(plain))
+        batches = [torch.randn(6, 2, 3, 3) for _ in range(2)]
+        for net, is_shared in ((plain, False), (model, True)):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            preamp.initialize(net, optimizer, opt_level=row.name, verbosity=0)
+            assert net[1].weight.dtype is row.norm
+            wrapper = DistributedDataParallel(net) if is_shared else net
+            for whole in batches:
+                x = mine(whole, (3, 3)) if is_shared else whole
+                loss = wrapper(x).float().square().mean()
+                with preamp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert preamp.engine_of(net).steps_applied == 2
+        tolerance = 1e-5 if row.half is None else 8 * torch.finfo(row.half).eps
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(
+                model.state_dict()[name], value, rtol=tolerance, atol=tolerance
+            )
+        for net in (plain, model):
+            preamp.engine_of(net).close()
