@@ -22,7 +22,7 @@ from torch import multiprocessing
 
 Check = Callable[[], None]
 
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 300
 
 
 def checks_of(module: ModuleType) -> list[Check]:
@@ -62,7 +62,7 @@ def _rank_main(rank: int, checks: Sequence[Check], world_size: int, folder: Path
         init_method=f"file://{folder / 'meet'}",
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=120),
     )
     report = folder / f"rank{rank}.txt"
     for check in checks:
