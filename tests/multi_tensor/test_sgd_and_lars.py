@@ -198,6 +198,17 @@ def test_lars(
         assert_same(copy, p.to(copy.dtype))
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_lars_takes_plain_steps_where_a_norm_is_zero(zero: int) -> None:
+    grad, param = (torch.full((2,), float(n != zero)) for n in range(2))
+    norms = [tensor.norm().view(1) for tensor in (grad, param)]
+    wanted = param - 0.5 * (grad + 0.25 * param)
+    lists = [[grad], [param], [torch.zeros(2)]]
+    options = (0.5, 0.001, 0.0, 0.25, 0.9, 0.0, False, True, False, 1.0, False)
+    amp_C.multi_tensor_lars(65536, new_flag(), lists, *norms, *options)
+    assert_same(param, wanted)
+
+
 @pytest.mark.parametrize("name", ["grad_norms", "param_norms"])
 def test_lars_wants_one_norm_for_each_tensor(name: str) -> None:
     norms = {"grad_norms": torch.ones(1), "param_norms": torch.ones(1), name: torch.ones(2)}

@@ -46,12 +46,12 @@ def multi_tensor_adagrad(
     mode: int,
     weight_decay: float,
 ) -> None:
-    r"""One Adagrad step. Does not synchronise.
+    """One Adagrad step. Does not synchronise.
 
-    .. math::
-        h = h + g^2, \quad p = p - lr \left( \frac{g}{\sqrt{h} + \epsilon} + wd \cdot p \right)
+        h = h + g²
+        p = p - lr * (g / (sqrt(h) + eps) + wd * p)
 
-    In mode 0 the decay is added to ``g`` instead. Source: Duchi et al., 2011.
+    In mode 0 the decay ``wd * p`` is added to ``g`` instead. Source: Duchi et al., 2011.
 
     Args:
         chunk_size: Has no effect.

@@ -95,14 +95,14 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    r"""One Adam or AdamW step. Does not synchronise.
+    """One Adam or AdamW step. Does not synchronise.
 
-    .. math::
-        m &= \beta_1 m + (1 - \beta_1) g, \quad v = \beta_2 v + (1 - \beta_2) g^2 \\
-        p &= p - lr \left( \frac{m / c_1}{\sqrt{v / c_2} + \epsilon} + wd \cdot p \right)
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g²
+        p = p - lr * ((m / c1) / (sqrt(v / c2) + eps) + wd * p)
 
-    with :math:`c_i = 1 - \beta_i^{step}`. In mode 0 the decay is added to ``g`` instead. Sources:
-    Kingma and Ba, 2015; Loshchilov and Hutter, 2019.
+    with ``c = 1 - beta ** step``. In mode 0 the decay ``wd * p`` is added to ``g`` instead.
+    Sources: Kingma and Ba, 2015; Loshchilov and Hutter, 2019.
 
     Args:
         chunk_size: Has no effect.

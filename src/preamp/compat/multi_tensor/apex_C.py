@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+__all__ = ["flatten", "unflatten"]
+
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return all elements of ``tensors`` in one dimension, in order.

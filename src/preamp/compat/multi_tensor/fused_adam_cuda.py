@@ -97,12 +97,12 @@ def adam(
     bias_correction: int,
     decay: float,
 ) -> None:
-    r"""One step of Apex's first FusedAdam on one parameter. Does not synchronise.
+    """One step of Apex's first FusedAdam on one parameter. Does not synchronise.
 
-    .. math::
-        m &= \beta_1 m + (1 - \beta_1) g / c, \quad v = \beta_2 v + (1 - \beta_2) (g / c)^2 \\
-        p &= p - s \left( \frac{m}{\sqrt{v} + \epsilon} + wd \cdot p \right), \quad
-        s = lr \frac{\sqrt{1 - \beta_2^{step}}}{1 - \beta_1^{step}}
+        m = beta1 * m + (1 - beta1) * g / c
+        v = beta2 * v + (1 - beta2) * (g / c)²
+        s = lr * sqrt(1 - beta2 ** step) / (1 - beta1 ** step)
+        p = p - s * (m / (sqrt(v) + eps) + wd * p)
 
     Unlike in `torch.optim.AdamW`, ``eps`` is not bias-corrected and the decay is.
 
@@ -120,7 +120,7 @@ def adam(
         grad_scale: ``c``: the loss scale, and what clips.
         step: Counts from 1.
         eps_mode: 0 for ``sqrt(v + eps)``, 1 for ``sqrt(v) + eps``.
-        bias_correction: Whether ``s`` is other than ``lr``.
+        bias_correction: Whether ``s`` is corrected, or else ``lr``.
         decay: ``wd``.
 
     Raises:

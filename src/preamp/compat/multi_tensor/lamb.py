@@ -39,17 +39,17 @@ def multi_tensor_lamb(
     max_grad_norm: float,
     use_nvlamb: bool | None = False,
 ) -> None:
-    r"""One LAMB step, which leaves the updates in the gradients. Does not synchronise.
+    """One LAMB step, which leaves the updates in the gradients. Does not synchronise.
 
-    .. math::
-        g &= grad / \max(1, |G| / max), \quad
-        m = \beta_1 m + \beta_3 g, \quad v = \beta_2 v + (1 - \beta_2) g^2 \\
-        u &= \frac{m / c_1}{\sqrt{v / c_2} + \epsilon} + wd \cdot p, \quad
-        p = p - lr \frac{|p|}{|u|} u
+        g = grad / max(1, |G| / max)
+        m = beta1 * m + beta3 * g
+        v = beta2 * v + (1 - beta2) * g²
+        u = (m / c1) / (sqrt(v / c2) + eps) + wd * p
+        p = p - lr * |p| / |u| * u
 
-    with :math:`c_i = 1 - \beta_i^{step}` and :math:`\beta_3 = 1 - \beta_1` if averaging, else 1.
-    In mode 0 the decay is added to ``g`` instead. The step is ``lr * u`` where either norm is 0,
-    and wherever the decay is 0 unless ``use_nvlamb``. Source: You et al., 2020.
+    with ``c = 1 - beta ** step``, and ``beta3`` being ``1 - beta1`` if averaging, else 1. In mode
+    0 the decay ``wd * p`` is added to ``g`` instead. The step is ``lr * u`` where either norm is
+    0, and wherever ``wd`` is 0 unless ``use_nvlamb``. Source: You et al., 2020.
 
     Args:
         chunk_size: Has no effect.

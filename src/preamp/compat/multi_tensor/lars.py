@@ -75,16 +75,15 @@ def multi_tensor_lars(
     scale: float,
     is_skipped: bool,
 ) -> None:
-    r"""One LARS step. Does not synchronise.
+    """One LARS step. Does not synchronise.
 
-    .. math::
-        s &= lr \cdot \frac{tc \, |p|}{|g| + wd \, |p| + \epsilon}, \quad
-        m = momentum \cdot m - s \, (g + wd \cdot p) \\
-        p &= p + m
+        s = lr * tc * |p| / (|g| + wd * |p| + eps)
+        u = s * (g + wd * p)
+        m = momentum * m - u
+        p = p + m
 
-    where :math:`s = lr` if either norm is 0. With ``nesterov`` the step is
-    :math:`momentum \cdot m - s \, (g + wd \cdot p)` with the new ``m``. The step size is part of
-    the buffer. Source: You et al., 2017.
+    ``s`` is ``lr`` if either norm is 0. With ``nesterov`` the step is ``momentum * m - u``, with
+    the new ``m``. The step size is part of the buffer. Source: You et al., 2017.
 
     Args:
         chunk_size: Has no effect.

@@ -81,24 +81,26 @@ def multi_tensor_novograd(
     moment_mode: int,
     norm_type: int,
 ) -> None:
-    r"""One NovoGrad step. Does not synchronise.
+    """One NovoGrad step. Does not synchronise.
 
-    With the norm :math:`n` of each gradient, :math:`v` and then :math:`d` are
+    With the norm ``n`` of each gradient,
 
-    .. math::
-        v = \sqrt{\beta_2 v^2 + (1 - \beta_2) n^2} \ \text{ or, for magnitudes, }\
-        \beta_2 v + (1 - \beta_2) n, \qquad d = \frac{v}{\sqrt{1 - \beta_2^{step}}} + \epsilon
+        v = sqrt(beta2 * v² + (1 - beta2) * n²)    for the L2 norm
+        v = beta2 * v + (1 - beta2) * n            for the largest magnitude
+        d = v / sqrt(1 - beta2 ** step) + eps
 
-    and the step, with :math:`\beta_3 = 1 - \beta_1` if averaging, else 1, and
-    :math:`c_1 = 1 - \beta_1^{step}`, is
+    and then, in mode 0,
 
-    .. math::
-        \text{mode 0: } & m = \beta_1 m + \beta_3 (g / d + wd \cdot p), \quad p = p - lr \, m / c_1
-        \\
-        \text{mode 1: } & m = \beta_1 m + \beta_3 g, \quad
-        p = p - lr \left( m / (c_1 d) + wd \cdot p \right)
+        m = beta1 * m + beta3 * (g / d + wd * p)
+        p = p - lr * m / c1
 
-    Source: Ginsburg et al., 2019.
+    or, in mode 1,
+
+        m = beta1 * m + beta3 * g
+        p = p - lr * ((m / c1) / d + wd * p)
+
+    where ``beta3`` is ``1 - beta1`` if averaging, else 1, and ``c1 = 1 - beta1 ** step``. Source:
+    Ginsburg et al., 2019.
 
     Args:
         chunk_size: Has no effect.

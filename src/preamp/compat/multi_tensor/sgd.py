@@ -98,16 +98,17 @@ def multi_tensor_sgd(
     weight_decay_after_momentum: bool,
     scale: float,
 ) -> None:
-    r"""One SGD step. Does not synchronise.
+    """One SGD step. Does not synchronise.
 
-    .. math::
-        g &= scale \cdot grad + wd \cdot p, \quad
-        m = momentum \cdot m + (1 - dampening) g \\
-        p &= p - lr \cdot m
+        g = scale * grad + wd * p
+        m = momentum * m + (1 - dampening) * g
+        p = p - lr * m
 
-    On the first run :math:`m = g`. With ``nesterov`` the step is :math:`g + momentum \cdot m`.
-    Source: Sutskever et al., 2013. Results are rounded once; Apex rounds the step of a float16
-    parameter first and then the sum, which is off by up to one more half unit in the last place.
+    On the first run ``m`` is ``g``. With ``nesterov`` the step is ``g + momentum * m``, without
+    momentum ``g``. Source: Sutskever et al., 2013.
+
+    Results are rounded once. Apex rounds the step of a float16 parameter and then the sum, which
+    is off by up to half a unit in the last place of the step more.
 
     Args:
         chunk_size: Has no effect.

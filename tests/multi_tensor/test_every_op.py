@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What holds for every operation of ``amp_C``: one row each, generic tests over all rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from cases.tolerances import assert_same
+from multi_tensor.strategies import new_flag, random_list
+from preamp.compat.multi_tensor import amp_C, fused_adam_cuda
+
+Arguments = Callable[[int, str], tuple[Any, ...]]
+SHAPES = [(3,), (), (0,), (2, 3, 2, 2), (1, 2, 2, 2, 3)]
+
+
+def scalar(value: float, device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((1,), value, dtype=dtype, device=device)
+
+
+def vector(count: int, device: str) -> torch.Tensor:
+    return torch.linspace(0.5, 1.5, count, device=device)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation.
+
+    Attributes:
+        name: In ``amp_C``.
+        lists: What its lists are called.
+        arguments: What follows the lists, for so many tensors on that device.
+        optional: Lists that may follow.
+    """
+
+    name: str
+    lists: Sequence[str]
+    arguments: Arguments
+    optional: Sequence[str] = ()
+
+    @property
+    def op(self) -> Callable[..., Any]:
+        return getattr(fused_adam_cuda if self.name == "adam_mt" else amp_C, self.name)
+
+
+MOMENTS = ("grads", "params", "exp_avgs", "exp_avg_sqs")
+BETAS = (0.9, 0.99, 1e-3)
+
+
+def capturable(count: int, device: str) -> tuple[Any, ...]:
+    step = scalar(2, device, torch.int32)
+    return (scalar(0.1, device), *BETAS, step, 1, 1, 0.1, scalar(0.5, device))
+
+
+def lamb_mp(count: int, device: str) -> tuple[Any, ...]:
+    step, norms = scalar(2, device, torch.int32), (scalar(4.0, device), scalar(1.0, device))
+    start = (scalar(0.1, device), *BETAS, step, 1, 0.1, 1, 1, *norms, False)
+    return (*start, scalar(0.0, device), scalar(0.5, device))
+
+
+def lars(count: int, device: str) -> tuple[Any, ...]:
+    norms = (vector(count, device), vector(count, device))
+    return (*norms, 0.1, 0.5, 1e-3, 0.1, 0.9, 0.0, False, False, False, 1.0, False)
+
+
+ROWS = [
+    Row("multi_tensor_scale", ("in", "out"), lambda n, d: (0.3,)),
+    Row("multi_tensor_axpby", ("x", "y", "out"), lambda n, d: (0.3, 0.7, -1)),
+    Row("multi_tensor_l2norm", ("x",), lambda n, d: (True,)),
+    Row("multi_tensor_l2norm_mp", ("x",), lambda n, d: (True,)),
+    Row("multi_tensor_l2norm_scale", ("in", "out"), lambda n, d: (0.3, True)),
+    Row("multi_tensor_unscale_l2norm", ("x",), lambda n, d: (scalar(0.5, d), True)),
+    Row(
+        "multi_tensor_sgd",
+        ("grads", "params", "momentum_buffers"),
+        lambda n, d: (0.1, 0.9, 0.1, 0.1, False, False, False, 0.5),
+        ("copies",),
+    ),
+    Row("multi_tensor_adam", MOMENTS, lambda n, d: (0.1, *BETAS, 2, 1, 1, 0.1)),
+    Row("multi_tensor_adam_capturable", MOMENTS, capturable),
+    Row("multi_tensor_adam_capturable_master", (*MOMENTS, "masters"), capturable),
+    Row("multi_tensor_adagrad", ("grads", "params", "sums"), lambda n, d: (0.1, 1e-3, 1, 0.1)),
+    Row(
+        "multi_tensor_novograd",
+        ("grads", "params", "exp_avgs"),
+        lambda n, d: (vector(n, d), 0.1, *BETAS, 2, 1, 0.1, 1, 0, 2),
+    ),
+    Row(
+        "multi_tensor_lamb",
+        MOMENTS,
+        lambda n, d: (0.1, *BETAS, 2, 1, 0.1, 1, 1, scalar(4.0, d), 1.0, False),
+    ),
+    Row("multi_tensor_lamb_mp", MOMENTS, lamb_mp, ("copies",)),
+    Row(
+        "multi_tensor_lamb_stage1_cuda",
+        (*MOMENTS, "updates"),
+        lambda n, d: (vector(n, d), 2, *BETAS, torch.tensor([4.0]), 1.0),
+    ),
+    Row(
+        "multi_tensor_lamb_stage2_cuda",
+        ("params", "updates"),
+        lambda n, d: (vector(n, d), vector(n, d), 0.1, 0.1, False),
+    ),
+    Row(
+        "multi_tensor_lars",
+        ("grads", "params", "momentum_buffers"),
+        lars,
+        ("copies",),
+    ),
+    Row(
+        "adam_mt",
+        ("params", "exp_avgs", "exp_avg_sqs", "grads"),
+        lambda n, d: (0.1, *BETAS, 2.0, 2, 1, 1, 0.1),
+        ("outputs",),
+    ),
+]
+every_op = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+
+
+def lists_of(row: Row, layout: str = "contiguous") -> list[list[torch.Tensor]]:
+    return [
+        random_list(SHAPES, torch.float32, n, layout=layout, positive=True)
+        for n in range(len(row.lists))
+    ]
+
+
+def run(row: Row, lists: Any, device: str = "cpu", chunk: int = 65536) -> list[torch.Tensor]:
+    """Call the operation; return what it returns and its lists."""
+    arguments = row.arguments(len(lists[0]), device)
+    result = row.op(chunk, new_flag(device=device), lists, *arguments)
+    return [*(result or ()), *(tensor for tensors in lists for tensor in tensors)]
+
+
+def test_every_op_has_a_row() -> None:
+    named = {row.name for row in ROWS} - {"adam_mt"} | {"update_scale_hysteresis"}
+    assert named == set(amp_C.__all__)
+
+
+@every_op
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_memory_order_changes_nothing(row: Row, mixed: bool) -> None:
+    plain, lists = lists_of(row), lists_of(row, "channels_last")
+    if mixed:
+        lists[::2] = lists_of(row)[::2]
+    strides = [[tensor.stride() for tensor in tensors] for tensors in lists]
+    for ours, wanted in zip(run(row, lists), run(row, plain), strict=True):
+        # The order in which a norm is summed up follows the memory.
+        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
+    assert [[tensor.stride() for tensor in tensors] for tensors in lists] == strides
+
+
+@every_op
+@pytest.mark.parametrize("chunk", [1, 7, 2048 * 32])
+def test_the_chunk_size_changes_nothing(row: Row, chunk: int) -> None:
+    results = zip(run(row, lists_of(row), chunk=chunk), run(row, lists_of(row)), strict=True)
+    for ours, wanted in results:
+        assert_same(ours, wanted)
+
+
+@every_op
+def test_requiring_a_gradient_changes_nothing(row: Row) -> None:
+    free, bound = lists_of(row), lists_of(row)
+    leaves = [[tensor.requires_grad_() for tensor in tensors] for tensors in bound]
+    results = run(row, leaves)
+    for ours, wanted in zip(results, run(row, free), strict=True):
+        assert_same(ours, wanted)
+        assert ours.grad_fn is None
+        assert ours.is_leaf
+
+
+@every_op
+def test_the_values_of_tensors_are_never_read(row: Row) -> None:
+    """Tensors on the meta device have none, so any value that the host asks for raises."""
+    lists = [[tensor.to("meta") for tensor in tensors] for tensors in lists_of(row)]
+    results = run(row, lists, device="meta")
+    assert {tensor.device.type for tensor in results} == {"meta"}
+
+
+@every_op
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_a_gpu_is_never_waited_for(row: Row) -> None:
+    lists = [[tensor.cuda() for tensor in tensors] for tensors in lists_of(row)]
+    arguments, flag = row.arguments(len(SHAPES), "cuda"), new_flag(device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        row.op(65536, flag, lists, *arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    wanted = lists_of(row)
+    run(row, wanted)
+    for ours, theirs in zip(lists, wanted, strict=True):
+        for tensor, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(tensor.cpu(), other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_scale_is_never_read_by_its_update() -> None:
+    counts = [torch.zeros(1, dtype=torch.int32, device="meta") for _ in range(2)]
+    scale, found_inf = (torch.ones(1, device="meta") for _ in range(2))
+    assert amp_C.update_scale_hysteresis(scale, *counts, found_inf, 2.0, 0.5, 1, 1) is scale
+
+
+@every_op
+def test_the_number_of_lists_is_checked(row: Row) -> None:
+    most = len(row.lists) + len(row.optional)
+    more = "".join(f", and optionally {name}" for name in row.optional)
+    for count in (len(row.lists) - 1, most + 1):
+        lists = [[torch.ones(2)] for _ in range(count)]
+        text = (
+            f"{row.name} got {count} tensor lists. It takes {len(row.lists)}: "
+            f"{', '.join(row.lists)}{more}. Pass them in this order as one list of lists."
+        )
+        with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+            row.op(65536, new_flag(), lists, *row.arguments(1, "cpu"))
+
+
+@every_op
+def test_nothing_is_changed_by_a_call_that_is_refused(row: Row) -> None:
+    lists = lists_of(row)
+    before = [[tensor.clone() for tensor in tensors] for tensors in lists]
+    arguments = row.arguments(len(SHAPES), "cpu")
+    with pytest.raises(RuntimeError, match="noop_flag is float32"):
+        row.op(65536, torch.zeros(1), lists, *arguments)
+    last = lists[-1][-1]
+    lists[-1][-1] = torch.ones(5, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match=r"\[4\] is int64"):
+        row.op(65536, new_flag(), lists, *arguments)
+    lists[-1][-1] = last
+    for ours, old in zip(lists, before, strict=True):
+        for tensor, was in zip(ours, old, strict=True):
+            assert_same(tensor, was)
