@@ -14,7 +14,7 @@ from preamp.engine import Engine
 from preamp.engine.overflow import GradientNote
 from preamp.engine.scale_loss import unscale_and_commit
 from preamp.engine.session import OptimizerSession
-from preamp.engine.stage import Stage
+from preamp.engine.stage import Plan, Stage
 from preamp.optim import MasterParameter
 
 Params = list[torch.Tensor]
@@ -117,7 +117,9 @@ class _Backward:
     def prepare(self) -> None:
         """Set earlier gradients aside before a backward. Mutates the parameters' ``grad``."""
         self._session.refuse_nested()
-        self._session.begin_backward(self._engine.scaler(0), set())
+        plan = Plan(self._engine.scaler(0))
+        self._session.settle(plan, set())
+        self._session.begin_backward(plan, set())
 
     def post(self, scaler: LossScaler) -> None:
         """Unscale the gradients of the backward and add the earlier ones.

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Two things torch knows of a tensor and has no public function for."""
+"""Things torch knows of a tensor and has no public function for."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 # The descriptor itself, reached through Any because torch's type stubs show only its value.
 _GRAD_SLOT = cast("Any", torch.Tensor).grad
@@ -24,3 +25,36 @@ def stored_grad(param: torch.Tensor) -> torch.Tensor | None:
 def store_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
     """Set the gradient in ``param`` itself, past a subclass's ``grad`` property."""
     _GRAD_SLOT.__set__(param, grad)
+
+
+class WeightMark:
+    """What a tensor's memory was at some time, to tell later whether it was written to.
+
+    The address alone does not tell: assigned twice, ``p.data`` may come to lie where it was. The
+    storage is held weakly, so the mark keeps no memory alive.
+    """
+
+    __slots__ = ("_address", "_storage", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Mark ``tensor`` as it is now."""
+        self._mark(tensor)
+
+    def _mark(self, tensor: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._address = tensor.data_ptr()
+        self._version = version_of(tensor)
+
+    def _is_same_memory(self, tensor: torch.Tensor) -> bool:
+        return self._address == tensor.data_ptr() and not self._storage.expired()
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` was neither written to nor given other memory since."""
+        return self._version == version_of(tensor) and self._is_same_memory(tensor)
+
+    def renew(self, tensor: torch.Tensor) -> None:
+        """Mark ``tensor`` as it is now."""
+        if self._is_same_memory(tensor):
+            self._version = version_of(tensor)
+        else:
+            self._mark(tensor)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from preamp.core.errors import PreampStateError, message
+from preamp.engine import refusals
 from preamp.engine.lookup import bare, engine_of
 from preamp.engine.stage import Stage
 from preamp.optim import Twin
@@ -33,13 +34,15 @@ def clip_grad_norm_(
         the coming ``step`` is skipped.
 
     Raises:
-        PreampStateError: The optimizer has no engine, or its gradients were left scaled.
+        PreampStateError: The optimizer has no engine, or its gradients are still scaled.
 
     Mutates:
         Gradients. Synchronises with the device: never.
     """
     engine = engine_of(optimizer)
     session = engine.sessions[id(bare(optimizer))]
+    if session.gradients.is_open:
+        raise refusals.inside_block("clip_grad_norm_")
     if session.gradients.stage is Stage.SCALED:
         raise PreampStateError(
             message(

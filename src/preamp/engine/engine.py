@@ -20,6 +20,8 @@ from preamp.core.undo import UndoStack
 from preamp.engine.explain import explain_engine
 from preamp.engine.names import ParameterNames
 from preamp.engine.overflow import OverflowCause, find_cause, scaling_gave_up, skip_message
+from preamp.engine.params import first_device
+from preamp.engine.reductions import Reductions
 from preamp.engine.session import OptimizerSession
 from preamp.engine.state import load_scalers, scalers_state
 from preamp.kernels import Ops
@@ -61,6 +63,7 @@ class Engine:
         """Collect the parts; ``initialize`` does the converting and hooking."""
         self.policy = policy
         self.models = tuple(models)
+        self.reductions = Reductions()
         self.optimizers = tuple(optimizers)
         self.names = ParameterNames(self.models, self.optimizers)
         self.verbosity = verbosity
@@ -93,6 +96,7 @@ class Engine:
             for optimizer in self.optimizers
         }
         self._on_close: list[Callable[[], None]] = []
+        self._unadjusted: dict[int, LossScaler] = {}
 
     # -- what users ask ----------------------------------------------------------------------
 
@@ -195,14 +199,17 @@ class Engine:
         """Undo everything ``initialize`` did to models, optimizers and torch.
 
         Half parameters become float32 again with the exact values of their masters; optimizer
-        state moves back to them; hooks, patches and casts are removed. A second call does
-        nothing.
+        state moves back to them; gradients left scaled are unscaled; hooks, patches and casts are
+        removed. A second call does nothing.
         """
         settle_thread()
         if self.closed:
             return
         for callback in self._on_close:
             callback()
+        claimed: set[int] = set()
+        for session in self.sessions.values():
+            session.settle_now(claimed)
         twins = [twin for session in self.sessions.values() for twin in session.masters or ()]
         grads = [(twin.half, _unscaled_gradient(twin)) for twin in twins]
         for twin in twins:
@@ -223,10 +230,24 @@ class Engine:
             session.recast_state()
         self.link.cut()
 
-    # -- what the hooks report (engine-internal) ---------------------------------------------
+    # -- what blocks and hooks report (engine-internal) --------------------------------------
+
+    def adjust(self, scaler: LossScaler) -> None:
+        """Let ``scaler`` react to what was found since it last did."""
+        self._unadjusted.pop(id(scaler), None)
+        scaler.update()
+
+    def adjust_later(self, scaler: LossScaler) -> None:
+        """Let ``scaler`` react with the next block that does, at the latest with the next step."""
+        self._unadjusted[id(scaler)] = scaler
+
+    def _adjust_late(self) -> None:
+        for scaler in tuple(self._unadjusted.values()):
+            self.adjust(scaler)
 
     def applied_step(self, session: OptimizerSession) -> None:
         """Take note of a step that updated the weights."""
+        self._adjust_late()
         session.finish_step(skipped=False)
         self.last_step_skipped = False
 
@@ -236,6 +257,7 @@ class Engine:
         Raises:
             LossScaleError: Too many skips in a row, or the scale reached its built-in minimum.
         """
+        self._adjust_late()
         step = session.steps_applied + session.steps_skipped + 1
         scales = [scaler.value() for scaler in self.scalers]
         cause = find_cause(session.notes, step, scales, self.names.of)
@@ -256,20 +278,6 @@ class Engine:
             raise scaling_gave_up(
                 cause, f"The loss scale fell to its minimum, {SMALLEST_SCALE} (2**-24)"
             )
-
-
-def first_device(
-    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-) -> torch.device:
-    """The device of the first parameter; where loss scales and flags are kept."""
-    for model in models:
-        for param in model.parameters():
-            return param.device
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                return param.device
-    return torch.device("cpu")
 
 
 def _unscaled_gradient(twin: Twin) -> torch.Tensor | None:

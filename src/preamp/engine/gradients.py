@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from preamp.core.ranks import has_process_group
 from preamp.engine import refusals
 from preamp.engine.overflow import GradientNote
-from preamp.engine.stage import Delayed, Stage
+from preamp.engine.stage import Delayed, Plan, Stage
 from preamp.kernels import Ops
 from preamp.optim import DirectGradients, MasterParameter, Masters
 from preamp.scaling import LossScaler
@@ -26,6 +25,7 @@ class GradientBooks:
         masters: The optimizer's masters, or ``None`` at levels without.
         stage: Where the gradients stand.
         is_open: Whether a ``scale_loss`` block is under way.
+        is_local: Whether there are gradients of this rank alone, not reduced yet.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: Masters | None, ops: Ops) -> None:
@@ -33,6 +33,7 @@ class GradientBooks:
         self.masters = masters
         self.stage = Stage.READY
         self.is_open = False
+        self.is_local = False
         self._optimizer = optimizer
         self._ops = ops
         self._direct = DirectGradients(ops)
@@ -50,27 +51,32 @@ class GradientBooks:
 
     # -- a block begins ----------------------------------------------------------------------
 
-    def begin(self, scaler: LossScaler, claimed: set[int]) -> None:
-        """Make room for a backward with ``scaler``. Mutates the parameters' ``grad``.
+    def begin(self, plan: Plan, claimed: set[int]) -> None:
+        """Make room for a backward. Mutates the parameters' ``grad``.
 
         Args:
-            scaler: The loss's scaler.
+            plan: What the block is going to do.
             claimed: ``id`` of parameters that the block handles for another optimizer; extended.
         """
-        self._own = [param for param in self.direct_params() if id(param) not in claimed]
-        claimed.update(map(id, self._own))
+        self._own = self._unclaimed(claimed)
         if self._delayed is None:  # otherwise raw gradients of one scale pile up in place
             carry: torch.Tensor | float | None = None
-            if has_process_group():
-                carry = 1.0 if scaler.is_identity else scaler.scale
+            if plan.will_delay or (plan.is_reduced and self.is_local):
+                carry = 1.0 if plan.scaler.is_identity else plan.scaler.scale
             twins = list(self.masters or ())
             for twin in twins:
                 twin.reconcile()  # all may refuse before anything is moved
-            self._direct.set_aside(self._own, carry)  # takes itself back if it fails
+            # Takes itself back if it fails.
+            self._direct.set_aside(self._own, carry, may_be_overwritten=plan.is_reduced)
             self.is_open = True
             for twin in twins:
                 twin.set_aside(carry)
         self.is_open = True
+
+    def _unclaimed(self, claimed: set[int]) -> list[torch.Tensor]:
+        own = [param for param in self.direct_params() if id(param) not in claimed]
+        claimed.update(map(id, own))
+        return own
 
     @property
     def is_delayed(self) -> bool:
@@ -92,21 +98,29 @@ class GradientBooks:
 
     def undo(self) -> None:
         """Restore the gradients from before the block, or from before the first delayed one."""
-        if self.is_open:
-            for twin in self.masters or ():
-                twin.put_back()
-            self._direct.put_back(self._own)
-        self.is_open = False
+        was_open, self.is_open = self.is_open, False
         if self._delayed is not None:
             self._delayed = None
             self.stage = Stage.READY
+        if was_open:
+            self._direct.put_back(self._own)
+            for twin in self.masters or ():
+                twin.put_back()
+            for twin in self.masters or ():
+                twin.stand_in()
 
-    def delay(self, scaler: LossScaler, note: GradientNote) -> None:
-        """Leave the gradients scaled; a later block unscales them all."""
+    def delay(self, scaler: LossScaler, note: GradientNote, generation: int) -> None:
+        """Leave the gradients scaled; a later block unscales them all.
+
+        Args:
+            scaler: The loss's scaler.
+            note: Of the block; holds the scale.
+            generation: The scaler's when the block began.
+        """
         self.is_open = False
         if self._delayed is None:
-            inverse = None if scaler.is_identity else scaler.inverse()
-            self._delayed = Delayed(scaler, scaler.generation, inverse, note)
+            inverse = None if scaler.is_identity else note.scale.reciprocal()
+            self._delayed = Delayed(scaler, generation, inverse, note)
         self._delayed.has_gradients |= self.holds_raw()
         self.stage = Stage.SCALED
 
@@ -137,8 +151,15 @@ class GradientBooks:
         for twin in self.masters or ():
             twin.stand_in()
 
-    def commit(self, factor: torch.Tensor | None) -> None:
-        """The block ends; ``factor`` is the one that `merge` got."""
+    def commit(self, factor: torch.Tensor | None, *, is_local: bool | None = None) -> None:
+        """The block ends.
+
+        Args:
+            factor: The one that `merge` got.
+            is_local: Whether the new gradients are this rank's alone; ``None`` if not known.
+        """
+        if is_local is not None:
+            self.is_local = is_local
         self._direct.commit(self._own)
         factors: dict[torch.device, torch.Tensor] = {}
         for twin in self.masters or ():
@@ -153,8 +174,11 @@ class GradientBooks:
 
     # -- gradients left scaled ---------------------------------------------------------------
 
-    def settle(self) -> tuple[torch.Tensor, GradientNote] | None:
+    def settle(self, claimed: set[int]) -> tuple[torch.Tensor, GradientNote] | None:
         """Unscale delayed gradients by the scale they carry, since the next one differs.
+
+        Args:
+            claimed: As for `begin`.
 
         Returns:
             What `census` found and the note of it; ``None`` where nobody looked.
@@ -162,7 +186,7 @@ class GradientBooks:
         delayed = self._delayed
         if delayed is None:
             return None
-        self._own = self.direct_params()
+        self._own = self._unclaimed(claimed)
         self.refuse_sparse()
         self.is_open = True
         try:
@@ -213,9 +237,12 @@ class GradientBooks:
                 twin.drop()
             else:
                 twin.zero_half_gradient()
+            if not self.is_open:
+                twin.end()
         self._direct.forget()
 
     def reset(self) -> None:
         """Back to READY: nothing delayed."""
         self.stage = Stage.READY
         self._delayed = None
+        self.is_local = False

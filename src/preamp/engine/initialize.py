@@ -26,6 +26,7 @@ from preamp.engine.announce import announce
 from preamp.engine.engine import Engine
 from preamp.engine.lookup import ATTRIBUTE, find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
+from preamp.engine.reductions import attach_reductions
 from preamp.kernels import ForeachType, backend, cpu_lacks_fp16_matmul
 from preamp.optim import MasterParameter
 from preamp.policy import Policy, Scope, level_defaults, resolve
@@ -199,6 +200,7 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
     else:
         undo.hold(*attach_plain_region(model))
     undo.hold(*attach_io_casts(model, target, outputs))
+    undo.hold(attach_reductions(model, engine.reductions))
     if target in HALF_DTYPES:
         undo.hold(*attach_layer_casts(model, target))
         undo.hold(*attach_state_hooks(model, engine.link))

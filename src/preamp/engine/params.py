@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an optimizer updates."""
+"""What an optimizer updates, and where it lies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
@@ -20,3 +21,17 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Paramet
     """
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def first_device(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> torch.device:
+    """The device of the first parameter; where loss scales and flags are kept."""
+    for model in models:
+        for param in model.parameters():
+            return param.device
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                return param.device
+    return torch.device("cpu")

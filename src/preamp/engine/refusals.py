@@ -54,6 +54,17 @@ def nested(optimizer: object) -> PreampStateError:
     )
 
 
+def inside_block(what: str) -> PreampStateError:
+    """Gradients are used where they still carry the loss scale."""
+    return PreampStateError(
+        message(
+            f"{what} was called inside a scale_loss block",
+            "Gradients are unscaled when the block ends, and only then mean anything",
+            "Take the call out of the block, one level of indentation to the left",
+        )
+    )
+
+
 def sparse_with_master(name: str) -> PreampStateError:
     """A parameter with a master has a sparse gradient."""
     return PreampStateError(

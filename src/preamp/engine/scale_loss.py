@@ -15,6 +15,7 @@ from preamp.engine.engine import Engine
 from preamp.engine.lookup import bare, find_engine
 from preamp.engine.overflow import GradientNote
 from preamp.engine.session import OptimizerSession
+from preamp.engine.stage import Plan
 from preamp.scaling import LossScaler
 
 
@@ -67,9 +68,9 @@ def scale_loss(
         return
     check_loss(loss)
     block = _Block(engine, members, loss, loss_id)
-    block.begin()
+    block.begin(will_delay=delay_unscale)
     try:
-        yield block.scaler.scale_loss(loss)
+        yield block.scale(loss)
     except BaseException:
         block.abort()
         raise
@@ -95,22 +96,33 @@ class _Block:
             for session in (engine.sessions[id(optimizer)] for optimizer in optimizers)
             if session.needs_bookkeeping(self.scaler)
         ]
+        # The scale at the beginning is the block's, whatever a block inside does to the scaler.
+        self._generation = self.scaler.generation
         self._note = GradientNote(
             loss_id=loss_id,
             loss_finite=torch.isfinite(loss.detach()).all(),
             scale=self.scaler.scale.clone(),
         )
+        self._engine = engine
+        self._reductions = engine.reductions.take()
 
-    def begin(self) -> None:
+    def begin(self, *, will_delay: bool) -> None:
         for session in self._sessions:
             session.refuse_nested()
+        plan = Plan(self.scaler, will_delay=will_delay, is_reduced=True in self._reductions)
         claimed: set[int] = set()
+        for session in self._sessions:  # before any sets gradients aside that another one shares
+            session.settle(plan, claimed)
+        claimed = set()
         try:
             for session in self._sessions:
-                session.begin_backward(self.scaler, claimed)
+                session.begin_backward(plan, claimed)
         except BaseException:
             self.abort()
             raise
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return self.scaler.scale_loss(loss, self._note.scale)
 
     def abort(self) -> None:
         for session in self._sessions:
@@ -118,17 +130,25 @@ class _Block:
 
     def delay(self) -> None:
         for session in self._sessions:
-            session.gradients.delay(self.scaler, self._note)
+            session.gradients.delay(self.scaler, self._note, self._generation)
 
     def finish(self, *, adjust: bool) -> None:
-        if self._sessions:
-            unscale_and_commit(self._sessions, self.scaler, self._note)
-            if adjust:
-                self.scaler.update()
+        if not self._sessions:
+            return
+        is_local = False in self._reductions if self._reductions else None
+        unscale_and_commit(self._sessions, self.scaler, self._note, is_local=is_local)
+        if adjust and is_local:  # other ranks cannot know of an overflow here before the reduction
+            self._engine.adjust_later(self.scaler)
+        elif adjust:
+            self._engine.adjust(self.scaler)
 
 
 def unscale_and_commit(
-    sessions: Sequence[OptimizerSession], scaler: LossScaler, note: GradientNote
+    sessions: Sequence[OptimizerSession],
+    scaler: LossScaler,
+    note: GradientNote,
+    *,
+    is_local: bool | None = None,
 ) -> None:
     """End a backward of ``sessions``: look for overflow, unscale, add earlier gradients.
 
@@ -138,7 +158,8 @@ def unscale_and_commit(
     Args:
         sessions: The optimizers of the block, each after ``begin_backward``.
         scaler: By whose scale the loss was multiplied.
-        note: Filled with what is found.
+        note: Holds that scale, and is filled with what is found.
+        is_local: Whether the gradients are this rank's alone; ``None`` if not known.
 
     Mutates:
         Gradients, and what ``scaler`` has recorded.
@@ -147,7 +168,7 @@ def unscale_and_commit(
         for session in sessions:
             session.gradients.refuse_sparse()
         found = [session.gradients.census(scaler, note) for session in sessions]
-        factor = None if scaler.is_identity else scaler.inverse()
+        factor = None if scaler.is_identity else note.scale.reciprocal()
         for session in sessions:
             session.gradients.merge(factor)
     except BaseException:
@@ -155,7 +176,7 @@ def unscale_and_commit(
             session.gradients.undo()
         raise
     for session in sessions:
-        session.commit(factor)
+        session.commit(factor, is_local=is_local)
     for found_inf in found:
         if found_inf is not None:
             scaler.record(found_inf)

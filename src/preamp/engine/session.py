@@ -11,7 +11,7 @@ import torch
 from preamp.engine import refusals
 from preamp.engine.gradients import GradientBooks
 from preamp.engine.overflow import GradientNote
-from preamp.engine.stage import Stage
+from preamp.engine.stage import Plan, Stage
 from preamp.kernels import Ops
 from preamp.optim import Masters, cast_state
 from preamp.scaling import LossScaler
@@ -99,20 +99,27 @@ class OptimizerSession:
         if self.gradients.is_open:
             raise refusals.nested(self.optimizer)
 
-    def begin_backward(self, scaler: LossScaler, claimed: set[int]) -> None:
-        """Set earlier gradients aside. Mutates the parameters' ``grad``.
+    def settle(self, plan: Plan, claimed: set[int]) -> None:
+        """Unscale gradients left scaled if those of the coming block cannot be added to them.
 
         Args:
-            scaler: The loss's scaler.
+            plan: What the block is going to do.
             claimed: ``id`` of parameters already handled for another optimizer; extended.
         """
         self.adopt()
         self._forget_abandoned()
-        if not self.gradients.continues_with(scaler):
-            settled = self.gradients.settle()
-            if settled is not None:
-                self.remember(*settled)
-            self.backwards += 1
+        if not self.gradients.continues_with(plan.scaler):
+            self.settle_now(claimed)
+
+    def settle_now(self, claimed: set[int]) -> None:
+        """Unscale gradients left scaled, if there are any."""
+        settled = self.gradients.settle(claimed)
+        if settled is not None:
+            self.remember(*settled)
+        self.backwards += 1
+
+    def begin_backward(self, plan: Plan, claimed: set[int]) -> None:
+        """Set earlier gradients aside. Mutates the parameters' ``grad``. Arguments as `settle`."""
         if (
             self._found_inf is not None
             and not self.gradients.is_delayed
@@ -120,11 +127,11 @@ class OptimizerSession:
         ):
             self._found_inf = None  # the overflowed gradients were dropped: a fresh start
             self.notes.clear()
-        self.gradients.begin(scaler, claimed)
+        self.gradients.begin(plan, claimed)
 
-    def commit(self, factor: torch.Tensor | None) -> None:
-        """A backward has ended well."""
-        self.gradients.commit(factor)
+    def commit(self, factor: torch.Tensor | None, *, is_local: bool | None = None) -> None:
+        """A backward has ended well; see `GradientBooks.commit`."""
+        self.gradients.commit(factor, is_local=is_local)
         self.backwards += 1
 
     def _forget_abandoned(self) -> None:
@@ -156,6 +163,8 @@ class OptimizerSession:
 
     def check_unscaled(self) -> None:
         """Refuse to step with gradients that still carry the loss scale."""
+        if self.gradients.is_open:
+            raise refusals.inside_block("optimizer.step()")
         self._forget_abandoned()
         if self.gradients.stage is Stage.SCALED:
             raise refusals.still_scaled()

@@ -20,6 +20,21 @@ class Stage(Enum):
     UNSCALED = "unscaled"
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a ``scale_loss`` block is going to do with the gradients of its backward.
+
+    Attributes:
+        scaler: The loss's scaler.
+        will_delay: Leave them scaled (``delay_unscale``).
+        is_reduced: A hook will reduce them over ranks.
+    """
+
+    scaler: LossScaler
+    will_delay: bool = False
+    is_reduced: bool = False
+
+
 @dataclass(slots=True)
 class Delayed:
     """The scale that gradients left scaled (``delay_unscale``) carry.

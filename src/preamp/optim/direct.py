@@ -14,6 +14,10 @@ Parameters = Iterable[torch.Tensor]
 Factor = torch.Tensor | float
 
 
+def _beside(factor: Factor, grad: torch.Tensor) -> Factor:
+    return factor.to(grad.device) if isinstance(factor, torch.Tensor) else factor
+
+
 def has_nonzero(grad: torch.Tensor) -> bool:
     """Whether ``grad`` has a value other than zero; nan counts. Synchronises."""
     return bool((grad.coalesce().values() if grad.is_sparse else grad).any())
@@ -27,8 +31,9 @@ class DirectGradients:
 
     Set aside, an earlier gradient is away during the backward and added afterwards: losses with
     any scales can be summed, exactly. Carried, it stays in place, multiplied by this backward's
-    scale. That is for gradients which a hook reduces over ranks: it must find the whole sum, or
-    what this rank alone has accumulated would never be reduced. Exact for powers of two.
+    scale; exact for powers of two. That is for gradients which a hook reduces over ranks: it must
+    find the whole sum, or what this rank alone has accumulated would never be reduced. And for
+    those that are left scaled: what the script zeroes in between must be all there is.
     """
 
     def __init__(self, ops: Ops) -> None:
@@ -38,20 +43,23 @@ class DirectGradients:
         self._is_carried = False
         self._versions: dict[int, int] = {}  # of the gradients as the last merge left them
 
-    def set_aside(self, params: Parameters, carry: Factor | None = None) -> None:
+    def set_aside(
+        self, params: Parameters, carry: Factor | None = None, *, may_be_overwritten: bool = False
+    ) -> None:
         """Begin a backward.
 
         Args:
             params: Parameters that may get a gradient; their ``grad`` is mutated: ``None``, or
                 multiplied in place.
             carry: Scale of the coming backward if earlier gradients stay where they are.
+            may_be_overwritten: Whether a hook may write to the memory that gradients lie in.
         """
         earlier = [(param, param.grad) for param in params if param.grad is not None]
         self._is_carried = carry is not None
         try:
             for param, grad in earlier:
-                # A hook may overwrite the memory that a carried gradient lies in.
-                self._aside[id(param)] = (param, grad if carry is None else grad.clone())
+                must_copy = may_be_overwritten or carry is not None
+                self._aside[id(param)] = (param, grad.clone() if must_copy else grad)
             if carry is None:
                 for param, _ in earlier:
                     param.grad = None
@@ -66,11 +74,15 @@ class DirectGradients:
             raise
 
     def put_back(self, params: Parameters) -> None:
-        """Restore what was there before `set_aside`, dropping what came since."""
+        """Restore what was there before `set_aside`, dropping what came since.
+
+        A carried gradient that the script has dropped stays dropped.
+        """
+        dropped = {id(param) for param in params if self._is_carried and param.grad is None}
         for param in params:
             param.grad = None
         for param, grad in self._aside.values():
-            param.grad = grad
+            param.grad = None if id(param) in dropped else grad
         self._aside.clear()
 
     def merge(self, params: Parameters, factor: Factor | None) -> None:
@@ -86,7 +98,12 @@ class DirectGradients:
             if param.grad is None:
                 continue
             old = None if self._is_carried else self._aside.get(id(param), (None, None))[1]
-            if old is not None or factor is not None:
+            if old is None and factor is None:
+                continue
+            if param.grad.requires_grad:  # of create_graph: a penalty on it may follow
+                wide = param.grad if factor is None else param.grad * _beside(factor, param.grad)
+                param.grad = wide if old is None else wide + old
+            else:
                 news.append(param.grad)
                 olds.append(old)
         with torch.no_grad():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from preamp.core.errors import PreampStateError, message
-from preamp.core.tensors import store_grad, stored_grad, version_of
+from preamp.core.tensors import WeightMark, store_grad, stored_grad, version_of
 from preamp.kernels import Ops
 from preamp.optim.half_gradient import HalfGradient, changed_in_place, unscaled
 
@@ -105,7 +105,7 @@ class Twin:
         self._open = False
         self._is_carried = False
         self.is_shared = False
-        self._written = (half.data_ptr(), version_of(half))
+        self._written = WeightMark(half)
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -134,7 +134,9 @@ class Twin:
         drops the model's gradients could not reach it.
         """
         if self.half.grad is None and stored_grad(self.master) is not None:
-            self.half.grad = torch.zeros_like(self.half)
+            self.half.grad = zeros = torch.zeros_like(self.half)
+            if not self._open:
+                self._seen = HalfGradient(zeros, version_of(zeros), None, is_plain=False)
 
     def collect(self, factor: torch.Tensor, *, is_plain: bool) -> None:
         """Note the half gradient as it is now; add nothing yet. Cannot fail.
@@ -174,7 +176,7 @@ class Twin:
 
         Args:
             carry: Scale of the coming backward if the earlier gradient must be in the half one
-                too, for a hook that reduces it over ranks; see `DirectGradients`.
+                too; see `DirectGradients`.
         """
         self.materialize()
         base = stored_grad(self.master)
@@ -187,13 +189,17 @@ class Twin:
     def put_back(self) -> None:
         """The backward failed: drop what it left; the master's gradient has the earlier value."""
         if self._open:
-            self._is_carried = False
             self.forget_half_gradient()
+            self.end()
 
     def drop(self) -> None:
         """Clear both gradients."""
         self.forget_half_gradient()
         store_grad(self.master, None)
+
+    def end(self) -> None:
+        """No backward is under way any more."""
+        self._open = self._is_carried = False
 
     def spend(self) -> None:
         """After a step: the master's gradient goes, the half gradient stays but is used up.
@@ -216,7 +222,6 @@ class Twin:
             if grad.grad_fn is not None:  # of create_graph; a view, as in DDP's buckets, has none
                 grad.detach_()
             grad.requires_grad_(False).zero_()
-        self._open = False
         self._seen = None
 
     def forget_half_gradient(self) -> None:
@@ -225,7 +230,6 @@ class Twin:
         Assigning ``None`` this way is how ``optimizer.zero_grad`` reaches the model's side.
         """
         self.half.grad = None
-        self._open = False
         self._seen = None
 
     def reconcile(self) -> None:
@@ -256,7 +260,7 @@ class Twin:
 
     def note_written(self) -> None:
         """Remember that the half weight equals the rounded master as of now."""
-        self._written = (self.half.data_ptr(), version_of(self.half))
+        self._written.renew(self.half)
 
     def absorb_external_write(self) -> None:
         """Take over what was written to the half weight behind the master's back.
@@ -266,7 +270,7 @@ class Twin:
         master keep the master's full precision. Writes through ``p.data`` (but not assignments
         to it) do not raise the version and stay unseen.
         """
-        if self._written == (self.half.data_ptr(), version_of(self.half)):
+        if self._written.is_of(self.half):
             return
         if self.half.dtype is torch.float32:
             raise PreampStateError(

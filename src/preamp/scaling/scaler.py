@@ -55,10 +55,18 @@ class LossScaler:
         """Whether this is the static scale 1, which needs no arithmetic. Never synchronises."""
         return isinstance(self.rule, StaticScale) and self.rule.init_scale == 1.0
 
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return ``loss`` in float32 (float64 stays) times the scale; differentiable."""
+    def scale_loss(self, loss: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``loss`` in float32 (float64 stays) times the scale; differentiable.
+
+        Args:
+            loss: Floating tensor.
+            scale: A copy of the scale that nobody changes before the backward, which keeps it;
+                made here if left out.
+        """
         wide = loss if loss.dtype is torch.float64 else loss.float()
-        return wide if self.is_identity else wide * self.scale.to(loss.device)
+        if self.is_identity:
+            return wide
+        return wide * (self.scale.clone() if scale is None else scale).to(loss.device)
 
     def inverse(self) -> torch.Tensor:
         """Return ``1 / scale``, a new float32 scalar that later updates do not touch."""

@@ -31,7 +31,7 @@ from preamp.compat.handle.optim_wrapper import OptimWrapper
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import PreampStateError, message
 from preamp.core.undo import UndoStack
-from preamp.engine.engine import first_device
+from preamp.engine.params import first_device
 from preamp.kernels import cpu_lacks_fp16_matmul
 from preamp.scaling import DynamicScale, LossScaler, StaticScale
 

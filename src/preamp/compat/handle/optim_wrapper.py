@@ -11,7 +11,7 @@ import torch
 
 from preamp.compat.handle.backward import scaled_backward, skip_next_step
 from preamp.core.errors import PreampStateError, message
-from preamp.engine.engine import first_device
+from preamp.engine.params import first_device
 from preamp.scaling import LossScaler
 
 
