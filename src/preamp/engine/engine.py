@@ -23,11 +23,11 @@ from preamp.engine.overflow import OverflowCause, find_cause, scaling_gave_up, s
 from preamp.engine.params import first_device
 from preamp.engine.reductions import Reductions
 from preamp.engine.session import OptimizerSession
-from preamp.engine.state import load_scalers, scalers_state
+from preamp.engine.state import load_scalers, make_scaler, scalers_state
 from preamp.kernels import Ops
 from preamp.optim import Masters, Twin
 from preamp.policy import Policy
-from preamp.scaling import SMALLEST_SCALE, DynamicScale, LossScaler, StaticScale
+from preamp.scaling import SMALLEST_SCALE, DynamicScale, LossScaler
 
 _CAUSES_KEPT = 256
 
@@ -84,7 +84,7 @@ class Engine:
         self.conversion = Conversion()
         self.ops = ops
         self.device = first_device(self.models, self.optimizers)
-        self.scalers = [_make_scaler(policy, self.device) for _ in range(num_losses)]
+        self.scalers = [make_scaler(policy, self.device) for _ in range(num_losses)]
         twins: dict[int, Twin] = {}
         self.sessions = {
             id(optimizer): OptimizerSession(
@@ -139,6 +139,17 @@ class Engine:
         return explain_engine(self)
 
     # -- masters -----------------------------------------------------------------------------
+
+    @property
+    def scales_losses(self) -> bool:
+        """Whether any loss has a scale other than the static 1."""
+        return not all(scaler.is_identity for scaler in self.scalers)
+
+    def updated_params(self) -> frozenset[int]:
+        """``id`` of everything that an optimizer of the engine updates."""
+        return frozenset(
+            id(param) for session in self.sessions.values() for param in session.gradients.params()
+        )
 
     @property
     def has_masters(self) -> bool:
@@ -251,7 +262,7 @@ class Engine:
         session.finish_step(skipped=False)
         self.last_step_skipped = False
 
-    def skip_step(self, session: OptimizerSession) -> None:
+    def skip_step(self, session: OptimizerSession) -> OverflowCause:
         """Take note of a step not taken, tell why, and give up where scaling cannot go on.
 
         Raises:
@@ -267,6 +278,7 @@ class Engine:
         if self.verbosity > 0:
             say(skip_message(cause), every_rank=True)
         self._check_limits(session, cause)
+        return cause
 
     def _check_limits(self, session: OptimizerSession, cause: OverflowCause) -> None:
         limit = self.policy.max_consecutive_skips
@@ -285,12 +297,3 @@ def _unscaled_gradient(twin: Twin) -> torch.Tensor | None:
         return twin.master.grad
     except PreampStateError:  # changed in place while it was scaled: the gradient of nothing
         return None
-
-
-def _make_scaler(policy: Policy, device: torch.device) -> LossScaler:
-    if policy.loss_scale == "dynamic":
-        rule = DynamicScale(
-            min_scale=policy.min_loss_scale, max_scale=policy.max_loss_scale or 2.0**24
-        )
-        return LossScaler(rule, device)
-    return LossScaler(StaticScale(init_scale=policy.loss_scale), device)

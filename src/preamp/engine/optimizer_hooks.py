@@ -20,6 +20,7 @@ import torch
 
 from preamp.casting import disable_casts, settle_thread, thread_casts_restored
 from preamp.core.undo import UndoStack, set_attribute
+from preamp.engine.overflow import OverflowCause
 from preamp.engine.session import OptimizerSession
 
 SCHEDULER_MARK = "_wrapped_by_lr_sched"
@@ -31,8 +32,17 @@ class StepOwner(Protocol):
     casts_functions: bool
     closed: bool
 
-    def skip_step(self, session: OptimizerSession) -> None:
-        """Take note of a skipped step; may raise `LossScaleError`."""
+    @property
+    def scales_losses(self) -> bool:
+        """Whether any loss has a scale other than the static 1."""
+        ...
+
+    def updated_params(self) -> frozenset[int]:
+        """``id`` of everything that an optimizer of the engine updates."""
+        ...
+
+    def skip_step(self, session: OptimizerSession) -> OverflowCause:
+        """Take note of a skipped step and return its cause; may raise `LossScaleError`."""
         ...
 
     def applied_step(self, session: OptimizerSession) -> None:
@@ -84,8 +94,12 @@ class OptimizerHooks:
                         setattr(optimizer, "_opt_called", True)  # noqa: B010
                     self._owner.skip_step(self._session)
                     return None
-            with disable_casts() if self._owner.casts_functions else nullcontext():
-                return inner(optimizer, *args, **kwargs)
+            try:
+                with disable_casts() if self._owner.casts_functions else nullcontext():
+                    return inner(optimizer, *args, **kwargs)
+            except BaseException:
+                self._session.write_halves()  # some masters may have been updated
+                raise
 
         _copy_identity(inner, step)
         return step
@@ -158,7 +172,11 @@ class OptimizerHooks:
             if session.backwards == backwards:  # the closure makes no gradients: nothing to rerun
                 self._withhold_gradients()
                 return loss
-            self._owner.skip_step(session)
+            cause = self._owner.skip_step(session)
+            if cause.new_scale >= cause.old_scale:  # at its floor: another try would be the same
+                self._withhold_gradients()
+                self._stepping = False  # the skip is counted already
+                return loss
 
     # -- zero_grad, add_param_group ----------------------------------------------------------
 
@@ -183,8 +201,13 @@ class OptimizerHooks:
         def add_param_group(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if not self._owner.closed:
                 self._session.refuse_known(args[0] if args else kwargs.get("param_group"))
+            known = self._owner.updated_params()
             result = inner(optimizer, *args, **kwargs)
             if not self._owner.closed:
+                if self._owner.scales_losses:  # nobody unscaled what they have
+                    for param in optimizer.param_groups[-1]["params"]:
+                        if id(param) not in known:
+                            param.grad = None
                 self._session.adopt()
             return result
 

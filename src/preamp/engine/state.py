@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Loss scalers to plain data and back. Nothing is applied unless everything fits."""
+"""Loss scalers: new ones, and to plain data and back; applied only if everything fits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from preamp.core.errors import message
+from preamp.policy import Policy
+from preamp.scaling import DynamicScale, LossScaler, StaticScale
 
 if TYPE_CHECKING:
     from preamp.engine.engine import Engine
@@ -76,3 +80,13 @@ def _read_steps(steps: Any) -> list[tuple[int, int, int]]:
                 "Pass what state_dict() returned; nothing was loaded",
             )
         ) from error
+
+
+def make_scaler(policy: Policy, device: torch.device) -> LossScaler:
+    """Return a new scaler as the policy wants it, on ``device``."""
+    if policy.loss_scale == "dynamic":
+        rule = DynamicScale(
+            min_scale=policy.min_loss_scale, max_scale=policy.max_loss_scale or 2.0**24
+        )
+        return LossScaler(rule, device)
+    return LossScaler(StaticScale(init_scale=policy.loss_scale), device)
