@@ -96,7 +96,7 @@ def main():
         "--optimizer", default="adamw", choices=("adamw", "fused_adam", "fused_lamb")
     )
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--max_steps", type=int, default=30)
+    parser.add_argument("--max_steps", type=int, default=24)
     parser.add_argument("--stop_after", type=int, default=None)
     parser.add_argument("--warmup_proportion", type=float, default=0.1)
     parser.add_argument("--train_batch_size", type=int, default=16)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Data-parallel training of a small network on digits, one process for each half of a batch.
 
-torchrun --nproc-per-node 2 gloo.py --opt-level O2 --ddp apex
+torchrun --nproc-per-node 2 gloo.py --opt-level O2
 """
 
 import argparse
@@ -12,12 +12,12 @@ import torch.distributed as dist
 from apex import amp
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 parser = argparse.ArgumentParser()
 # Launchers before torchrun passed the rank as an argument.
 parser.add_argument("--local_rank", default=int(os.environ.get("LOCAL_RANK", 0)), type=int)
 parser.add_argument("--opt-level", default="O1")
-parser.add_argument("--ddp", default="torch", choices=("torch", "apex"))
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--batch-size", type=int, default=64)
 
@@ -32,10 +32,6 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
     if world > 1:
-        if args.ddp == "apex":
-            from apex.parallel import DistributedDataParallel
-        else:
-            from torch.nn.parallel import DistributedDataParallel
         model = DistributedDataParallel(model)
 
     digits = load_digits()
