@@ -193,3 +193,11 @@ def test_isolated_processes_do_not_see_it(child: Run) -> None:
 def test_importing_preamp_leaves_children_alone(python: Run) -> None:
     done = python("-c", "import os, preamp; print(os.environ.get('PYTHONPATH'))")
     assert STARTUP not in done.stdout
+
+
+def test_the_launcher_of_apex_is_runnable(child: Run, tmp_path: Path) -> None:
+    """Launchers start ``python -m apex.parallel.multiproc`` as a process of its own."""
+    (tmp_path / "rank.py").write_text("import apex, sys\nprint(apex.__name__, *sys.argv[1:])\n")
+    done = child("-W", "error", "-m", "apex.parallel.multiproc", "rank.py", "--world-size", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "apex --world-size 1 --rank 0\n"

@@ -244,19 +244,9 @@ def refuse_missing(name: str) -> None:
 
 
 def _is_available(name: str) -> bool:
-    if not _is_written(SUPPLIED[name]):
-        return False
     if f"{name}.".startswith(f"{NEEDS_DISTRIBUTED}."):
         return torch.distributed.is_available()
     return True
-
-
-def _is_written(target: str) -> bool:
-    """Whether preamp has the module yet."""
-    try:
-        return importlib.util.find_spec(target) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _distributions_elsewhere() -> Iterator[Distribution]:

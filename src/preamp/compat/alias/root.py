@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 
-from preamp.core.log import is_first_rank
+from preamp.core.ranks import is_first_rank
 
 
 class DeprecatedFeatureWarning(FutureWarning):
