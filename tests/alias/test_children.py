@@ -118,7 +118,8 @@ FIRST_USES = (
 )
 
 ONE_PROCESS_FOR_EACH = """
-import os, sys, preamp
+import gc, os, sys, preamp
+gc.freeze()
 for text in sys.argv[1:]:
     if os.fork() == 0:
         exec(text)

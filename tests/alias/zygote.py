@@ -5,6 +5,7 @@ Importing takes longer than everything that these runs do. A fork ends by leavin
 the interpreter treats its exceptions and exit handlers as always.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ from preamp.cli.main import main
 
 for name in sys.argv[1:]:
     importlib.import_module(name)
+gc.freeze()  # a fork that ends would look through all of torch for cycles: 1.9 s instead of 0.4
 for line in sys.stdin:
     job = json.loads(line)
     with warnings.catch_warnings():
