@@ -7,6 +7,7 @@ import argparse
 import copy
 import inspect
 import io
+import re
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from engine.harness import (
     weights,
 )
 from engine.harness import engines_closed as engines_closed
-from preamp import amp
+from preamp import amp, fp16_utils, optimizers
 from preamp.amp.scaler import LossScaler
 
 ALL_LEVELS = pytest.mark.parametrize("level", LEVELS)
@@ -167,14 +168,52 @@ def test_hard_override() -> None:
 
 
 def test_handle_is_deactivated() -> None:
-    """Tests of frameworks switch O1 off by hand between cases."""
+    """Tests of frameworks switch O1 off by hand between cases; losses are scaled all the same."""
+    original = torch.exp
+    assert not hasattr(amp._amp_state, "handle")
     model, optimizer = started("O1")
-    if not hasattr(amp._amp_state, "handle"):
-        preamp.engine_of(model).close()
-    else:
-        amp._amp_state.handle._deactivate()
-    assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
+    handle = amp._amp_state.handle
+    assert handle.is_active()
+    assert model(torch.ones(2, 4)).dtype is torch.float16
+    handle._deactivate()
+    assert not handle.is_active()
+    assert torch.exp is original
+    assert model(torch.ones(2, 4)).dtype is torch.float32
+    with amp.scale_loss(model.last.bias.sum() * 0 + 1, optimizer) as scaled:
+        assert scaled.item() == 2.0**16
+        scaled.backward()
+    optimizer.step()
     assert len(list(amp.master_params(optimizer))) == 8
+
+
+def test_a_deactivated_handle_leaves_other_casts_on() -> None:
+    started("O1")
+    first = amp._amp_state.handle
+    started("O4")
+    assert amp._amp_state.handle is not first
+    first._deactivate()
+    assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.bfloat16
+
+
+def test_levels_without_function_casts_make_no_handle() -> None:
+    started("O2")
+    assert not hasattr(amp._amp_state, "handle")
+
+
+@pytest.mark.parametrize("form", [lambda it: it, lambda it: [it]], ids=["single", "list"])
+@pytest.mark.parametrize("kind", [fp16_utils.FP16_Optimizer, optimizers.FP16_Optimizer])
+def test_an_fp16_optimizer_is_refused(kind: Any, form: Any) -> None:
+    model = nn.Linear(2, 2)
+    half = nn.Linear(2, 2).half()
+    wrapper = kind(torch.optim.SGD(half.parameters(), lr=0.1), verbose=False)
+    text = (
+        "There is an FP16_Optimizer in optimizers. It keeps masters and a loss scale of its own, "
+        "and so would amp. Pass the optimizer inside it, or leave amp out."
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+        amp.initialize(model, form(wrapper), verbosity=0)
+    assert amp._amp_state.engine is None
+    amp.initialize(model, form(wrapper), enabled=False)
 
 
 def test_is_it_initialised() -> None:

@@ -78,10 +78,13 @@ def test_many_engines_in_a_row_do_not_pile_up() -> None:
 
 
 def test_amp_without_a_living_engine_has_no_state() -> None:
-    _train_and_drop("O2", amp)
-    gc.collect()
-    assert amp.state_dict() == {}
-    assert amp._amp_state.engine is None
+    for level in ("O2", "O1"):  # O1's handle, which stays, must not hold the engine
+        _train_and_drop(level, amp)
+        gc.collect()
+        assert amp.state_dict() == {}
+        assert amp._amp_state.engine is None
+    assert not amp._amp_state.handle.is_active()
+    amp._amp_state.handle._deactivate()
 
 
 # -- collected where the thread's casts cannot be taken back at once ---------------------------

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 from preamp.compat.properties import Properties
 from preamp.compat.scaler import LossScaler
@@ -21,7 +22,10 @@ class AmpState:
         loss_scalers: Its scalers under Apex's names.
         min_loss_scale: As passed to ``initialize``.
         max_loss_scale: As passed to ``initialize``.
+        handle: Of the latest ``amp.initialize`` at O1 or O4, or ``amp.init``; not there before.
     """
+
+    handle: Any
 
     def __init__(self) -> None:
         """Nothing is initialized."""

@@ -12,6 +12,9 @@ import torch
 
 from preamp import engine as rooms
 from preamp.compat.amp_state import amp_state
+from preamp.compat.flat import FP16_Optimizer as FlatFP16Optimizer
+from preamp.compat.fp16_utils import FP16_Optimizer
+from preamp.compat.handle import AmpHandle
 from preamp.compat.stash import attach_stashes
 from preamp.core.errors import PreampStateError, message
 from preamp.core.log import say
@@ -69,10 +72,13 @@ def initialize(
 
     Raises:
         PreampPolicyError: Unknown level or contradictory override; a ``RuntimeError``.
-        PreampStateError: A model is half or wrapped, or an optimizer is taken; likewise.
+        PreampStateError: A model is half or wrapped, or an optimizer is taken or an
+            ``FP16_Optimizer``; likewise.
         TypeError: Wrong kind of argument.
         ValueError: Right kind, wrong value.
     """
+    if enabled:
+        _refuse_fp16_optimizers(optimizers)
     result = rooms.initialize(
         models,
         optimizers,
@@ -96,10 +102,30 @@ def initialize(
     engine = _engine_among(optimizers, models)
     if engine is not None and enabled:
         attach_stashes(engine)
+        if engine.casts_functions:
+            amp_state.handle = _handle_of(engine)
         engine.on_close(_forget_if_current(engine))
     amp_state.make_current(engine, is_off=not enabled)
     amp_state.verbosity = int(verbosity)
     return result
+
+
+def _refuse_fp16_optimizers(optimizers: Any) -> None:
+    given = cast("list[Any]", optimizers) if isinstance(optimizers, list) else [optimizers]
+    if any(isinstance(optimizer, (FP16_Optimizer, FlatFP16Optimizer)) for optimizer in given):
+        raise PreampStateError(
+            message(
+                "There is an FP16_Optimizer in optimizers",
+                "It keeps masters and a loss scale of its own, and so would amp",
+                "Pass the optimizer inside it, or leave amp out",
+            )
+        )
+
+
+def _handle_of(engine: rooms.Engine) -> AmpHandle:
+    handle = AmpHandle(engine.policy.loss_scale, verbose=engine.verbosity >= 2)
+    handle.take_over(engine.cast_undo.unwind)  # which does not keep the engine alive
+    return handle
 
 
 def _engine_among(*given: Any) -> rooms.Engine | None:

@@ -48,6 +48,7 @@ class Engine:
         device: Where loss scales and flags live: that of the first parameter.
         closed: Whether `close` was called.
         casts_functions: Whether functions are cast one by one (O1, O4).
+        cast_undo: Ends these casts; scaling goes on.
     """
 
     def __init__(
@@ -77,6 +78,9 @@ class Engine:
         # Casts of torch's functions outlive nobody: an engine that is dropped without close()
         # takes them back when it is collected. The stack must not refer to the engine.
         self.process_undo = UndoStack()
+        # The part of it that ends function casts, for those who stop these and nothing else.
+        self.cast_undo = UndoStack()
+        self.process_undo.push(self.cast_undo.unwind)
         self._when_dropped = weakref.finalize(
             self, PATCH_LOCK.run_or_leave, self.process_undo.unwind
         )

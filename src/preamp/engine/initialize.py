@@ -196,7 +196,9 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
         outputs = torch.float32
     if engine.casts_functions and policy.patch_torch_functions_type is not None:
         types = device_types(engine)
-        undo.hold(*attach_cast_region(model, types, policy.patch_torch_functions_type))
+        region = attach_cast_region(model, types, policy.patch_torch_functions_type)
+        undo.hold(*region)
+        engine.cast_undo.hold(*region)
     else:
         undo.hold(*attach_plain_region(model))
     undo.hold(*attach_io_casts(model, target, outputs))
@@ -207,7 +209,8 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
 
 
 def _install_function_casts(engine: Engine) -> None:
-    policy, undo = engine.policy, engine.process_undo
+    policy = engine.policy
+    undo = engine.cast_undo if engine.casts_functions else engine.process_undo
     types = device_types(engine)
     if engine.casts_functions and policy.patch_torch_functions_type is not None:
         undo.hold(install_function_casts(verbose=engine.verbosity >= 2))

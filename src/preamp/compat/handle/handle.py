@@ -10,7 +10,7 @@ forward hands out stale values once the weight changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from preamp.casting import (
     settle_thread,
 )
 from preamp.casting.autocast_state import is_casting
+from preamp.compat.amp_state import amp_state
 from preamp.compat.handle.backward import scaled_backward, skip_next_step
 from preamp.compat.handle.noop import NoOpHandle
 from preamp.compat.handle.optim_wrapper import OptimWrapper
@@ -89,6 +90,10 @@ class AmpHandle:
         if patch_type is torch.float16 and cpu_lacks_fp16_matmul():
             self._undo.hold(install_wide_half())
         self._undo.hold(push_thread_casts(device_types_here(), patch_type))
+
+    def take_over(self, stop: Callable[[], None]) -> None:
+        """Let `deactivate` end casts that an engine turned on, by calling ``stop``."""
+        self._undo.push(stop)
 
     def is_active(self) -> bool:
         """Whether the handle is on and functions are cast here."""
@@ -244,7 +249,7 @@ def init(
 
     Mutates:
         Functions of torch and the thread's autocast state, until ``handle.deactivate()``, which
-        Apex called ``_deactivate``.
+        Apex called ``_deactivate``; ``_amp_state.handle``.
     """
     if patch_type not in HALF_DTYPES:
         raise RuntimeError(
@@ -260,5 +265,5 @@ def init(
         _Current.handle = None
     if isinstance(handle, AmpHandle):
         handle.cast(patch_type, allow_banned=allow_banned)
-        _Current.handle = handle
+        _Current.handle = amp_state.handle = handle
     return handle
