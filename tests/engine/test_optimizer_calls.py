@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -61,6 +62,20 @@ def test_a_step_bound_before_initialize_works_and_skips(level: str, kind: Any) -
             assert_same(ours, theirs, f"step {index}")
     assert (engine.steps_applied, engine.steps_skipped) == (2, 2)
     assert engine.loss_scale() == 2.0**14
+
+
+@levels
+def test_a_mock_of_an_optimizer(level: str) -> None:
+    """Tests of frameworks pass one and count its steps."""
+    model = nn.Linear(2, 2)
+    optimizer = MagicMock(spec=sgd(model.parameters()))
+    step = optimizer.step
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    with preamp.scale_loss(model.bias.float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step("argument")
+    step.assert_called_once_with("argument")
+    preamp.engine_of(model).close()
 
 
 # -- learning-rate schedulers ----------------------------------------------------------------

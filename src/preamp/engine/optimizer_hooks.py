@@ -228,8 +228,8 @@ class _Rerun:
 
 def _previous_method(optimizer: torch.optim.Optimizer, name: str) -> Callable[..., Any]:
     """The method as a function of the optimizer: the instance's own if it has one."""
-    if name in vars(optimizer):
-        own = vars(optimizer)[name]
+    if name in vars(optimizer) or not hasattr(type(optimizer), name):  # mocks make theirs up
+        own = getattr(optimizer, name)
 
         def call_own(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             return own(*args, **kwargs)
