@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import preamp
 from preamp import amp, fp16_utils
 from preamp.compat.alias import finder, table
 from preamp.compat.amp_state import amp_state
@@ -207,6 +208,28 @@ def test_import_forms() -> None:
 def test_star_import_brings_what_the_facade_exports() -> None:
     names = run("from apex.amp import *")
     assert names["initialize"] is amp.initialize
+
+
+def test_star_import_of_fp16_utils_brings_every_name() -> None:
+    """Apex had no ``__all__`` there, and its own example imports the star."""
+    names = run("from apex.fp16_utils import *")
+    assert set(DOCUMENTED["apex.fp16_utils"].split()) <= names.keys()
+
+
+def test_initialize_is_not_deprecated() -> None:
+    """Warnings are errors here."""
+    names = run("from apex import amp\nimport torch\nmodel = torch.nn.Linear(1, 1)")
+    names["amp"].initialize(names["model"], opt_level="O0", verbosity=0)
+    preamp.engine_of(names["model"]).close()
+
+
+def test_contrib_has_the_optimizers_of_the_main_package() -> None:
+    contrib = importlib.import_module("apex.contrib.optimizers")
+    main = importlib.import_module("apex.optimizers")
+    for name in ("FP16_Optimizer", "FusedAdam", "FusedLAMB", "FusedSGD"):
+        assert getattr(contrib, name) is getattr(main, name)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'grads'"):
+        contrib.FusedSGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step(grads=[torch.ones(1)])
 
 
 def test_module_passed_as_an_object_with_state() -> None:

@@ -582,6 +582,50 @@ def test_stash_tells_of_skips_and_scaled_gradients(level: str) -> None:
     assert optimizer._amp_stash.already_patched is False
 
 
+def test_stash_has_no_lists_of_gradients_set_aside() -> None:
+    """Where they are between two backwards is not what it was, so a list would be a wrong one."""
+    _, optimizer = started("O2")
+    stash = optimizer._amp_stash
+    for name in ("all_fp16_grad_stash", "all_fp32_grad_stash", "all_fp32_from_fp32_grad_stash"):
+        assert not hasattr(stash, name)
+    assert stash.all_fp32_params == stash.all_fp32_from_fp32_params
+
+
+def test_levels_and_options_of_the_frontend() -> None:
+    """Levels are frozen policies; Apex had objects that were called with the options to fill."""
+    for name, level in amp.frontend.opt_levels.items():
+        assert level.brief.startswith(f"{name}:  ")
+        assert not callable(level)
+    options = amp.frontend.Properties()
+    assert (options.enabled, options.loss_scale, options.opt_level) == (False, 1.0, None)
+    with pytest.raises(AttributeError, match="opt_properties has no option 'nonsense'"):
+        _ = options.nonsense
+
+
+def test_no_losses() -> None:
+    _, optimizer = started("O2", num_losses=0)
+    assert amp.state_dict() == {}
+    with pytest.raises(IndexError, match="loss_id=0 with 0 loss scaler"):
+        amp.scale_loss(torch.ones(()), optimizer).__enter__()
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_without_a_scale_the_loss_is_widened_all_the_same(level: str) -> None:
+    _, optimizer = started(level)
+    loss = torch.ones((), dtype=torch.float16, requires_grad=True)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled.dtype is torch.float32
+        scaled.backward()
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}
+
+
+def test_applier_maps_nested_batches() -> None:
+    given = {"a": [torch.ones(1), "text"], "b": (torch.zeros(1),)}
+    got = amp._initialize.applier(given, lambda x: x + 1)
+    assert (got["a"][0].item(), got["a"][1], got["b"][0].item()) == (2.0, "text", 1.0)
+    assert given["a"][0].item() == 1.0
+
+
 def test_module_as_an_object_with_state() -> None:
     """Frameworks pass the module itself where something with ``state_dict`` is wanted."""
     started("O2")

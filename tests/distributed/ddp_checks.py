@@ -73,6 +73,13 @@ def check_gradients_are_means() -> None:
             _means(dtype, **arguments)
 
 
+def check_retained_buffers_are_torchs() -> None:
+    ddp = wrapped(retain_allreduce_buffers=True)
+    assert gradients(ddp, 1.0) == [1.0]
+    assert ddp.module.first.grad._base is not None  # a view of the bucket
+    assert not hasattr(ddp, "allreduce_buffers")
+
+
 def check_trigger_params_change_nothing() -> None:
     model = Scale()
     ddp = DistributedDataParallel(model, allreduce_trigger_params=[model.first])

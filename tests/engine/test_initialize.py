@@ -164,9 +164,18 @@ def test_all_arguments_explicitly_with_their_defaults() -> None:
     assert preamp.engine_of(model).policy == preamp.OPT_LEVELS["O1"]
 
 
-def test_unknown_keyword_of_another_fork() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'combine_grad'"):
-        amp.initialize(Net(), combine_grad=True)
+@pytest.mark.parametrize("keyword", ["combine_grad", "cast_batchnorm"])
+def test_unknown_keyword_of_another_fork(keyword: str) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):
+        amp.initialize(Net(), **{keyword: True})
+
+
+def test_cudnn_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    train_step(model, optimizer, 0)
+    assert halves_match(model)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from cases.fused import ADAM, DTYPES, MIXED_LAMB, SGD, variant_id
+from cases.fused import ADAM, DTYPES, FUSED, MIXED_LAMB, SGD, FusedCase, variant_id
 from cases.optimizers import clone_state
 from cases.tolerances import assert_same
 
@@ -105,6 +106,33 @@ def test_an_overflow_changes_nothing(
     for a, b in zip(params, plain, strict=True):
         assert_same(a.detach(), b.detach())
     assert [int(group["step"]) for group in optimizer.param_groups] == [2, 2]
+
+
+@pytest.mark.parametrize("case", FUSED, ids=variant_id)
+def test_autocast_and_scaler_of_torch_around_any_of_them(case: FusedCase) -> None:
+    """What scripts do that leave amp behind: the usual loop, with a step skipped in it."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    twin = copy.deepcopy(model)
+    optimizers = [case.kind(m.parameters(), **case.needs) for m in (model, twin)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    for step in range(3):
+        x = torch.full((3, 4), 0.5 + step)
+        for net, optimizer in zip((model, twin), optimizers, strict=True):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = net(x).float().square().mean()
+            if net is twin:
+                if step != 1:
+                    loss.backward()
+                    optimizer.step()
+                continue
+            scaler.scale(loss * (math.inf if step == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() == SCALE / 2
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_same(a.detach(), b.detach())
 
 
 @every_build

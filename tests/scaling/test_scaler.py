@@ -475,3 +475,14 @@ def test_apex_overflow_buffer_is_an_int_flag() -> None:
     scaler._overflow_buf = torch.ones(1, dtype=torch.int32)
     assert scaler.update_scale() is True
     assert scaler._overflow_buf.tolist() == [0]
+
+
+def test_apex_fields() -> None:
+    """What scripts read; flags of compiled kernels are not among them, as there are none."""
+    dynamic = ApexScaler("dynamic", min_loss_scale=4.0, max_loss_scale=2.0**20, scale_window=7)
+    assert dynamic.dynamic
+    assert (dynamic._loss_scale, dynamic._unskipped, dynamic._has_overflow) == (2.0**16, 0, False)
+    assert (dynamic._min_loss_scale, dynamic._max_loss_scale) == (4.0, 2.0**20)
+    assert dynamic._scale_seq_len == 7
+    for flag in ("has_fused_kernel", "warned_no_fused_kernel", "warned_unscaling_non_fp32_grad"):
+        assert not hasattr(ApexScaler, flag)
