@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 HEADER = """\
 # What of Apex works, and how
 
-Generated from `tests/contract/rows` by `python tools/apex_table.py`. Every row names the tests that
-prove it, and the suite fails when one of them is gone.
+Generated from `tests/contract/rows` by `python tools/apex_table.py`. There every row names the
+tests that prove it, and the suite fails when one of them is gone.
 
 - **supported**: does what it did in Apex.
 - **differs**: works, but not as in Apex; the last column says what differs, and why.

@@ -19,7 +19,7 @@ from contract.rows import (
 from contract.rows.row import Row
 
 SECTIONS: dict[str, str] = {
-    "0": "Names",
+    "0": "What can be imported; how it behaves is told below",
     "1.1": "`amp.initialize`: the call",
     "1.2": "`amp.initialize`: what goes in and comes out",
     "1.4": "`amp.initialize`: what the levels set",

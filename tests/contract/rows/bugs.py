@@ -15,7 +15,7 @@ DDP = "distributed/ddp_checks"
 s = Section("10")
 
 ROWS: tuple[Row, ...] = (
-    s.differs(
+    s.refused(
         "A-1: Apex's own DDP could be passed to `initialize`",
         tests(DDP, "check_a01_initialize_refuses_wrapped_models"),
         "Refused, as torch's is.",

@@ -92,6 +92,7 @@ CALL_ROWS = (
             "test_in_place_functions_cast_to_the_target",
             "test_pointwise_in_place_functions_round_once",
         ),
+        "Pointwise ones by torch's own rule, which rounds once.",
     ),
     calls.differs(
         "in-place guards inside `disable_casts`",
@@ -180,10 +181,12 @@ CALL_ROWS = (
         tests(HANDLE, "test_disabled_init_changes_nothing"),
     ),
     calls.differs(
-        '`scope="model"`',
-        tests("engine/test_two_engines", "test_plain_models_are_not_touched_by_scope_model"),
-        "New, on request: casts end with the model's forward. The default is the whole thread; "
-        "in Apex it was the whole process.",
+        "how far casts reach",
+        tests("casting/test_regions", "test_thread_casts_cover_functions_outside_models")
+        + tests("casting/test_regions", "test_other_threads_have_no_thread_casts")
+        + tests("engine/test_two_engines", "test_plain_models_are_not_touched_by_scope_model"),
+        "The thread that called `initialize`, where in Apex it was the whole process; "
+        'with `scope="model"` the model\'s forward.',
     ),
 )
 

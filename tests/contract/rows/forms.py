@@ -196,7 +196,8 @@ ROWS: tuple[Row, ...] = (
     ),
     forms.supported(
         "14: a fresh layer outside the model is cast",
-        tests("casting/test_regions", "test_thread_casts_cover_functions_outside_models"),
+        tests("casting/test_regions", "test_thread_casts_cover_functions_outside_models")
+        + tests(IDIOMS, "test_a_deactivated_handle_leaves_other_casts_on"),
     ),
     forms.differs(
         "14: casts of the model only",

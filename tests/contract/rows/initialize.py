@@ -59,11 +59,11 @@ CALL = (
         + tests("distributed/ddp_checks", "check_a01_initialize_refuses_wrapped_models"),
         "Apex's own class too, which Apex let pass.",
     ),
-    call.supported(
+    call.differs(
         "models that are half already are refused",
         tests(ERRORS, "test_model_that_is_half", "test_model_with_a_half_buffer_in_a_list")
         + tests(ERRORS, "test_half_models_on_request_through_the_state"),
-        "Also bfloat16, which NVIDIA's Apex let pass.",
+        "bfloat16 ones too, as in ROCm's fork; NVIDIA's Apex let these pass.",
     ),
     call.differs(
         "parameters on the CPU or any other device",
@@ -182,7 +182,7 @@ CASTS = (
             "test_which_parameters_have_masters",
         ),
         "Made at once, from the weights before they were rounded to half; Apex widened the "
-        "rounded ones in the first backward.",
+        "rounded ones, and not before the first backward.",
     ),
     casts.differs(
         "a float32 tensor made inside a half model",
@@ -202,6 +202,16 @@ CASTS = (
         "extra state that is no tensor",
         tests("engine/test_resume", "test_extra_state"),
         "Left as it is; Apex failed on it.",
+    ),
+    casts.refused(
+        "`model.float()` afterwards, with masters",
+        tests(ERRORS, "test_model_made_float_after_initialize"),
+        "The next step would write to weights of another dtype; `engine.close()` comes first.",
+    ),
+    casts.refused(
+        "`model.load_state_dict(assign=True)` with masters",
+        tests(ERRORS, "test_assigning_load"),
+        "Masters belong to the parameters that it would replace.",
     ),
     casts.supported(
         "float32 state loads into a half model",

@@ -101,6 +101,12 @@ ROWS: tuple[Row, ...] = (
         "float16, bfloat16, float32 and float64 in each of them; others are refused.",
     ),
     shared.differs(
+        "rounding of half parameters",
+        tests("optim/test_update_rules", "test_half_parameters_are_rounded_once"),
+        "Once, after the whole update in float32; FusedSGD rounded the step first, and the sum "
+        "again.",
+    ),
+    shared.differs(
         "`zero_grad(set_to_none=…)`",
         tests(STATE, "test_zero_grad"),
         "Accepted, and wins over `set_grad_none`.",

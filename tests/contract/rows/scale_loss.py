@@ -85,7 +85,7 @@ CALL = (
         "one update of the scale per block, not per step",
         tests(STEP, "test_the_scale_grows_after_enough_clean_backwards"),
     ),
-    call.supported(
+    call.differs(
         "`disable_casts`",
         tests(
             "casting/test_disable_casts",
@@ -119,7 +119,7 @@ LEVELS = (
         "static scale ≠ 1",
         tests("engine/test_matrix", "test_a_static_scale_applies_infinite_gradients"),
     ),
-    levels.supported(
+    levels.differs(
         "static 1.0 with master weights",
         tests(BUGS, "test_a02_accumulated_float32_gradients_count"),
         "O5's default. Accumulated gradients of float32 parameters count, which Apex lost.",
@@ -175,6 +175,16 @@ METHODS = (
     methods.supported(
         "a skipped step changes nothing", tests(STEP, "test_a_skipped_step_changes_nothing")
     ),
+    methods.differs(
+        "overflows without end",
+        tests(
+            STEP,
+            "test_too_many_skips_in_a_row_name_the_parameter",
+            "test_the_scale_falling_to_its_minimum_is_an_error",
+        ),
+        "After 50 skipped steps in a row, or at 2⁻²⁴ without a floor of one's own, `step` raises "
+        "and names the parameters; Apex skipped for ever.",
+    ),
     methods.supported(
         "only optimizers of the overflowing loss skip",
         tests(STEP, "test_only_the_optimizers_of_the_overflowing_loss_are_skipped"),
@@ -198,6 +208,11 @@ LOSSES = (
         "plain and delayed blocks mixed",
         tests(STEP, "test_mixing_delayed_and_plain_backwards_gives_three"),
         "Gives the right sum; Apex divided earlier gradients again.",
+    ),
+    losses.refused(
+        "a step while gradients are left scaled",
+        tests(STEP, "test_stepping_on_scaled_gradients_is_refused"),
+        "Apex applied them, times the loss scale.",
     ),
     losses.differs(
         "`delay_overflow_check=True`",

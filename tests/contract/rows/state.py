@@ -55,18 +55,23 @@ ROWS: tuple[Row, ...] = (
         "Counts; Apex ignored it.",
     ),
     s.supported("`loss_scale()`", tests(SCALER, "test_apex_static")),
-    s.supported(
+    s.differs(
         "`update_scale()`",
         tests(SCALER, "test_apex_growth_comes_exactly_with_the_2000th_clean_update")
-        + tests(SCALER, "TestApexScaler"),
+        + tests(SCALER, "TestApexScaler")
+        + tests(BUGS, "test_a26_the_scale_has_a_floor"),
+        "The same rule, but the scale does not fall below 2⁻²⁴.",
     ),
-    s.supported(
+    s.differs(
         "`unscale(…)`",
         tests(
             SCALER,
             "test_apex_unscale_finds_overflow_and_still_writes_all",
+            "test_apex_large_finite_gradients_are_no_overflow",
+            "test_apex_static_scaler_does_not_look",
             "test_apex_overrides_of_the_scale",
         ),
+        "Writes every output, also behind one with an overflow.",
     ),
     s.supported("`unscale_with_stashed(…)`", tests(SCALER, "test_apex_overrides_of_the_scale")),
     s.supported("`clear_overflow_state()`", tests(SCALER, "TestApexScaler")),
