@@ -24,37 +24,168 @@ def inputs(rank: int, step: int, part: int) -> torch.Tensor:
     return torch.randint(-4, 5, (2, 2), generator=generator).float()
 
 
+class Inner(nn.Module):
+    """A model that is not wrapped itself, but its part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part: Any = nn.Linear(2, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x)
+
+
+class Run:
+    """A one-layer model and its optimizer at a level, wrapped around or inside."""
+
+    def __init__(self, level: str, scale: Any, *, view: bool = False, inside: bool = False) -> None:
+        self.model: Any = Inner()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        other = nn.Linear(2, 1)
+        self.other = torch.optim.SGD(other.parameters(), lr=0.5)
+        preamp.initialize(
+            [self.model, other],
+            [self.optimizer, self.other],
+            opt_level=level,
+            loss_scale=scale,
+            num_losses=2,
+            verbosity=0,
+        )
+        self.engine = preamp.engine_of(self.model)
+        self._other_model = other
+        wrap: Any = DistributedDataParallel
+        if inside:
+            self.wrapper = self.model.part = wrap(self.model.part, gradient_as_bucket_view=view)
+        else:
+            self.wrapper = wrap(self.model, gradient_as_bucket_view=view)
+        self._forward = self.model if inside else self.wrapper
+
+    def no_sync(self, on: bool) -> Any:
+        return self.wrapper.no_sync() if on else nullcontext()
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self._forward(x).float().sum() / 64
+
+    def backward(self, loss: torch.Tensor, loss_id: int = 0, *, delay: bool = False) -> None:
+        with preamp.scale_loss(loss, self.optimizer, loss_id, delay_unscale=delay) as scaled:
+            scaled.backward()
+
+    def elsewhere(self) -> None:
+        """A whole block of the other optimizer, with the same loss scaler."""
+        with preamp.scale_loss(self._other_model(torch.ones(1, 2)).sum(), self.other) as scaled:
+            scaled.backward()
+
+    def gradient(self) -> torch.Tensor:
+        (param,) = preamp.master_params(self.optimizer)
+        assert param.grad is not None
+        return param.grad.clone()
+
+    def step(self, *, set_to_none: bool = True) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+
 def accumulate(rank: int) -> dict[str, list[torch.Tensor]]:
     """For every case the unscaled gradients after each step's last backward."""
-    return {
+    found = {
         f"{level}-{mode}-{view}-{scale}": _gradients(rank, level, mode, view, scale)
         for level, mode, view, scale in itertools.product(
             LEVELS, MODES, (False, True), (128.0, "dynamic")
         )
     }
+    for level, (name, case) in itertools.product(LEVELS, CASES.items()):
+        run = Run(level, 128.0, inside=name == "wrapped inside")
+        found[f"{level}-{name}"] = [_one_step(case, run, rank, step) for step in range(STEPS)]
+        run.engine.close()
+    return found
 
 
 def _gradients(rank: int, level: str, mode: str, view: bool, scale: Any) -> list[torch.Tensor]:
-    model: Any = nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    preamp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
-    engine = preamp.engine_of(model)
-    wrapped: Any = DistributedDataParallel(model, gradient_as_bucket_view=view)
+    run = Run(level, scale, view=view)
     found: list[torch.Tensor] = []
     for step in range(STEPS):
         for part in range(2):
             is_last = part == 1
             # Without delay_unscale every block unscales, gradients of this rank alone included.
-            delay = mode == "delay" and not is_last
-            with nullcontext() if is_last or mode == "sync" else wrapped.no_sync():
-                loss = wrapped(inputs(rank, step, part)).float().sum() / 64
-                with preamp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled:
-                    scaled.backward()
-        (param,) = preamp.master_params(optimizer)
-        assert param.grad is not None
-        found.append(param.grad.clone())
-        optimizer.step()
+            with run.no_sync(mode != "sync" and not is_last):
+                loss = run.loss(inputs(rank, step, part))
+                run.backward(loss, delay=mode == "delay" and not is_last)
+        found.append(run.gradient())
         # Zeroed in place the gradients go on lying in the buckets; dropped they do not.
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-    engine.close()
+        run.step(set_to_none=step % 2 == 0)
+    run.engine.close()
+    return found
+
+
+def _one_step(case: Any, run: Run, rank: int, step: int) -> torch.Tensor:
+    case(run, inputs(rank, step, 0), inputs(rank, step, 1))
+    grad = run.gradient()
+    run.step()
+    return grad
+
+
+def _plain(run: Run, first: torch.Tensor, second: torch.Tensor) -> None:
+    with run.no_sync(True):
+        run.backward(run.loss(first))
+    run.backward(run.loss(second))
+
+
+def _another_block_between(run: Run, first: torch.Tensor, second: torch.Tensor) -> None:
+    with run.no_sync(True):
+        run.backward(run.loss(first), delay=True)
+    loss = run.loss(second)
+    run.elsewhere()  # ends a block of the engine, and may change the scale
+    run.backward(loss)
+
+
+def _another_loss_after_delay(run: Run, first: torch.Tensor, second: torch.Tensor) -> None:
+    with run.no_sync(True):
+        run.backward(run.loss(first), delay=True)
+    run.backward(run.loss(second), 1)
+
+
+def _plain_then_delayed(run: Run, first: torch.Tensor, second: torch.Tensor) -> None:
+    with run.no_sync(True):
+        run.backward(run.loss(first))
+        run.backward(run.loss(second) * 0, delay=True)
+    run.backward(run.loss(second))
+
+
+def _forward_inside_the_block(run: Run, first: torch.Tensor, second: torch.Tensor) -> None:
+    for x, is_last in ((first, False), (second, True)):
+        with run.no_sync(not is_last):
+            one = torch.ones((), requires_grad=True)
+            with preamp.scale_loss(one, run.optimizer) as scale:
+                (run.loss(x) * scale).backward()
+
+
+CASES = {
+    "wrapped inside": _plain,
+    "another block between": _another_block_between,
+    "another loss after delay": _another_loss_after_delay,
+    "plain, then delayed": _plain_then_delayed,
+    "forward inside the block": _forward_inside_the_block,
+}
+
+
+def overflow_alone(rank: int) -> dict[str, list[float]]:
+    """Scale, skips and weight after a step in which rank 0 alone overflows under ``no_sync``."""
+    found: dict[str, list[float]] = {}
+    for level, mode in itertools.product(("O1", "O2"), ("no_sync", "delay")):
+        torch.manual_seed(0)
+        run = Run(level, "dynamic")
+        for step in range(3):
+            with run.no_sync(True):
+                loss = run.loss(inputs(rank, step, 0))
+                bad = step == 1 and rank == 0
+                run.backward(loss * torch.inf if bad else loss, delay=mode == "delay")
+            run.backward(run.loss(inputs(rank, step, 1)))
+            run.step()
+        (param,) = preamp.master_params(run.optimizer)
+        found[f"{level}-{mode}"] = [
+            run.engine.loss_scale(),
+            float(run.engine.steps_skipped),
+            *param.detach().flatten().tolist(),
+        ]
+        run.engine.close()
     return found

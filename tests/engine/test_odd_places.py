@@ -272,3 +272,18 @@ def test_a_closure_stops_where_the_scale_cannot_fall(level: str) -> None:
     assert preamp.engine_of(model).steps_skipped == 5
     for param, old in zip(values(model), before, strict=True):
         assert_same(param, old)
+
+
+@levels
+def test_large_earlier_gradients_survive_a_delayed_block(level: str) -> None:
+    """Multiplied by the scale they would overflow in float16, and lose digits in bfloat16."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    for value, delay in ((0.875, False), (0.875, False), (2.0**-8, True), (2.0**-8, False)):
+        loss = model(torch.ones(1, 1)).float().sum() * value
+        with preamp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled:
+            scaled.backward()
+    (param,) = preamp.master_params(optimizer)
+    assert_same(param.grad, torch.tensor([[1.75 + 2.0**-7]]))
+    assert preamp.engine_of(model).loss_scale() == 2.0**16

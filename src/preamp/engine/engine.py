@@ -19,7 +19,7 @@ from preamp.core.log import say
 from preamp.core.undo import UndoStack
 from preamp.engine.explain import explain_engine
 from preamp.engine.names import ParameterNames
-from preamp.engine.overflow import OverflowCause, find_cause, scaling_gave_up, skip_message
+from preamp.engine.overflow import OverflowCause, check_limits, find_cause, skip_message
 from preamp.engine.params import first_device
 from preamp.engine.reductions import Reductions
 from preamp.engine.session import OptimizerSession
@@ -27,7 +27,7 @@ from preamp.engine.state import load_scalers, make_scaler, scalers_state
 from preamp.kernels import Ops
 from preamp.optim import Masters, Twin
 from preamp.policy import Policy
-from preamp.scaling import SMALLEST_SCALE, DynamicScale, LossScaler
+from preamp.scaling import LossScaler
 
 _CAUSES_KEPT = 256
 
@@ -64,7 +64,7 @@ class Engine:
         """Collect the parts; ``initialize`` does the converting and hooking."""
         self.policy = policy
         self.models = tuple(models)
-        self.reductions = Reductions()
+        self.reductions = Reductions(self.models)
         self.optimizers = tuple(optimizers)
         self.names = ParameterNames(self.models, self.optimizers)
         self.verbosity = verbosity
@@ -96,6 +96,7 @@ class Engine:
                 ops,
                 self.names.of,
                 Masters(optimizer, ops, self.names.of, twins) if policy.master_weights else None,
+                self.reductions,
             )
             for optimizer in self.optimizers
         }
@@ -281,19 +282,9 @@ class Engine:
         self.overflow_causes.append(cause)
         if self.verbosity > 0:
             say(skip_message(cause), every_rank=True)
-        self._check_limits(session, cause)
-        return cause
-
-    def _check_limits(self, session: OptimizerSession, cause: OverflowCause) -> None:
         limit = self.policy.max_consecutive_skips
-        if limit is not None and session.skips_in_row >= limit:
-            raise scaling_gave_up(cause, f"{session.skips_in_row} optimizer steps in a row skipped")
-        rule = self.scalers[cause.loss_id].rule
-        no_floor = isinstance(rule, DynamicScale) and rule.min_scale is None
-        if no_floor and cause.new_scale <= SMALLEST_SCALE:
-            raise scaling_gave_up(
-                cause, f"The loss scale fell to its minimum, {SMALLEST_SCALE} (2**-24)"
-            )
+        check_limits(cause, session.skips_in_row, limit, self.scalers[cause.loss_id].rule)
+        return cause
 
 
 def _unscaled_gradient(twin: Twin) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ import torch
 
 from preamp.engine import refusals
 from preamp.engine.overflow import GradientNote
+from preamp.engine.reductions import Reductions
 from preamp.engine.stage import Delayed, Plan, Stage
 from preamp.kernels import Ops
 from preamp.optim import DirectGradients, MasterParameter, Masters
@@ -25,15 +26,21 @@ class GradientBooks:
         masters: The optimizer's masters, or ``None`` at levels without.
         stage: Where the gradients stand.
         is_open: Whether a ``scale_loss`` block is under way.
-        is_local: Whether there are gradients of this rank alone, not reduced yet.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, masters: Masters | None, ops: Ops) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        masters: Masters | None,
+        ops: Ops,
+        reductions: Reductions,
+    ) -> None:
         """Keep the books of ``optimizer``."""
         self.masters = masters
         self.stage = Stage.READY
         self.is_open = False
-        self.is_local = False
+        self._reductions = reductions
+        self._reduced_at = reductions.unreduced
         self._optimizer = optimizer
         self._ops = ops
         self._direct = DirectGradients(ops)
@@ -61,17 +68,36 @@ class GradientBooks:
         self._own = self._unclaimed(claimed)
         if self._delayed is None:  # otherwise raw gradients of one scale pile up in place
             carry: torch.Tensor | float | None = None
-            if plan.will_delay or (plan.is_reduced and self.is_local):
-                carry = 1.0 if plan.scaler.is_identity else plan.scaler.scale
+            scale = 1.0 if plan.scaler.is_identity else plan.scaler.scale
+            if plan.may_reduce and self.may_be_local:
+                carry = scale
             twins = list(self.masters or ())
             for twin in twins:
                 twin.reconcile()  # all may refuse before anything is moved
             # Takes itself back if it fails.
-            self._direct.set_aside(self._own, carry, may_be_overwritten=plan.is_reduced)
+            self._direct.set_aside(
+                self._own,
+                carry,
+                scale if plan.will_delay else None,
+                may_be_overwritten=plan.may_reduce,
+            )
             self.is_open = True
             for twin in twins:
                 twin.set_aside(carry)
+        else:
+            for twin in self.masters or ():
+                twin.reconcile_raw()
         self.is_open = True
+
+    @property
+    def may_be_local(self) -> bool:
+        """Whether there may be gradients of this rank alone, not reduced yet."""
+        return self._reduced_at != self._reductions.unreduced
+
+    @property
+    def has_aside(self) -> bool:
+        """Whether an earlier gradient is away while others were left scaled."""
+        return self._direct.has_aside or any(twin.has_aside for twin in self.masters or ())
 
     def _unclaimed(self, claimed: set[int]) -> list[torch.Tensor]:
         own = [param for param in self.direct_params() if id(param) not in claimed]
@@ -118,6 +144,9 @@ class GradientBooks:
             generation: The scaler's when the block began.
         """
         self.is_open = False
+        for twin in self.masters or ():
+            twin.stand_in()
+            twin.note_raw()
         if self._delayed is None:
             inverse = None if scaler.is_identity else note.scale.reciprocal()
             self._delayed = Delayed(scaler, generation, inverse, note)
@@ -151,15 +180,15 @@ class GradientBooks:
         for twin in self.masters or ():
             twin.stand_in()
 
-    def commit(self, factor: torch.Tensor | None, *, is_local: bool | None = None) -> None:
+    def commit(self, factor: torch.Tensor | None, *, is_reduced: bool = False) -> None:
         """The block ends.
 
         Args:
             factor: The one that `merge` got.
-            is_local: Whether the new gradients are this rank's alone; ``None`` if not known.
+            is_reduced: Whether all gradients have certainly been reduced over ranks.
         """
-        if is_local is not None:
-            self.is_local = is_local
+        if is_reduced:
+            self._reduced_at = self._reductions.unreduced
         self._direct.commit(self._own)
         factors: dict[torch.device, torch.Tensor] = {}
         for twin in self.masters or ():
@@ -245,4 +274,4 @@ class GradientBooks:
         """Back to READY: nothing delayed."""
         self.stage = Stage.READY
         self._delayed = None
-        self.is_local = False
+        self._reduced_at = self._reductions.unreduced

@@ -98,7 +98,8 @@ class OptimizerHooks:
                 with disable_casts() if self._owner.casts_functions else nullcontext():
                     return inner(optimizer, *args, **kwargs)
             except BaseException:
-                self._session.write_halves()  # some masters may have been updated
+                if self._stepping:
+                    self._session.write_halves()  # some masters may have been updated
                 raise
 
         _copy_identity(inner, step)

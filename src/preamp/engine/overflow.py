@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from preamp.core.errors import LossScaleError, message
+from preamp.scaling import SMALLEST_SCALE, DynamicScale, ScaleRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +84,21 @@ def find_cause(
     """Return the cause of a skipped step: the first overflowing backward. Synchronises.
 
     Args:
-        notes: Of the backwards since the last step, oldest first; at least one.
+        notes: Of the backwards since the last step, oldest first; none if the overflow was read
+            from a checkpoint.
         step: Number of the skipped step.
         scales: The loss scales now, by loss.
         name_of: Names parameters.
     """
+    if not notes:
+        return OverflowCause(
+            step=step,
+            loss_id=0,
+            parameters=(),
+            loss_was_finite=True,
+            old_scale=scales[0],
+            new_scale=scales[0],
+        )
     for note in notes:
         params = note.overflowing()
         if params:  # an infinite loss may have finite gradients, and then skips nothing
@@ -136,3 +147,26 @@ def scaling_gave_up(cause: OverflowCause, why: str) -> LossScaleError:
             "(O4, O5); for weights pre-trained in bfloat16, float16 is often too narrow",
         )
     )
+
+
+def check_limits(
+    cause: OverflowCause, skips_in_row: int, limit: int | None, rule: ScaleRule
+) -> None:
+    """Give up where scaling cannot go on.
+
+    Args:
+        cause: Of the latest skipped step.
+        skips_in_row: Skipped steps since the last applied one.
+        limit: How many of them are too many; ``None`` for no limit.
+        rule: Of the scaler of the loss that overflowed.
+
+    Raises:
+        LossScaleError: Too many skips in a row, or the scale reached its built-in minimum.
+    """
+    if limit is not None and skips_in_row >= limit:
+        raise scaling_gave_up(cause, f"{skips_in_row} optimizer steps in a row skipped")
+    no_floor = isinstance(rule, DynamicScale) and rule.min_scale is None
+    if no_floor and cause.new_scale <= SMALLEST_SCALE:
+        raise scaling_gave_up(
+            cause, f"The loss scale fell to its minimum, {SMALLEST_SCALE} (2**-24)"
+        )

@@ -1,43 +1,69 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whether DistributedDataParallel will reduce the gradients of the coming backward.
 
-It reduces what lies in ``param.grad``. Gradients that a rank has accumulated under ``no_sync`` are
-its own until a later backward reduces them, and must be in place then; those that were reduced
-already, or whose forward ran in no DistributedDataParallel, may be away meanwhile.
+It reduces what lies in ``param.grad``. What a rank has accumulated under ``no_sync`` is its own
+until a later backward reduces it, and must be in place then. What was reduced already may be away
+meanwhile, which is exact where being in place is not. So it matters to know, and where it cannot
+be known, gradients that may be a rank's own stay in place.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from preamp.casting.autocast_state import untraced
 from preamp.core.link import Link
 from preamp.core.ranks import has_process_group
 from preamp.core.undo import Removable
-from preamp.kernels.data_parallel import reduces_next_backward
+from preamp.kernels.data_parallel import active_data_parallel
+
+REDUCED = frozenset({True})
+LOCAL = frozenset({False})
 
 
 class Reductions:
-    """What the forwards since the latest ``scale_loss`` block were told about their backward."""
+    """What an engine knows of the wrappers around and inside its models.
 
-    def __init__(self) -> None:
-        """No forward yet."""
-        self._seen: set[bool] = set()
+    Attributes:
+        unreduced: How many forwards or blocks so far were under ``no_sync``; whoever remembers an
+            earlier number may hold gradients of this rank alone.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        """Look into ``models``, and around them when they run."""
+        self.unreduced = 0
+        self._models = models
+        self._around: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._forwards: set[bool] = set()  # since the latest block
 
     def note(self) -> None:
         """Look at the forward under way."""
-        reduces = reduces_next_backward()
-        if reduces is not None:
-            self._seen.add(reduces)
+        wrapper = active_data_parallel()
+        if wrapper is not None:
+            self._around.add(wrapper)
+            self._forwards.add(bool(wrapper.require_backward_grad_sync))
+            self.unreduced += not wrapper.require_backward_grad_sync
 
-    def take(self) -> frozenset[bool]:
-        """Return what was seen, and start again: both values if forwards differed."""
-        seen = frozenset(self._seen)
-        self._seen.clear()
-        return seen
+    def begin_block(self) -> frozenset[bool]:
+        """Return whether the coming backward is reduced: one answer, or both if it may be."""
+        if not has_process_group():
+            return frozenset()
+        inside = (part for model in self._models for part in model.modules())
+        wrappers = [part for part in inside if isinstance(part, DistributedDataParallel)]
+        answers = {bool(w.require_backward_grad_sync) for w in (*wrappers, *self._around)}
+        answers |= self._forwards
+        self.unreduced += False in answers
+        return frozenset(answers)
+
+    def end_block(self) -> None:
+        """What ran inside the block belongs to it."""
+        self._forwards.clear()
 
 
 @untraced

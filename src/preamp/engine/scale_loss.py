@@ -14,6 +14,7 @@ from preamp.core.errors import PreampStateError, message
 from preamp.engine.engine import Engine
 from preamp.engine.lookup import bare, find_engine
 from preamp.engine.overflow import GradientNote
+from preamp.engine.reductions import LOCAL, REDUCED
 from preamp.engine.session import OptimizerSession
 from preamp.engine.stage import Plan
 from preamp.scaling import LossScaler
@@ -104,12 +105,13 @@ class _Block:
             scale=self.scaler.scale.clone(),
         )
         self._engine = engine
-        self._reductions = engine.reductions.take()
+        self._answers = engine.reductions.begin_block()
 
     def begin(self, *, will_delay: bool) -> None:
         for session in self._sessions:
             session.refuse_nested()
-        plan = Plan(self.scaler, will_delay=will_delay, is_reduced=True in self._reductions)
+        may_reduce = True in self._answers
+        plan = Plan(self.scaler, will_delay=will_delay, may_reduce=may_reduce)
         claimed: set[int] = set()
         for session in self._sessions:  # before any sets gradients aside that another one shares
             session.settle(plan, claimed)
@@ -131,13 +133,16 @@ class _Block:
     def delay(self) -> None:
         for session in self._sessions:
             session.gradients.delay(self.scaler, self._note, self._generation)
+        self._engine.reductions.end_block()
 
     def finish(self, *, adjust: bool) -> None:
         if not self._sessions:
             return
-        is_local = False in self._reductions if self._reductions else None
-        unscale_and_commit(self._sessions, self.scaler, self._note, is_local=is_local)
-        if adjust and is_local:  # other ranks cannot know of an overflow here before the reduction
+        # Forwards inside the block were not known when it began.
+        is_reduced = self._answers == REDUCED == self._engine.reductions.begin_block()
+        unscale_and_commit(self._sessions, self.scaler, self._note, is_reduced=is_reduced)
+        self._engine.reductions.end_block()
+        if adjust and self._answers == LOCAL:  # other ranks do not know of an overflow here yet
             self._engine.adjust_later(self.scaler)
         elif adjust:
             self._engine.adjust(self.scaler)
@@ -148,7 +153,7 @@ def unscale_and_commit(
     scaler: LossScaler,
     note: GradientNote,
     *,
-    is_local: bool | None = None,
+    is_reduced: bool = False,
 ) -> None:
     """End a backward of ``sessions``: look for overflow, unscale, add earlier gradients.
 
@@ -159,7 +164,7 @@ def unscale_and_commit(
         sessions: The optimizers of the block, each after ``begin_backward``.
         scaler: By whose scale the loss was multiplied.
         note: Holds that scale, and is filled with what is found.
-        is_local: Whether the gradients are this rank's alone; ``None`` if not known.
+        is_reduced: Whether all gradients have certainly been reduced over ranks.
 
     Mutates:
         Gradients, and what ``scaler`` has recorded.
@@ -176,7 +181,7 @@ def unscale_and_commit(
             session.gradients.undo()
         raise
     for session in sessions:
-        session.commit(factor, is_local=is_local)
+        session.commit(factor, is_reduced=is_reduced)
     for found_inf in found:
         if found_inf is not None:
             scaler.record(found_inf)

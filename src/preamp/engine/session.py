@@ -11,6 +11,7 @@ import torch
 from preamp.engine import refusals
 from preamp.engine.gradients import GradientBooks
 from preamp.engine.overflow import GradientNote
+from preamp.engine.reductions import Reductions
 from preamp.engine.stage import Plan, Stage
 from preamp.kernels import Ops
 from preamp.optim import Masters, cast_state
@@ -35,12 +36,17 @@ class OptimizerSession:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, ops: Ops, name_of: NameOf, masters: Masters | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        ops: Ops,
+        name_of: NameOf,
+        masters: Masters | None,
+        reductions: Reductions,
     ) -> None:
         """Take over the bookkeeping of ``optimizer``; makes no masters yet."""
         self.optimizer = optimizer
         self.masters = masters
-        self.gradients = GradientBooks(optimizer, masters, ops)
+        self.gradients = GradientBooks(optimizer, masters, ops, reductions)
         self.notes: list[GradientNote] = []
         self.backwards = 0
         self.steps_applied = 0
@@ -108,7 +114,10 @@ class OptimizerSession:
         """
         self.adopt()
         self._forget_abandoned()
-        if not self.gradients.continues_with(plan.scaler):
+        books = self.gradients
+        # What is away could not be reduced with the rest.
+        must_return = plan.may_reduce and books.may_be_local and books.has_aside
+        if must_return or not books.continues_with(plan.scaler):
             self.settle_now(claimed)
 
     def settle_now(self, claimed: set[int]) -> None:
@@ -129,9 +138,9 @@ class OptimizerSession:
             self.notes.clear()
         self.gradients.begin(plan, claimed)
 
-    def commit(self, factor: torch.Tensor | None, *, is_local: bool | None = None) -> None:
+    def commit(self, factor: torch.Tensor | None, *, is_reduced: bool = False) -> None:
         """A backward has ended well; see `GradientBooks.commit`."""
-        self.gradients.commit(factor, is_local=is_local)
+        self.gradients.commit(factor, is_reduced=is_reduced)
         self.backwards += 1
 
     def _forget_abandoned(self) -> None:

@@ -27,12 +27,12 @@ class Plan:
     Attributes:
         scaler: The loss's scaler.
         will_delay: Leave them scaled (``delay_unscale``).
-        is_reduced: A hook will reduce them over ranks.
+        may_reduce: A hook may reduce them over ranks.
     """
 
     scaler: LossScaler
     will_delay: bool = False
-    is_reduced: bool = False
+    may_reduce: bool = False
 
 
 @dataclass(slots=True)

@@ -8,11 +8,6 @@ from typing import Any, cast
 from torch.nn.parallel import DistributedDataParallel
 
 
-def reduces_next_backward() -> bool | None:
-    """Whether the backward of the forward under way will all-reduce gradients.
-
-    Returns:
-        False under ``no_sync()``; ``None`` outside of a DistributedDataParallel's forward.
-    """
-    active: Any = getattr(cast("Any", DistributedDataParallel), "_active_ddp_module", None)
-    return None if active is None else bool(active.require_backward_grad_sync)
+def active_data_parallel() -> DistributedDataParallel | None:
+    """The wrapper whose forward is under way in this process, if there is one."""
+    return getattr(cast("Any", DistributedDataParallel), "_active_ddp_module", None)

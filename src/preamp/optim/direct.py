@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
+from preamp.core.dtypes import is_half
 from preamp.core.tensors import version_of
 from preamp.kernels import Ops
 
@@ -16,6 +18,15 @@ Factor = torch.Tensor | float
 
 def _beside(factor: Factor, grad: torch.Tensor) -> Factor:
     return factor.to(grad.device) if isinstance(factor, torch.Tensor) else factor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Earlier:
+    """A gradient from before the backward; a copy of it if it ``is_carried`` along in place."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    is_carried: bool
 
 
 def has_nonzero(grad: torch.Tensor) -> bool:
@@ -33,18 +44,28 @@ class DirectGradients:
     any scales can be summed, exactly. Carried, it stays in place, multiplied by this backward's
     scale; exact for powers of two. That is for gradients which a hook reduces over ranks: it must
     find the whole sum, or what this rank alone has accumulated would never be reduced. And for
-    those that are left scaled: what the script zeroes in between must be all there is.
+    those that are left scaled: what the script zeroes in between must be all there is. Half ones
+    might overflow by it, and are carried for the first reason only.
     """
 
     def __init__(self, ops: Ops) -> None:
         """Start with nothing set aside."""
         self._ops = ops
-        self._aside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._is_carried = False
+        self._aside: dict[int, _Earlier] = {}
         self._versions: dict[int, int] = {}  # of the gradients as the last merge left them
 
+    @property
+    def has_aside(self) -> bool:
+        """Whether an earlier gradient is away."""
+        return any(not earlier.is_carried for earlier in self._aside.values())
+
     def set_aside(
-        self, params: Parameters, carry: Factor | None = None, *, may_be_overwritten: bool = False
+        self,
+        params: Parameters,
+        carry: Factor | None = None,
+        carry_wide: Factor | None = None,
+        *,
+        may_be_overwritten: bool = False,
     ) -> None:
         """Begin a backward.
 
@@ -52,24 +73,28 @@ class DirectGradients:
             params: Parameters that may get a gradient; their ``grad`` is mutated: ``None``, or
                 multiplied in place.
             carry: Scale of the coming backward if earlier gradients stay where they are.
+            carry_wide: The same for those that are not half.
             may_be_overwritten: Whether a hook may write to the memory that gradients lie in.
         """
-        earlier = [(param, param.grad) for param in params if param.grad is not None]
-        self._is_carried = carry is not None
+        scaled: dict[Factor, list[torch.Tensor]] = {}
         try:
-            for param, grad in earlier:
-                must_copy = may_be_overwritten or carry is not None
-                self._aside[id(param)] = (param, grad.clone() if must_copy else grad)
-            if carry is None:
-                for param, _ in earlier:
+            for param in params:
+                grad = param.grad
+                if grad is None:
+                    continue
+                by = carry_wide if carry is None and not is_half(grad) else carry
+                kept = grad.clone() if may_be_overwritten or by is not None else grad
+                self._aside[id(param)] = _Earlier(param, kept, is_carried=by is not None)
+                if by is None:
                     param.grad = None
-            elif not (isinstance(carry, float) and carry == 1.0):
+                elif not (isinstance(by, float) and by == 1.0):
+                    scaled.setdefault(by, []).append(grad)
+            for by, grads in scaled.items():
                 with torch.no_grad():
-                    grads = [grad for _, grad in earlier]
-                    self._ops.scale_add_(grads, carry, [None] * len(grads))
+                    self._ops.scale_add_(grads, by, [None] * len(grads))
         except BaseException:
-            for param, grad in self._aside.values():
-                param.grad = grad
+            for earlier in self._aside.values():
+                earlier.param.grad = earlier.grad
             self._aside.clear()
             raise
 
@@ -78,11 +103,11 @@ class DirectGradients:
 
         A carried gradient that the script has dropped stays dropped.
         """
-        dropped = {id(param) for param in params if self._is_carried and param.grad is None}
+        dropped = {key for key, e in self._aside.items() if e.is_carried and e.param.grad is None}
         for param in params:
             param.grad = None
-        for param, grad in self._aside.values():
-            param.grad = None if id(param) in dropped else grad
+        for key, earlier in self._aside.items():
+            earlier.param.grad = None if key in dropped else earlier.grad
         self._aside.clear()
 
     def merge(self, params: Parameters, factor: Factor | None) -> None:
@@ -97,7 +122,8 @@ class DirectGradients:
         for param in params:
             if param.grad is None:
                 continue
-            old = None if self._is_carried else self._aside.get(id(param), (None, None))[1]
+            earlier = self._aside.get(id(param))
+            old = None if earlier is None or earlier.is_carried else earlier.grad
             if old is None and factor is None:
                 continue
             if param.grad.requires_grad:  # of create_graph: a penalty on it may follow
@@ -111,9 +137,9 @@ class DirectGradients:
 
     def commit(self, params: Parameters) -> None:
         """End the backward of ``params``; what got nothing new comes back. Cannot fail."""
-        for param, grad in self._aside.values():
-            if not self._is_carried and param.grad is None:
-                param.grad = grad
+        for earlier in self._aside.values():
+            if not earlier.is_carried and earlier.param.grad is None:
+                earlier.param.grad = earlier.grad
         for param in params:
             if param.grad is not None:
                 self._versions[id(param)] = version_of(param.grad)

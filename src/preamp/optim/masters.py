@@ -10,7 +10,8 @@ import torch
 
 from preamp.core.dtypes import is_half
 from preamp.kernels import Ops
-from preamp.optim.twin import MasterParameter, Twin
+from preamp.optim.master_parameter import MasterParameter
+from preamp.optim.twin import Twin
 
 Group = dict[str, Any]
 NameOf = Callable[[torch.Tensor], str]

@@ -12,56 +12,13 @@ clipping a scaled gradient would be wrong without anyone noticing.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from preamp.core.errors import PreampStateError, message
 from preamp.core.tensors import WeightMark, store_grad, stored_grad, version_of
 from preamp.kernels import Ops
 from preamp.optim.half_gradient import HalfGradient, changed_in_place, unscaled
-
-
-class MasterParameter(torch.nn.Parameter):
-    """The float32 master of a half parameter, as found in ``optimizer.param_groups``.
-
-    A leaf like any parameter; only ``grad`` is special: it is made from the half gradient when
-    it is first read. Copies and pickles are plain parameters without a twin.
-    """
-
-    twin: Twin | None = None
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """The unscaled float32 gradient, or ``None``."""
-        if self.twin is not None:
-            self.twin.materialize()
-        return stored_grad(self)
-
-    @grad.setter
-    def grad(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, value: torch.Tensor | None
-    ) -> None:
-        if self.twin is not None:
-            self.twin.forget_half_gradient()
-        store_grad(self, value)
-
-    @property
-    def has_materialized_grad(self) -> bool:
-        """Whether a float32 gradient exists already; asking does not make one."""
-        return stored_grad(self) is not None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """Copy as a plain parameter: the copy is no half parameter's master."""
-        if id(self) not in memo:
-            value = self.detach().clone(memory_format=torch.preserve_format)
-            memo[id(self)] = torch.nn.Parameter(value, self.requires_grad)
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain parameter, so that files load without preamp."""
-        plain: Any = torch.nn.Parameter(self.detach(), self.requires_grad)
-        return plain.__reduce_ex__(protocol)
+from preamp.optim.master_parameter import MasterParameter
 
 
 class Twin:
@@ -78,6 +35,7 @@ class Twin:
         "_is_carried",
         "_open",
         "_ops",
+        "_raw",
         "_seen",
         "_written",
         "half",
@@ -104,6 +62,7 @@ class Twin:
         # While a backward is under way its half gradient is scaled and incomplete: nobody's yet.
         self._open = False
         self._is_carried = False
+        self._raw: int | None = None
         self.is_shared = False
         self._written = WeightMark(half)
 
@@ -147,7 +106,7 @@ class Twin:
         """
         if self._is_carried:  # the half gradient holds the earlier one too
             store_grad(self.master, None)
-        self._open = self._is_carried = False
+        self.end()
         grad = self.half.grad
         self._seen = None
         if grad is not None:
@@ -170,6 +129,24 @@ class Twin:
         self._seen.is_alone = base is None
         if base is None:
             store_grad(self.master, wide)
+
+    @property
+    def has_aside(self) -> bool:
+        """Whether a backward is under way and an earlier gradient is away meanwhile."""
+        return self._open and not self._is_carried and stored_grad(self.master) is not None
+
+    def note_raw(self) -> None:
+        """A block ends that leaves its gradient scaled: remember it as it is."""
+        grad = self.half.grad
+        self._raw = None if grad is None else version_of(grad)
+
+    def reconcile_raw(self) -> None:
+        """Take in that the script dropped or zeroed a gradient left scaled, and so all of it."""
+        raw, now = self._raw, self.half.grad
+        if raw is None:
+            return
+        if now is None or (version_of(now) != raw and not bool(now.any())):
+            store_grad(self.master, None)
 
     def set_aside(self, carry: torch.Tensor | float | None = None) -> None:
         """Begin a backward: move what is known to the master's gradient, clear the half one.
@@ -200,6 +177,7 @@ class Twin:
     def end(self) -> None:
         """No backward is under way any more."""
         self._open = self._is_carried = False
+        self._raw = None
 
     def spend(self) -> None:
         """After a step: the master's gradient goes, the half gradient stays but is used up.

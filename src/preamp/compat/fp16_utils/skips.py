@@ -11,9 +11,9 @@ from preamp.compat.amp_state import amp_state
 from preamp.core.log import say
 from preamp.engine.names import ParameterNames
 from preamp.engine.optimizer_hooks import SCHEDULER_MARK
-from preamp.engine.overflow import GradientNote, find_cause, scaling_gave_up, skip_message
+from preamp.engine.overflow import GradientNote, check_limits, find_cause, skip_message
 from preamp.policy import OPT_LEVELS
-from preamp.scaling import SMALLEST_SCALE, DynamicScale, LossScaler
+from preamp.scaling import LossScaler
 
 MAX_SKIPS = OPT_LEVELS["O2"].max_consecutive_skips or 50
 """Skipped steps in a row after which training cannot be going anywhere, as with amp."""
@@ -61,14 +61,7 @@ class Skips:
         cause = find_cause(notes, self._steps, [scaler.value()], self._name_of)
         if amp_state.verbosity > 0:
             say(skip_message(cause), every_rank=True)
-        if self.in_row >= MAX_SKIPS:
-            raise scaling_gave_up(cause, f"{self.in_row} optimizer steps in a row skipped")
-        rule = scaler.rule
-        if isinstance(rule, DynamicScale) and rule.min_scale is None:
-            if cause.new_scale <= SMALLEST_SCALE:
-                raise scaling_gave_up(
-                    cause, f"The loss scale fell to its minimum, {SMALLEST_SCALE} (2**-24)"
-                )
+        check_limits(cause, self.in_row, MAX_SKIPS, scaler.rule)
 
 
 def excuse_scheduler(optimizer: Any) -> None:

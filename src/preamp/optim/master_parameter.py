@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The parameter that an optimizer updates in a half weight's place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from preamp.core.tensors import store_grad, stored_grad
+
+if TYPE_CHECKING:
+    from preamp.optim.twin import Twin
+
+
+class MasterParameter(torch.nn.Parameter):
+    """The float32 master of a half parameter, as found in ``optimizer.param_groups``.
+
+    A leaf like any parameter; only ``grad`` is special: it is made from the half gradient when
+    it is first read. Copies and pickles are plain parameters without a twin.
+    """
+
+    twin: Twin | None = None
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The unscaled float32 gradient, or ``None``."""
+        if self.twin is not None:
+            self.twin.materialize()
+        return stored_grad(self)
+
+    @grad.setter
+    def grad(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, value: torch.Tensor | None
+    ) -> None:
+        if self.twin is not None:
+            self.twin.forget_half_gradient()
+        store_grad(self, value)
+
+    @property
+    def has_materialized_grad(self) -> bool:
+        """Whether a float32 gradient exists already; asking does not make one."""
+        return stored_grad(self) is not None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """Copy as a plain parameter: the copy is no half parameter's master."""
+        if id(self) not in memo:
+            value = self.detach().clone(memory_format=torch.preserve_format)
+            memo[id(self)] = torch.nn.Parameter(value, self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain parameter, so that files load without preamp."""
+        plain: Any = torch.nn.Parameter(self.detach(), self.requires_grad)
+        return plain.__reduce_ex__(protocol)
