@@ -44,7 +44,7 @@ NAMES = {
 }
 STATE = "opt_properties min_loss_scale max_loss_scale loss_scalers handle hard_override "
 STATE += "allow_incoming_model_not_fp32 verbosity"
-FLAT = "zero_grad backward step load_state_dict state_dict"
+FLAT = "zero_grad backward step _update_scale load_state_dict state_dict"
 
 REQUIRED: dict[str, list[str]] = {
     "0": [

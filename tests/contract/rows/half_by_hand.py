@@ -173,6 +173,22 @@ OPTIMIZER = (
         tests(OPT, "test_late_parameters_get_masters"),
         "Get a master when they need one.",
     ),
+    optimizer.differs(
+        "bfloat16 and float64 parameters",
+        tests(OPT, "test_steps_are_those_of_plain_torch")
+        + tests(OPT, "test_float64_parameters_are_the_optimizer_s_own"),
+        "Trained, the first with masters; Apex raised a TypeError.",
+    ),
+    optimizer.differs(
+        "overflows without end",
+        tests(OPT, "test_overflows_without_end_are_an_error"),
+        "An error says why; Apex skipped for ever.",
+    ),
+    optimizer.refused(
+        "an optimizer that `initialize` has",
+        tests(STATE, "test_an_initialized_optimizer_is_refused"),
+        "It would be scaled twice.",
+    ),
 )
 
 FLAT_ROWS = (
@@ -196,13 +212,30 @@ FLAT_ROWS = (
         "Called once before the step; Apex ignored it.",
     ),
     flat.supported(
-        "the scale: `cur_scale`, `cur_iter`, `last_overflow_iter`, `scale_factor`, `scale_window`",
+        "`_update_scale`",
         tests(
-            FLAT,
-            "test_fields",
-            "test_the_dynamic_rule",
-            "test_overflows_skip_the_step_with_either_kind_of_scale",
+            FLAT, "test_the_dynamic_rule", "test_overflows_skip_the_step_with_either_kind_of_scale"
         ),
+        "With its printed lines.",
+    ),
+    flat.supported(
+        "`cur_scale`, `cur_iter`, `last_overflow_iter`, `scale_factor`, `scale_window`",
+        tests(FLAT, "test_fields"),
+    ),
+    flat.differs(
+        "overflows without end",
+        tests(FLAT, "test_overflows_without_end_are_an_error"),
+        "An error names the parameters; Apex skipped for ever.",
+    ),
+    flat.refused(
+        "an optimizer that has stepped already",
+        tests(FLAT, "test_an_optimizer_with_state_is_refused"),
+        "Its state belongs to single parameters; Apex left it behind.",
+    ),
+    flat.refused(
+        "groups added later",
+        tests(FLAT, "test_groups_added_later_are_refused"),
+        "They would have no flat buffer.",
     ),
     flat.supported("`state`, `param_groups`", tests(FLAT, "test_fields")),
     flat.supported(
