@@ -230,7 +230,7 @@ FLAT_ROWS = (
     flat.refused(
         "an optimizer that has stepped already",
         tests(FLAT, "test_an_optimizer_with_state_is_refused"),
-        "Its state belongs to single parameters; Apex left it behind.",
+        "Its state belongs to single parameters, which a flat master is not.",
     ),
     flat.refused(
         "groups added later",

@@ -79,7 +79,7 @@ CALL = (
         "a failure halfway",
         tests(ERRORS, "test_failed_initialize_rolls_back")
         + tests(ERRORS, "test_failed_amp_initialize_keeps_the_current_engine"),
-        "Everything is as before the call; Apex left half of it behind.",
+        "Everything is as before the call; Apex took nothing back.",
     ),
     call.supported(
         "printed lines",

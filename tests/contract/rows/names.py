@@ -125,8 +125,9 @@ REFUSED = {
     "apex.RNN": "It could be imported on no torch of the last years; torch.nn has the layers.",
     "apex.mlp": "A Sequential under torch.compile does it.",
     "apex.fused_dense": "Linear and GELU under torch.compile do it.",
-    "syncbn": "Its kernels are behind SyncBatchNorm, as probes for it expect.",
-    "fused_layer_norm_cuda": "Its kernels are behind FusedLayerNorm; probes find that out.",
+    "syncbn": "SyncBatchNorm needs no compiled module; what probes for one takes its other path.",
+    "fused_layer_norm_cuda": "FusedLayerNorm needs no compiled module; what probes for one takes "
+    "its other path.",
     "mlp_cuda": "It served apex.mlp only.",
     "fused_dense_cuda": "It served apex.fused_dense only.",
 }
