@@ -231,7 +231,9 @@ def test_a_clone_beside_the_script_is_no_package(site: Path) -> None:
     assert importlib.import_module("apex.amp").initialize is preamp.amp.initialize
 
 
-@pytest.mark.parametrize("stub", [MagicMock(), ModuleType("apex"), None], ids=repr)
+@pytest.mark.parametrize(
+    "stub", [MagicMock(), ModuleType("apex"), None], ids=["mock", "module", "none"]
+)
 def test_a_stub_in_its_place_is_refused(stub: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "apex", stub)  # type: ignore[arg-type]
     before = ours()

@@ -60,7 +60,7 @@ def initialize(
         loss_scale: See `preamp.initialize`.
         cast_model_outputs: See `preamp.initialize`.
         num_losses: How many losses have a scale of their own.
-        verbosity: 0 prints nothing.
+        verbosity: 0 prints nothing, 2 also each cast of a function's argument.
         min_loss_scale: Floor of a dynamic scale.
         max_loss_scale: Ceiling of a dynamic scale.
         patch_torch_functions_type: ROCm's argument; keyword-only, since its fork inserted it in

@@ -76,7 +76,8 @@ def initialize(
         loss_scale: ``"dynamic"``, or a positive number.
         cast_model_outputs: dtype of the models' floating outputs; float32 if left out.
         num_losses: How many losses have a loss scale of their own.
-        verbosity: 0 prints nothing, 1 the decisions and each skipped step.
+        verbosity: 0 prints nothing, 1 the decisions and each skipped step, 2 also each cast of a
+            function's argument (O1, O4).
         min_loss_scale: Floor of a dynamic scale. Without one, training stops with
             `LossScaleError` at 2**-24.
         max_loss_scale: Ceiling of a dynamic scale.
