@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import pickle
 import shutil
@@ -307,3 +308,21 @@ def test_module_that_reads_its_own_dtype(level: str) -> None:
 
 def test_make_is_deterministic() -> None:
     assert same(weights(make()[0]), weights(make()[0]))
+
+
+def test_compiling_after_an_engine_that_was_compiled_under() -> None:
+    """The compiler's table of torch's functions may have been made while they were replaced."""
+    rules = importlib.import_module("torch._dynamo.trace_rules")
+    net, opt = started("O1")
+    torch.compiler.reset()
+    rules.clear_lru_cache()  # as in a process that compiles for the first time
+
+    def normalized(x: torch.Tensor) -> torch.Tensor:
+        return torch.layer_norm(x, (4,))
+
+    torch.compile(normalized, backend="eager")(torch.randn(2, 4))
+    preamp.engine_of(opt).close()
+    torch.compiler.reset()
+    compiled = torch.compile(normalized, backend="eager", fullgraph=True)
+    assert compiled(torch.randn(2, 4)).dtype is torch.float32
+    del net

@@ -104,8 +104,11 @@ def test_copies_in_full_precision(case: FusedCase, options: Options, dtype: torc
         assert torch.equal(param, master.to(dtype))
 
 
+PUBLIC = [name for name in optimizers.__all__ if name != "FP16_Optimizer"]  # a wrapper of others
+
+
 def test_every_public_optimizer_has_a_row() -> None:
-    assert {case.name for case in FUSED} == set(optimizers.__all__)
+    assert {case.name for case in FUSED} == set(PUBLIC)
 
 
 APEX_ORDER = {
@@ -125,7 +128,7 @@ APEX_ORDER = {
 }
 
 
-@pytest.mark.parametrize("name", optimizers.__all__)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_arguments_may_be_passed_by_position_as_in_apex(name: str) -> None:
     signature = inspect.signature(getattr(optimizers, name))
     positional = [

@@ -59,6 +59,7 @@ def main():
         dist.all_reduce(low, op=dist.ReduceOp.MIN)
         dist.all_reduce(high, op=dist.ReduceOp.MAX)
         print(f"rank {args.local_rank}: weights agree {torch.equal(low, high)}")
+        dist.barrier()  # a rank that has gone can abort one that is still leaving
         dist.destroy_process_group()
     if args.local_rank == 0:
         print(f"final loss {sum(losses[-10:]) / 10:.6f} final metric {losses[0]:.6f}")

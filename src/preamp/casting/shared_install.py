@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from preamp.casting.lock import PATCH_LOCK
 from preamp.casting.removable import UndoOnce
 from preamp.core.undo import Removable
+from preamp.kernels.scripting import forget_traced_names
 
 Builder = Callable[[], Removable]
 
@@ -44,6 +45,7 @@ class SharedInstall:
                 for handle in (*self._extra_handles.values(), *self._handles):
                     handle.remove()
                 self._extra_handles, self._handles = {}, []
+                forget_traced_names()
 
     def extend(self, key: Hashable, build: Builder) -> None:
         """Add a patch to this and all later installations; a known ``key`` is replaced."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Let TorchScript see through functions that were put over torch's own."""
+"""Let TorchScript and the compiler see through functions that were put over torch's own."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import sys
 import types
 import weakref
 from typing import Any, cast
@@ -41,6 +42,18 @@ def scriptable(replacement: types.FunctionType, original: Any) -> types.Function
         else:
             cast("Any", replacement).__prepare_scriptable__ = lambda: original
     return replacement
+
+
+def forget_traced_names() -> None:
+    """Let ``torch.compile`` look torch's functions up again, now that the originals are back.
+
+    It knows them by their identity, in a table made at the first compilation. Made while functions
+    were replaced, the table would not know the originals for the rest of the process.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    clear = getattr(rules, "clear_lru_cache", None)
+    if clear is not None:
+        clear()
 
 
 def _builtin_table() -> dict[int, str]:
