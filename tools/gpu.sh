@@ -12,7 +12,8 @@ mkdir -p "$out"
 failed=0
 
 "$python" -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())' || exit 1
-"$python" -m pytest -q tests/devices tests/engine tests/casting -p no:cacheprovider \
+"$python" -m pytest -q tests/devices tests/engine tests/casting tests/optim tests/multi_tensor tests/fp16_utils \
+    tests/flat tests/normalization -p no:cacheprovider \
     2>&1 | tee "$out/tests.log" || failed=1
 "$python" -m preamp demo --device cuda --out "$out/demo" 2>&1 | tee "$out/demo.log" || failed=1
 "$python" benchmarks/bench_step.py --device cuda 2>&1 | tee "$out/bench.log" || failed=1

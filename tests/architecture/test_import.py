@@ -45,6 +45,12 @@ def test_import_is_light() -> None:
     assert what_import_does("preamp, preamp.amp") == LIGHT
 
 
+def test_import_of_the_facades_is_light() -> None:
+    facades = "fp16_utils optimizers multi_tensor_apply normalization parallel"
+    modules = ", ".join(f"preamp.{name}" for name in facades.split())
+    assert what_import_does(modules) == LIGHT
+
+
 @pytest.mark.parametrize(
     ("text", "field", "value"),
     [
