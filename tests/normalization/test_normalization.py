@@ -274,6 +274,9 @@ def test_state_and_copies(kind: Any) -> None:
     assert repr(layer) == f"{kind.__name__}((2, 3), eps=1e-05, elementwise_affine=True)"
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.7", reason="this torch breaks the graph where autocast is asked for"
+)
 @ALL_LAYERS
 @EFFICIENT
 def test_compiled_and_traced(kind: Any, efficient: bool) -> None:

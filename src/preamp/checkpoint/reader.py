@@ -99,8 +99,9 @@ def read_apex_checkpoint(
 def _refusal(path: str | os.PathLike[str], error: Exception) -> str:
     named = re.search(r"GLOBAL (\S+)", str(error))
     if named is not None and isinstance(error, pickle.UnpicklingError):
+        name = named[1].removeprefix("builtins.")  # only some versions of torch write it
         return message(
-            f"{os.fspath(path)} asks for {named[1]}, which is neither a tensor nor plain data",
+            f"{os.fspath(path)} asks for {name}, which is neither a tensor nor plain data",
             f"Tensors, plain containers and records of {', '.join(APEX_CLASSES)} are read; "
             "anything else could run code, so nothing of the file was used",
             "If you trust its origin, load it with torch.load(path, weights_only=False), take "
