@@ -53,10 +53,12 @@ class Census:
         found_inf: float32 scalar, 1.0 if any value is infinite or nan, else 0.0.
         max_abs: float32, shape ``(n,)``: largest magnitude per tensor, in the order given;
             nan or inf marks the tensors that are not finite.
+        norms: float32, shape ``(n,)``: L2 norm per tensor, if it was asked for.
     """
 
     found_inf: torch.Tensor
     max_abs: torch.Tensor
+    norms: torch.Tensor | None = None
 
 
 class Ops(Protocol):
@@ -64,12 +66,18 @@ class Ops(Protocol):
 
     name: str
 
-    def census(self, grads: Tensors, device: torch.device) -> Census:
+    def census(self, grads: Tensors, device: torch.device, *, with_norms: bool = False) -> Census:
         """Read every gradient once.
 
         Overflow is decided by the largest magnitude, never by a sum: the float32 sum of finite
         values can overflow. Empty tensors count as zeros. Sparse tensors are judged by their
         values. The result lies on ``device``. Mutates nothing.
+
+        Args:
+            grads: Gradients of any dtype, layout and device.
+            device: Where the results go.
+            with_norms: Take the norms of `l2norms` along; on CPUs they cost arithmetic, on GPUs
+                nothing.
         """
         ...
 
