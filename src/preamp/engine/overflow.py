@@ -62,9 +62,10 @@ class GradientNote:
         default_factory=list[tuple[Sequence[torch.Tensor], torch.Tensor]]
     )
 
-    def add(self, params: Sequence[torch.Tensor], max_abs: torch.Tensor) -> None:
-        """Note the gradients of one optimizer."""
-        self.found.append((params, max_abs))
+    def add(self, params: Sequence[torch.Tensor], max_abs: torch.Tensor | None) -> None:
+        """Note the gradients of one optimizer; nothing where they are known to be finite."""
+        if max_abs is not None:
+            self.found.append((params, max_abs))
 
     def overflowing(self) -> list[torch.Tensor]:
         """The parameters whose gradient was infinite or nan. Synchronises."""

@@ -51,14 +51,15 @@ class Census:
 
     Attributes:
         found_inf: float32 scalar, 1.0 if any value is infinite or nan, else 0.0.
+        norm: float32 scalar, L2 norm over all gradients, if it was asked for.
         max_abs: float32, shape ``(n,)``: largest magnitude per tensor, in the order given;
-            nan or inf marks the tensors that are not finite.
-        norms: float32, shape ``(n,)``: L2 norm per tensor, if it was asked for.
+            nan or inf marks the tensors that are not finite. May be ``None`` if it was not asked
+            for and nothing was found.
     """
 
     found_inf: torch.Tensor
-    max_abs: torch.Tensor
-    norms: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
+    max_abs: torch.Tensor | None = None
 
 
 class Ops(Protocol):
@@ -66,7 +67,14 @@ class Ops(Protocol):
 
     name: str
 
-    def census(self, grads: Tensors, device: torch.device, *, with_norms: bool = False) -> Census:
+    def census(
+        self,
+        grads: Tensors,
+        device: torch.device,
+        *,
+        with_norm: bool = False,
+        with_max_abs: bool = True,
+    ) -> Census:
         """Read every gradient once.
 
         Overflow is decided by the largest magnitude, never by a sum: the float32 sum of finite
@@ -76,8 +84,9 @@ class Ops(Protocol):
         Args:
             grads: Gradients of any dtype, layout and device.
             device: Where the results go.
-            with_norms: Take the norms of `l2norms` along; on CPUs they cost arithmetic, on GPUs
-                nothing.
+            with_norm: Take the norm of `l2norm` along, without factors.
+            with_max_abs: Look for the largest magnitudes even where all is finite. Neither costs
+                a GPU anything, but a CPU computes less without.
         """
         ...
 

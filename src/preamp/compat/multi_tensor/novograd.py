@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -50,7 +51,7 @@ def _novograd_(
         now = backend().l2norms(grads, None, norms.device)
         norms.copy_((beta2 * norms.square() + (1 - beta2) * now.square()).sqrt())
     else:
-        now = backend().census(grads, norms.device).max_abs
+        now = cast("torch.Tensor", backend().census(grads, norms.device).max_abs)
         norms.copy_(beta2 * norms + (1 - beta2) * now)
     divisors = (norms / norm_divisor + rule.eps).unbind()
     for grad, param, exp_avg, divisor in zip(*lists, divisors, strict=True):

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 
 from preamp.kernels.ops import Tensors
-from preamp.kernels.reference.update import both_nonzero, norm, slots
-from preamp.kernels.rules import LarsRule, Update
+from preamp.kernels.reference.update import Slot, both_nonzero, norm, slots
+from preamp.kernels.rules import LarsRule, Scalar, Update
 
 
 @torch.no_grad()
@@ -21,12 +21,24 @@ def lars_(
 ) -> None:
     """See `preamp.kernels.ops.Ops.lars_`."""
     for slot in slots(params, grads, momentum_buffers, update=update):
-        p, g, (m,), rate = slot.p, slot.g, slot.state, slot.scalar(rule.lr)
+        rate = slot.scalar(rule.lr)
         if rule.uses_trust_ratio:
-            p_norm, g_norm = norm(p), norm(g)
-            ratio = p_norm / (g_norm + rule.weight_decay * p_norm + rule.eps)
-            ratio = rule.trust_coefficient * ratio
-            rate = rate * torch.where(both_nonzero(p_norm, g_norm), ratio, torch.ones_like(ratio))
-        step = rate * (g + rule.weight_decay * p)
-        m = rule.momentum * m - step
-        slot.store(p + (rule.momentum * m - step if rule.nesterov else m), m)
+            rate = lars_rate(rate, norm(slot.p), norm(slot.g), rule)
+        lars_slot(slot, rate, rule)
+
+
+def lars_rate(
+    lr: Scalar, p_norm: torch.Tensor, g_norm: torch.Tensor, rule: LarsRule
+) -> torch.Tensor:
+    """The learning rate times the trust ratio."""
+    ratio = p_norm / (g_norm + rule.weight_decay * p_norm + rule.eps)
+    ratio = rule.trust_coefficient * ratio
+    return lr * torch.where(both_nonzero(p_norm, g_norm), ratio, torch.ones_like(ratio))
+
+
+def lars_slot(slot: Slot, rate: Scalar, rule: LarsRule) -> None:
+    """Update one slot by its own rate."""
+    p, g, (m,) = slot.p, slot.g, slot.state
+    step = rate * (g + rule.weight_decay * p)
+    m = rule.momentum * m - step
+    slot.store(p + (rule.momentum * m - step if rule.nesterov else m), m)

@@ -33,19 +33,22 @@ def _extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return low, high
 
 
-def census(grads: Tensors, device: torch.device, *, with_norms: bool = False) -> Census:
+def census(
+    grads: Tensors, device: torch.device, *, with_norm: bool = False, with_max_abs: bool = True
+) -> Census:
     """See `preamp.kernels.ops.Ops.census`."""
-    norms = l2norms(grads, None, device) if with_norms else None
+    del with_max_abs  # they are how an overflow is found
+    norm = l2norm(grads, [None] * len(grads), device) if with_norm else None
     if not grads:
         zero = torch.zeros((), dtype=torch.float32, device=device)
-        return Census(found_inf=zero, max_abs=zero.new_zeros(0), norms=norms)
+        return Census(found_inf=zero, norm=norm, max_abs=zero.new_zeros(0))
     # Finite float64 values may lie beyond float32's range, so they are judged in float64.
     has_float64 = any(grad.dtype is torch.float64 for grad in grads)
     wide = torch.float64 if has_float64 else torch.float32
     extremes = [value.to(device, wide) for grad in grads for value in _extremes(grad)]
     max_abs = torch.stack(extremes).abs().reshape(-1, 2).amax(dim=1)
     found_inf = 1.0 - torch.isfinite(max_abs).all().to(torch.float32)
-    return Census(found_inf=found_inf, max_abs=max_abs.to(torch.float32), norms=norms)
+    return Census(found_inf=found_inf, norm=norm, max_abs=max_abs.to(torch.float32))
 
 
 def scale_add_(

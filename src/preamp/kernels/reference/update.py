@@ -25,33 +25,14 @@ class Slot:
         state: The state tensors, widened, in the order of the op's arguments.
     """
 
-    def __init__(
-        self,
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        state: tuple[torch.Tensor, ...],
-        half: torch.Tensor | None,
-        update: Update,
-    ) -> None:
-        """Load; nothing is written before `store`."""
-        self._targets = (param, *state)
-        self._half = half
-        self._dtype = math_dtype(param.dtype)
-        self._device = param.device
-        self._found_inf = update.found_inf
-        self.p = self._wide(param)
-        self.g = self._wide(grad)
-        if update.inv_scale is not None:
-            self.g = self.g * self.scalar(update.inv_scale)
-        self.state = tuple(map(self._wide, state))
-
-    def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self._dtype)
+    p: torch.Tensor
+    g: torch.Tensor
+    state: tuple[torch.Tensor, ...]
 
     def scalar(self, value: Any) -> Any:
         """A hyper-parameter as the computation takes it: tensors in its dtype and device."""
         if isinstance(value, torch.Tensor):
-            return value.to(self._device, self._dtype)
+            return value.to(self.p.device, self.p.dtype)
         return value
 
     def bias_correction(self, beta: float, step: int | torch.Tensor) -> Scalar:
@@ -67,6 +48,32 @@ class Slot:
 
     def store(self, p: torch.Tensor, *state: torch.Tensor) -> None:
         """Round new values into the parameter and the state, then the parameter into its half."""
+        raise NotImplementedError
+
+
+class TensorSlot(Slot):
+    """A slot of one whole tensor of any layout."""
+
+    def __init__(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: tuple[torch.Tensor, ...],
+        half: torch.Tensor | None,
+        update: Update,
+    ) -> None:
+        """Load; nothing is written before `store`."""
+        self._targets = (param, *state)
+        self._half = half
+        self._found_inf = update.found_inf
+        dtype = math_dtype(param.dtype)
+        self.p, self.g, *rest = (t.detach().to(dtype) for t in (param, grad, *state))
+        if update.inv_scale is not None:
+            self.g = self.g * self.scalar(update.inv_scale)
+        self.state = tuple(rest)
+
+    def store(self, p: torch.Tensor, *state: torch.Tensor) -> None:
+        """See `Slot.store`."""
         for target, value in zip(self._targets, (p, *state), strict=True):
             self._store_one(target, value)
         if self._half is not None:
@@ -76,16 +83,16 @@ class Slot:
         target = target.detach()
         rounded = value.detach().to(target.dtype)
         if self._found_inf is not None:
-            skip = self._found_inf.to(self._device) != 0
+            skip = self._found_inf.to(target.device) != 0
             rounded = torch.where(skip, target, rounded)
         target.copy_(rounded)
 
 
-def slots(params: Tensors, grads: Tensors, *state: Tensors, update: Update) -> Iterator[Slot]:
+def slots(params: Tensors, grads: Tensors, *state: Tensors, update: Update) -> Iterator[TensorSlot]:
     """Load one place of the lists after the other."""
     halves = [None] * len(params) if update.halves is None else update.halves
     for param, grad, half, *rest in zip(params, grads, halves, *state, strict=True):
-        yield Slot(param, grad, tuple(cast("list[torch.Tensor]", rest)), half, update)
+        yield TensorSlot(param, grad, tuple(cast("list[torch.Tensor]", rest)), half, update)
 
 
 def norm(tensor: torch.Tensor) -> torch.Tensor:

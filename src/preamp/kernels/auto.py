@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The back end that picks the fastest one for the device of the tensors it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from preamp.kernels.ops import Census, Ops, Tensors
+
+
+class Auto:
+    """Every op of the table, handed on by device.
+
+    Attributes:
+        name: ``"auto"``.
+    """
+
+    name = "auto"
+
+    def __init__(self, ops_of: Callable[[torch.device], Ops]) -> None:
+        """Choose by ``ops_of``."""
+        self._of = ops_of
+
+    def census(
+        self,
+        grads: Tensors,
+        device: torch.device,
+        *,
+        with_norm: bool = False,
+        with_max_abs: bool = True,
+    ) -> Census:
+        """See `preamp.kernels.ops.Ops.census`."""
+        groups = _by_device(grads)
+        options = {"with_norm": with_norm, "with_max_abs": with_max_abs}
+        if len(groups) < 2:
+            return self._of(next(iter(groups), device)).census(grads, device, **options)
+        found_inf = torch.zeros((), device=device)
+        max_abs = torch.zeros(len(grads), device=device)
+        norms: list[torch.Tensor] = []
+        for where, places in groups.items():
+            own = [grads[place] for place in places]
+            part = self._of(where).census(own, device, with_norm=with_norm)
+            found_inf = torch.maximum(found_inf, part.found_inf)
+            if part.max_abs is not None:
+                max_abs[torch.tensor(places, device=device)] = part.max_abs
+            if part.norm is not None:
+                norms.append(part.norm)
+        norm = self._of(device).l2norm(norms, [None] * len(norms), device) if with_norm else None
+        return Census(found_inf, norm, max_abs)
+
+    def scale_add_(
+        self, grads: Tensors, factor: torch.Tensor | float, addends: Sequence[torch.Tensor | None]
+    ) -> None:
+        """See `preamp.kernels.ops.Ops.scale_add_`."""
+        for where, places in _by_device(grads).items():
+            own, others = _pick(places, grads, addends)
+            self._of(where).scale_add_(own, factor, others)
+
+    def widen_add(
+        self,
+        halves: Tensors,
+        factors: Sequence[torch.Tensor],
+        addends: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor]:
+        """See `preamp.kernels.ops.Ops.widen_add`."""
+        found: dict[int, torch.Tensor] = {}
+        for where, places in _by_device(halves).items():
+            lists = _pick(places, halves, factors, addends)
+            found.update(zip(places, self._of(where).widen_add(*lists), strict=True))
+        return [found[place] for place in range(len(halves))]
+
+    def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
+        """See `preamp.kernels.ops.Ops.cast_copy_`."""
+        for where, places in _by_device(targets).items():
+            self._of(where).cast_copy_(*_pick(places, sources, targets))
+
+    def axpby_(
+        self,
+        targets: Tensors,
+        a: torch.Tensor | float,
+        xs: Tensors,
+        b: torch.Tensor | float,
+        ys: Sequence[torch.Tensor | None],
+    ) -> None:
+        """See `preamp.kernels.ops.Ops.axpby_`."""
+        for where, places in _by_device(targets).items():
+            outs, ins, others = _pick(places, targets, xs, ys)
+            self._of(where).axpby_(outs, a, ins, b, others)
+
+    def l2norms(
+        self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
+    ) -> torch.Tensor:
+        """See `preamp.kernels.ops.Ops.l2norms`."""
+        groups = _by_device(tensors)
+        if len(groups) < 2:
+            return self._of(next(iter(groups), device)).l2norms(tensors, factor, device)
+        norms = torch.zeros(len(tensors), device=device)
+        for where, places in groups.items():
+            own = [tensors[place] for place in places]
+            by = None if factor is None else factor.to(where)
+            index = torch.tensor(places, device=device)
+            norms[index] = self._of(where).l2norms(own, by, device)
+        return norms
+
+    def l2norm(
+        self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
+    ) -> torch.Tensor:
+        """See `preamp.kernels.ops.Ops.l2norm`."""
+        groups = _by_device(tensors)
+        if len(groups) < 2:
+            return self._of(next(iter(groups), device)).l2norm(tensors, factors, device)
+        norms: list[torch.Tensor] = []
+        for where, places in groups.items():
+            own, by = _pick(places, tensors, factors)
+            norms.append(self._of(where).l2norm(own, by, device))
+        return self._of(device).l2norm(norms, [None] * len(norms), device)
+
+    def __getattr__(self, op: str) -> Callable[..., None]:
+        """An update rule; its lists lie on one device."""
+        if not op.endswith("_") or op.startswith("_"):
+            raise AttributeError(op)
+
+        def update(params: Tensors, *lists: Tensors, **options: Any) -> None:
+            if params:
+                getattr(self._of(params[0].device), op)(params, *lists, **options)
+
+        return update
+
+
+def _by_device(tensors: Tensors) -> dict[torch.device, list[int]]:
+    groups: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        groups.setdefault(tensor.device, []).append(place)
+    return groups
+
+
+def _pick(places: list[int], *lists: Sequence[Any]) -> list[list[Any]]:
+    return [[column[place] for place in places] for column in lists]

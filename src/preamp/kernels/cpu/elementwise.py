@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Scaling, adding and casting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from preamp.core.dtypes import math_dtype
+from preamp.kernels import reference
+from preamp.kernels.cpu.blocks import LARGE_BLOCK, Column, parts, regular
+from preamp.kernels.ops import Tensors
+
+_torch: Any = torch
+Factor = torch.Tensor | float
+
+
+def _beside(factor: Factor, dtype: torch.dtype) -> Factor:
+    return factor.to("cpu", dtype) if isinstance(factor, torch.Tensor) else factor
+
+
+def _by_dtype(*columns: Column) -> list[list[list[Any]]]:
+    """Sort places by the dtypes of their tensors."""
+    sorted_: dict[tuple[Any, ...], list[list[Any]]] = {}
+    for row in zip(*columns, strict=True):
+        key = tuple(None if tensor is None else tensor.dtype for tensor in row)
+        for column, tensor in zip(sorted_.setdefault(key, [[] for _ in columns]), row, strict=True):
+            column.append(tensor)
+    return list(sorted_.values())
+
+
+@torch.no_grad()
+def scale_add_(grads: Tensors, factor: Factor, addends: Column) -> None:
+    """See `preamp.kernels.ops.Ops.scale_add_`."""
+    columns, odd = regular(grads, addends)
+    if odd:
+        reference.scale_add_([grads[i] for i in odd], factor, [addends[i] for i in odd])
+    for targets, others in _by_dtype(*columns):
+        dtype = math_dtype(targets[0].dtype)
+        by = _beside(factor, dtype)
+        if targets[0].dtype is dtype and others[0] is None:
+            _torch._foreach_mul_(targets, by)
+            continue
+        for part in parts(LARGE_BLOCK, targets, others):
+            for block in part.blocks:
+                wide = block.flat(0, dtype) * by
+                if others[0] is not None:
+                    wide += block.flat(1, dtype)
+                block.write(0, wide)
+
+
+@torch.no_grad()
+def widen_add(
+    halves: Tensors, factors: Sequence[torch.Tensor], addends: Column
+) -> list[torch.Tensor]:
+    """See `preamp.kernels.ops.Ops.widen_add`."""
+    results: list[torch.Tensor] = []
+    for half, factor, addend in zip(halves, factors, addends, strict=True):
+        if half.layout is not torch.strided:
+            results += reference.widen_add([half], [factor], [addend])
+            continue
+        result = torch.empty_like(half, dtype=torch.float32, memory_format=torch.preserve_format)
+        columns, odd = regular([result], [half], [addend])
+        if odd:
+            results += reference.widen_add([half], [factor], [addend])
+            continue
+        by = factor.to("cpu")
+        for part in parts(LARGE_BLOCK, *columns):
+            for block in part.blocks:
+                (target,), (source,), (base,) = block.columns
+                target.copy_(source).mul_(by)
+                if base is not None:
+                    base.add_(target)
+        results.append(result if addend is None else addend)
+    return results
+
+
+@torch.no_grad()
+def cast_copy_(sources: Tensors, targets: Tensors) -> None:
+    """See `preamp.kernels.ops.Ops.cast_copy_`."""
+    if targets:
+        _torch._foreach_copy_(list(targets), list(sources))
+
+
+@torch.no_grad()
+def axpby_(targets: Tensors, a: Factor, xs: Tensors, b: Factor, ys: Column) -> None:
+    """See `preamp.kernels.ops.Ops.axpby_`."""
+    columns, odd = regular(targets, xs, ys)
+    if odd:
+        outs, ins = ([column[i] for i in odd] for column in (targets, xs))
+        reference.axpby_(outs, a, ins, b, [ys[i] for i in odd])
+    for outs, ins, others in _by_dtype(*columns):
+        x_dtype = math_dtype(ins[0].dtype)
+        y_dtype = x_dtype if others[0] is None else math_dtype(others[0].dtype)
+        for part in parts(LARGE_BLOCK, outs, ins, others):
+            for block in part.blocks:
+                wide = block.flat(1, x_dtype) * _beside(a, x_dtype)
+                if others[0] is not None:
+                    wide = wide + block.flat(2, y_dtype) * _beside(b, y_dtype)
+                block.write(0, wide)
