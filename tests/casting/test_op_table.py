@@ -14,10 +14,16 @@ import torch
 from casting.op_examples import example, options
 from op_table import render
 from preamp.casting.disable import disable_casts
-from preamp.casting.functions import install_function_casts, namespace_owner, row_wrapper
+from preamp.casting.functions import (
+    install_function_casts,
+    install_wide_half,
+    namespace_owner,
+    row_wrapper,
+)
 from preamp.casting.op_lists import OP_TABLE, OpRow
 from preamp.casting.thread_casts import push_thread_casts
 from preamp.casting.wrappers import map_tensors
+from preamp.kernels.wide_half import WIDE_FUNCTIONS
 
 # Some rows are functions that torch itself deprecates, or warns about in general.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -103,6 +109,23 @@ def _check_result_has_the_dtype_of_the_rule(row: OpRow, dtype: torch.dtype) -> N
         else:
             expected = dtype
         assert all(result.dtype is expected for result in results), kind
+
+
+def _is_wide(row: OpRow) -> bool:
+    return (row.namespace, row.name) in WIDE_FUNCTIONS
+
+
+WIDE = [param for param in _rows(*CAST_RULES) if _is_wide(param.values[0])]
+
+
+@pytest.mark.parametrize("row", WIDE)
+def test_wide_products_have_the_dtype_of_the_rule(row: OpRow) -> None:
+    """On CPUs without float16 units these functions have both layers at O1."""
+    handle = install_wide_half()
+    for dtype in HALVES:
+        with casting(dtype):
+            _check_result_has_the_dtype_of_the_rule(row, dtype)
+    handle.remove()
 
 
 @pytest.mark.parametrize("row", _rows("float"))
