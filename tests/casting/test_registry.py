@@ -268,3 +268,41 @@ def test_missing_function_is_refused(register: Callable[[Any, str], None]) -> No
 
     with pytest.raises(ValueError, match=re.escape(message)):
         register(torch, "sigmod")
+
+
+@pytest.mark.parametrize("register", [rule[0] for rule in RULES])
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(torch._C.TensorBase, "exp"), (torch.nn, "functional")], ids=["c", "module"]
+)
+def test_what_cannot_be_wrapped_is_refused(
+    register: Callable[[Any, str], None], is_open: bool, owner: Any, name: str
+) -> None:
+    """At once: kept for the next engine, it would fail every ``initialize`` from then on."""
+    before = getattr(owner, name)
+    handles = _casts() if is_open else []
+    message = f"{register.__name__}({owner!r}, {name!r}): this attribute cannot be replaced ("
+
+    with pytest.raises(TypeError, match=re.escape(message)):
+        register(owner, name)
+
+    _remove(handles)
+    _remove(_casts())
+    assert getattr(owner, name) is before
+
+
+def test_a_registered_name_that_is_gone_leaves_no_casts(module: types.ModuleType) -> None:
+    original = torch.exp
+    register_half_function(module, "probe")
+    del module.probe
+
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="probe"):
+            install_function_casts()
+        assert torch.exp is original
+
+    module.probe = _dtypes
+    handles = _casts()
+    assert module.probe(torch.ones(1)) == (F16,)
+    _remove(handles)
+    assert torch.exp is original

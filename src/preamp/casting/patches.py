@@ -100,6 +100,10 @@ class PatchTable:
         Returns:
             The handle that takes this layer off again.
 
+        Raises:
+            AttributeError: ``owner`` has no such attribute, or none that can be set.
+            TypeError: ``owner`` is a type of C's, or has no attributes of its own.
+
         Mutates:
             ``owner``.
         """
@@ -113,7 +117,13 @@ class PatchTable:
                 self._patched[key] = patched
             patched.layers.append((rank, wrap, token))
             patched.layers.sort(key=lambda layer: layer[0])
-            self._set(patched)
+            try:
+                self._set(patched)
+            except BaseException:
+                patched.layers = [layer for layer in patched.layers if layer[2] is not token]
+                if not patched.layers:
+                    del self._patched[key]
+                raise
         return UndoOnce(lambda: self._remove(key, token))
 
     def _remove(self, key: tuple[int, str], token: object) -> None:

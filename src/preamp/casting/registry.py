@@ -63,6 +63,18 @@ def _register(module: Any, name: str, caller: str, wrap: Wrapper, report: Wrappe
                 "Check the spelling, and that the module that defines it has been imported",
             )
         )
+    try:  # now, since what cannot be wrapped would fail every later engine
+        if not callable(getattr(module, name)):
+            raise TypeError("it is not callable")
+        PATCHES.add(module, name, Rank.REGISTERED, wrap).remove()
+    except (AttributeError, TypeError) as error:
+        raise TypeError(
+            message(
+                f"{caller}({module!r}, {name!r}): this attribute cannot be replaced ({error})",
+                "it must be a function in a Python module, class or instance",
+                "Register it where your program looks it up, such as torch or torch.Tensor",
+            )
+        ) from error
     for install, rank, layer in (
         (FUNCTION_CASTS, Rank.REGISTERED, wrap),
         (CAST_REPORTS, Rank.REGISTERED_REPORT, report),
@@ -83,6 +95,7 @@ def register_half_function(module: Any, name: str) -> None:
 
     Raises:
         ValueError: ``module`` has no attribute ``name``.
+        TypeError: The attribute is no function, or cannot be replaced, as those of C's types.
     """
     _register(module, name, "register_half_function", _half, wrap_report("half"))
 
@@ -92,6 +105,7 @@ def register_bfloat16_function(module: Any, name: str) -> None:
 
     Raises:
         ValueError: ``module`` has no attribute ``name``.
+        TypeError: The attribute is no function, or cannot be replaced, as those of C's types.
     """
     _register(
         module, name, "register_bfloat16_function", _bfloat16, wrap_report("half", torch.bfloat16)
@@ -106,6 +120,7 @@ def register_float_function(module: Any, name: str) -> None:
 
     Raises:
         ValueError: ``module`` has no attribute ``name``.
+        TypeError: The attribute is no function, or cannot be replaced, as those of C's types.
     """
     _register(module, name, "register_float_function", _float, wrap_report("float"))
 
@@ -115,6 +130,7 @@ def register_promote_function(module: Any, name: str) -> None:
 
     Raises:
         ValueError: ``module`` has no attribute ``name``.
+        TypeError: The attribute is no function, or cannot be replaced, as those of C's types.
     """
     _register(module, name, "register_promote_function", _promote, wrap_report("promote"))
 

@@ -33,19 +33,30 @@ class SharedInstall:
         """Hold the patches; the first holder installs them, the last one removes them."""
         with PATCH_LOCK:
             if not self._holders:
-                self._handles = self._build()
-                self._extra_handles = {key: make() for key, make in self._extras.items()}
+                self._install()
             self._holders += 1
         return UndoOnce(self._release)
+
+    def _install(self) -> None:
+        self._handles = self._build()
+        try:
+            for key, make in self._extras.items():
+                self._extra_handles[key] = make()
+        except BaseException:
+            self._remove_all()
+            raise
+
+    def _remove_all(self) -> None:
+        for handle in (*self._extra_handles.values(), *self._handles):
+            handle.remove()
+        self._extra_handles, self._handles = {}, []
+        forget_traced_names()
 
     def _release(self) -> None:
         with PATCH_LOCK:
             self._holders -= 1
             if not self._holders:
-                for handle in (*self._extra_handles.values(), *self._handles):
-                    handle.remove()
-                self._extra_handles, self._handles = {}, []
-                forget_traced_names()
+                self._remove_all()
 
     def extend(self, key: Hashable, build: Builder) -> None:
         """Add a patch to this and all later installations; a known ``key`` is replaced."""
