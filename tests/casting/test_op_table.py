@@ -147,6 +147,22 @@ def _check_float_functions_compute_in_float32_throughout(row: OpRow, dtype: torc
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("kind", ["float", "mixed"])
+@pytest.mark.parametrize("row", _rows("promote", "sequence_promote"))
+def test_promoted_functions_compute_in_float32_throughout(row: OpRow, kind: str) -> None:
+    for dtype in HALVES:
+        with casting(dtype):
+            args, _ = _arguments(row, dtype, kind)
+            with disable_casts():
+                single = tuple(map_tensors(torch.Tensor.float, a) for a in args)
+                expected = _tensors(_call(row, tuple(map_tensors(torch.clone, a) for a in single)))
+
+            results = _tensors(_call(row, args))
+
+        for ours, theirs in zip(results, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("row", _rows(*CAST_RULES))
 def test_gradients_arrive_in_the_dtype_of_the_argument(row: OpRow) -> None:
     for dtype in HALVES:

@@ -207,13 +207,13 @@ _FLOAT: Final = (
 )
 
 _PROMOTE: Final = (
-    *_rows("torch", f"{_ARITHMETIC} {_COMPARE} bilinear vdot kron", "promote", PROMOTE),
-    *_rows("torch", "inner", "promote", PROMOTE, is_closed=True),
+    *_rows("torch", f"{_ARITHMETIC} {_COMPARE} vdot kron", "promote", PROMOTE),
+    *_rows("torch", "bilinear inner", "promote", PROMOTE, is_closed=True),
     *_rows("torch", "outer ger sub where", "promote", PROMOTE),
     *_rows("torch.Tensor", f"{_ARITHMETIC} {_COMPARE} sub", "promote", PROMOTE),
     *_rows("torch.Tensor", _OPERATORS, "promote", PROMOTE),
     *_rows("torch.Tensor", _IN_PLACE_OPERATORS, "promote", REBIND),
-    *_rows(F, "bilinear", "promote", PROMOTE),
+    *_rows(F, "bilinear", "promote", PROMOTE, is_closed=True),
     *_rows("torch.linalg", "cross", "promote", PROMOTE),
     *_rows("torch", "cat stack", "sequence_promote", JOIN),
     *_rows("torch", "concat hstack vstack dstack", "sequence_promote", JOIN),
