@@ -226,29 +226,48 @@ def _check_in_place_float_functions_refuse_half(row: OpRow, dtype: torch.dtype) 
         _call(row, args)
 
 
-@pytest.mark.parametrize("row", _rows("match_self"))
-def test_in_place_functions_cast_to_the_target(row: OpRow, casts: None) -> None:
-    args, _ = _arguments(row, torch.bfloat16, "mixed")
+def test_a_target_given_by_keyword_is_refused_too(casts: None) -> None:
+    half = torch.zeros(2, dtype=torch.bfloat16)
 
-    result = _call(row, args)
+    with pytest.raises(NotImplementedError, match="exp_ got a bfloat16 target"):
+        torch.exp_(input=half)
+
+    assert half.tolist() == [0.0, 0.0]
+    assert torch.exp_(input=torch.zeros(2)).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("row", _rows("match_self"))
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kind", ["half", "float", "mixed"])
+def test_in_place_functions_cast_to_the_target(row: OpRow, dtype: torch.dtype, kind: str) -> None:
+    with casting(dtype):
+        args, _ = _arguments(row, dtype, kind)
+        wide = tuple(map_tensors(torch.Tensor.double, a) for a in args)
+        expected = _call(row, wide)
+
+        result = _call(row, args)
 
     assert result is args[0]
-    assert result.dtype is torch.bfloat16
+    assert result.dtype is (torch.float32 if kind == "float" else dtype)
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 STORING = [p for p in _rows("leave") if p.values[0].name.endswith("_")]
 
 
 @pytest.mark.parametrize("row", STORING)
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("kind", ["half", "float", "mixed"])
-def test_pointwise_in_place_functions_round_once(row: OpRow, kind: str, casts: None) -> None:
-    args, _ = _arguments(row, torch.bfloat16, kind)
-    wide = tuple(map_tensors(lambda t: t.float().clone(), a) for a in args)
+def test_pointwise_in_place_functions_round_once(row: OpRow, kind: str, dtype: torch.dtype) -> None:
+    with casting(dtype):
+        args, _ = _arguments(row, dtype, kind)
+        wide = tuple(map_tensors(lambda t: t.float().clone(), a) for a in args)
 
-    result = _call(row, args)
+        result = _call(row, args)
 
-    assert result is args[0]
-    assert torch.equal(result, _call(row, wide).to(result.dtype))
+        assert result is args[0]
+        assert torch.equal(result, _call(row, wide).to(result.dtype))
 
 
 def test_in_place_functions_take_what_half_cannot_hold() -> None:
@@ -274,11 +293,14 @@ def test_zero_dim_float_promotes_half(casts: None) -> None:
     product = torch.ones(3, dtype=torch.float16) * torch.tensor(2.0)
     two_halves = torch.ones(3, dtype=torch.float16) * torch.ones(3, dtype=torch.bfloat16)
     with_double = torch.ones(3, dtype=torch.float16) * torch.ones(3, dtype=torch.float64)
+    two_wide = torch.ones(3) * torch.ones(3, dtype=torch.float64)
+    with_bfloat16 = torch.ones(3) * torch.ones(3, dtype=torch.bfloat16)
     target = total = torch.ones(3, dtype=torch.float16)
     total += torch.ones(3)
 
     assert product.dtype is two_halves.dtype is total.dtype is torch.float32
-    assert with_double.dtype is torch.float64
+    assert with_double.dtype is two_wide.dtype is torch.float64
+    assert with_bfloat16.dtype is torch.float32
     assert target.dtype is torch.float16
     assert torch.equal(target, torch.ones(3, dtype=torch.float16))
 

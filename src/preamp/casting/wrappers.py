@@ -221,6 +221,8 @@ def wrap_in_place(*, refuse_half: bool) -> Wrapper:
     def wrap(fn: AnyFunction) -> AnyFunction:
         @functools.wraps(fn)
         def in_place(*args: Any, **kwargs: Any) -> Any:
+            if not args and "input" in kwargs:  # as torch.exp_ calls its target
+                args = (kwargs.pop("input"),)
             target = args[0] if args else None
             if not isinstance(target, torch.Tensor) or not is_casting(target.device.type):
                 return fn(*args, **kwargs)
