@@ -390,6 +390,42 @@ def test_gradient_penalty(level: str) -> None:
     assert halves_match(model)
 
 
+class Square(nn.Module):
+    """A model with a second derivative; for small integers all of it is exact in half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1, bias=False)
+        self.linear.weight.data.copy_(torch.tensor([[1.0, 2.0]]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y * y
+
+
+def penalty_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return slope.square().sum()
+
+
+@ALL_LEVELS
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_gradient_penalty_has_the_exact_gradient(level: str, blocks: int) -> None:
+    """Two backwards a block, in one block or in two, against float64."""
+    oracle, x = Square().double(), torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
+    model = Square()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    for _ in range(blocks):
+        loss = penalty_of(model, torch.ones(1, 2, requires_grad=True))
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward(retain_graph=True)
+            scaled.backward()
+        (2 * penalty_of(oracle, x)).backward()
+    (ours,) = amp.master_params(optimizer)
+    assert torch.equal(ours.grad.double(), oracle.linear.weight.grad)
+
+
 @MASTERS
 def test_scaled_gradients_are_reduced_inside_the_block(level: str) -> None:
     model = nn.Linear(2, 1, bias=False)
@@ -431,15 +467,16 @@ def test_two_networks_and_three_losses(level: str) -> None:
                    loss_scale="dynamic")  # fmt: skip
     for loss_id, (net, opt) in enumerate([(d, opt_d), (d, opt_d), (g, opt_g)]):
         poison = loss_id == 1
-        with amp.scale_loss(loss_of(net, 0), opt, loss_id) as scaled:
+        with amp.scale_loss(loss_of(net, 0) * 2.0**-8, opt, loss_id) as scaled:
             (scaled * float("inf") if poison else scaled).backward()
-    before = weights(d)
+    before = weights(d), weights(g)
     opt_d.step()
     opt_g.step()
     scales = [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]
-    assert scales[1] == 2.0**15
-    assert len(amp.state_dict()) == 3
-    assert same(weights(d), before)
+    assert scales == [2.0**16, 2.0**15, 2.0**16]
+    assert [entry["unskipped"] for entry in amp.state_dict().values()] == [1, 0, 1]
+    assert same(weights(d), before[0])
+    assert not same(weights(g)["last.bias"], before[1]["last.bias"])
 
 
 @ALL_LEVELS

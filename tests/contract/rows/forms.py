@@ -80,7 +80,8 @@ ROWS: tuple[Row, ...] = (
         "6: a step before any backward", tests(IDIOMS, "test_step_before_any_backward")
     ),
     forms.supported(
-        "7: several backwards, double backward", tests(IDIOMS, "test_gradient_penalty")
+        "7: several backwards, double backward",
+        tests(IDIOMS, "test_gradient_penalty", "test_gradient_penalty_has_the_exact_gradient"),
     ),
     forms.supported(
         "7: gradients reduced inside the block",

@@ -220,7 +220,8 @@ LOSSES = (
         "Delays the check; Apex dropped it.",
     ),
     losses.supported(
-        "`num_losses` and `loss_id`", tests(IDIOMS, "test_two_networks_and_three_losses")
+        "`num_losses` and `loss_id`",
+        tests(IDIOMS, "test_two_networks_and_three_losses") + MATRIX,
     ),
     losses.supported(
         "three ways to zero gradients",
