@@ -262,6 +262,23 @@ def test_nested_lists_are_cast(module: types.ModuleType) -> None:
     assert dtypes == [F16, F16, F16]
 
 
+def test_tensors_beside_other_values_are_cast(module: types.ModuleType) -> None:
+    """What is no floating tensor stays the object it is, and dicts are not looked into."""
+    module.probe = lambda *args, **kwargs: (args, kwargs)
+    register_half_function(module, "probe")
+    ids, text, inner = torch.arange(2), "text", {"x": torch.ones(1)}
+    handles = _casts()
+    args, kwargs = module.probe([torch.ones(1), ids, None, 3], inner, text, key=torch.ones(1))
+    _remove(handles)
+
+    assert args[0][0].dtype is kwargs["key"].dtype is F16
+    assert args[0][1] is ids
+    assert args[0][2:] == [None, 3]
+    assert args[1] is inner
+    assert inner["x"].dtype is F32
+    assert args[2] is text
+
+
 @pytest.mark.parametrize("register", [rule[0] for rule in RULES])
 def test_missing_function_is_refused(register: Callable[[Any, str], None]) -> None:
     message = f"{register.__name__}(torch, 'sigmod'): there is no such attribute."

@@ -9,13 +9,19 @@ HANDLE = "compat/test_handle"
 REGISTRY = "casting/test_registry"
 LISTS = tests("casting/test_apex_lists", "test_functions_have_the_rule_of_apex")
 TABLE = "casting/test_op_table"
+RESULTS = tests(
+    TABLE,
+    "test_result_has_the_dtype_of_the_rule",
+    "test_float_functions_compute_in_float32_throughout",
+    "test_promoted_functions_compute_in_float32_throughout",
+)
 
 lists = Section("4.2")
 calls = Section("4.1")
 
 LIST_ROWS = (
     *(
-        lists.supported(name, LISTS + tests(TABLE, "test_result_has_the_dtype_of_the_rule"), why)
+        lists.supported(name, LISTS + RESULTS, why)
         for name, why in (
             ("low precision, `torch.nn.functional`", ""),
             ("low precision, `torch`", "The bmm family on every device."),
@@ -29,7 +35,7 @@ LIST_ROWS = (
     ),
     lists.differs(
         "promote, `torch.Tensor`",
-        LISTS + tests(TABLE, "test_result_has_the_dtype_of_the_rule"),
+        LISTS + RESULTS,
         "One divided by a half tensor is in float32, as `reciprocal` is.",
     ),
     lists.supported("banned", LISTS + tests("casting/test_install", "test_banned_function")),
@@ -70,6 +76,11 @@ CALL_ROWS = (
         "Never cast; Apex made them half or float32.",
     ),
     calls.differs(
+        "lists of tensors and other things",
+        tests(REGISTRY, "test_tensors_beside_other_values_are_cast", "test_nested_lists_are_cast"),
+        "The tensors in them are cast; Apex left the whole list. Dicts stay as they are in both.",
+    ),
+    calls.differs(
         "promotion of float64 or bfloat16 with float32",
         tests(TABLE, "test_zero_dim_float_promotes_half"),
         "torch's own; Apex raised NotImplementedError.",
@@ -83,7 +94,11 @@ CALL_ROWS = (
     ),
     calls.supported(
         "in place in float32 on a half tensor: `NotImplementedError`",
-        tests(TABLE, "test_in_place_float_functions_refuse_half"),
+        tests(
+            TABLE,
+            "test_in_place_float_functions_refuse_half",
+            "test_a_target_given_by_keyword_is_refused_too",
+        ),
     ),
     calls.supported(
         "in place otherwise: arguments follow the target",
@@ -128,6 +143,11 @@ CALL_ROWS = (
     calls.supported(
         "`register_…`: `ValueError` if there is no such name",
         tests(REGISTRY, "test_missing_function_is_refused"),
+    ),
+    calls.refused(
+        "`register_…` of what cannot be wrapped",
+        tests(REGISTRY, "test_what_cannot_be_wrapped_is_refused"),
+        "TypeError at once, where Apex failed in `initialize`.",
     ),
     calls.differs(
         "`register_…` after `initialize`",
