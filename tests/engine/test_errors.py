@@ -148,6 +148,18 @@ def test_contradictory_override(door: Any) -> None:
         door.initialize(model, optimizer, opt_level="O1", master_weights=True, verbosity=0)
 
 
+@DOORS
+@pytest.mark.parametrize("given", [None, "loud", [1]])
+def test_verbosity_that_is_no_number(door: Any, given: Any) -> None:
+    model, optimizer = used()
+    text = (
+        f"verbosity={given!r} cannot be used. Allowed are 0, 1 and 2, also as a string such as "
+        "'1'. Pass 0 to have nothing printed."
+    )
+    with refused(TypeError, text, model, optimizer):
+        door.initialize(model, optimizer, opt_level="O2", verbosity=given)
+
+
 @pytest.mark.parametrize("given", [-1, 1.0, "2", None, True])
 def test_num_losses(given: Any) -> None:
     model, optimizer = used()

@@ -222,7 +222,7 @@ def test_printed_tokens(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2] == "enabled                    : True"
 
 
-@pytest.mark.parametrize("verbosity", [0, False])
+@pytest.mark.parametrize("verbosity", [0, False, "0"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_silence(level: str, verbosity: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = make()
@@ -551,7 +551,7 @@ def test_disabled_asks_nothing_of_its_arguments(door: Any) -> None:
     """With amp off scripts pass tuples, mocks and wrappers; they come back as they are."""
     model = Net()
     models, optimizers = (model, "text"), MagicMock()
-    result = door.initialize(models, optimizers, enabled=False, num_losses="many", verbosity=0)
+    result = door.initialize(models, optimizers, enabled=False, num_losses="many", verbosity=None)
     assert result[0] is models
     assert result[1] is optimizers
     wrapped = nn.DataParallel(model)

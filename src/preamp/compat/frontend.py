@@ -106,8 +106,16 @@ def initialize(
             amp_state.handle = _handle_of(engine)
         engine.on_close(_forget_if_current(engine))
     amp_state.make_current(engine, is_off=not enabled)
-    amp_state.verbosity = int(verbosity)
+    amp_state.verbosity = _number(verbosity)
     return result
+
+
+def _number(verbosity: Any) -> int:
+    """``verbosity``, or what it was before: with amp off anything may be passed."""
+    try:
+        return int(verbosity)
+    except (TypeError, ValueError):
+        return amp_state.verbosity
 
 
 def _refuse_fp16_optimizers(optimizers: Any) -> None:

@@ -109,6 +109,7 @@ def initialize(
         own_models = checks.members_of(models, nn.Module)
         create_engine(own_models, checks.members_of(optimizers, torch.optim.Optimizer), off)
     else:
+        verbosity = checks.check_verbosity(verbosity)
         overrides = {
             "cast_model_type": cast_model_type,
             "patch_torch_functions": patch_torch_functions,
