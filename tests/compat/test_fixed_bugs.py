@@ -287,6 +287,18 @@ def test_a25_nothing_is_applied_when_it_raises() -> None:
     assert amp.state_dict() == before
 
 
+@pytest.mark.parametrize(
+    "entry", [None, 5, {}, {"loss_scale": 4.0}, {"loss_scale": "x", "unskipped": 0}]
+)
+def test_a25_no_entry_is_applied_when_a_later_one_cannot_be_read(entry: Any) -> None:
+    started("O2", num_losses=2)
+    before = amp.state_dict()
+    good = {"loss_scale": 2.0, "unskipped": 3}
+    with pytest.raises(ValueError, match=r"A loss scaler's state .* cannot be read"):
+        amp.load_state_dict({"loss_scaler0": good, "loss_scaler1": entry})
+    assert amp.state_dict() == before
+
+
 def test_a25_more_or_fewer_entries(capsys: pytest.CaptureFixture[str]) -> None:
     started("O2", num_losses=2)
     entry = {"loss_scale": 8.0, "unskipped": 3}

@@ -120,7 +120,7 @@ class LossScaler:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 message(
-                    f"A loss scaler's state {dict(state)!r} cannot be read",
+                    f"A loss scaler's state {state!r} cannot be read",
                     "Needed are the numbers 'loss_scale' (above 0) and 'unskipped' (from 0)",
                     "Pass what state_dict() returned",
                 )

@@ -110,7 +110,11 @@ ROWS: tuple[Row, ...] = (
         tests(BN_TESTS, "test_refused_inputs")
         + tests(BN, "check_one_value_on_each_rank_is_enough"),
     ),
-    syncbn.supported("evaluation", tests(BN, "check_evaluation_talks_to_nobody")),
+    syncbn.supported(
+        "evaluation",
+        tests(BN, "check_evaluation_talks_to_nobody")
+        + tests(BN_TESTS, "test_alone_it_is_a_plain_batch_norm"),
+    ),
     syncbn.differs(
         "`convert_syncbn_model`",
         tests(BN_TESTS, "test_conversion_carries_everything_over"),
