@@ -104,5 +104,26 @@ def test_other_dtypes_pass_through() -> None:
     assert results == [torch.bfloat16, F32, torch.float64, torch.int64]
 
 
+@pytest.mark.filterwarnings("ignore")  # chain_matmul is deprecated
+@pytest.mark.parametrize(("namespace", "name"), WIDE_FUNCTIONS)
+def test_dtypes_under_the_users_own_autocast_stay(namespace: str, name: str) -> None:
+    """A program may use torch.autocast beside an engine; its results keep their dtypes."""
+    row = OpRow(namespace=namespace, name=name, rule="half", reason="")  # pyright: ignore[reportArgumentType]
+
+    def dtype() -> torch.dtype | None:
+        with torch.autocast("cpu", F16):
+            try:
+                return _first(getattr(namespace_owner(namespace), name)(*example(row))).dtype
+            except RuntimeError:  # oneDNN has no float16 LSTM on some CPUs
+                return None
+
+    before = dtype()
+    handle = install_wide_half()
+    beside = dtype()
+    handle.remove()
+
+    assert beside is before
+
+
 def test_probe_answers_once() -> None:
     assert cpu_lacks_fp16_matmul() is cpu_lacks_fp16_matmul()

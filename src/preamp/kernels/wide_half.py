@@ -47,6 +47,12 @@ WIDE_FUNCTIONS: Final[tuple[tuple[str, str], ...]] = (
 )
 """``(namespace, name)`` of the functions worth running wide; namespaces as in the op table."""
 
+# CPU autocast leaves these as they are, so that its being on does not make a call of them float16.
+# At O1 the op table casts their arguments before they come here.
+_NOT_CAST: Final = frozenset(
+    "mv addmv bilinear lstm gru rnn_tanh rnn_relu lstm_cell gru_cell".split()
+)
+
 
 @functools.cache
 def cpu_lacks_fp16_matmul() -> bool:
@@ -82,7 +88,7 @@ def _leaves(values: Sequence[Any]) -> list[torch.Tensor]:
     return found
 
 
-def _runs_wide(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _runs_wide(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether torch would compute this call in float16 on the CPU."""
     tensors = _leaves((*args, *kwargs.values()))
     dtypes = {t.dtype for t in tensors if t.is_floating_point()}
@@ -90,7 +96,7 @@ def _runs_wide(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return False
     if kwargs.get("out") is not None:
         return False
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled("cpu") and name not in _NOT_CAST:
         # Autocast casts bfloat16 inputs to float16 too; float64 it leaves alone.
         return torch.get_autocast_dtype("cpu") is torch.float16 and torch.float64 not in dtypes
     return dtypes == {torch.float16}
@@ -116,7 +122,7 @@ def wide(fn: AnyFunction) -> AnyFunction:
 
     @functools.wraps(fn)
     def run_wide(*args: Any, **kwargs: Any) -> Any:
-        if not _runs_wide(args, kwargs):
+        if not _runs_wide(fn.__name__, args, kwargs):
             return fn(*args, **kwargs)
         wide_args = [_map(_widen, arg) for arg in args]
         wide_kwargs = {name: _map(_widen, arg) for name, arg in kwargs.items()}
