@@ -21,6 +21,7 @@ from cases.models import Exact, loss_of, values
 from cases.optimizers import clone_state
 from cases.tolerances import assert_same, assert_within_budget
 from preamp import amp
+from preamp.optimizers import FusedSGD
 from preamp.parallel.LARC import LARC
 
 ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
@@ -213,6 +214,18 @@ def test_everything_else_is_the_optimizers() -> None:
     assert len(optimizer.param_groups) == 2
     larc.param_groups = optimizer.param_groups[:1]
     assert len(optimizer.param_groups) == 1
+
+
+def test_zero_grad_does_what_the_wrapped_optimizer_does() -> None:
+    """FusedSGD fills gradients with zeros by default, as scripts that flatten them rely on."""
+    weight = nn.Parameter(torch.ones(2))
+    larc = LARC(FusedSGD([weight], lr=0.1))
+    weight.grad = torch.ones(2)
+    larc.zero_grad()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+    larc.zero_grad(set_to_none=True)
+    assert weight.grad is None
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])

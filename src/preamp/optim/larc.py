@@ -106,9 +106,17 @@ class LARC:
         """Load the wrapped optimizer's state."""
         self.optim.load_state_dict(state_dict)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero the gradients."""
-        self.optim.zero_grad(set_to_none=set_to_none)
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients.
+
+        Args:
+            set_to_none: Drop them rather than fill them with zeros; by default what the wrapped
+                optimizer does.
+        """
+        if set_to_none is None:
+            self.optim.zero_grad()
+        else:
+            self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Give the wrapped optimizer another group."""
