@@ -242,6 +242,31 @@ def test_state_and_groups_have_apex_keys(case: FusedCase, options: Options) -> N
     assert ("step" in group) == (case.name not in counts and not is_early)
 
 
+@pytest.mark.parametrize("build", ["adam", "lamb"])
+def test_a_step_counter_set_to_a_number_goes_on_from_there(build: str) -> None:
+    """As scripts do that start anew from a checkpoint; the counter lies on the device."""
+    params = parameters(SHAPES, torch.float32)
+    optimizer: Any
+    if build == "adam":
+        optimizer = FusedAdam(params, capturable=True)
+    else:
+        optimizer = MIXED_LAMB.kind(params)
+    optimizer.param_groups[0]["step"] = 10
+    for number in range(3):
+        step(params, optimizer, number)
+    assert int(optimizer.param_groups[0]["step"]) == 13
+
+
+def test_parameters_may_join_an_empty_group() -> None:
+    late, params = parameters(SHAPES, torch.float32), parameters(SHAPES, torch.float32)
+    optimizer = FusedAdam([{"params": []}, {"params": params}], capturable=True)
+    optimizer.param_groups[0]["params"].extend(late)
+    step(late, optimizer, 0)
+    reference = FusedAdam(same := parameters(SHAPES, torch.float32), capturable=True)
+    step(same, reference, 0)
+    assert_same_training(late, same)
+
+
 def test_the_step_counter_advances_for_every_group_with_parameters() -> None:
     params = parameters(SHAPES, torch.float32)
     optimizer = FusedAdam([{"params": params}, {"params": []}])
@@ -410,6 +435,21 @@ def test_copies_follow_what_is_written_to_the_parameters(dtype: torch.dtype) -> 
     after = optimizer.state[params[0]]["master_param"]
     assert ((after[0] - 3.0).abs() <= 2.0**-13).all()
     assert ((after[1:] - masters[0][1:]).abs() <= 2.0**-13).all()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=variant_id)
+def test_copies_follow_weights_that_come_to_lie_where_the_old_ones_did(dtype: torch.dtype) -> None:
+    """Assigned twice, ``p.data`` may get its first address back, and its version does not rise."""
+    params = parameters(((1024,),), dtype)
+    optimizer = FusedAdam(params, lr=2.0**-14, capturable=True, master_weights=True)
+    address = params[0].data_ptr()
+    step(params, optimizer, 0)
+    for _ in range(32):  # until the allocator hands the freed memory out again
+        params[0].data = torch.full_like(params[0], 5.0)
+        if params[0].data_ptr() == address:
+            break
+    step(params, optimizer, 1)
+    assert ((optimizer.state[params[0]]["master_param"] - 5.0).abs() <= 2.0**-13).all()
 
 
 def test_copies_are_made_after_weights_were_loaded() -> None:

@@ -68,6 +68,8 @@ def place_on_device(group: Group) -> None:
 
 def count_on_device(group: Group, found_inf: torch.Tensor | None) -> torch.Tensor:
     """Advance the group's counter unless the step is skipped, and return it."""
+    if not isinstance(group.get("step"), torch.Tensor):  # a number that a script has put there
+        place_on_device(group)
     step: torch.Tensor = group["step"]
     step += 1 if found_inf is None else (found_inf == 0).to(step.device, step.dtype)
     return step
