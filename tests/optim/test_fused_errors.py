@@ -55,6 +55,17 @@ def test_negative_numbers(name: str, number: str, value: float) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "number"), [(name, n) for name, numbers in NUMBERS.items() for n in numbers.split()]
+)
+def test_what_is_no_number(name: str, number: str) -> None:
+    """YAML reads ``1e-3``, without a point, as a string."""
+    needs = {"lr": 0.1} if name in ("FusedSGD", "FusedLARS") else {}
+    message = f"{name} got {number}='1e-3'. {number} must be a number. Pass a {number} >= 0."
+    with pytest.raises(TypeError, match=re.escape(message)):
+        getattr(optimizers, name)([param()], **{**needs, number: "1e-3"})
+
+
+@pytest.mark.parametrize(
     "name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedMixedPrecisionLamb"]
 )
 @pytest.mark.parametrize("betas", [(0.9, 1.0), (-0.1, 0.9), (0.9,)])

@@ -18,6 +18,7 @@ from preamp.optim.fused.base import (
     batches,
     count_step,
     evaluate,
+    rate_of,
 )
 from preamp.optim.fused.checks import check_betas, check_masters, check_numbers, refuse_amsgrad
 from preamp.optim.fused.early_adam import (
@@ -101,7 +102,7 @@ class FusedAdam(FusedOptimizer):
     ) -> None:
         refuse_amsgrad("FusedAdam", amsgrad=amsgrad)
         check_numbers("FusedAdam", lr=lr, eps=eps, weight_decay=weight_decay)
-        check_numbers("FusedAdam", max_grad_norm=max_grad_norm)
+        check_numbers("FusedAdam", max_grad_norm=max_grad_norm or 0.0)
         check_betas("FusedAdam", betas)
         check_masters("FusedAdam", capturable=capturable, master_weights=master_weights)
         self._early = EarlyOptions(
@@ -262,7 +263,7 @@ class FusedAdam(FusedOptimizer):
 def _rule(group: Group, *, decoupled: bool) -> AdamRule:
     corrects = group["bias_correction"]
     return AdamRule(
-        lr=group["lr"],
+        lr=rate_of(group),
         beta1=group["betas"][0],
         beta2=group["betas"][1],
         eps=group["eps"],

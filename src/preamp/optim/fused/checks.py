@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import required
 
 from preamp.core.dtypes import HALF_DTYPES, dtype_name
 from preamp.core.errors import message
@@ -31,16 +32,24 @@ def check_numbers(kind: str, **values: Any) -> None:
     """Raise ``ValueError`` for a hyper-parameter that is negative or nan.
 
     Tensors are not looked at, since that would synchronise, nor is what a group must say itself.
+
+    Raises:
+        TypeError: One is no number, such as the string that YAML makes of ``1e-3``.
+        ValueError: One is negative or nan.
     """
     for name, value in values.items():
-        if isinstance(value, (int, float)) and not value >= 0:
-            raise ValueError(
-                message(
-                    f"{kind} got {name}={value!r}",
-                    f"{name} must be zero or larger",
-                    f"Pass a {name} >= 0",
-                )
-            )
+        if isinstance(value, torch.Tensor) or value is required:
+            continue
+        do = f"Pass a {name} >= 0"
+        try:
+            is_valid = bool(value >= 0)
+        except TypeError as error:
+            raise TypeError(
+                message(f"{kind} got {name}={value!r}", f"{name} must be a number", do)
+            ) from error
+        if not is_valid:
+            allowed = f"{name} must be zero or larger"
+            raise ValueError(message(f"{kind} got {name}={value!r}", allowed, do))
 
 
 def check_betas(kind: str, betas: tuple[float, float]) -> None:
