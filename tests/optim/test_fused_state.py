@@ -242,6 +242,16 @@ def test_state_and_groups_have_apex_keys(case: FusedCase, options: Options) -> N
     assert ("step" in group) == (case.name not in counts and not is_early)
 
 
+@every_kind
+def test_a_learning_rate_with_one_element_is_a_number(case: FusedCase, options: Options) -> None:
+    """Torch takes such tensors too; ``SHAPES`` has a parameter with fewer dimensions."""
+    given = {**options, "lr": torch.tensor([options["lr"]])}
+    runs = [parameters(SHAPES, torch.float32) for _ in range(2)]
+    for params, values in zip(runs, (options, given), strict=True):
+        step(params, case.kind(params, **values), 0)
+    assert_same_training(*runs)
+
+
 @pytest.mark.parametrize("build", ["adam", "lamb"])
 def test_a_step_counter_set_to_a_number_goes_on_from_there(build: str) -> None:
     """As scripts do that start anew from a checkpoint; the counter lies on the device."""

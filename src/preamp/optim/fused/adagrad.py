@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from preamp.kernels import AdagradRule, Update, backend
-from preamp.optim.fused.base import Closure, FusedOptimizer, Group, batches, evaluate
+from preamp.optim.fused.base import Closure, FusedOptimizer, Group, batches, evaluate, rate_of
 from preamp.optim.fused.checks import check_numbers, check_one_device
 
 
@@ -77,7 +77,7 @@ class FusedAdagrad(FusedOptimizer):
 
     def _rule(self, group: Group) -> AdagradRule:
         return AdagradRule(
-            lr=group["lr"],
+            lr=rate_of(group),
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             decoupled=self.adagrad_w_mode,

@@ -184,6 +184,12 @@ def scalar_on(
     return torch.full((), value, dtype=dtype, device=device)
 
 
+def rate_of(group: Group) -> float | torch.Tensor:
+    """The group's learning rate; of a tensor with one element, whatever its shape, a scalar."""
+    lr: float | torch.Tensor = group["lr"]
+    return lr.reshape(()) if isinstance(lr, torch.Tensor) else lr
+
+
 def count_step(group: Group) -> int:
     """Advance the group's step counter, and return it."""
     group["step"] = int(group.get("step", 0)) + 1

@@ -16,7 +16,7 @@ import torch
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampStateError, message
 from preamp.kernels import AdamRule, BiasCorrection
-from preamp.optim.fused.base import Entry, Group, scalar_on
+from preamp.optim.fused.base import Entry, Group, rate_of, scalar_on
 from preamp.optim.fused.norms import global_norm
 
 CLIP_EPS = 1e-6
@@ -205,7 +205,7 @@ def early_rule(group: Group, *, eps_inside_sqrt: bool) -> AdamRule:
     """The early formula with a group's hyper-parameters."""
     corrects = group["bias_correction"]
     return AdamRule(
-        lr=group["lr"],
+        lr=rate_of(group),
         beta1=group["betas"][0],
         beta2=group["betas"][1],
         eps=group["eps"],

@@ -15,6 +15,7 @@ from preamp.optim.fused.base import (
     batches,
     count_step,
     evaluate,
+    rate_of,
 )
 from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
 from preamp.optim.fused.norms import clip_factor
@@ -117,7 +118,7 @@ class FusedLAMB(FusedOptimizer):
 def lamb_rule(group: Group, *, decoupled: bool, use_nvlamb: bool) -> LambRule:
     """The rule of a group."""
     return LambRule(
-        lr=group["lr"],
+        lr=rate_of(group),
         beta1=group["betas"][0],
         beta2=group["betas"][1],
         eps=group["eps"],

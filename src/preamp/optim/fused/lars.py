@@ -16,6 +16,7 @@ from preamp.optim.fused.base import (
     Group,
     batches,
     evaluate,
+    rate_of,
 )
 from preamp.optim.fused.checks import check_nesterov, check_numbers
 
@@ -105,7 +106,7 @@ class FusedLARS(FusedOptimizer):
 
 def _rule(group: Group) -> LarsRule:
     return LarsRule(
-        lr=group["lr"],
+        lr=rate_of(group),
         momentum=group["momentum"],
         weight_decay=group["weight_decay"],
         nesterov=group["nesterov"],

@@ -17,6 +17,7 @@ from preamp.optim.fused.base import (
     batches,
     count_step,
     evaluate,
+    rate_of,
 )
 from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
 
@@ -139,7 +140,7 @@ class FusedNovoGrad(FusedOptimizer):
 
     def _rule(self, group: Group) -> NovoGradRule:
         return NovoGradRule(
-            lr=group["lr"],
+            lr=rate_of(group),
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             eps=group["eps"],

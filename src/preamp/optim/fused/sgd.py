@@ -17,6 +17,7 @@ from preamp.optim.fused.base import (
     Group,
     batches,
     evaluate,
+    rate_of,
     scalar_on,
 )
 from preamp.optim.fused.checks import check_nesterov, check_numbers
@@ -115,7 +116,7 @@ class FusedSGD(FusedOptimizer):
 
     def _update(self, group: Group, batch: Batch) -> None:
         rule = SgdRule(
-            lr=group["lr"],
+            lr=rate_of(group),
             momentum=group["momentum"],
             dampening=group["dampening"],
             weight_decay=group["weight_decay"],
