@@ -226,10 +226,32 @@ def test_initialize_is_not_deprecated() -> None:
 def test_contrib_has_the_optimizers_of_the_main_package() -> None:
     contrib = importlib.import_module("apex.contrib.optimizers")
     main = importlib.import_module("apex.optimizers")
-    for name in ("FP16_Optimizer", "FusedAdam", "FusedLAMB", "FusedSGD"):
+    for name in ("FP16_Optimizer", "FusedLAMB", "FusedSGD"):
         assert getattr(contrib, name) is getattr(main, name)
+    assert issubclass(contrib.FusedAdam, main.FusedAdam)
     with pytest.raises(TypeError, match="unexpected keyword argument 'grads'"):
         contrib.FusedSGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step(grads=[torch.ones(1)])
+
+
+def test_contribs_adam_is_that_of_early_2019() -> None:
+    """Its order of arguments, and its formula where nothing else selects it."""
+    contrib = importlib.import_module("apex.contrib.optimizers.fused_adam")
+    assert contrib.FusedAdam is importlib.import_module("apex.contrib.optimizers").FusedAdam
+    start = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    param = torch.nn.Parameter(start.clone())
+    optimizer = contrib.FusedAdam([param], 0.25, True, (0.5, 0.75), 0.125, True, 0.5)
+    exact, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+    for number in (1, 2):
+        grad = torch.tensor([0.5 * number, 3.0], dtype=torch.float64)
+        param.grad = grad.clone()
+        optimizer.step()
+        m, v = 0.5 * m + 0.5 * grad, 0.75 * v + 0.25 * grad * grad
+        size = 0.25 * (1 - 0.75**number) ** 0.5 / (1 - 0.5**number)
+        exact = exact - size * (m / (v + 0.125).sqrt() + 0.5 * exact)
+    assert (param.detach() - exact).abs().max() <= 1e-14
+    copied = pickle.loads(pickle.dumps(optimizer))
+    assert type(copied) is contrib.FusedAdam
+    copied.step()
 
 
 def test_module_passed_as_an_object_with_state() -> None:

@@ -91,7 +91,8 @@ SUPPLIED: dict[str, dict[str, tuple[str, ...]]] = {
         "FP16_Optimizer": tests("flat/test_flat", "test_signatures"),
     },
     "apex.contrib.optimizers": {
-        "FusedAdam": tests("optim/test_fused_early_adam", "test_a_flat_optimizer_drives_it"),
+        "FusedAdam": tests("optim/test_fused_early_adam", "test_a_flat_optimizer_drives_it")
+        + tests("alias/test_names", "test_contribs_adam_is_that_of_early_2019"),
         "FusedLAMB": FUSED,
     },
     "apex.multi_tensor_apply": {

@@ -13,9 +13,9 @@ SUPPLIED: dict[str, str] = {
     "apex.amp.opt": "preamp.amp.opt",
     "apex.amp.scaler": "preamp.amp.scaler",
     "apex.contrib": "preamp.compat.alias.contrib",
-    "apex.contrib.optimizers": "preamp.optimizers",
+    "apex.contrib.optimizers": "preamp.compat.alias.contrib_optimizers",
     "apex.contrib.optimizers.fp16_optimizer": "preamp.optimizers",
-    "apex.contrib.optimizers.fused_adam": "preamp.optimizers",
+    "apex.contrib.optimizers.fused_adam": "preamp.compat.alias.contrib_optimizers",
     "apex.contrib.optimizers.fused_lamb": "preamp.optimizers",
     "apex.contrib.optimizers.fused_sgd": "preamp.optimizers",
     # Old checkpoints hold pickled scalers under the names of the two files below.
