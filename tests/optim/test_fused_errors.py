@@ -65,6 +65,24 @@ def test_what_is_no_number(name: str, number: str) -> None:
         getattr(optimizers, name)([param()], **{**needs, number: "1e-3"})
 
 
+GROUPS = [(name, option) for name in NUMBERS for option in (("lr", -1.0), ("weight_decay", "0"))]
+GROUPS += [(name, ("betas", (0.9, 1.0))) for name in ("FusedAdam", "FusedMixedPrecisionLamb")]
+GROUPS += [("FusedSGD", ("momentum", -0.5)), ("FusedNovoGrad", ("norm_type", 1))]
+
+
+@pytest.mark.parametrize(("name", "option"), GROUPS)
+def test_groups_are_checked_as_arguments_are(name: str, option: tuple[str, Any]) -> None:
+    """A norm_type that NovoGrad does not know was taken for 2, and the rest failed in a step."""
+    kind, group = getattr(optimizers, name), {"params": [param()], **dict([option])}
+    refusals = (RuntimeError, TypeError, ValueError)
+    with pytest.raises(refusals, match=f"^{name} got {option[0]}="):
+        kind([group], lr=0.1)
+    optimizer = kind([param()], lr=0.1)
+    with pytest.raises(refusals, match=f"^{name} got {option[0]}="):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+
+
 @pytest.mark.parametrize(
     "name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedMixedPrecisionLamb"]
 )

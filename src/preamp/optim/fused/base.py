@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import required
 
 from preamp.core.dtypes import math_dtype
-from preamp.optim.fused.checks import check_gradient
+from preamp.optim.fused.checks import check_gradient, check_group
 
 Group = dict[str, Any]
 Closure = Callable[[], Any]
@@ -55,6 +55,20 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
     @abc.abstractmethod
     def step(self, closure: Closure | None = None) -> Any:
         """Update the parameters."""
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group.
+
+        Args:
+            param_group: ``params``, and options in place of the constructor's.
+
+        Raises:
+            TypeError: It is no dict, or an option is no number.
+            ValueError: An option is negative, or one of its parameters is in a group already.
+        """
+        if isinstance(param_group, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
+            check_group(type(self).__name__, param_group)
+        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients.

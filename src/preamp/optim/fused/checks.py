@@ -15,6 +15,9 @@ from preamp.core.errors import message
 DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 """Parameter and gradient dtypes that the update rules know."""
 
+NUMBERS = ("lr", "eps", "weight_decay", "momentum", "trust_coefficient")
+"""Options of a group that are zero or larger, for every class that has them."""
+
 
 def refuse_amsgrad(kind: str, *, amsgrad: bool) -> None:
     """Raise ``RuntimeError`` for the AMSGrad variant, which no fused rule has."""
@@ -62,6 +65,18 @@ def check_betas(kind: str, betas: tuple[float, float]) -> None:
                 "The usual choice is betas=(0.9, 0.999)",
             )
         )
+
+
+def check_group(kind: str, group: dict[str, Any]) -> None:
+    """Check what a group says itself as the constructor checks its arguments.
+
+    Raises:
+        TypeError: An option is no number.
+        ValueError: An option is negative or nan, or betas are not in [0, 1).
+    """
+    check_numbers(kind, **{name: group[name] for name in NUMBERS if name in group})
+    if "betas" in group:
+        check_betas(kind, group["betas"])
 
 
 def check_nesterov(kind: str, *, nesterov: bool, momentum: float, dampening: float) -> None:
