@@ -216,6 +216,18 @@ def test_everything_else_is_the_optimizers() -> None:
     assert len(optimizer.param_groups) == 1
 
 
+def test_a_learning_rate_with_one_element_is_a_number() -> None:
+    """Parameters without dimensions have fewer than such a rate."""
+    results = []
+    for lr in (0.125, torch.tensor([0.125])):
+        weight = nn.Parameter(torch.tensor(2.0))
+        larc = LARC(FusedSGD([weight], lr=lr))
+        weight.grad = torch.tensor(3.0)
+        larc.step()
+        results.append(weight.detach())
+    assert_same(*results)
+
+
 def test_zero_grad_does_what_the_wrapped_optimizer_does() -> None:
     """FusedSGD fills gradients with zeros by default, as scripts that flatten them rely on."""
     weight = nn.Parameter(torch.ones(2))

@@ -9,6 +9,7 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampStateError, message
+from preamp.optim.fused.base import rate_of
 
 
 class LARC:
@@ -154,7 +155,7 @@ class _Adaptation:
         norm, grad_norm = (cast("Any", tensor).norm() for tensor in (weights, wide))
         ratio = larc.trust_coefficient * norm / (grad_norm + norm * decay + larc.eps)
         if larc.clip:
-            ratio = (ratio / group["lr"]).clamp(max=1.0)
+            ratio = (ratio / rate_of(group)).clamp(max=1.0)
         adapted = (wide + decay * weights) * ratio
         # Chosen on the device: asking a norm whether it is zero would wait for it.
         grad.copy_(torch.where((norm != 0) & (grad_norm != 0), adapted, wide))
