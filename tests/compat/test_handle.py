@@ -218,6 +218,19 @@ def test_losses_are_scaled_and_gradients_unscaled() -> None:
     assert weights[0].item() == -5.0
 
 
+def test_a_parameter_left_out_of_a_later_loss_keeps_its_gradient() -> None:
+    handle = amp.init()
+    weights, optimizer = one_weight(2)
+    backward(handle, weights, 3.0, optimizer)
+    backward(handle, weights[1:], 4.0, optimizer)
+    assert [weight.grad.item() for weight in weights] == [3.0, 7.0]
+
+    wrapper = handle.wrap_optimizer(optimizer, num_loss=2)
+    backward(wrapper, weights[:1], 5.0)
+    backward(wrapper, weights[1:], 6.0)
+    assert [weight.grad.item() for weight in weights] == [8.0, 13.0]
+
+
 def test_static_scale() -> None:
     weights, optimizer = one_weight()
 

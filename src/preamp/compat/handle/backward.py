@@ -66,6 +66,7 @@ def scaled_backward(
         aside.put_back(params)
         raise
     aside.merge(params, None if scaler.is_identity else scaler.inverse())
+    aside.commit(params)
     overflow.copy_(scaler.update())
 
 
