@@ -95,6 +95,30 @@ def test_a30_no_gradient_now_means_none_even_if_there_was_one() -> None:
     assert torch.equal(model.low, before[0])
 
 
+@pytest.mark.parametrize("update_each", [True, False])
+def test_a_parameter_left_out_of_the_second_backward_keeps_its_gradient(update_each: bool) -> None:
+    model, optimizer = wrapped(static_loss_scale=8.0)
+    for _ in range(2):
+        for param in model.parameters():
+            param.grad = None
+        optimizer.backward(model.loss(3.0), update_master_grads=update_each)
+        optimizer.backward(model.low.float().sum() * 2)
+        assert gradients(optimizer) == [[5.0] * 2, [3.0] * 2]
+        optimizer.backward(model.wide.sum() * 4)
+        assert gradients(optimizer) == [[5.0] * 2, [7.0] * 2]
+
+
+def test_an_overflow_is_not_forgotten_over_the_next_backward() -> None:
+    model, optimizer = wrapped(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 16.0})
+    optimizer.backward(model.low.float().sum() + model.wide.sum() * 3e38)
+    optimizer.backward(model.loss())
+
+    assert optimizer.overflow
+    assert optimizer.loss_scale == 4.0
+    optimizer.step()
+    assert [param.tolist() for param in model.parameters()] == [[1.0] * 2, [1.0] * 2]
+
+
 def test_gradients_between_optimizer_and_model() -> None:
     model, optimizer = wrapped(static_loss_scale=8.0)
     optimizer.backward(model.loss(0.5))

@@ -65,10 +65,10 @@ class ScaledGradients:
             scale = self._scale
         directs = self._params.directs if self.is_pending else self._raw_directs()
         pairs = list(zip(self._params.halves, self._params.masters, strict=True))
-        found_inf = None if note is None else self._census(pairs, directs, note)
         with torch.no_grad():
             self._fill_masters(pairs, 1.0 / scale)
         self._merge(directs, 1.0 / scale)
+        found_inf = None if note is None else self._census(pairs, note)
         self._scale = scale
         self.is_pending = False
         return found_inf
@@ -93,10 +93,10 @@ class ScaledGradients:
     def _census(
         self,
         pairs: list[tuple[torch.Tensor, torch.Tensor]],
-        directs: list[torch.Tensor],
         note: GradientNote,
     ) -> torch.Tensor | None:
-        owners = [(half, master) for half, master in pairs] + [(param, param) for param in directs]
+        # What an earlier backward left is looked at again: its overflow is in the sum.
+        owners = pairs + [(param, param) for param in self._params.directs]
         found = [(half.grad, owner) for half, owner in owners if half.grad is not None]
         if not found:
             return None
@@ -122,6 +122,7 @@ class ScaledGradients:
 
     def _merge(self, directs: list[torch.Tensor], inverse: float) -> None:
         self._direct.merge(directs, None if inverse == 1.0 else torch.tensor(inverse))
+        self._direct.commit(directs)
         self._unscaled = {
             id(param): (param.grad, version_of(param.grad))
             for param in self._params.directs
