@@ -84,6 +84,20 @@ def test_a_missing_gradient_clears_the_masters() -> None:
     assert [master.grad for master in masters[1:]] == [None] * (len(masters) - 1)
 
 
+@FLAT
+def test_lists_may_be_generators(flat: bool) -> None:
+    model = nn.Linear(2, 1, bias=False).half()
+    _, masters = prep_param_lists(model, flat_master=flat)
+    model.weight.grad = torch.full_like(model.weight, 3.0)
+    model_grads_to_master_grads(model.parameters(), iter(masters), flat_master=flat)
+    assert masters[0].grad is not None
+    assert masters[0].grad.flatten().tolist() == [3.0, 3.0]
+
+    masters[0].data.fill_(5.0)
+    master_params_to_model_params(model.parameters(), iter(masters), flat_master=flat)
+    assert model.weight.tolist() == [[5.0, 5.0]]
+
+
 def test_sparse_gradients_reach_both_kinds_of_master() -> None:
     for flat in (False, True):
         model = nn.Embedding(4, 2, sparse=True).half()

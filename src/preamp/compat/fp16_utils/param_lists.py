@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,8 +45,8 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[Param
 
 
 def model_grads_to_master_grads(
-    model_params: Sequence[torch.Tensor],
-    master_params: Sequence[torch.Tensor],
+    model_params: Iterable[torch.Tensor],
+    master_params: Iterable[torch.Tensor],
     flat_master: bool = False,
 ) -> None:
     """Copy the gradients of the model's parameters to their masters, widened.
@@ -61,6 +61,7 @@ def model_grads_to_master_grads(
         PreampStateError: ``flat_master`` and a parameter has no gradient.
         ValueError: The lists do not belong together; nothing was copied.
     """
+    model_params, master_params = list(model_params), list(master_params)
     if not flat_master:
         _check_pairs(model_params, master_params)
         for model, master in zip(model_params, master_params, strict=True):
@@ -85,8 +86,8 @@ def model_grads_to_master_grads(
 
 
 def master_params_to_model_params(
-    model_params: Sequence[torch.Tensor],
-    master_params: Sequence[torch.Tensor],
+    model_params: Iterable[torch.Tensor],
+    master_params: Iterable[torch.Tensor],
     flat_master: bool = False,
 ) -> None:
     """Round the masters into the model's parameters.
@@ -99,6 +100,7 @@ def master_params_to_model_params(
     Raises:
         ValueError: The lists do not belong together; nothing was copied.
     """
+    model_params, master_params = list(model_params), list(master_params)
     if flat_master:
         slices = _slices(model_params, master_params)
         whole = master_params[0].detach()
