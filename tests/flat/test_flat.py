@@ -14,10 +14,13 @@ import torch
 from torch import nn
 
 import preamp
+import preamp.optimizers
 from cases.models import Parts, loss_of, values
 from flat.early_adam import EarlyAdam
 from preamp.compat.flat import FP16_Optimizer
 from preamp.core.errors import LossScaleError, PreampStateError
+from preamp.optim import LARC
+from preamp.optim.fused import FusedMixedPrecisionLamb
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
@@ -409,6 +412,19 @@ def test_optimizers_that_look_at_whole_parameters_are_refused() -> None:
         FP16_Optimizer(torch.optim.Adafactor(params(torch.float16)))
 
 
+@pytest.mark.parametrize("name", ["FusedLAMB", "FusedLARS", "FusedNovoGrad"])
+def test_optimizers_that_scale_by_norms_of_parameters_are_refused(name: str) -> None:
+    inner = getattr(preamp.optimizers, name)(params(torch.float16), lr=0.1)
+    with pytest.raises(TypeError, match=f"init_optimizer is {name}, which does not update each"):
+        FP16_Optimizer(inner)
+
+
+@pytest.mark.parametrize("adapt", [FusedMixedPrecisionLamb, lambda p: LARC(sgd(p))])
+def test_so_are_those_that_wrap_or_extend_them(adapt: Any) -> None:
+    with pytest.raises(TypeError, match="does not update each element by itself"):
+        FP16_Optimizer(adapt(params(torch.float16)))
+
+
 def test_an_optimizer_with_state_is_refused() -> None:
     (param,) = params(torch.float32)
     inner = torch.optim.Adam([param])
@@ -460,6 +476,22 @@ def test_unusable_options_are_refused(
     with pytest.raises(error, match=f"^{re.escape(words)}"):
         FP16_Optimizer(inner, dynamic_loss_scale=True, dynamic_loss_args=options)
     FP16_Optimizer(inner, dynamic_loss_args=options)  # not dynamic: ignored, as in Apex
+
+
+@pytest.mark.parametrize("scale", [0, None])
+def test_a_dynamic_scale_does_not_ask_for_the_static_one(scale: Any) -> None:
+    inner = sgd(params(torch.float16))
+    optimizer = FP16_Optimizer(inner, static_loss_scale=scale, dynamic_loss_scale=True)
+    assert optimizer.cur_scale == 2.0**16
+
+
+def test_numbers_given_as_text_are_numbers() -> None:
+    inner = sgd(params(torch.float16))
+    options = {"init_scale": "128", "scale_window": "2"}
+    optimizer = FP16_Optimizer(inner, dynamic_loss_scale=True, dynamic_loss_args=options)
+    optimizer.backward(optimizer.fp16_groups[0][0].float().sum())
+    optimizer.step()
+    assert (optimizer.cur_scale, optimizer.scale_window) == (128.0, 2.0)
 
 
 def test_groups_added_later_are_refused() -> None:

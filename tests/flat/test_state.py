@@ -168,6 +168,28 @@ def test_states_that_do_not_fit_are_refused_as_a_whole(spoil: Any, text: str) ->
     assert before == after
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("cur_scale", torch.inf),
+        ("cur_scale", "big"),
+        ("cur_scale", None),
+        ("scale_factor", 0.0),
+        ("scale_window", 0),
+        ("cur_iter", "1"),
+        ("last_overflow_iter", None),
+    ],
+)
+def test_numbers_that_the_next_step_would_fail_on_are_refused(key: str, value: Any) -> None:
+    model, optimizer = wrapped(BUILDS["adam"], dynamic_loss_scale=True)
+    state = {**copy.deepcopy(optimizer.state_dict()), key: value}
+    before = picture(model, optimizer)
+    with pytest.raises(ValueError, match=re.escape(f"The state has {key}={value!r}. ")):
+        optimizer.load_state_dict(state)
+    assert before.keys() == picture(model, optimizer).keys()
+    assert getattr(optimizer, key) == before[key]
+
+
 def test_something_else_is_refused() -> None:
     _, optimizer = wrapped()
     with pytest.raises(TypeError, match="load_state_dict got a NoneType"):

@@ -64,7 +64,7 @@ class FP16_Optimizer(OptimizerWrapper):
 
         Args:
             init_optimizer: Mutated. It has made no step yet.
-            static_loss_scale: Constant loss scale.
+            static_loss_scale: Constant loss scale; ignored if dynamic.
             dynamic_loss_scale: Start at 65536, halve on overflow but not below 1, double after
                 1000 clean steps.
             dynamic_loss_args: Any of ``init_scale``, ``scale_factor`` and ``scale_window``;
@@ -80,7 +80,8 @@ class FP16_Optimizer(OptimizerWrapper):
         check_optimizer(init_optimizer)
         check_elementwise(init_optimizer)
         options = check_scale_arguments(
-            static_loss_scale, dynamic_loss_args if dynamic_loss_scale else None
+            1.0 if dynamic_loss_scale else static_loss_scale,
+            dynamic_loss_args if dynamic_loss_scale else None,
         )
         for index, group in enumerate(init_optimizer.param_groups):
             check_group(group["params"], index)
@@ -98,13 +99,14 @@ class FP16_Optimizer(OptimizerWrapper):
         self._skips_in_row = 0
         self.verbose = verbose
         self.cur_iter = 0
-        self.cur_scale = float(static_loss_scale)
         self.dynamic_loss_scale = bool(dynamic_loss_scale)
         if dynamic_loss_scale:
             self.cur_scale = options["init_scale"]
             self.last_overflow_iter = -1
             self.scale_factor = options["scale_factor"]
             self.scale_window = options["scale_window"]
+        else:
+            self.cur_scale = float(static_loss_scale)
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:
         """Clear the gradients of the model's parameters.

@@ -10,13 +10,23 @@ from typing import Any
 import torch
 
 from preamp.core.errors import LossScaleError, PreampStateError, message
+from preamp.optim import LARC
+from preamp.optim.fused import FusedLAMB, FusedLARS, FusedMixedPrecisionLamb, FusedNovoGrad
 
 DEFAULTS: dict[str, Any] = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 1000}
 
-_NOT_ELEMENTWISE = tuple(
-    getattr(torch.optim, name)
-    for name in ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-    if hasattr(torch.optim, name)  # Muon came with torch 2.9
+_NOT_ELEMENTWISE = (
+    *(
+        getattr(torch.optim, name)
+        for name in ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+        if hasattr(torch.optim, name)  # Muon came with torch 2.9
+    ),
+    # These scale by norms of single parameters.
+    FusedLAMB,
+    FusedLARS,
+    FusedMixedPrecisionLamb,
+    FusedNovoGrad,
+    LARC,
 )
 
 
@@ -64,8 +74,8 @@ def check_scale_arguments(static_scale: float, options: Mapping[str, Any] | None
         )
     known = {**DEFAULTS, **(options or {})}
     values = {"static_loss_scale": static_scale, **known}
-    wrong = {name: value for name, value in values.items() if not _is_usable(value)}
-    if wrong or known["scale_factor"] < 1:
+    wrong = {name: value for name, value in values.items() if not is_usable(value)}
+    if wrong or float(known["scale_factor"]) < 1:
         raise ValueError(
             message(
                 f"Got {wrong or {'scale_factor': known['scale_factor']}}",
@@ -73,10 +83,12 @@ def check_scale_arguments(static_scale: float, options: Mapping[str, Any] | None
                 "For a scale that finds itself pass dynamic_loss_scale=True",
             )
         )
-    return known
+    # Options from a command line are texts.
+    return {name: float(x) if isinstance(x, str) else x for name, x in known.items()}
 
 
-def _is_usable(value: Any) -> bool:
+def is_usable(value: Any) -> bool:
+    """Whether ``value`` is, or reads as, a finite number above 0."""
     try:
         return math.isfinite(float(value)) and float(value) > 0
     except (TypeError, ValueError):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from preamp.compat.flat.refusals import is_usable
 from preamp.compat.fp16_utils.checks import check_mapping, missing_entries, shape_mismatch
 from preamp.core.errors import message
 
@@ -58,12 +59,29 @@ def read(state: Mapping[str, Any], own: Sequence[torch.Tensor]) -> SavedState:
         saved = [master.numel() for master in masters]
         raise shape_mismatch("flat masters of sizes", saved, [master.numel() for master in own])
     fields = {key: state[key] for key in needed[:3] + needed[len(KEYS) :]}
-    if not float(fields["cur_scale"]) > 0:
-        raise ValueError(
-            message(
-                f"The state has cur_scale={fields['cur_scale']!r}",
-                "A loss scale is a number above 0",
-                "Pass what state_dict() returned; nothing was loaded",
-            )
-        )
+    _check_numbers(fields)
     return SavedState(fields=fields, optimizer=state["optimizer_state_dict"], masters=masters)
+
+
+def _check_numbers(fields: Mapping[str, Any]) -> None:
+    for key in ("cur_scale", "scale_factor", "scale_window"):
+        if key in fields and not (_is_number(fields[key]) and is_usable(fields[key])):
+            what = "A loss scale" if key == "cur_scale" else f"A {key}"
+            raise _unusable(key, fields[key], f"{what} is a number above 0")
+    for key in ("cur_iter", "last_overflow_iter"):
+        if key in fields and not _is_number(fields[key]):
+            raise _unusable(key, fields[key], "Steps are counted in whole numbers")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float))
+
+
+def _unusable(key: str, value: object, allowed: str) -> ValueError:
+    return ValueError(
+        message(
+            f"The state has {key}={value!r}",
+            allowed,
+            "Pass what state_dict() returned; nothing was loaded",
+        )
+    )
