@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from checkpoint.apex_files import AMP, SCALERS, apex_class, write_run
+from checkpoint.apex_files import AMP, AMP_ATTRIBUTES, SCALERS, apex_class, write_run
 from engine.harness import engines_closed as engines_closed
 from fp16_utils.steps import Weights
 from preamp import amp
@@ -146,6 +146,39 @@ def test_other_kinds(content: Any, kind: str) -> None:
     assert found == Finding(key="", kind=found.kind, becomes=found.becomes)
 
 
+def doubled(bottom: Any) -> Any:
+    """Lists and dicts that hold what is below them twice, 2**60 paths to the bottom."""
+    content = bottom
+    for _ in range(30):
+        content = [content, content]
+        content = {"a": content, "b": content}
+    return content
+
+
+def test_what_is_shared_is_looked_at_once(tmp_path: Path) -> None:
+    src, dst = tmp_path / "run.pt", tmp_path / "plain.pt"
+    with apex_class(AMP, "LossScaler") as make:
+        torch.save(doubled(make(**AMP_ATTRIBUTES)), src)
+    found = convert_apex_checkpoint(src, dst)
+    assert [item.kind for item in found if item.kind.startswith("object")]
+    assert len(found) < 200
+
+    content = torch.load(dst, weights_only=True)
+    assert content["a"] is content["b"]
+    for _ in range(30):
+        content = content["b"][1]
+    assert content["loss_scale"] == 512.0
+
+
+def test_what_is_met_again_is_described_as_its_first() -> None:
+    shared = {"optimizer": [[1, 2], [3]]}
+    found = [(item.key, item.kind, item.becomes) for item in describe({"x": shared, "y": shared})]
+    assert found == [
+        ("['x']['optimizer']", "list of 2", "unchanged"),
+        ("['y']", "dict of 1", "as ['x']"),
+    ]
+
+
 # -- files ---------------------------------------------------------------------------------------
 
 
@@ -191,6 +224,35 @@ def test_a_scaler_that_cannot_be_read_writes_nothing(tmp_path: Path) -> None:
     src, dst = tmp_path / "run.pt", tmp_path / "plain.pt"
     with apex_class(AMP, "LossScaler") as make:
         torch.save({"loss_scaler": make(_loss_scale="large")}, src)
+    with pytest.raises(ValueError, match=r"A loss scaler's state <record of apex\.amp"):
+        convert_apex_checkpoint(src, dst)
+    assert not dst.exists()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [lambda scaler: {scaler: 1}, lambda scaler: {(1, scaler): 1}, lambda scaler: [{scaler}]],
+    ids=["key", "tuple", "set"],
+)
+def test_a_scaler_where_no_dict_can_be_is_refused(place: Any, tmp_path: Path) -> None:
+    src, dst = tmp_path / "run.pt", tmp_path / "plain.pt"
+    with apex_class(AMP, "LossScaler") as make:
+        torch.save(place(make(**AMP_ATTRIBUTES)), src)
+    text = (
+        "The checkpoint has a loss scaler as the key of a dict, or in a set. Loss scalers become "
+        "dicts, which are values and items of lists. Load it with read_apex_checkpoint and take "
+        "out what is needed."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        convert_apex_checkpoint(src, dst)
+    assert not dst.exists()
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), torch.ones(1, device="meta")])
+def test_a_scaler_of_tensors_without_a_number_is_refused(value: Any, tmp_path: Path) -> None:
+    src, dst = tmp_path / "run.pt", tmp_path / "plain.pt"
+    with apex_class(AMP, "LossScaler") as make:
+        torch.save([make(**{**AMP_ATTRIBUTES, "_loss_scale": value})], src)
     with pytest.raises(ValueError, match=r"A loss scaler's state <record of apex\.amp"):
         convert_apex_checkpoint(src, dst)
     assert not dst.exists()

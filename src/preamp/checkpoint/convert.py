@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -88,19 +88,30 @@ def describe(content: Any, key: str = "") -> Iterator[Finding]:
     Yields:
         A finding for each thing of a known kind, each record, and each other entry.
     """
+    yield from _describe(content, key, {})
+
+
+def _describe(content: Any, key: str, places: dict[int, str]) -> Iterator[Finding]:
+    """Describe ``content``; ``places`` tells where each container of containers was met first."""
     if isinstance(content, ApexRecord):
         yield Finding(key=key, kind=RECORD + content.class_name, becomes="a dict of numbers")
         return
+    # Without this a small file of lists that hold another list twice, and so on, takes for ever.
+    if any(_entries(item) for _, item in _entries(content)):
+        first = places.setdefault(id(content), key)
+        if first != key:
+            yield Finding(key=key, kind=_name_of(content), becomes=f"as {first or 'the file'}")
+            return
     kind, becomes = _kind_of(content)
+    inside = (
+        found for name, item in _entries(content) for found in _describe(item, key + name, places)
+    )
     if kind:
         yield Finding(key=key, kind=kind, becomes=becomes)
-        inside = (found for name, item in _entries(content) for found in describe(item, key + name))
         yield from (found for found in inside if found.kind.startswith(RECORD))
     elif isinstance(content, Mapping) and content:
-        for name, item in _entries(cast("Any", content)):
-            yield from describe(item, key + name)
+        yield from inside
     else:
-        inside = (found for name, item in _entries(content) for found in describe(item, key + name))
         told = [found for found in inside if found.becomes != UNCHANGED]
         yield from told or [Finding(key=key, kind=_name_of(content), becomes=UNCHANGED)]
 
@@ -126,7 +137,8 @@ def _entries(content: Any) -> list[tuple[str, Any]]:
 
 def _name_of(content: Any) -> str:
     if isinstance(content, Mapping):
-        return "empty dict"
+        entries = cast("Mapping[Any, Any]", content)
+        return f"dict of {len(entries)}" if entries else "empty dict"
     if isinstance(content, torch.Tensor):
         return f"{str(content.dtype).removeprefix('torch.')} tensor of shape {tuple(content.shape)}"
     if isinstance(content, (list, tuple, set)):
@@ -145,10 +157,11 @@ def to_plain(content: Any) -> Any:
         The same containers where nothing in them changed.
 
     Raises:
-        ValueError: A record cannot be read, or ``content`` contains itself.
+        ValueError: A record cannot be read, or is where a dict cannot be; or ``content``
+            contains itself.
     """
     try:
-        return _to_plain(content)
+        return _to_plain(content, {})
     except RecursionError:
         raise ValueError(
             message(
@@ -159,22 +172,44 @@ def to_plain(content: Any) -> Any:
         ) from None
 
 
-def _to_plain(content: Any) -> Any:
+def _to_plain(content: Any, known: dict[int, Any]) -> Any:
+    """Return the plain twin of ``content``; ``known`` has those of the containers met before."""
+    place = id(content)
+    if place in known:
+        return known[place]
     if isinstance(content, ApexRecord):
         return dict(plain_loss_scaler(content))
+    twin: Any = content
     if isinstance(content, dict):
         items = cast("dict[Any, Any]", content)
-        plain = {key: _to_plain(item) for key, item in items.items()}
-        if all(plain[key] is item for key, item in items.items()):
-            return items
-        twin = copy.copy(items)  # an OrderedDict keeps its attributes, such as _metadata
-        twin.update(plain)
-        return twin
-    if isinstance(content, (list, tuple)):
+        _check_hashed(items, known)
+        plain = {key: _to_plain(item, known) for key, item in items.items()}
+        if not all(plain[key] is item for key, item in items.items()):
+            twin = copy.copy(items)  # an OrderedDict keeps its attributes, such as _metadata
+            twin.update(plain)
+    elif isinstance(content, (list, tuple)):
         old = cast("list[Any]", content)
-        new = [_to_plain(item) for item in old]
-        return old if all(a is b for a, b in zip(old, new, strict=True)) else type(old)(new)
-    return content
+        new = [_to_plain(item, known) for item in old]
+        if not all(a is b for a, b in zip(old, new, strict=True)):
+            twin = type(old)(new)
+    elif isinstance(content, set):
+        _check_hashed(cast("set[Any]", content), known)
+    else:
+        return content
+    known[place] = twin
+    return twin
+
+
+def _check_hashed(items: Iterable[Any], known: dict[int, Any]) -> None:
+    """Refuse records where the dict that replaces them cannot be."""
+    if any(_to_plain(item, known) is not item for item in items):
+        raise ValueError(
+            message(
+                "The checkpoint has a loss scaler as the key of a dict, or in a set",
+                "Loss scalers become dicts, which are values and items of lists",
+                "Load it with read_apex_checkpoint and take out what is needed",
+            )
+        )
 
 
 def convert_apex_checkpoint(

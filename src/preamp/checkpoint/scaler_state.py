@@ -44,7 +44,7 @@ def plain_loss_scaler(source: object) -> ScalerState:
     Raises:
         ValueError: ``source`` is none of these, or a number in it is not usable.
     """
-    try:
+    try:  # numbers may be tensors, which raise RuntimeError where they hold no number
         if isinstance(source, Mapping):
             state = _from_mapping(cast("Mapping[str, Any]", source))
         elif isinstance(source, ApexRecord):
@@ -53,7 +53,7 @@ def plain_loss_scaler(source: object) -> ScalerState:
             state = _from_apex(vars(source))
         _check(state)
         return state
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(
             message(
                 f"A loss scaler's state {_shown(cast('Any', source))} cannot be read ({error!r})",
