@@ -119,6 +119,8 @@ OPTIMIZER = (
             OPT,
             "test_another_update_changes_nothing",
             "test_a30_two_backwards_with_float32_parameters",
+            "test_a_parameter_left_out_of_the_second_backward_keeps_its_gradient",
+            "test_an_overflow_is_not_forgotten_over_the_next_backward",
         ),
         "Calling it twice divides once; gradients of float32 parameters are summed.",
     ),
@@ -248,6 +250,7 @@ FLAT_ROWS = (
             FLAT_STATE,
             "test_loading_binds_parameters_that_were_given_other_data",
             "test_states_that_do_not_fit_are_refused_as_a_whole",
+            "test_numbers_that_the_next_step_would_fail_on_are_refused",
         ),
         "Rewrites the half weights too, which Apex left as they were.",
     ),
@@ -271,7 +274,12 @@ FLAT_ROWS = (
     ),
     flat.refused(
         "optimizers that look at whole parameters",
-        tests(FLAT, "test_optimizers_that_look_at_whole_parameters_are_refused"),
+        tests(
+            FLAT,
+            "test_optimizers_that_look_at_whole_parameters_are_refused",
+            "test_optimizers_that_scale_by_norms_of_parameters_are_refused",
+            "test_so_are_those_that_wrap_or_extend_them",
+        ),
         "In one flat buffer a norm per parameter would be another number.",
     ),
 )
