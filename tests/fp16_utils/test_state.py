@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import preamp
+import preamp.optimizers
 from cases.models import loss_of, values
 from cases.optimizers import MAIN, OptimizerCase
 from cases.tolerances import assert_same
@@ -275,10 +276,27 @@ def test_wrapping_twice_is_refused() -> None:
     _, optimizer = wrapped()
     with refused(
         PreampStateError,
-        "init_optimizer is a FP16_Optimizer already. FP16_Optimizer wraps an optimizer once. Pass "
-        "the inner optimizer, which is its attribute 'optimizer'.",
+        "init_optimizer is a FP16_Optimizer already. FP16_Optimizer wraps an optimizer once. Use "
+        "it as it is, or make a new optimizer from the model's parameters.",
     ):
         build(optimizer)
+
+
+@pytest.mark.parametrize("first", [FP16_Optimizer, preamp.optimizers.FP16_Optimizer])
+@pytest.mark.parametrize("second", [FP16_Optimizer, preamp.optimizers.FP16_Optimizer])
+def test_wrapping_an_optimizer_inside_another_wrapper_is_refused(first: Any, second: Any) -> None:
+    """Its parameters are the other's masters: the model would never change."""
+    inner = sgd([torch.nn.Parameter(torch.ones(2).half())])
+    first(inner, verbose=False)
+    masters = inner.param_groups[0]["params"]
+    with refused(
+        PreampStateError,
+        "init_optimizer, a SGD, is inside an FP16_Optimizer. It holds the masters of that one, "
+        "which no other can write to the model. Make a new optimizer from the model's parameters, "
+        "and wrap that.",
+    ):
+        second(inner, verbose=False)
+    assert inner.param_groups[0]["params"] is masters
 
 
 def test_an_initialized_optimizer_is_refused() -> None:

@@ -18,7 +18,7 @@ from preamp.compat.flat.refusals import (
     check_scale_arguments,
     endless_overflow,
 )
-from preamp.compat.fp16_utils.checks import check_loss, check_optimizer
+from preamp.compat.fp16_utils.checks import check_loss, check_optimizer, mark_wrapped
 from preamp.compat.fp16_utils.skips import MAX_SKIPS, excuse_scheduler
 from preamp.compat.fp16_utils.wrapper import OptimizerWrapper
 from preamp.core.log import say
@@ -75,7 +75,8 @@ class FP16_Optimizer(OptimizerWrapper):
             TypeError: Not an elementwise optimizer, a group of several dtypes or devices, or an
                 unknown option.
             ValueError: A number cannot be used.
-            PreampStateError: The optimizer has made steps, or went through ``initialize``.
+            PreampStateError: The optimizer has made steps, went through ``initialize``, or is
+                wrapped already.
         """
         check_optimizer(init_optimizer)
         check_elementwise(init_optimizer)
@@ -92,6 +93,7 @@ class FP16_Optimizer(OptimizerWrapper):
         ]
         for group, own in zip(self.param_groups, self._groups, strict=True):
             group["params"] = [own.master]
+        mark_wrapped(init_optimizer)
         self.fp16_groups = [group.params for group in self._groups]
         self.fp16_groups_flat = [group.flat for group in self._groups]
         self.fp32_groups_flat = [group.master for group in self._groups]

@@ -10,20 +10,27 @@ import torch
 from preamp.core.errors import PreampStateError, message
 from preamp.engine import find_engine
 
+_MARK = "_preamp_is_wrapped"
+
+
+def mark_wrapped(optimizer: Any) -> None:
+    """Let `check_optimizer` refuse ``optimizer`` from now on. Mutates it."""
+    setattr(optimizer, _MARK, True)
+
 
 def check_optimizer(optimizer: Any) -> None:
     """Refuse what cannot be wrapped.
 
     Raises:
         TypeError: Not an optimizer.
-        PreampStateError: It has masters and loss scaling already.
+        PreampStateError: It has masters and loss scaling already, or is inside a wrapper.
     """
     if hasattr(optimizer, "clip_master_grads") or hasattr(optimizer, "fp16_groups"):
         raise PreampStateError(
             message(
                 f"init_optimizer is a {type(optimizer).__name__} already",
                 "FP16_Optimizer wraps an optimizer once",
-                "Pass the inner optimizer, which is its attribute 'optimizer'",
+                "Use it as it is, or make a new optimizer from the model's parameters",
             )
         )
     if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
@@ -32,6 +39,14 @@ def check_optimizer(optimizer: Any) -> None:
                 f"init_optimizer is of type {type(optimizer).__name__}",
                 "FP16_Optimizer wraps an optimizer with param_groups and state",
                 "Pass for example torch.optim.SGD(model.parameters(), lr=0.1)",
+            )
+        )
+    if getattr(optimizer, _MARK, False):
+        raise PreampStateError(
+            message(
+                f"init_optimizer, a {type(optimizer).__name__}, is inside an FP16_Optimizer",
+                "It holds the masters of that one, which no other can write to the model",
+                "Make a new optimizer from the model's parameters, and wrap that",
             )
         )
     if find_engine(optimizer) is not None:

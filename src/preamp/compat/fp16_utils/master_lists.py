@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from preamp.compat.fp16_utils.checks import mark_wrapped
 from preamp.compat.fp16_utils.half_params import HalfParams
 from preamp.compat.fp16_utils.wrapper import OptimizerWrapper
 from preamp.core.log import say
@@ -28,6 +29,7 @@ class WithMasters(OptimizerWrapper):
         """Make the masters."""
         super().__init__(optimizer)
         self._params = HalfParams(optimizer, ops)
+        mark_wrapped(optimizer)
         self.fp16_groups = self._params.fp16_groups
         self.fp32_from_fp16_groups = self._params.fp32_from_fp16_groups
         self.fp32_from_fp32_groups = self._params.fp32_from_fp32_groups

@@ -69,7 +69,7 @@ class FP16_Optimizer(WithMasters):
         Raises:
             TypeError: Not an optimizer, a parameter that cannot be trained, or an unknown option.
             ValueError: A number cannot be used.
-            PreampStateError: The optimizer went through ``initialize``.
+            PreampStateError: The optimizer went through ``initialize``, or is wrapped already.
         """
         check_optimizer(init_optimizer)
         core = make_scaler(
