@@ -248,6 +248,35 @@ def test_a_scaler_where_no_dict_can_be_is_refused(place: Any, tmp_path: Path) ->
     assert not dst.exists()
 
 
+def test_a_class_among_the_data_is_refused(tmp_path: Path) -> None:
+    src, dst = tmp_path / "run.pt", tmp_path / "plain.pt"
+    with apex_class(AMP, "LossScaler") as make:
+        torch.save({"kind": type(make())}, src)
+    with pytest.raises(ValueError, match=r"run\.pt cannot be written as plain data: Can't pickle"):
+        convert_apex_checkpoint(src, dst)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+def test_a_dict_with_methods_of_its_file_is_refused(tmp_path: Path) -> None:
+    src, dst = tmp_path / "run.pt", tmp_path / "plain.pt"
+    torch.save({"model": WithMethods()}, src)
+    text = (
+        "The checkpoint has a dict with its own 'items', 'update'. A dict may have attributes, "
+        "but has its class's methods. Do not use the file unless you know why it was written "
+        "like that."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        convert_apex_checkpoint(src, dst)
+    assert not dst.exists()
+
+
+class WithMethods:
+    """Pickled as an OrderedDict whose attributes hide its methods."""
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), {"items": 1, "_metadata": 2, "update": torch._utils._rebuild_tensor}
+
+
 @pytest.mark.parametrize("value", [torch.ones(2), torch.ones(1, device="meta")])
 def test_a_scaler_of_tensors_without_a_number_is_refused(value: Any, tmp_path: Path) -> None:
     src, dst = tmp_path / "run.pt", tmp_path / "plain.pt"

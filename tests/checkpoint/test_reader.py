@@ -9,6 +9,7 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,16 @@ def test_plain_files_are_read_as_torch_reads_them(zipped: bool, tmp_path: Path) 
     assert type(read["model"]) is OrderedDict
     assert read["model"]._metadata == model.state_dict()._metadata
     assert all(torch.equal(read["model"][k], v) for k, v in model.state_dict().items())
+
+
+def test_threads_read_at_the_same_time(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    write_run(path, "amp", zipped=True)
+    before = set(torch.serialization.get_safe_globals())
+    with ThreadPoolExecutor(4) as threads:
+        read = list(threads.map(read_apex_checkpoint, [path] * 100))
+    assert all(isinstance(content["optimizer"]["loss_scaler"], ApexRecord) for content in read)
+    assert set(torch.serialization.get_safe_globals()) == before
 
 
 def test_a_record_without_attributes(tmp_path: Path) -> None:

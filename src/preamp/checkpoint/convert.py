@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,6 +183,7 @@ def _to_plain(content: Any, known: dict[int, Any]) -> Any:
     twin: Any = content
     if isinstance(content, dict):
         items = cast("dict[Any, Any]", content)
+        _check_methods(items)
         _check_hashed(items, known)
         plain = {key: _to_plain(item, known) for key, item in items.items()}
         if not all(plain[key] is item for key, item in items.items()):
@@ -198,6 +200,19 @@ def _to_plain(content: Any, known: dict[int, Any]) -> Any:
         return content
     known[place] = twin
     return twin
+
+
+def _check_methods(items: dict[Any, Any]) -> None:
+    """Refuse an OrderedDict whose file gave it an ``items`` or ``update`` of its own."""
+    replaced = [name for name in getattr(items, "__dict__", {}) if hasattr(type(items), name)]
+    if replaced:
+        raise ValueError(
+            message(
+                f"The checkpoint has a dict with its own {', '.join(map(repr, replaced))}",
+                "A dict may have attributes, but has its class's methods",
+                "Do not use the file unless you know why it was written like that",
+            )
+        )
 
 
 def _check_hashed(items: Iterable[Any], known: dict[int, Any]) -> None:
@@ -243,7 +258,16 @@ def convert_apex_checkpoint(
         )
     content = read_apex_checkpoint(source)
     plain = to_plain(content)
-    write_atomically(plain, target)
+    try:
+        write_atomically(plain, target)
+    except pickle.PickleError as error:
+        raise ValueError(
+            message(
+                f"{source} cannot be written as plain data: {str(error).splitlines()[0]}",
+                "Plain data hold loss scalers as values, and no classes",
+                "Load it with read_apex_checkpoint and take out what is needed",
+            )
+        ) from error
     return tuple(describe(content))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import threading
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,10 @@ APEX_CLASSES = (
 
 
 _ADVICE = ("Weights only load failed", "Please file an issue", "Check the documentation")
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""torch's list of safe classes is the process's: leaving it would end another thread's reading."""
 
 
 class ApexRecord:
@@ -88,7 +93,7 @@ def read_apex_checkpoint(
         ValueError: The file contains anything else, or is not one of ``torch.save``.
     """
     try:
-        with torch.serialization.safe_globals(cast("Any", _STAND_INS)):
+        with _ONE_AT_A_TIME, torch.serialization.safe_globals(cast("Any", _STAND_INS)):
             return cast("Any", torch).load(path, map_location=map_location, weights_only=True)
     except (OSError, MemoryError):
         raise
