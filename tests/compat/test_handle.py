@@ -19,6 +19,7 @@ from preamp.casting.functions import CAST_REPORTS, FUNCTION_CASTS
 from preamp.casting.patches import PATCHES
 from preamp.compat.handle import AmpHandle, NoOpHandle, OptimWrapper
 from preamp.compat.handle.handle import _Current
+from preamp.fp16_utils import FP16_Optimizer
 
 HALVES = [torch.float16, torch.bfloat16]
 OVERFLOW = 3e38
@@ -456,6 +457,11 @@ def _owned_by_an_engine() -> None:
         pass
 
 
+def _entered(handle: Any, optimizer: Any) -> None:
+    with handle.scale_loss(torch.ones((), requires_grad=True), optimizer):
+        pass
+
+
 def _no_loss() -> None:
     with amp.init().scale_loss(1.0, one_weight()[1]):
         pass
@@ -487,6 +493,19 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "A handle was given a SGD that amp.initialize took over. Handles scale for optimizers "
         "that amp.initialize has not seen. Use amp.scale_loss(loss, optimizer) without amp.init, "
         "or amp.init alone.",
+    ),
+    (
+        lambda: _entered(amp.init(), FP16_Optimizer(one_weight()[1], verbose=False)),
+        preamp.PreampStateError,
+        "A handle was given an FP16_Optimizer. Handles scale for optimizers that do not scale by "
+        "themselves. Call optimizer.backward(loss) instead of scale_loss, or leave FP16_Optimizer "
+        "out.",
+    ),
+    (
+        lambda: _entered(amp.init(), [one_weight()[1], one_weight()[1]]),
+        TypeError,
+        "scale_loss of a handle got a list for an optimizer. It takes the one optimizer whose "
+        "parameters get gradient. For several optimizers use amp.initialize and amp.scale_loss.",
     ),
     (_no_loss, TypeError, "scale_loss was given a float as the loss."),
     (

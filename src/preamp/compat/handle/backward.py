@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from preamp.compat.fp16_utils.wrapper import OptimizerWrapper
 from preamp.core.errors import PreampStateError, message
 from preamp.core.log import say
 from preamp.core.undo import UndoStack, set_attribute
@@ -21,6 +22,39 @@ from preamp.engine.scale_loss import check_loss
 from preamp.kernels import backend
 from preamp.optim import DirectGradients
 from preamp.scaling import LossScaler
+
+
+def check_owner(optimizer: Any) -> None:
+    """Refuse what a handle cannot scale for.
+
+    Raises:
+        TypeError: Not an optimizer.
+        PreampStateError: It scales by itself.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            message(
+                f"scale_loss of a handle got a {type(optimizer).__name__} for an optimizer",
+                "It takes the one optimizer whose parameters get gradient",
+                "For several optimizers use amp.initialize and amp.scale_loss",
+            )
+        )
+    if isinstance(optimizer, OptimizerWrapper):
+        raise PreampStateError(
+            message(
+                "A handle was given an FP16_Optimizer",
+                "Handles scale for optimizers that do not scale by themselves",
+                "Call optimizer.backward(loss) instead of scale_loss, or leave FP16_Optimizer out",
+            )
+        )
+    if find_engine(optimizer) is not None:
+        raise PreampStateError(
+            message(
+                f"A handle was given a {type(optimizer).__name__} that amp.initialize took over",
+                "Handles scale for optimizers that amp.initialize has not seen",
+                "Use amp.scale_loss(loss, optimizer) without amp.init, or amp.init alone",
+            )
+        )
 
 
 @contextmanager
@@ -35,21 +69,14 @@ def scaled_backward(
         The scaled loss, and a function that after the block tells whether a gradient overflowed.
 
     Raises:
-        PreampStateError: ``optimizer`` belongs to an engine, which scales by itself.
-        TypeError: ``loss`` is not a floating-point tensor.
+        PreampStateError: ``optimizer`` scales by itself, or belongs to an engine that does.
+        TypeError: ``loss`` is not a floating-point tensor, or ``optimizer`` no optimizer.
 
     Mutates:
         Gradients and ``scaler``. Synchronises when the result is asked for.
     """
     check_loss(loss)
-    if find_engine(optimizer) is not None:
-        raise PreampStateError(
-            message(
-                f"A handle was given a {type(optimizer).__name__} that amp.initialize took over",
-                "Handles scale for optimizers that amp.initialize has not seen",
-                "Use amp.scale_loss(loss, optimizer) without amp.init, or amp.init alone",
-            )
-        )
+    check_owner(optimizer)
     ops = backend()
     params = [p for group in optimizer.param_groups for p in group["params"]]
     aside = DirectGradients(ops)

@@ -26,7 +26,7 @@ from preamp.casting import (
 )
 from preamp.casting.autocast_state import is_casting
 from preamp.compat.amp_state import amp_state
-from preamp.compat.handle.backward import scaled_backward, skip_next_step
+from preamp.compat.handle.backward import check_owner, scaled_backward, skip_next_step
 from preamp.compat.handle.noop import NoOpHandle
 from preamp.compat.handle.optim_wrapper import OptimWrapper
 from preamp.core.dtypes import HALF_DTYPES
@@ -156,9 +156,9 @@ class AmpHandle:
             ``loss`` in float32 times the scale; ``loss`` itself after `deactivate`.
 
         Raises:
-            PreampStateError: `wrap_optimizer` was called before, or ``amp.initialize`` took the
-                optimizer over.
-            TypeError: ``loss`` is not a floating-point tensor.
+            PreampStateError: `wrap_optimizer` was called before, ``amp.initialize`` took the
+                optimizer over, or it is an ``FP16_Optimizer``.
+            TypeError: ``loss`` is not a floating-point tensor, or ``optimizer`` no optimizer.
 
         Mutates:
             Gradients and the scale, and on overflow ``optimizer.step`` for one call.
@@ -176,6 +176,7 @@ class AmpHandle:
                     "wrap_optimizer returned, and wrap every optimizer",
                 )
             )
+        check_owner(optimizer)
         if self._scaler is None:
             self._scaler = self.new_scaler(first_device((), (optimizer,)))
         with scaled_backward(loss, optimizer, self._scaler) as (scaled, overflowed):
