@@ -13,26 +13,26 @@ import preamp
 from cases.levels import EXACT
 from cases.pair import Pair
 from cases.tolerances import assert_same
-from preamp.kernels import reference
+from preamp.kernels.by_device import ByDevice
 
 levels = pytest.mark.parametrize("level", EXACT)
 
 
 class Failing:
-    """Lets an op of the reference back end run out of memory at its n-th call from now on."""
+    """Lets an op run out of memory at its n-th call from now on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, op: str, call: int) -> None:
-        original = getattr(reference, op)
+        original = getattr(ByDevice, op)
         self.failed = False
         calls = itertools.count()
 
-        def fail_once(*args: Any) -> Any:
+        def fail_once(*args: Any, **kwargs: Any) -> Any:
             if next(calls) == call:
                 self.failed = True
                 raise torch.OutOfMemoryError(op)
-            return original(*args)
+            return original(*args, **kwargs)
 
-        monkeypatch.setattr(reference, op, fail_once)
+        monkeypatch.setattr(ByDevice, op, fail_once)
 
 
 @levels
@@ -108,15 +108,15 @@ def test_setting_aside_can_fail(
     """Moving earlier gradients to the masters runs out of memory at the second parameter."""
     pair = Pair(level, loss_scale=128.0)
     pair.backward(0)
-    original, calls = reference.widen_add, itertools.count()
+    original, calls = ByDevice.widen_add, itertools.count()
 
-    def fail_second(*args: Any) -> Any:
+    def fail_second(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == 1:
             raise interrupt
-        return original(*args)
+        return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(reference, "widen_add", fail_second)
+        patch.setattr(ByDevice, "widen_add", fail_second)
         if preamp.engine_of(pair.model).has_masters:
             with pytest.raises(interrupt):
                 pair.ours(1)

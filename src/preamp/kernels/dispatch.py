@@ -12,7 +12,7 @@ from typing import cast
 import torch
 
 from preamp.core.errors import PreampUnavailableError, message
-from preamp.kernels.auto import Auto
+from preamp.kernels.by_device import ByDevice
 from preamp.kernels.ops import Ops
 
 BACKENDS = ("triton", "cpu", "foreach", "reference")
@@ -33,7 +33,7 @@ def backend(name: str = "auto") -> Ops:
         PreampUnavailableError: There is no such back end, or it does not run here.
     """
     if name == "auto":
-        return cast("Ops", Auto(_ops_of))
+        return cast("Ops", ByDevice(name, lambda device: _load(choose(device)[0])))
     if name not in BACKENDS:
         raise PreampUnavailableError(
             message(
@@ -50,7 +50,8 @@ def backend(name: str = "auto") -> Ops:
                 "Install triton, or leave the argument out to let preamp choose",
             )
         )
-    return cast("Ops", importlib.import_module(f"preamp.kernels.{name}"))
+    ops = _load(name)
+    return cast("Ops", ByDevice(name, lambda _: ops))
 
 
 @functools.cache
@@ -72,8 +73,9 @@ def choose(device: torch.device) -> tuple[str, str]:
     return "foreach", f"torch's multi-tensor operations run on {device.type}"
 
 
-def _ops_of(device: torch.device) -> Ops:
-    return backend(choose(device)[0])
+@functools.cache
+def _load(name: str) -> Ops:
+    return cast("Ops", importlib.import_module(f"preamp.kernels.{name}"))
 
 
 def explain(name: str = "auto", device: torch.device | str = "cpu") -> str:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from preamp.kernels.joining import cat
 from preamp.kernels.ops import Tensors
 
 name = "cpu"
@@ -90,7 +91,7 @@ def flatten(tensors: Tensors) -> torch.Tensor:
     """One vector of all elements; a view of a single contiguous tensor."""
     if len(tensors) == 1:
         return tensors[0].view(-1)
-    return torch.cat([tensor.view(-1) for tensor in tensors])
+    return cat([tensor.view(-1) for tensor in tensors])
 
 
 def split(tensor: torch.Tensor, size: int) -> Tensors:

@@ -11,6 +11,7 @@ import torch
 from preamp.kernels import reference
 from preamp.kernels.cpu.blocks import SMALL_BLOCK, Block, copy_
 from preamp.kernels.cpu.updates import BlockSlot, Work, is_skipped, norms_over
+from preamp.kernels.joining import stack
 from preamp.kernels.ops import Tensors
 from preamp.kernels.reference.novograd import next_norm, novograd_values
 from preamp.kernels.rules import NovoGradRule, Update
@@ -50,7 +51,7 @@ def novograd_(
     for part in work.parts(SMALL_BLOCK):
         own = [norms[place] for place in part.places]
         (now,) = norms_over(part, of_block, order)
-        v = next_norm(rule, torch.stack(own).to(work.dtype), now)
+        v = next_norm(rule, stack(own).to(work.dtype), now)
         for block in part.blocks:
             slot = BlockSlot(block, work.dtype, update.inv_scale)
             slot.store(*novograd_values(slot, slot.spread(v), rule, update.step))

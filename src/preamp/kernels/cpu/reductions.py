@@ -11,6 +11,7 @@ import torch
 from preamp.core.dtypes import math_dtype
 from preamp.kernels import reference
 from preamp.kernels.cpu.blocks import LARGE_BLOCK, flatten, regular, split
+from preamp.kernels.joining import stack
 from preamp.kernels.ops import Census, Tensors
 
 _torch: Any = torch
@@ -143,7 +144,7 @@ def _stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(dtypes) > 1:  # finite float64 values may lie beyond float32's range
         wide = torch.float64 if torch.float64 in dtypes else torch.float32
         values = [value.to(wide) for value in values]
-    return torch.stack(list(values)) if values else torch.zeros(0)
+    return stack(list(values)) if values else torch.zeros(0)
 
 
 def _total(norms: Sequence[torch.Tensor]) -> torch.Tensor:

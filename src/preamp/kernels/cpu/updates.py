@@ -11,6 +11,7 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.cpu.blocks import Block, Column, Part, copy_, parts, regular
+from preamp.kernels.joining import stack
 from preamp.kernels.ops import Tensors
 from preamp.kernels.reference.update import Slot
 from preamp.kernels.rules import Scalar, Update
@@ -74,7 +75,7 @@ class BlockSlot(Slot):
 
     def norms(self, values: torch.Tensor, order: float = 2.0) -> torch.Tensor:
         """The norm of each of the block's tensors, of which ``values`` has the elements."""
-        return torch.stack(_torch._foreach_norm(self._block.split(values), order))
+        return stack(_torch._foreach_norm(self._block.split(values), order))
 
     def store(self, p: torch.Tensor, *state: torch.Tensor) -> None:
         """See `Slot.store`."""
@@ -132,4 +133,4 @@ def norms_over(
     if len(found) == 1:
         return list(found[0])
     total = _torch.linalg.vector_norm
-    return [total(torch.stack(pieces), order, dim=0) for pieces in zip(*found, strict=True)]
+    return [total(stack(pieces), order, dim=0) for pieces in zip(*found, strict=True)]

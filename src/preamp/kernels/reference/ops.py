@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
+from preamp.kernels.joining import stack
 from preamp.kernels.ops import Census, Tensors
 
 name = "reference"
@@ -46,7 +47,7 @@ def census(
     has_float64 = any(grad.dtype is torch.float64 for grad in grads)
     wide = torch.float64 if has_float64 else torch.float32
     extremes = [value.to(device, wide) for grad in grads for value in _extremes(grad)]
-    max_abs = torch.stack(extremes).abs().reshape(-1, 2).amax(dim=1)
+    max_abs = stack(extremes).abs().reshape(-1, 2).amax(dim=1)
     found_inf = 1.0 - torch.isfinite(max_abs).all().to(torch.float32)
     return Census(found_inf=found_inf, norm=norm, max_abs=max_abs.to(torch.float32))
 
@@ -128,9 +129,9 @@ def l2norms(tensors: Tensors, factor: torch.Tensor | None, device: torch.device)
     if not tensors:
         return torch.zeros(0, dtype=torch.float32, device=device)
     if factor is None:
-        return torch.stack([_norm(tensor, device) for tensor in tensors])
+        return stack([_norm(tensor, device) for tensor in tensors])
     scaled = (_values(t).to(math_dtype(t.dtype)) * factor.to(t.device) for t in tensors)
-    return torch.stack([_norm(tensor, device) for tensor in scaled])
+    return stack([_norm(tensor, device) for tensor in scaled])
 
 
 def l2norm(
@@ -143,4 +144,4 @@ def l2norm(
         norms.append(norm if factor is None else norm * factor.to(device))
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=device)
-    return _vector_norm(torch.stack(norms), 2)
+    return _vector_norm(stack(norms), 2)

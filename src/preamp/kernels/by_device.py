@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The back end that picks the fastest one for the device of the tensors it is given."""
+"""The op table as everybody calls it: each op goes to the back end for its tensors' device."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import torch
 from preamp.kernels.ops import Census, Ops, Tensors
 
 
-class Auto:
+class ByDevice:
     """Every op of the table, handed on by device.
 
     Attributes:
-        name: ``"auto"``.
+        name: What it was asked for by.
     """
 
-    name = "auto"
-
-    def __init__(self, ops_of: Callable[[torch.device], Ops]) -> None:
+    def __init__(self, name: str, ops_of: Callable[[torch.device], Ops]) -> None:
         """Choose by ``ops_of``."""
+        self.name = name
         self._of = ops_of
 
     def census(
