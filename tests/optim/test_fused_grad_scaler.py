@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from cases.fused import ADAM, DTYPES, FUSED, MIXED_LAMB, SGD, FusedCase, variant_id
+from cases.fused import ADAM, DTYPES, FUSED, MIXED_LAMB, FusedCase, variant_id
 from cases.optimizers import clone_state
 from cases.tolerances import assert_same
 
@@ -212,13 +212,11 @@ def test_a_step_without_any_gradient(build: Build) -> None:
 
 def test_only_device_counters_announce_the_protocol() -> None:
     param = nn.Parameter(torch.ones(1))
-    for optimizer, supports in (
-        (ADAM.kind([param]), False),
-        (ADAM.kind([param], capturable=True), True),
-        (MIXED_LAMB.kind([param]), True),
-        (SGD.kind([param], lr=0.1), False),
-    ):
-        assert getattr(optimizer, "_step_supports_amp_scaling", False) is supports
+    early = ADAM.kind([param], max_grad_norm=1.0)  # counts on the host
+    for case in FUSED:
+        assert case.kind([param], **case.needs)._step_supports_amp_scaling is True
+    assert ADAM.kind([param], capturable=True)._step_supports_amp_scaling is True
+    assert early._step_supports_amp_scaling is False
 
 
 def test_lamb_clips_unscaled_gradients() -> None:

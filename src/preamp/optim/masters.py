@@ -111,8 +111,11 @@ class Masters:
             twin.absorb_external_write()
 
     def write_halves(self) -> None:
-        """Round every master into its half weight; the invariant after every step."""
-        twins = list(self)
+        """Round every master into its half weight; the invariant after every step.
+
+        Fused optimizers have done so in their update.
+        """
+        twins = [twin for twin in self if not twin.take_rounded()]
         with torch.no_grad():
             self._ops.cast_copy_(
                 [twin.master.detach() for twin in twins], [twin.half.detach() for twin in twins]

@@ -33,6 +33,7 @@ class Twin:
 
     __slots__ = (
         "_is_carried",
+        "_is_rounded",
         "_open",
         "_ops",
         "_raw",
@@ -62,6 +63,7 @@ class Twin:
         # While a backward is under way its half gradient is scaled and incomplete: nobody's yet.
         self._open = False
         self._is_carried = False
+        self._is_rounded = False
         self._raw: int | None = None
         self.is_shared = False
         self._written = WeightMark(half)
@@ -239,6 +241,16 @@ class Twin:
     def note_written(self) -> None:
         """Remember that the half weight equals the rounded master as of now."""
         self._written.renew(self.half)
+
+    def note_rounded(self) -> None:
+        """The update itself has rounded the new master into the half weight."""
+        self.note_written()
+        self._is_rounded = True
+
+    def take_rounded(self) -> bool:
+        """Whether that happened since this was last asked."""
+        rounded, self._is_rounded = self._is_rounded, False
+        return rounded
 
     def absorb_external_write(self) -> None:
         """Take over what was written to the half weight behind the master's back.

@@ -7,9 +7,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from preamp.kernels import AdagradRule, Update, backend
-from preamp.optim.fused.base import Closure, FusedOptimizer, Group, batches, evaluate, rate_of
+from preamp.kernels import AdagradRule, backend
+from preamp.optim.fused.base import (
+    Closure,
+    FusedOptimizer,
+    Group,
+    evaluate,
+    rate_of,
+)
 from preamp.optim.fused.checks import check_numbers, check_one_device
+from preamp.optim.fused.entries import Batch, batches
+from preamp.optim.fused.on_device import Signals
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -65,15 +73,25 @@ class FusedAdagrad(FusedOptimizer):
         """
         loss = evaluate(closure)
         with torch.no_grad():
-            work = self._collect()
+            work, signals = self._collect(), Signals.of(self)
             for _, entries in work:
-                check_one_device("FusedAdagrad", (param for param, _, _ in entries))
-            for group, entries in work:
-                rule = self._rule(group)
-                for batch in batches(entries):
-                    sums = self._state(batch.params, "sum")
-                    backend().adagrad_(batch.params, batch.grads, sums, rule=rule, update=Update())
+                check_one_device("FusedAdagrad", (entry.param for entry in entries))
+            if not signals.is_skip:
+                for group, entries in work:
+                    for batch in batches(entries):
+                        self._update(group, batch, signals)
+            signals.unscale_([entry.grad for _, entries in work for entry in entries])
         return loss
+
+    def _update(self, group: Group, batch: Batch, signals: Signals) -> None:
+        backend().adagrad_(
+            batch.params,
+            batch.grads,
+            self._state(batch.params, "sum"),
+            rule=self._rule(group),
+            update=batch.update(inv_scale=signals.inv_scale, found_inf=signals.found_inf),
+        )
+        batch.note_written()
 
     def _rule(self, group: Group) -> AdagradRule:
         return AdagradRule(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,12 +12,9 @@ import torch
 from preamp.core.dtypes import is_half
 from preamp.kernels import AdamRule, BiasCorrection, Update, backend
 from preamp.optim.fused.base import (
-    Batch,
     Closure,
     FusedOptimizer,
     Group,
-    batches,
-    count_step,
     evaluate,
     rate_of,
 )
@@ -27,8 +25,9 @@ from preamp.optim.fused.early_adam import (
     check_formula,
     early_rule,
 )
+from preamp.optim.fused.entries import Batch, batches
 from preamp.optim.fused.full_precision import FullPrecision
-from preamp.optim.fused.on_device import Signals, count_on_device, names_scaler, place_on_device
+from preamp.optim.fused.on_device import Signals, count_step, names_scaler, place_on_device
 
 
 class FusedAdam(FusedOptimizer):
@@ -77,7 +76,7 @@ class FusedAdam(FusedOptimizer):
 
     _settings: ClassVar[tuple[str, ...]] = (
         *("set_grad_none", "adam_w_mode", "capturable", "master_weights"),
-        *("_early", "_step_supports_amp_scaling"),
+        "_early",
     )
     _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq", "master_param"})
 
@@ -116,7 +115,6 @@ class FusedAdam(FusedOptimizer):
         self.adam_w_mode = adam_w_mode
         self.capturable = capturable
         self.master_weights = master_weights
-        self._step_supports_amp_scaling = capturable
         self._copies = FullPrecision(self._has_copy)
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         defaults["weight_decay"] = weight_decay
@@ -193,24 +191,28 @@ class FusedAdam(FusedOptimizer):
         return loss
 
     def _step(self) -> None:
-        work = self._collect()
-        signals = Signals.of(self) if self.capturable else Signals(None, None)
-        for group, entries in work:
-            if self.capturable:
-                step = count_on_device(group, signals.found_inf)
-            else:
-                step = count_step(group)
-            rule = _rule(group, decoupled=self.adam_w_mode)
-            for batch in batches(entries):
-                halves = self._copies.halves(batch.params)
-                update = Update(
-                    step=step,
-                    inv_scale=signals.inv_scale,
-                    found_inf=signals.found_inf,
-                    halves=halves,
-                )
-                self._update(batch, rule, update)
-        signals.unscale_([grad for _, entries in work for _, grad, _ in entries])
+        work, signals = self._collect(), Signals.of(self)
+        if not signals.is_skip:
+            for group, entries in work:
+                step = count_step(group, signals)
+                rule = _rule(group, decoupled=self.adam_w_mode)
+                for batch in batches(entries):
+                    halves = self._copies.halves(batch.params)
+                    inv_scale, found_inf = signals.inv_scale, signals.found_inf
+                    update = batch.update(step=step, inv_scale=inv_scale, found_inf=found_inf)
+                    if any(half is not None for half in halves):
+                        update = replace(update, halves=halves)
+                    self._update(batch, rule, update)
+        signals.unscale_([entry.grad for _, entries in work for entry in entries])
+
+    @property
+    def _counts_on_device(self) -> bool:
+        return self.capturable
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The early formula counts per parameter on the host, so it must know of a skip."""
+        return not self._early.given
 
     def _step_early(self, early: EarlyArguments) -> None:
         work = early.entries(self.param_groups)
@@ -223,9 +225,7 @@ class FusedAdam(FusedOptimizer):
             rule = early_rule(group, eps_inside_sqrt=bool(self._early.eps_inside_sqrt))
             for batch in batches(entries, apart=self._steps_done):
                 step = self._steps_done(batch.params[0]) + 1
-                self._update(
-                    batch, rule, Update(step=step, inv_scale=inv_scale, halves=batch.halves)
-                )
+                self._update(batch, rule, batch.update(step=step, inv_scale=inv_scale))
                 for param in batch.params:
                     self.state[param]["step"] = step
 
@@ -239,6 +239,7 @@ class FusedAdam(FusedOptimizer):
             update=update,
         )
         self._copies.note_written(batch.params)
+        batch.note_written()
 
     def _selects_early(self, early: EarlyArguments) -> bool:
         """Whether this step follows the formula of early 2019."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import abc
 import itertools
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -19,12 +18,10 @@ from torch.optim.optimizer import required
 
 from preamp.core.dtypes import math_dtype
 from preamp.optim.fused.checks import check_gradient, check_group
+from preamp.optim.fused.entries import Entry, entry_of
 
 Group = dict[str, Any]
 Closure = Callable[[], Any]
-Entry = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
-"""A parameter, its gradient, and where the rounded parameter goes as well."""
-
 REQUIRED: Any = required
 """Default of a hyper-parameter that a group has to say if the constructor does not."""
 
@@ -33,19 +30,13 @@ def _zeros(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Lists for one call of an op: parameters of one dtype on one device, and what goes along."""
-
-    params: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    grads: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    halves: list[torch.Tensor | None] = field(default_factory=list["torch.Tensor | None"])
-
-
 class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
     """Base of the optimizers in `preamp.optimizers`; implements everything but the step."""
 
     set_grad_none: bool
+    _step_supports_amp_scaling = True
+    """Tells torch's ``GradScaler`` to hand over what it knows instead of reading it."""
+
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)
     """Attributes that copies and pickles keep; torch's optimizers carry their groups only."""
 
@@ -78,6 +69,24 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
                 constructor's ``set_grad_none`` says.
         """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain data.
+
+        A counter that moved to the device, where only that knows of skipped steps, is a number
+        again, unless the optimizer is ``capturable``. Synchronises in this case.
+        """
+        state = super().state_dict()
+        if not self._counts_on_device:
+            for group in state["param_groups"]:
+                if isinstance(group.get("step"), torch.Tensor):
+                    group["step"] = int(group["step"])
+        return state
+
+    @property
+    def _counts_on_device(self) -> bool:
+        """Whether ``group["step"]`` is a tensor by the user's choice."""
+        return False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned.
@@ -130,17 +139,16 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         """All groups that have parameters, with the entries of those that have gradients."""
         work: list[tuple[Group, list[Entry]]] = []
         for group in self.param_groups:
-            # Read once: the gradient of a master is made by being read.
-            pairs = [(param, param.grad) for param in group["params"]]
-            entries: list[Entry] = [(p, grad, None) for p, grad in pairs if grad is not None]
+            found = [entry_of(param) for param in group["params"]]
+            entries = [entry for entry in found if entry is not None]
             self._check(entries)
-            if pairs:
+            if found:
                 work.append((group, entries))
         return work
 
     def _check(self, entries: Iterable[Entry]) -> None:
-        for param, grad, _ in entries:
-            check_gradient(type(self).__name__, param, grad)
+        for entry in entries:
+            check_gradient(type(self).__name__, entry.param, entry.grad)
 
     def _state(
         self,
@@ -169,26 +177,6 @@ def evaluate(closure: Closure | None) -> Any:
         return closure()
 
 
-def batches(
-    entries: Iterable[Entry], apart: Callable[[torch.Tensor], Hashable] = lambda _: None
-) -> list[Batch]:
-    """Sort entries into lists for ops.
-
-    Args:
-        entries: Parameters of any dtype and device.
-        apart: Parameters for which this differs come into different batches.
-    """
-    found: dict[Hashable, Batch] = {}
-    for param, grad, half in entries:
-        half_dtype = None if half is None else half.dtype
-        key = (param.device, param.dtype, grad.dtype, half_dtype, apart(param))
-        batch = found.setdefault(key, Batch())
-        batch.params.append(param)
-        batch.grads.append(grad)
-        batch.halves.append(half)
-    return list(found.values())
-
-
 def scalar_on(
     value: float | torch.Tensor, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
@@ -202,9 +190,3 @@ def rate_of(group: Group) -> float | torch.Tensor:
     """The group's learning rate; of a tensor with one element, whatever its shape, a scalar."""
     lr: float | torch.Tensor = group["lr"]
     return lr.reshape(()) if isinstance(lr, torch.Tensor) else lr
-
-
-def count_step(group: Group) -> int:
-    """Advance the group's step counter, and return it."""
-    group["step"] = int(group.get("step", 0)) + 1
-    return group["step"]

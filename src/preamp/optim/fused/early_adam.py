@@ -16,7 +16,8 @@ import torch
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampStateError, message
 from preamp.kernels import AdamRule, BiasCorrection
-from preamp.optim.fused.base import Entry, Group, rate_of, scalar_on
+from preamp.optim.fused.base import Group, rate_of, scalar_on
+from preamp.optim.fused.entries import Entry
 from preamp.optim.fused.norms import global_norm
 
 CLIP_EPS = 1e-6
@@ -118,7 +119,7 @@ class EarlyArguments:
                 grad = param.grad if grad is None else grad
                 _check_shapes(param, grads=grad, output_params=out)
                 if grad is not None:
-                    entries.append((param, grad, out))
+                    entries.append(Entry(param, grad, out))
             found.append(entries)
         return found
 
@@ -139,7 +140,7 @@ class EarlyArguments:
         scale = 1.0 if self.scale is None else self.scale
         if max_norm <= 0 and isinstance(scale, (int, float)) and scale == 1.0:
             return None
-        param = entries[0][0]
+        param = entries[0].param
         dtype, device = math_dtype(param.dtype), param.device
         combined = scalar_on(scale, dtype, device)
         if max_norm > 0:

@@ -7,18 +7,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from preamp.kernels import LambRule, Update, backend
+from preamp.kernels import LambRule, backend
 from preamp.optim.fused.base import (
     Closure,
     FusedOptimizer,
     Group,
-    batches,
-    count_step,
     evaluate,
     rate_of,
 )
 from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
+from preamp.optim.fused.entries import Batch, batches
 from preamp.optim.fused.norms import clip_factor
+from preamp.optim.fused.on_device import Signals, count_step
 
 
 class FusedLAMB(FusedOptimizer):
@@ -100,19 +100,34 @@ class FusedLAMB(FusedOptimizer):
         """
         loss = evaluate(closure)
         with torch.no_grad():
-            work = self._collect()
-            entries = [entry for _, group_entries in work for entry in group_entries]
-            factor = clip_factor(entries, self.defaults["max_grad_norm"], None)
-            for group, group_entries in work:
-                update = Update(step=count_step(group), inv_scale=factor)
-                rule = lamb_rule(group, decoupled=self.adam_w_mode, use_nvlamb=self.use_nvlamb)
-                for batch in batches(group_entries):
-                    exp_avgs = self._state(batch.params, "exp_avg")
-                    exp_avg_sqs = self._state(batch.params, "exp_avg_sq")
-                    backend().lamb_(
-                        batch.params, batch.grads, exp_avgs, exp_avg_sqs, rule=rule, update=update
-                    )
+            work, signals = self._collect(), Signals.of(self)
+            every = [entry for _, entries in work for entry in entries]
+            if not signals.is_skip:
+                factor = clip_factor(every, self.defaults["max_grad_norm"], signals.inv_scale)
+                for group, entries in work:
+                    step = count_step(group, signals)
+                    for batch in batches(entries):
+                        self._update(group, batch, step, factor, signals.found_inf)
+            signals.unscale_([entry.grad for entry in every])
         return loss
+
+    def _update(
+        self,
+        group: Group,
+        batch: Batch,
+        step: int | torch.Tensor,
+        factor: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        backend().lamb_(
+            batch.params,
+            batch.grads,
+            self._state(batch.params, "exp_avg"),
+            self._state(batch.params, "exp_avg_sq"),
+            rule=lamb_rule(group, decoupled=self.adam_w_mode, use_nvlamb=self.use_nvlamb),
+            update=batch.update(step=step, inv_scale=factor, found_inf=found_inf),
+        )
+        batch.note_written()
 
 
 def lamb_rule(group: Group, *, decoupled: bool, use_nvlamb: bool) -> LambRule:

@@ -8,17 +8,18 @@ from typing import Any, ClassVar
 import torch
 
 from preamp.core.errors import message
-from preamp.kernels import LarsRule, Update, backend
+from preamp.kernels import LarsRule, backend
 from preamp.optim.fused.base import (
     REQUIRED,
     Closure,
     FusedOptimizer,
     Group,
-    batches,
     evaluate,
     rate_of,
 )
 from preamp.optim.fused.checks import check_nesterov, check_numbers
+from preamp.optim.fused.entries import Batch, batches
+from preamp.optim.fused.on_device import Signals
 
 
 class FusedLARS(FusedOptimizer):
@@ -96,12 +97,23 @@ class FusedLARS(FusedOptimizer):
         """
         loss = evaluate(closure)
         with torch.no_grad():
-            for group, entries in self._collect():
-                rule = _rule(group)
-                for batch in batches(entries):
-                    buffers = self._state(batch.params, "momentum_buffer")
-                    backend().lars_(batch.params, batch.grads, buffers, rule=rule, update=Update())
+            work, signals = self._collect(), Signals.of(self)
+            if not signals.is_skip:
+                for group, entries in work:
+                    for batch in batches(entries):
+                        self._update(group, batch, signals)
+            signals.unscale_([entry.grad for _, entries in work for entry in entries])
         return loss
+
+    def _update(self, group: Group, batch: Batch, signals: Signals) -> None:
+        backend().lars_(
+            batch.params,
+            batch.grads,
+            self._state(batch.params, "momentum_buffer"),
+            rule=_rule(group),
+            update=batch.update(inv_scale=signals.inv_scale, found_inf=signals.found_inf),
+        )
+        batch.note_written()
 
 
 def _rule(group: Group) -> LarsRule:

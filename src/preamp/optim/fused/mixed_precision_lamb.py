@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -10,8 +11,14 @@ import torch
 from preamp.core.dtypes import HALF_DTYPES, dtype_name
 from preamp.core.errors import message
 from preamp.kernels import Update, backend
-from preamp.optim.fused.base import Batch, Closure, FusedOptimizer, Group, batches, evaluate
+from preamp.optim.fused.base import (
+    Closure,
+    FusedOptimizer,
+    Group,
+    evaluate,
+)
 from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
+from preamp.optim.fused.entries import Batch, batches
 from preamp.optim.fused.full_precision import FullPrecision
 from preamp.optim.fused.lamb import lamb_rule
 from preamp.optim.fused.norms import clip_factor
@@ -52,7 +59,6 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
 
     _settings: ClassVar[tuple[str, ...]] = (
         *("set_grad_none", "adam_w_mode", "use_nvlamb", "reduced_precision_dtype"),
-        "_step_supports_amp_scaling",
     )
     _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq", "master_param"})
 
@@ -82,7 +88,6 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         self.adam_w_mode = adam_w_mode
         self.use_nvlamb = use_nvlamb
         self.reduced_precision_dtype = reduced_precision_dtype
-        self._step_supports_amp_scaling = True
         self._copies = FullPrecision(self._is_reduced)
         defaults: Group = {
             "lr": lr,
@@ -143,17 +148,13 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
             for group, entries in work:
                 step = count_on_device(group, signals.found_inf)
                 for batch in batches(entries):
-                    self._update(
-                        group,
-                        batch,
-                        Update(
-                            step=step,
-                            inv_scale=factor,
-                            found_inf=signals.found_inf,
-                            halves=self._copies.halves(batch.params),
-                        ),
-                    )
-            signals.unscale_([grad for _, grad, _ in every])
+                    found_inf = signals.found_inf
+                    update = batch.update(step=step, inv_scale=factor, found_inf=found_inf)
+                    halves = self._copies.halves(batch.params)
+                    if any(half is not None for half in halves):
+                        update = replace(update, halves=halves)
+                    self._update(group, batch, update)
+            signals.unscale_([entry.grad for entry in every])
         return loss
 
     def _update(self, group: Group, batch: Batch, update: Update) -> None:
@@ -166,6 +167,11 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
             update=update,
         )
         self._copies.note_written(batch.params)
+        batch.note_written()
+
+    @property
+    def _counts_on_device(self) -> bool:
+        return True
 
     def _is_reduced(self, param: torch.Tensor) -> bool:
         return param.dtype is self.reduced_precision_dtype

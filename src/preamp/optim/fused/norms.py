@@ -9,22 +9,26 @@ from typing import Any, cast
 import torch
 
 from preamp.kernels import backend
-from preamp.optim.fused.base import Entry
+from preamp.optim.fused.entries import Entry
 
 _vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_norm
 
 
 def global_norm(entries: Sequence[Entry]) -> torch.Tensor:
-    """L2 norm over all gradients, a scalar on the device of the first parameter.
+    """L2 norm over all unscaled gradients, a scalar on the device of the first parameter.
 
     float32, or float64 if one of the gradients is.
     """
-    device = entries[0][0].device
-    grads = [grad for _, grad, _ in entries]
-    if all(grad.dtype is not torch.float64 for grad in grads):
-        return backend().l2norm(grads, [None] * len(grads), device)
-    norms = [_vector_norm(grad, dtype=torch.float64).to(device) for grad in grads]
-    return _vector_norm(torch.stack(norms))
+    device = entries[0].param.device
+    if all(entry.grad.dtype is not torch.float64 for entry in entries):
+        grads = [entry.grad for entry in entries]
+        return backend().l2norm(grads, [entry.factor for entry in entries], device)
+    return _vector_norm(torch.stack([_wide_norm(entry).to(device) for entry in entries]))
+
+
+def _wide_norm(entry: Entry) -> torch.Tensor:
+    norm = _vector_norm(entry.grad, dtype=torch.float64)
+    return norm if entry.factor is None else norm * entry.factor
 
 
 def clip_factor(

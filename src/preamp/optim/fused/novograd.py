@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 import torch
 
 from preamp.core.errors import message
-from preamp.kernels import NovoGradRule, Update, backend
+from preamp.kernels import NovoGradRule, backend
 from preamp.optim.fused.base import (
     Closure,
     FusedOptimizer,
     Group,
-    batches,
-    count_step,
     evaluate,
     rate_of,
 )
 from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
+from preamp.optim.fused.entries import Batch, batches
+from preamp.optim.fused.on_device import Signals, count_step
 
 NO_NORM_YET = -1.0
 """What ``exp_avg_sq`` holds before the first step, see `preamp.kernels.Ops.novograd_`."""
@@ -130,23 +130,34 @@ class FusedNovoGrad(FusedOptimizer):
         """
         loss = evaluate(closure)
         with torch.no_grad():
-            for group, entries in self._collect():
-                update, rule = Update(step=count_step(group)), self._rule(group)
-                start = 0.0 if group["init_zero"] else NO_NORM_YET
-                for batch in batches(entries):
-                    backend().novograd_(
-                        batch.params,
-                        batch.grads,
-                        self._state(batch.params, "exp_avg"),
-                        self._state(
-                            batch.params,
-                            "exp_avg_sq",
-                            lambda p, dtype, start=start: p.new_full((), start, dtype=dtype),
-                        ),
-                        rule=rule,
-                        update=update,
-                    )
+            work, signals = self._collect(), Signals.of(self)
+            if not signals.is_skip:
+                for group, entries in work:
+                    step = count_step(group, signals)
+                    for batch in batches(entries):
+                        self._update(group, batch, step, signals)
+            signals.unscale_([entry.grad for _, entries in work for entry in entries])
         return loss
+
+    def _update(
+        self, group: Group, batch: Batch, step: int | torch.Tensor, signals: Signals
+    ) -> None:
+        start = 0.0 if group["init_zero"] else NO_NORM_YET
+        backend().novograd_(
+            batch.params,
+            batch.grads,
+            self._state(batch.params, "exp_avg"),
+            self._state(
+                batch.params,
+                "exp_avg_sq",
+                lambda param, dtype: param.new_full((), start, dtype=dtype),
+            ),
+            rule=self._rule(group),
+            update=batch.update(
+                step=step, inv_scale=signals.inv_scale, found_inf=signals.found_inf
+            ),
+        )
+        batch.note_written()
 
     def _rule(self, group: Group) -> NovoGradRule:
         return NovoGradRule(

@@ -43,6 +43,12 @@ class Signals:
             found_inf if isinstance(found_inf, torch.Tensor) else None,
         )
 
+    @property
+    def is_skip(self) -> bool:
+        """Whether the step must do nothing, as far as that can be known without waiting."""
+        found_inf = self.found_inf
+        return found_inf is not None and host_reaches(found_inf) and bool(found_inf != 0)
+
     def unscale_(self, grads: Sequence[torch.Tensor]) -> None:
         """Leave the gradients unscaled after the step, as torch's fused optimizers do.
 
@@ -55,6 +61,11 @@ class Signals:
         if self.found_inf is not None:
             factor = torch.where(self.found_inf != 0, torch.ones_like(factor), factor)
         backend().scale_add_(grads, factor, [None] * len(grads))
+
+
+def host_reaches(tensor: torch.Tensor) -> bool:
+    """Whether reading ``tensor`` waits for no device."""
+    return tensor.device.type == "cpu"
 
 
 def place_on_device(group: Group) -> None:
@@ -73,6 +84,21 @@ def count_on_device(group: Group, found_inf: torch.Tensor | None) -> torch.Tenso
     step: torch.Tensor = group["step"]
     step += 1 if found_inf is None else (found_inf == 0).to(step.device, step.dtype)
     return step
+
+
+def count_step(group: Group, signals: Signals) -> int | torch.Tensor:
+    """Advance the group's counter unless the step is skipped, and return it.
+
+    A number stays one as long as the host knows whether the step is taken.
+    """
+    knows = signals.found_inf is None or host_reaches(signals.found_inf)
+    step = group.get("step", 0)
+    if knows and not isinstance(step, torch.Tensor):
+        group["step"] = int(step) + 1
+        return group["step"]
+    if not isinstance(step, torch.Tensor) and group["params"]:
+        group["step"] = scalar_on(step, torch.int32, group["params"][0].device)
+    return count_on_device(group, signals.found_inf)
 
 
 def names_scaler(kind: str, given: dict[str, Any]) -> bool:

@@ -8,19 +8,19 @@ from typing import Any, ClassVar
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.kernels import SgdRule, Update, backend
+from preamp.kernels import SgdRule, backend
 from preamp.optim.fused.base import (
     REQUIRED,
-    Batch,
     Closure,
     FusedOptimizer,
     Group,
-    batches,
     evaluate,
     rate_of,
     scalar_on,
 )
 from preamp.optim.fused.checks import check_nesterov, check_numbers
+from preamp.optim.fused.entries import Batch, Entry, batches
+from preamp.optim.fused.on_device import Signals
 
 SEASONED = 2
 """Any step but the first: what `Update.step` says of parameters that have a momentum."""
@@ -103,10 +103,13 @@ class FusedSGD(FusedOptimizer):
         """
         loss = evaluate(closure)
         with torch.no_grad():
-            for group, entries in self._collect():
-                # Before _update makes the buffers, and for each parameter by itself.
-                for batch in batches(entries, apart=self._has_momentum):
-                    self._update(group, batch)
+            work, signals = self._collect(), Signals.of(self)
+            if not self._must_skip(work, signals):
+                for group, entries in work:
+                    # Before _update makes the buffers, and for each parameter by itself.
+                    for batch in batches(entries, apart=self._has_momentum):
+                        self._update(group, batch, signals)
+            signals.unscale_([entry.grad for _, entries in work for entry in entries])
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
         return loss
@@ -114,7 +117,23 @@ class FusedSGD(FusedOptimizer):
     def _has_momentum(self, param: torch.Tensor) -> bool:
         return self.state.get(param, {}).get("momentum_buffer") is not None
 
-    def _update(self, group: Group, batch: Batch) -> None:
+    def _must_skip(self, work: list[tuple[Group, list[Entry]]], signals: Signals) -> bool:
+        """Whether nothing may happen; waits for the device where a first step depends on it.
+
+        What the first gradient does to a dampened momentum no later one does, so whether that
+        step was taken must be known. Otherwise it makes no difference to a momentum of zeros.
+        """
+        if signals.found_inf is None or signals.is_skip:
+            return signals.is_skip
+        starts = any(
+            group["momentum"] != 0
+            and group["dampening"] != 0
+            and not all(self._has_momentum(entry.param) for entry in entries)
+            for group, entries in work
+        )
+        return starts and bool(signals.found_inf != 0)
+
+    def _update(self, group: Group, batch: Batch, signals: Signals) -> None:
         rule = SgdRule(
             lr=rate_of(group),
             momentum=group["momentum"],
@@ -124,15 +143,21 @@ class FusedSGD(FusedOptimizer):
             decays_after_momentum=self.wd_after_momentum,
         )
         is_first = not self._has_momentum(batch.params[0])
-        inv_scale = None
+        inv_scale = signals.inv_scale
         if self.most_recent_scale != 1.0:
             param = batch.params[0]
             inverse = 1.0 / self.most_recent_scale
-            inv_scale = scalar_on(inverse, math_dtype(param.dtype), param.device)
+            by = scalar_on(inverse, math_dtype(param.dtype), param.device)
+            inv_scale = by if inv_scale is None else by * inv_scale.to(by.device)
         backend().sgd_(
             batch.params,
             batch.grads,
             self._state(batch.params, "momentum_buffer"),
             rule=rule,
-            update=Update(step=1 if is_first else SEASONED, inv_scale=inv_scale),
+            update=batch.update(
+                step=1 if is_first else SEASONED,
+                inv_scale=inv_scale,
+                found_inf=signals.found_inf,
+            ),
         )
+        batch.note_written()
