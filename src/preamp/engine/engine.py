@@ -13,23 +13,21 @@ from torch import nn
 
 from preamp.casting import PATCH_LOCK, settle_thread
 from preamp.casting.modules import Conversion
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import message
 from preamp.core.link import Link
-from preamp.core.log import say
 from preamp.core.undo import UndoStack
 from preamp.engine.explain import explain_engine
+from preamp.engine.ledger import Ledger
 from preamp.engine.names import ParameterNames
-from preamp.engine.overflow import OverflowCause, check_limits, find_cause, skip_message
+from preamp.engine.overflow import OverflowCause
 from preamp.engine.params import first_device
 from preamp.engine.reductions import Reductions
-from preamp.engine.session import OptimizerSession
+from preamp.engine.session import OptimizerSession, make_sessions
 from preamp.engine.state import load_scalers, make_scaler, scalers_state
 from preamp.kernels import Ops
-from preamp.optim import Masters, Twin
+from preamp.optim import Twin
 from preamp.policy import Policy
 from preamp.scaling import LossScaler
-
-_CAUSES_KEPT = 256
 
 
 class Engine:
@@ -43,8 +41,7 @@ class Engine:
         models: The models, as given.
         optimizers: The optimizers, as given.
         scalers: One `LossScaler` per loss.
-        overflow_causes: The latest skipped steps with their causes, oldest first; bounded.
-        last_step_skipped: Whether the latest ``step`` of any optimizer was skipped.
+        ledger: What became of the optimizer steps.
         device: Where loss scales and flags live: that of the first parameter.
         closed: Whether `close` was called.
         casts_functions: Whether functions are cast one by one (O1, O4).
@@ -67,11 +64,8 @@ class Engine:
         self.reductions = Reductions(self.models)
         self.optimizers = tuple(optimizers)
         self.names = ParameterNames(self.models, self.optimizers)
-        self.verbosity = verbosity
         self.casts_functions = policy.enabled and policy.patch_torch_functions
         self.closed = False
-        self.last_step_skipped = False
-        self.overflow_causes: deque[OverflowCause] = deque(maxlen=_CAUSES_KEPT)
         self.link: Link[Engine] = Link(self)
         self.undo = UndoStack()
         self._model_undo = {id(model): UndoStack() for model in self.models}
@@ -89,17 +83,15 @@ class Engine:
         self.ops = ops
         self.device = first_device(self.models, self.optimizers)
         self.scalers = [make_scaler(policy, self.device) for _ in range(num_losses)]
-        twins: dict[int, Twin] = {}
-        self.sessions = {
-            id(optimizer): OptimizerSession(
-                optimizer,
-                ops,
-                self.names.of,
-                Masters(optimizer, ops, self.names.of, twins) if policy.master_weights else None,
-                self.reductions,
-            )
-            for optimizer in self.optimizers
-        }
+        self.ledger = Ledger(
+            self.scalers,
+            self.names.of,
+            limit=policy.max_consecutive_skips,
+            verbosity=verbosity,
+        )
+        self.sessions = make_sessions(
+            self.optimizers, ops, self.names.of, self.reductions, has_masters=policy.master_weights
+        )
         self._on_close: list[Callable[[], None]] = []
         self._unadjusted: dict[int, LossScaler] = {}
 
@@ -131,17 +123,40 @@ class Engine:
 
     @property
     def steps_applied(self) -> int:
-        """Optimizer steps that updated the weights, over all optimizers."""
+        """Optimizer steps that updated the weights, over all optimizers. May synchronise."""
+        self.ledger.settle(wait=True)
         return sum(session.steps_applied for session in self.sessions.values())
 
     @property
     def steps_skipped(self) -> int:
-        """Optimizer steps not taken because of overflow, over all optimizers."""
+        """Optimizer steps not taken because of overflow, over all optimizers. May synchronise."""
+        self.ledger.settle(wait=True)
         return sum(session.steps_skipped for session in self.sessions.values())
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the latest ``step`` of any optimizer was skipped. May synchronise."""
+        self.ledger.settle(wait=True)
+        return self.ledger.last_skipped
+
+    @property
+    def overflow_causes(self) -> deque[OverflowCause]:
+        """The latest skipped steps with their causes, oldest first; bounded. May synchronise."""
+        self.ledger.settle(wait=True)
+        return self.ledger.causes
 
     def explain(self) -> str:
         """Say what was decided, for which reason, and what was found; several lines of text."""
         return explain_engine(self)
+
+    @property
+    def verbosity(self) -> int:
+        """0 prints nothing, 1 also each skipped step, 2 also each cast."""
+        return self.ledger.verbosity
+
+    @verbosity.setter
+    def verbosity(self, value: int) -> None:
+        self.ledger.verbosity = value
 
     # -- masters -----------------------------------------------------------------------------
 
@@ -161,27 +176,28 @@ class Engine:
         """Whether any parameter has a float32 master."""
         return any(session.masters for session in self.sessions.values())
 
+    def _twin_of(self, half: torch.Tensor) -> Twin | None:
+        found = (s.masters.of_half(half) for s in self.sessions.values() if s.masters is not None)
+        return next((twin for twin in found if twin is not None), None)
+
     def master_of(self, half: torch.Tensor) -> torch.Tensor | None:
         """Return the float32 master of the model parameter ``half``, or ``None``."""
-        for session in self.sessions.values():
-            twin = None if session.masters is None else session.masters.of_half(half)
-            if twin is not None:
-                return twin.master
-        return None
+        twin = self._twin_of(half)
+        return None if twin is None else twin.master
 
     def exact_value(self, half: torch.Tensor) -> torch.Tensor | None:
         """Return the float32 value of ``half``, with what was written to it from outside."""
-        for session in self.sessions.values():
-            twin = None if session.masters is None else session.masters.of_half(half)
-            if twin is not None:
-                twin.absorb_external_write()
-                return twin.master
-        return None
+        twin = self._twin_of(half)
+        if twin is None:
+            return None
+        twin.absorb_external_write()
+        return twin.master
 
     # -- checkpoints -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return loss scales and counters as plain data; weights are in the models' own."""
+        self.ledger.settle(wait=True)
         return scalers_state(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -221,13 +237,14 @@ class Engine:
         settle_thread()
         if self.closed:
             return
+        self.ledger.settle(wait=True)
         for callback in self._on_close:
             callback()
         claimed: set[int] = set()
         for session in self.sessions.values():
             session.settle_now(claimed)
         twins = [twin for session in self.sessions.values() for twin in session.masters or ()]
-        grads = [(twin.half, _unscaled_gradient(twin)) for twin in twins]
+        grads = [(twin.half, twin.unscaled_gradient()) for twin in twins]
         for twin in twins:
             if twin.half.dtype is not torch.float32:  # not after model.float()
                 twin.absorb_external_write()
@@ -264,31 +281,18 @@ class Engine:
     def applied_step(self, session: OptimizerSession) -> None:
         """Take note of a step that updated the weights."""
         self._adjust_late()
-        session.finish_step(skipped=False)
-        self.last_step_skipped = False
+        self.ledger.applied(session)
 
     def skip_step(self, session: OptimizerSession) -> OverflowCause:
-        """Take note of a step not taken, tell why, and give up where scaling cannot go on.
-
-        Raises:
-            LossScaleError: Too many skips in a row, or the scale reached its built-in minimum.
-        """
+        """Take note of a step not taken; see `Ledger.skipped`."""
         self._adjust_late()
-        step = session.steps_applied + session.steps_skipped + 1
-        scales = [scaler.value() for scaler in self.scalers]
-        cause = find_cause(session.notes, step, scales, self.names.of)
-        session.finish_step(skipped=True)
-        self.last_step_skipped = True
-        self.overflow_causes.append(cause)
-        if self.verbosity > 0:
-            say(skip_message(cause), every_rank=True)
-        limit = self.policy.max_consecutive_skips
-        check_limits(cause, session.skips_in_row, limit, self.scalers[cause.loss_id].rule)
-        return cause
+        return self.ledger.skipped(session)
 
+    def settle_steps(self) -> None:
+        """Count steps of that kind whose outcome is known by now."""
+        self.ledger.settle(wait=False)
 
-def _unscaled_gradient(twin: Twin) -> torch.Tensor | None:
-    try:
-        return twin.master.grad
-    except PreampStateError:  # changed in place while it was scaled: the gradient of nothing
-        return None
+    def step_decided_on_device(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
+        """Take note of a step whose outcome the host does not know yet."""
+        self._adjust_late()
+        self.ledger.decided_on_device(session, found_inf)

@@ -10,9 +10,8 @@ schedulers take ``optimizer.step.__func__``.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any, Protocol
 
@@ -20,10 +19,15 @@ import torch
 
 from preamp.casting import disable_casts, settle_thread, thread_casts_restored
 from preamp.core.undo import UndoStack, set_attribute
+from preamp.engine.optimizer_methods import (
+    SCHEDULER_MARK,
+    copy_identity,
+    find_closure,
+    previous_method,
+    replace_closure,
+)
 from preamp.engine.overflow import OverflowCause
 from preamp.engine.session import OptimizerSession
-
-SCHEDULER_MARK = "_wrapped_by_lr_sched"
 
 
 class StepOwner(Protocol):
@@ -49,6 +53,14 @@ class StepOwner(Protocol):
         """Take note of an applied step."""
         ...
 
+    def step_decided_on_device(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
+        """Take note of a step that was taken unless ``found_inf`` is set."""
+        ...
+
+    def settle_steps(self) -> None:
+        """Look at earlier steps of that kind; may raise `LossScaleError`."""
+        ...
+
 
 class OptimizerHooks:
     """Everything attached to one optimizer."""
@@ -59,6 +71,7 @@ class OptimizerHooks:
         self._session = session
         self._optimizer = session.optimizer
         self._stepping = False
+        self._unread: torch.Tensor | None = None  # overflow flag of a step the device decides on
         self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def attach(self, undo: UndoStack) -> None:
@@ -78,31 +91,37 @@ class OptimizerHooks:
     # -- step --------------------------------------------------------------------------------
 
     def _make_step(self) -> Callable[..., Any]:
-        inner = _previous_method(self._optimizer, "step")
+        inner = previous_method(self._optimizer, "step")
 
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self._owner.closed:  # a scheduler may still hold this method
                 return inner(optimizer, *args, **kwargs)
             settle_thread()
             self._stepping = False
-            has_closure = _find_closure(args, kwargs) is not None
+            has_closure = find_closure(args, kwargs) is not None
+            self._unread = None
+            self._owner.settle_steps()
             if not has_closure:
                 self._session.check_unscaled()
-                if self._session.overflowed():
+                self._unread = self._session.unread_overflow()
+                if self._unread is None and self._session.overflowed():
                     if getattr(inner, SCHEDULER_MARK, False):
                         # What LRScheduler asks to decide whether it was called in the right order.
                         setattr(optimizer, "_opt_called", True)  # noqa: B010
                     self._owner.skip_step(self._session)
                     return None
             try:
-                with disable_casts() if self._owner.casts_functions else nullcontext():
+                with (
+                    disable_casts() if self._owner.casts_functions else nullcontext(),
+                    _handed_over(optimizer, self._unread),
+                ):
                     return inner(optimizer, *args, **kwargs)
             except BaseException:
                 if self._stepping:
                     self._session.write_halves()  # some masters may have been updated
                 raise
 
-        _copy_identity(inner, step)
+        copy_identity(inner, step)
         return step
 
     def _before_step(
@@ -111,16 +130,17 @@ class OptimizerHooks:
         """Runs for every way of calling ``step``, twice where a subclass calls ``super().step``."""
         del optimizer
         self._session.prepare_step()
-        closure = _find_closure(args, kwargs)
+        closure = find_closure(args, kwargs)
         if closure is None:
-            if self._session.overflowed():  # reached through a method bound before initialize
+            # Reached through a method bound before initialize?
+            if self._unread is None and self._session.overflowed():
                 self._withhold_gradients()
             self._stepping = True
             return None
         self._stepping = True
         if isinstance(closure, _Rerun):
             return None
-        return _replace_closure(args, kwargs, _Rerun(closure, self))
+        return replace_closure(args, kwargs, _Rerun(closure, self))
 
     def _after_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -133,8 +153,11 @@ class OptimizerHooks:
             self._stepping = False
             if withheld:
                 self._owner.skip_step(self._session)
+            elif self._unread is not None:
+                self._owner.step_decided_on_device(self._session, self._unread)
             else:
                 self._owner.applied_step(self._session)
+            self._unread = None
 
     def _withhold_gradients(self) -> None:
         """Hide all gradients from an optimizer that cannot be kept from stepping any more."""
@@ -182,7 +205,7 @@ class OptimizerHooks:
     # -- zero_grad, add_param_group ----------------------------------------------------------
 
     def _make_zero_grad(self) -> Callable[..., Any]:
-        inner = _previous_method(self._optimizer, "zero_grad")
+        inner = previous_method(self._optimizer, "zero_grad")
 
         def zero_grad(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             def original() -> Any:
@@ -193,11 +216,11 @@ class OptimizerHooks:
             to_none = bool(args[0]) if args else bool(kwargs.get("set_to_none", True))
             return self._session.zero_grad(original, set_to_none=to_none)
 
-        _copy_identity(inner, zero_grad)
+        copy_identity(inner, zero_grad)
         return zero_grad
 
     def _make_add_param_group(self) -> Callable[..., Any]:
-        inner = _previous_method(self._optimizer, "add_param_group")
+        inner = previous_method(self._optimizer, "add_param_group")
 
         def add_param_group(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if not self._owner.closed:
@@ -212,8 +235,25 @@ class OptimizerHooks:
                 self._session.adopt()
             return result
 
-        _copy_identity(inner, add_param_group)
+        copy_identity(inner, add_param_group)
         return add_param_group
+
+
+@contextmanager
+def _handed_over(
+    optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None
+) -> Generator[None]:
+    """Let the optimizer obey an overflow by itself, as under torch's ``GradScaler``."""
+    if found_inf is None:
+        yield
+        return
+    setattr(optimizer, "grad_scale", None)  # noqa: B010
+    setattr(optimizer, "found_inf", found_inf)  # noqa: B010
+    try:
+        yield
+    finally:
+        delattr(optimizer, "grad_scale")
+        delattr(optimizer, "found_inf")
 
 
 class _Rerun:
@@ -225,50 +265,3 @@ class _Rerun:
 
     def __call__(self) -> Any:
         return self._hooks.run_closure(self._closure)
-
-
-def _previous_method(optimizer: torch.optim.Optimizer, name: str) -> Callable[..., Any]:
-    """The method as a function of the optimizer: the instance's own if it has one."""
-    if name in vars(optimizer) or not hasattr(type(optimizer), name):  # mocks make theirs up
-        own = getattr(optimizer, name)
-
-        def call_own(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return own(*args, **kwargs)
-
-        _copy_identity(own, call_own)
-        return call_own
-
-    def call_class(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return getattr(type(optimizer), name)(optimizer, *args, **kwargs)
-
-    _copy_identity(getattr(type(optimizer), name), call_class)
-    return call_class
-
-
-def _copy_identity(source: Any, target: Callable[..., Any]) -> None:
-    """Give ``target`` the name, text and signature of ``source``, and the scheduler's mark."""
-    for attribute in ("__name__", "__qualname__", "__doc__"):
-        if hasattr(source, attribute):
-            setattr(target, attribute, getattr(source, attribute))
-    try:
-        setattr(target, "__signature__", inspect.signature(source))  # noqa: B010
-    except (TypeError, ValueError):  # some callables have none
-        pass
-    if getattr(source, SCHEDULER_MARK, False):
-        setattr(target, SCHEDULER_MARK, True)
-
-
-def _find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """The closure among the arguments of ``step``; hooks see the optimizer itself first."""
-    positional = [arg for arg in args if not isinstance(arg, torch.optim.Optimizer)]
-    closure = kwargs.get("closure", positional[0] if positional else None)
-    return closure if callable(closure) else None
-
-
-def _replace_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": closure}
-    optimizer, _, *rest = args
-    return (optimizer, closure, *rest), kwargs

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,16 @@ from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import Reductions
 from preamp.engine.stage import Plan, Stage
 from preamp.kernels import Ops
-from preamp.optim import Masters, cast_state
+from preamp.optim import Masters, Twin, cast_state
 from preamp.scaling import LossScaler
 
 NameOf = Callable[[torch.Tensor], str]
 _NOTES_KEPT = 64  # backwards between two steps that an overflow message can still look back on
+
+
+def host_reaches(tensor: torch.Tensor) -> bool:
+    """Whether reading ``tensor`` waits for no device."""
+    return tensor.device.type == "cpu"
 
 
 class OptimizerSession:
@@ -163,6 +168,17 @@ class OptimizerSession:
 
     # -- one step ----------------------------------------------------------------------------
 
+    def unread_overflow(self) -> torch.Tensor | None:
+        """The overflow flag, if the optimizer can obey it on the device and the host is not near.
+
+        torch's protocol for it is the one of its ``GradScaler``; fused optimizers follow it.
+        """
+        found_inf = self._found_inf
+        if found_inf is None or host_reaches(found_inf):
+            return None
+        obeys = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        return found_inf if obeys else None
+
     def overflowed(self) -> bool:
         """Whether the gradients at hand contain an overflow. Synchronises if any was possible."""
         if self._found_inf is None or self._found_inf.item() != 0:
@@ -190,13 +206,16 @@ class OptimizerSession:
         if self.masters is not None:
             self.masters.write_halves()
 
-    def finish_step(self, *, skipped: bool) -> None:
-        """Count the step and use the gradients up."""
+    def finish_step(self) -> None:
+        """Use the gradients up, taken or not."""
+        self.gradients.spend()
+        self.reset()
+
+    def count(self, *, skipped: bool) -> None:
+        """Count a step."""
         self.steps_skipped += int(skipped)
         self.steps_applied += int(not skipped)
         self.skips_in_row = self.skips_in_row + 1 if skipped else 0
-        self.gradients.spend()
-        self.reset()
 
     def reset(self) -> None:
         """Back to READY: no overflow, nothing delayed."""
@@ -211,3 +230,20 @@ class OptimizerSession:
         self.gradients.drop(to_none=set_to_none)
         self.reset()
         return original()
+
+
+def make_sessions(
+    optimizers: Sequence[torch.optim.Optimizer],
+    ops: Ops,
+    name_of: NameOf,
+    reductions: Reductions,
+    *,
+    has_masters: bool,
+) -> dict[int, OptimizerSession]:
+    """One session for each optimizer, by its ``id``; a weight in two of them has one master."""
+    twins: dict[int, Twin] = {}
+    sessions: dict[int, OptimizerSession] = {}
+    for optimizer in optimizers:
+        masters = Masters(optimizer, ops, name_of, twins) if has_masters else None
+        sessions[id(optimizer)] = OptimizerSession(optimizer, ops, name_of, masters, reductions)
+    return sessions

@@ -119,6 +119,13 @@ class Twin:
         if self._seen is not None and self._seen.factor is not None:
             self._seen.factor = self._seen.factor * factor.to(self._seen.factor.device)
 
+    def unscaled_gradient(self) -> torch.Tensor | None:
+        """The master's gradient, or ``None`` also where it cannot be told any more."""
+        try:
+            return self.master.grad
+        except PreampStateError:  # changed in place while it was scaled: the gradient of nothing
+            return None
+
     def materialize(self) -> None:
         """Bring the master's gradient up to date: ``grad += float32(half.grad) * factor``."""
         pending = self.pending

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What became of the optimizer steps: counted, told, and given up on where scaling cannot go on.
+
+Where the device decides about a step, the host is not made to wait for the answer: it goes into
+pinned memory, and is looked at when it has come, or when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from preamp.core.log import say
+from preamp.engine.overflow import (
+    GradientNote,
+    OverflowCause,
+    check_limits,
+    find_cause,
+    skip_message,
+)
+from preamp.engine.session import OptimizerSession
+from preamp.scaling import LossScaler
+
+_CAUSES_KEPT = 256
+
+
+class _Flag:
+    """``found_inf`` on its way to the host."""
+
+    def __init__(self, found_inf: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if found_inf.device.type == "cuda":
+            self._value = torch.empty((), dtype=found_inf.dtype, pin_memory=True)
+            self._value.copy_(found_inf, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._value = found_inf.clone()
+
+    def has_come(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def read(self) -> bool:
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._value != 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Open:
+    """A step that the host does not know the outcome of yet.
+
+    Attributes:
+        session: Its optimizer.
+        flag: Not zero if it was skipped.
+        notes: What the backwards before it found.
+        scales: The loss scales after it.
+    """
+
+    session: OptimizerSession
+    flag: _Flag
+    notes: tuple[GradientNote, ...]
+    scales: tuple[torch.Tensor, ...]
+
+
+class Ledger:
+    """Counts steps and tells of those not taken.
+
+    Attributes:
+        causes: The latest skipped steps with their causes, oldest first; bounded.
+        last_skipped: Whether the latest step was skipped.
+        verbosity: 0 tells nothing.
+    """
+
+    def __init__(
+        self,
+        scalers: Sequence[LossScaler],
+        name_of: Callable[[torch.Tensor], str],
+        *,
+        limit: int | None,
+        verbosity: int,
+    ) -> None:
+        """Start without steps.
+
+        Args:
+            scalers: Of the engine, by loss.
+            name_of: Names parameters.
+            limit: Skipped steps in a row after which training stops.
+            verbosity: See the attribute.
+        """
+        self.causes: deque[OverflowCause] = deque(maxlen=_CAUSES_KEPT)
+        self.last_skipped = False
+        self._scalers = scalers
+        self._name_of = name_of
+        self._limit = limit
+        self.verbosity = verbosity
+        self._open: deque[_Open] = deque()
+
+    def applied(self, session: OptimizerSession) -> None:
+        """Count a step that updated the weights."""
+        session.finish_step()
+        session.count(skipped=False)
+        self.last_skipped = False
+
+    def skipped(self, session: OptimizerSession) -> OverflowCause:
+        """Count a step not taken, tell why, and give up where scaling cannot go on.
+
+        Raises:
+            LossScaleError: Too many skips in a row, or the scale reached its built-in minimum.
+        """
+        notes, scales = tuple(session.notes), [scaler.value() for scaler in self._scalers]
+        session.finish_step()
+        return self._skip(session, notes, scales)
+
+    def decided_on_device(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
+        """Take note of a step that the device has taken unless ``found_inf`` is set."""
+        scales = tuple(scaler.scale.clone() for scaler in self._scalers)
+        self._open.append(_Open(session, _Flag(found_inf), tuple(session.notes), scales))
+        session.finish_step()
+
+    def settle(self, *, wait: bool) -> None:
+        """Count the steps whose outcome is known by now.
+
+        Args:
+            wait: For all outcomes. Synchronises.
+
+        Raises:
+            LossScaleError: See `skipped`; of an earlier step.
+        """
+        while self._open and (wait or self._open[0].flag.has_come()):
+            step = self._open.popleft()
+            if step.flag.read():
+                scales = [float(scale.item()) for scale in step.scales]
+                self._skip(step.session, step.notes, scales)
+            else:
+                step.session.count(skipped=False)
+                self.last_skipped = False
+
+    def _skip(
+        self, session: OptimizerSession, notes: Sequence[GradientNote], scales: Sequence[float]
+    ) -> OverflowCause:
+        step = session.steps_applied + session.steps_skipped + 1
+        cause = find_cause(notes, step, scales, self._name_of)
+        session.count(skipped=True)
+        self.last_skipped = True
+        self.causes.append(cause)
+        if self.verbosity > 0:
+            say(skip_message(cause), every_rank=True)
+        rule = self._scalers[cause.loss_id].rule
+        check_limits(cause, session.skips_in_row, self._limit, rule)
+        return cause
