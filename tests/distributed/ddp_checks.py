@@ -128,7 +128,6 @@ def check_bucket_sizes() -> None:
         return sorted(found)
 
     assert sizes() == [5]
-    assert sizes(delay_allreduce=True) == [5]
     assert sizes(message_size=0) == [2, 3]
     assert sizes(message_size=3) == [2, 3]
     assert sizes(message_size=4) == [5]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from distributed import ddp_checks, failing_check
+from distributed import ddp_checks, delayed_checks, failing_check
 from distributed.ranks import assert_pass, checks_of
 from preamp import PreampStateError
 from preamp.parallel import (
@@ -25,6 +25,10 @@ from preamp.parallel import (
 
 def test_on_two_ranks(tmp_path: Path) -> None:
     assert_pass(checks_of(ddp_checks), 2, tmp_path)
+
+
+def test_delayed_reduction_on_two_ranks(tmp_path: Path) -> None:
+    assert_pass(checks_of(delayed_checks), 2, tmp_path)
 
 
 def test_a_failing_rank_fails_the_test(tmp_path: Path) -> None:

@@ -27,27 +27,45 @@ class Averaging:
     group: dist.ProcessGroup
 
 
+def reduce_buffer(state: Averaging, buffer: torch.Tensor) -> torch.Tensor:
+    """Sum ``buffer`` over the ranks as ``state`` says, and wait for it.
+
+    Arithmetic is in the dtype of the buffer, or in float32 with one rounding at the end if
+    ``state.in_float32``.
+
+    Returns:
+        The result, in ``buffer``'s dtype.
+
+    Mutates:
+        ``buffer``.
+    """
+    summed = _prepared(state, buffer)
+    collectives.all_reduce(summed, group=state.group)
+    return _finished(state, buffer, summed)
+
+
 # torch reads the annotations of a hook, and wants types instead of strings: no __future__ above.
 def reduce_bucket(
     state: Averaging,
     bucket: dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
 ) -> torch.futures.Future[torch.Tensor]:
-    """Sum one bucket over the ranks as ``state`` says; a communication hook of torch's DDP.
-
-    Arithmetic is in the dtype of the bucket, or in float32 with one rounding at the end if
-    ``state.in_float32``.
-    """
+    """`reduce_buffer` without waiting; a communication hook of torch's DDP."""
     buffer = bucket.buffer()
-    widen = state.in_float32 and buffer.dtype in (torch.float16, torch.bfloat16)
-    summed = buffer.float() if widen else buffer
-    if state.before != 1.0:
-        summed.mul_(state.before)
-    work = collectives.all_reduce(summed, group=state.group, async_op=True)
+    work = collectives.all_reduce(_prepared(state, buffer), group=state.group, async_op=True)
 
     def finish(future: Any) -> torch.Tensor:
-        total: torch.Tensor = future.value()[0]
-        if state.after != 1.0:
-            total.mul_(state.after)
-        return buffer.copy_(total) if widen else total
+        return _finished(state, buffer, future.value()[0])
 
     return work.get_future().then(finish)
+
+
+def _prepared(state: Averaging, buffer: torch.Tensor) -> torch.Tensor:
+    widen = state.in_float32 and buffer.dtype in (torch.float16, torch.bfloat16)
+    summed = buffer.float() if widen else buffer
+    return summed.mul_(state.before) if state.before != 1.0 else summed
+
+
+def _finished(state: Averaging, buffer: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    if state.after != 1.0:
+        total.mul_(state.after)
+    return total if total.dtype == buffer.dtype else buffer.copy_(total)

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from preamp.core.errors import message
+from preamp.core.errors import PreampStateError, message
 from preamp.distributed.averaging import Averaging, reduce_bucket
+from preamp.distributed.delayed import DelayedReduction
 from preamp.distributed.groups import require_group
 from preamp.distributed.masters import broadcast_masters
+from preamp.kernels.data_parallel import forward_without_reducer
 
 _MB = 1024 * 1024
 
@@ -34,6 +38,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         gradient = (Σ gradient / predivide) · predivide / world_size
 
     without the last two factors if ``gradient_average=False``.
+
+    As with torch's class, a backward is reduced only if it is the first one after a forward: a
+    second one through the same output, or through an earlier output, adds this rank's gradients
+    alone. ``delay_allreduce=True`` reduces every backward.
     """
 
     def __init__(
@@ -60,9 +68,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 bfloat16, ``allreduce_always_fp32=True`` gets by.
             message_size: Elements in a bucket; 0 gives each parameter one of its own. torch counts
                 bytes, so this is taken times the mean element size of what requires grad.
-            delay_allreduce: Reduce everything in one go at the end of ``backward``. As in Apex,
-                parameters may then go without gradient (``find_unused_parameters`` in torch, which
-                tells on stderr if there was none after all).
+            delay_allreduce: Reduce everything in one go at the end of every ``backward``, without
+                torch's reducer. Parameters may go without gradient, on some ranks or all; several
+                backwards may follow one forward, and several forwards precede one backward. Costs
+                an exchange of which parameters have one, which synchronises, and a flat copy of
+                the gradients. torch's ``join`` and ``register_comm_hook`` are refused then.
             shared_param: Refused, as in Apex.
             allreduce_trigger_params: Accepted. Which parameters close a bucket is a matter of
                 timing, and torch's reducer finds its own.
@@ -99,32 +109,73 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 module,
                 broadcast_buffers=False,
                 process_group=groups[0] if groups else None,
-                bucket_cap_mb=_bucket_mb(module, message_size, one_bucket=delay_allreduce),
-                find_unused_parameters=delay_allreduce,
+                bucket_cap_mb=_bucket_mb(module, message_size),
                 gradient_as_bucket_view=retain_allreduce_buffers,
             )
         broadcast_masters(module, cast("Any", self).process_group)
         self._averages = gradient_average
         self._predivide = float(gradient_predivide_factor)
         self._always_fp32 = allreduce_always_fp32
+        self._delays = delay_allreduce
+        self._retains = retain_allreduce_buffers
         self._hook_reduction()
 
     def _hook_reduction(self) -> None:
-        if self._averages and self._predivide == 1.0 and not self._always_fp32:
-            return  # torch's reducer does just that
         group = cast("Any", self).process_group
+        is_torchs = self._averages and self._predivide == 1.0 and not self._always_fp32
         averaging = Averaging(
             before=1.0 / self._predivide,
             after=self._predivide / group.size() if self._averages else 1.0,
             in_float32=self._always_fp32,
             group=group,
         )
-        cast("Any", self).register_comm_hook(averaging, reduce_bucket)
+        if self._delays:
+            if is_torchs:
+                averaging = replace(averaging, before=1.0 / group.size(), after=1.0)
+            self._delayed = DelayedReduction(self, averaging, makes_views=self._retains)
+        elif not is_torchs:
+            cast("Any", super()).register_comm_hook(averaging, reduce_bucket)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module, and prepare for the reduction of its backward."""
+        if not self._delays:
+            return cast("Any", super()).forward(*inputs, **kwargs)
+        with torch.profiler.record_function("DistributedDataParallel.forward"):
+            return forward_without_reducer(self, inputs, kwargs)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let torch's reducer call ``hook`` for each bucket, as in torch's class.
+
+        Raises:
+            PreampStateError: With ``delay_allreduce``, which does without the reducer.
+        """
+        self._refuse_if_delayed("register_comm_hook")
+        cast("Any", super()).register_comm_hook(state, hook)
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """Let ranks have different numbers of batches, as in torch's class.
+
+        Raises:
+            PreampStateError: With ``delay_allreduce``, which does without the reducer.
+        """
+        self._refuse_if_delayed("join")
+        return cast("Any", super()).join(*args, **kwargs)
+
+    def _refuse_if_delayed(self, name: str) -> None:
+        if self._delays:
+            raise PreampStateError(
+                message(
+                    f"{name} was called with delay_allreduce=True",
+                    "It belongs to torch's reducer, which delaying does without",
+                    "Leave delay_allreduce out",
+                )
+            )
 
     def disable_allreduce(self) -> None:
         """Let gradients pile up locally, for accumulation; call before the forward, as `no_sync`.
 
-        What piled up is reduced with the first backward after `enable_allreduce`.
+        What piled up is reduced with the first backward after `enable_allreduce`. With
+        ``delay_allreduce`` it is the moment of the backward that counts.
         """
         self.require_backward_grad_sync = False
 
@@ -136,6 +187,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Leave out what belongs to this process; torch refuses any but the default group."""
         state = cast("dict[str, Any]", super().__getstate__())
         del state["_comm_hooks"]
+        state.pop("_delayed", None)
         return state
 
     def __setstate__(self, state: Any) -> None:
@@ -215,11 +267,9 @@ def _check_numbers(message_size: int, predivide: float) -> None:
         )
 
 
-def _bucket_mb(module: nn.Module, message_size: int, *, one_bucket: bool) -> float:
+def _bucket_mb(module: nn.Module, message_size: int) -> float:
     """Bucket size in torch's unit."""
     params = [param for param in module.parameters() if param.requires_grad]
     elements = sum(param.numel() for param in params)
     total = sum(param.numel() * param.element_size() for param in params)
-    if one_bucket:
-        return total / _MB + 1
     return message_size * total / max(elements, 1) / _MB

@@ -6,6 +6,7 @@ from __future__ import annotations
 from contract.rows.row import Row, Section, tests
 
 DDP = "distributed/ddp_checks"
+DELAYED = "distributed/delayed_checks"
 DDP_TESTS = "distributed/test_ddp"
 BN = "distributed/sync_batchnorm_checks"
 BN_TESTS = "distributed/test_sync_batchnorm"
@@ -36,7 +37,11 @@ ROWS: tuple[Row, ...] = (
     ddp.supported("`message_size`", MEANS + tests(DDP, "check_bucket_sizes")),
     ddp.supported(
         "`delay_allreduce`",
-        MEANS + tests(DDP, "check_delayed_reduction_needs_no_gradient_for_every_parameter"),
+        MEANS
+        + tests(DDP, "check_delayed_reduction_needs_no_gradient_for_every_parameter")
+        + tests(
+            DELAYED, "check_every_backward_is_reduced", "check_the_moment_of_the_backward_counts"
+        ),
     ),
     ddp.supported("`shared_param`: `ValueError`", REFUSED),
     ddp.differs(

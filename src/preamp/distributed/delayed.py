@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Reduction of gradients at the end of each backward, whatever forwards it came from."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from preamp.distributed.averaging import Averaging, reduce_buffer
+from preamp.distributed.groups import collectives
+from preamp.kernels.backward import after_backward, backward_under_way
+
+
+class DelayedReduction:
+    """Reduces what a backward has accumulated in ``param.grad`` when it ends.
+
+    torch's reducer reduces the first backward after a forward, and expects one gradient for each
+    parameter. This one counts neither: it serves several backwards through one forward, and
+    several forwards before one backward, with different parameters each.
+
+    A parameter is reduced if any rank has a new gradient for it; the others contribute what they
+    hold, or zeros. Which ones these are is exchanged first, so that ranks need not agree.
+    """
+
+    def __init__(
+        self,
+        wrapper: DistributedDataParallel,
+        averaging: Averaging,
+        *,
+        makes_views: bool,
+    ) -> None:
+        """Hook the parameters that require grad; the hooks do nothing once this object is gone.
+
+        Args:
+            wrapper: What reduces. Its ``require_backward_grad_sync`` is asked during backward;
+                what it was off for is reduced with the next backward that it is on for.
+            averaging: What to do to the gradients.
+            makes_views: Whether gradients become views of the buffer they were reduced in.
+        """
+        params = [param for param in wrapper.parameters() if param.requires_grad]
+        self._params = params
+        self._wrapper = weakref.ref(wrapper)  # no cycle, which would keep the hooks alive
+        self._averaging = averaging
+        self._makes_views = makes_views
+        self._new: set[int] = set()
+        self._awaited = -1
+        for index, param in enumerate(params):
+            cast("Any", param).register_post_accumulate_grad_hook(_Note(self, index))
+
+    def note(self, index: int) -> None:
+        """Remember that a parameter got a gradient, and wait for the end of this backward."""
+        self._new.add(index)
+        wrapper, current = self._wrapper(), backward_under_way()
+        if wrapper is None or not wrapper.require_backward_grad_sync:
+            return
+        if self._awaited != current:
+            self._awaited = current
+            after_backward(self._reduce)
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        params = self._with_news()
+        self._new.clear()
+        for param in params:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        for bucket in _buckets(params):
+            grads = [_grad(param).detach() for param in bucket]
+            if len(grads) == 1 and grads[0].is_sparse:
+                bucket[0].grad = reduce_buffer(self._averaging, grads[0].coalesce())
+                continue
+            flat = reduce_buffer(self._averaging, torch.cat([grad.reshape(-1) for grad in grads]))
+            parts = torch.split(flat, [grad.numel() for grad in grads])
+            for param, grad, part in zip(bucket, grads, parts, strict=True):
+                if self._makes_views:
+                    param.grad = part.view(grad.shape)
+                else:
+                    grad.copy_(part.view(grad.shape))
+
+    def _with_news(self) -> list[nn.Parameter]:
+        """The parameters that any rank has a new gradient for."""
+        news = torch.zeros(len(self._params), dtype=torch.int32)
+        news[[i for i in self._new if self._params[i].grad is not None]] = 1
+        everywhere = news.to(self._params[0].device)
+        collectives.all_reduce(everywhere, group=self._averaging.group)
+        counts = cast("list[int]", cast("Any", everywhere).tolist())
+        return [param for param, count in zip(self._params, counts, strict=True) if count]
+
+
+class _Note:
+    """A parameter's hook."""
+
+    def __init__(self, reduction: DelayedReduction, index: int) -> None:
+        self._reduction = weakref.ref(reduction)
+        self._index = index
+
+    def __call__(self, param: torch.Tensor) -> None:
+        del param
+        reduction = self._reduction()
+        if reduction is not None:
+            reduction.note(self._index)
+
+
+def _grad(param: nn.Parameter) -> torch.Tensor:
+    grad: Any = param.grad
+    return grad
+
+
+def _buckets(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """One per dtype and device, and one for each sparse gradient."""
+    found: dict[Any, list[nn.Parameter]] = {}
+    for param in params:
+        grad = _grad(param)
+        key = id(param) if grad.is_sparse else (grad.dtype, grad.device)
+        found.setdefault(key, []).append(param)
+    return list(found.values())
