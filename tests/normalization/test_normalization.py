@@ -292,6 +292,42 @@ def test_compiled_and_traced(kind: Any, efficient: bool) -> None:
             assert_same(made(x).detach(), layer(x).detach())
 
 
+@ALL_LAYERS
+@EFFICIENT
+def test_scripted(kind: Any, efficient: bool) -> None:
+    """In a model and alone, with the layer's own parameters, in its dtypes."""
+    model = torch.nn.Sequential(kind((2, 3), memory_efficient=efficient), torch.nn.ReLU())
+    model[0].weight.data.uniform_(0.5, 2.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates scripting
+        scripted = torch.jit.script(model)
+    assert list(scripted.state_dict()) == list(model.state_dict())
+    for dtype, weight_dtype in itertools.product(DTYPES, DTYPES):
+        model.to(weight_dtype)
+        scripted.to(weight_dtype)
+        x = torch.randn(4, 2, 3, dtype=dtype)
+        found, wanted = scripted(x), model(x)
+        assert found.dtype == wanted.dtype
+        torch.testing.assert_close(found, wanted)
+    scripted(x.float()).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("kind", LAYERS[:2])
+def test_scripted_without_weights(kind: Any) -> None:
+    layer, x = kind(3, elementwise_affine=False), torch.randn(2, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same(torch.jit.script(layer)(x), layer(x))
+
+
+@ALL_LAYERS
+def test_shapes_may_be_numbers_of_numpy(kind: Any) -> None:
+    numpy = pytest.importorskip("numpy")
+    assert kind(numpy.int64(3)).normalized_shape == (3,)
+    assert fused_layer_norm.fused_rms_norm(torch.ones(2, 3), numpy.int32(3)).shape == (2, 3)
+
+
 @pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
 def test_mixed_layers_have_weights(kind: Any) -> None:
     name = kind.__name__

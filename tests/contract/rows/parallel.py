@@ -169,7 +169,13 @@ ROWS: tuple[Row, ...] = (
     ),
     norm.supported(
         "`FusedLayerNorm`, `FusedRMSNorm`",
-        tests(NORM, "test_layers_against_the_formula", "test_signatures_are_those_of_apex"),
+        tests(
+            NORM,
+            "test_layers_against_the_formula",
+            "test_signatures_are_those_of_apex",
+            "test_compiled_and_traced",
+            "test_scripted",
+        ),
     ),
     norm.supported(
         "`MixedFusedLayerNorm`, `MixedFusedRMSNorm`",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -34,8 +35,10 @@ class Norm:
 
 
 def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
-    """A single number as a shape of one dimension."""
-    return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    """A single number, NumPy's too, as a shape of one dimension; a shape as a tuple."""
+    if isinstance(normalized_shape, Integral):
+        return (int(normalized_shape),)
+    return tuple(cast("Sequence[int]", normalized_shape))
 
 
 def normalize(

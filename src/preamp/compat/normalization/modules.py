@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from preamp.compat.normalization.compute import Norm, as_shape, normalize
+from preamp.compat.normalization.scripted import ScriptedNorm
 from preamp.core.errors import PreampStateError, message
 
 
@@ -45,14 +46,22 @@ class _LastDimensionsNorm(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise ``input`` of shape ``(…, *normalized_shape)``."""
-        norm = Norm(
+        bias = self.bias if self._is_centred else None
+        return normalize(self._norm(), input, self.weight, bias)
+
+    def _norm(self) -> Norm:
+        return Norm(
             shape=tuple(self.normalized_shape),
             eps=self.eps,
             is_centred=self._is_centred,
             is_mixed=self._is_mixed,
             memory_efficient=self.memory_efficient,
         )
-        return normalize(norm, input, self.weight, self.bias if self._is_centred else None)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Tell ``torch.jit.script`` what to compile."""
+        bias = self.bias if self._is_centred else None
+        return ScriptedNorm(self._norm(), self.weight, bias).train(self.training)
 
     def extra_repr(self) -> str:
         """Name the arguments."""
