@@ -59,15 +59,24 @@ def clip_grad_norm_(
             lazy.append((twin, *pending))
         elif twin.master.grad is not None:
             ready.append(twin.master.grad)
+    session.gradients.wants_norm = norm_type == 2.0
     if norm_type == 2.0:
-        tensors = [*ready, *(grad for _, grad, _ in lazy)]
-        factors = [*(None for _ in ready), *(factor for _, _, factor in lazy)]
-        norm = engine.ops.l2norm(tensors, factors, engine.device)
+        pairs = [(grad, factor) for _, grad, factor in lazy]
+        known = session.gradients.known_norm
+        norm = None if known is None else known.of(ready, pairs)
+        if norm is None:
+            tensors = [*ready, *(grad for grad, _ in pairs)]
+            factors = [*(None for _ in ready), *(factor for _, factor in pairs)]
+            norm = engine.ops.l2norm(tensors, factors, engine.device)
     else:
         norm = torch.nn.utils.get_total_norm(ready, norm_type)
+    session.gradients.known_norm = None  # it has been used: clipped gradients have another
     clip = (max_norm / (norm + _EPS)).clamp(max=1.0)
     with torch.no_grad():
         engine.ops.scale_add_(ready, clip, [None] * len(ready))
-    for twin, _, _ in lazy:
-        twin.multiply_pending(clip)
+    clipped: dict[int, torch.Tensor] = {}
+    for twin, _, factor in lazy:
+        if id(factor) not in clipped:
+            clipped[id(factor)] = factor * clip.to(factor.device)
+        twin.replace_factor(clipped[id(factor)])
     return norm

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from preamp.engine import refusals
+from preamp.engine.known_norm import KnownNorm
 from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import Reductions
 from preamp.engine.stage import Delayed, Plan, Stage
@@ -26,6 +27,8 @@ class GradientBooks:
         masters: The optimizer's masters, or ``None`` at levels without.
         stage: Where the gradients stand.
         is_open: Whether a ``scale_loss`` block is under way.
+        wants_norm: Whether the census takes the norm along, since the latest step was clipped.
+        known_norm: What it found.
     """
 
     def __init__(
@@ -39,6 +42,8 @@ class GradientBooks:
         self.masters = masters
         self.stage = Stage.READY
         self.is_open = False
+        self.wants_norm = False
+        self.known_norm: KnownNorm | None = None
         self._reductions = reductions
         self._reduced_at = reductions.unreduced
         self._optimizer = optimizer
@@ -160,15 +165,26 @@ class GradientBooks:
             float32 scalar on the device, 1.0 if any new gradient is infinite or nan; ``None``
             for static scales, which do not look.
         """
+        self.known_norm = None
         if not scaler.is_dynamic:
             return None
         twins = {id(twin.master): twin.half for twin in self.masters or ()}
         own = {id(param): param for param in self._own} | twins
         params = [own[id(param)] for param in self.params() if id(param) in own]
         fresh = [(param, param.grad) for param in params if param.grad is not None]
-        census = self._ops.census([grad for _, grad in fresh], scaler.device)
+        grads = [grad for _, grad in fresh]
+        census = self._ops.census(
+            grads, scaler.device, with_norm=self.wants_norm, with_max_abs=False
+        )
+        if census.norm is not None and not self._holds_earlier():
+            self.known_norm = KnownNorm(census.norm, grads)
         note.add([param for param, _ in fresh], census.max_abs)
         return census.found_inf
+
+    def _holds_earlier(self) -> bool:
+        """Whether earlier gradients join those of this backward."""
+        twins = self.masters or ()
+        return self._direct.has_earlier or any(t.master.has_materialized_grad for t in twins)
 
     def merge(self, factor: torch.Tensor | None) -> None:
         """Unscale the new gradients and add the earlier ones.
@@ -197,6 +213,8 @@ class GradientBooks:
                 one = torch.ones((), device=device)
                 factors[device] = one if factor is None else factor.to(device)
             twin.collect(factors[device], is_plain=factor is None)
+        if self.known_norm is not None:
+            self.known_norm.commit(factor)
         self.is_open = False
         self.stage = Stage.UNSCALED
         self._delayed = None

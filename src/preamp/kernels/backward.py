@@ -14,7 +14,7 @@ def backward_under_way() -> int:
 
     A backward inside another one, as in reentrant checkpoints, has a number of its own.
     """
-    return cast("Any", torch)._C._current_graph_task_id()  # noqa: SLF001
+    return cast("Any", torch)._C._current_graph_task_id()
 
 
 def after_backward(call: Callable[[], None]) -> None:
@@ -23,4 +23,4 @@ def after_backward(call: Callable[[], None]) -> None:
     Only hooks of a backward may ask for it. What ``call`` raises, ``backward`` raises; after a
     backward that fails it is not called.
     """
-    cast("Any", torch.autograd).Variable._execution_engine.queue_callback(call)  # noqa: SLF001
+    cast("Any", torch.autograd).Variable._execution_engine.queue_callback(call)

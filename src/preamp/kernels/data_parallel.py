@@ -20,4 +20,4 @@ def forward_without_reducer(
 
     The wrapper is `active_data_parallel` meanwhile. Gradients of this forward stay local.
     """
-    return cast("Any", wrapper)._run_ddp_forward(*inputs, **kwargs)  # noqa: SLF001
+    return cast("Any", wrapper)._run_ddp_forward(*inputs, **kwargs)

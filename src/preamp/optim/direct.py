@@ -59,6 +59,11 @@ class DirectGradients:
         """Whether an earlier gradient is away."""
         return any(not earlier.is_carried for earlier in self._aside.values())
 
+    @property
+    def has_earlier(self) -> bool:
+        """Whether an earlier gradient will be part of the result, away or not."""
+        return bool(self._aside)
+
     def set_aside(
         self,
         params: Parameters,

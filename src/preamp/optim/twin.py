@@ -114,10 +114,10 @@ class Twin:
         if grad is not None:
             self._seen = HalfGradient(grad, version_of(grad), factor, is_plain=is_plain)
 
-    def multiply_pending(self, factor: torch.Tensor) -> None:
-        """Multiply a gradient that is still pending, without touching its memory."""
+    def replace_factor(self, factor: torch.Tensor) -> None:
+        """Unscale a gradient that is still pending by ``factor`` instead; touches no memory."""
         if self._seen is not None and self._seen.factor is not None:
-            self._seen.factor = self._seen.factor * factor.to(self._seen.factor.device)
+            self._seen.factor = factor
 
     def unscaled_gradient(self) -> torch.Tensor | None:
         """The master's gradient, or ``None`` also where it cannot be told any more."""
