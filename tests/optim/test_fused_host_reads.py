@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases.fused import (
     ADAM,
@@ -20,9 +19,8 @@ from cases.fused import (
     parameters,
     variant_id,
 )
+from cases.host_reads import NoHostReads, far_from_the_host
 from cases.tolerances import assert_same
-from preamp.kernels import dispatch
-from preamp.optim.fused import on_device
 from preamp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 SHAPES = ((3, 2), (), (0,))
@@ -32,38 +30,11 @@ KINDS: list[tuple[FusedCase, Options]] = [
     (ADAM, {"capturable": True, "master_weights": True}),
     (MIXED_LAMB, {"reduced_precision_dtype": torch.float16}),
 ]
-READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
-
-
-class NoHostReads(TorchDispatchMode):
-    """Raises where a tensor's value is asked for; on CUDA also where the host waits."""
-
-    def __enter__(self) -> NoHostReads:
-        if torch.cuda.is_available():
-            torch.cuda.set_sync_debug_mode("error")
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.set_sync_debug_mode("default")
-        super().__exit__(*error)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READS:
-            raise AssertionError(f"{func} reads a value")
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The back end for CPUs may read: it waits for nobody. So CPUs take another one here."""
-    chosen = dispatch.choose
-
-    def choose(device: torch.device) -> tuple[str, str]:
-        return ("reference", "a test") if device.type == "cpu" else chosen(device)
-
-    monkeypatch.setattr(dispatch, "choose", choose)
-    monkeypatch.setattr(on_device, "host_reaches", lambda _: False)
+    far_from_the_host(monkeypatch)
 
 
 def test_a_read_is_noticed() -> None:

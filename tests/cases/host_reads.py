@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tensors on the CPU treated as if they lay on a device that the host would have to wait for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from preamp.engine import session
+from preamp.kernels import dispatch
+from preamp.optim.fused import on_device
+
+READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+
+
+class NoHostReads(TorchDispatchMode):
+    """Raises where a tensor's value is asked for; on CUDA also where the host waits."""
+
+    def __enter__(self) -> NoHostReads:
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("error")
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("default")
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS:
+            raise AssertionError(f"{func} reads a value")
+        return func(*args, **(kwargs or {}))
+
+
+def far_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The back end for CPUs may read: it waits for nobody. So CPUs take another one here."""
+    chosen = dispatch.choose
+
+    def choose(device: torch.device) -> tuple[str, str]:
+        return ("reference", "a test") if device.type == "cpu" else chosen(device)
+
+    monkeypatch.setattr(dispatch, "choose", choose)
+    monkeypatch.setattr(on_device, "host_reaches", lambda _: False)
+    monkeypatch.setattr(session, "host_reaches", lambda _: False)

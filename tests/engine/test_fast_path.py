@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What fused optimizers are spared: gradients of masters, second passes, waiting for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import preamp
+from cases.fused import FUSED, FusedCase, variant_id
+from cases.host_reads import NoHostReads, far_from_the_host
+from cases.models import Parts, batch
+from cases.tolerances import assert_same
+from preamp.core.errors import LossScaleError
+from preamp.engine import ledger
+from preamp.kernels.by_device import ByDevice
+from preamp.optimizers import FusedAdam
+
+every_class = pytest.mark.parametrize("case", FUSED, ids=variant_id)
+with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
+Step = Callable[[Any, torch.optim.Optimizer], None]
+
+
+class Training:
+    """A small model that is trained by a fused optimizer."""
+
+    def __init__(self, level: str, build: Callable[[Any], Any], **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Parts()
+        self.optimizer = build(self.model.parameters())
+        settings = {"opt_level": level, "verbosity": 0, **options}
+        preamp.initialize(self.model, self.optimizer, **settings)
+        self.engine = preamp.engine_of(self.model)
+        if self.engine.policy.is_dynamic:
+            self.engine.scaler(0).set_scale(64.0)  # from 2**16 on this model would skip some steps
+
+    def backward(self, seed: int, factor: float = 1.0) -> None:
+        inputs, target = batch(seed)
+        loss = torch.nn.functional.mse_loss(self.model(inputs).float(), target) * factor
+        with preamp.scale_loss(loss, self.optimizer) as scaled:
+            scaled.backward()
+
+    def run(self, steps: int, between: Callable[[Training], Any] = lambda _: None) -> None:
+        for step in range(steps):
+            self.backward(step)
+            between(self)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def weights(self) -> list[torch.Tensor]:
+        masters = list(preamp.master_params(self.optimizer))
+        return [p.detach().clone() for p in (*self.model.parameters(), *masters)]
+
+
+def same_weights(a: Training, b: Training) -> None:
+    for ours, wanted in zip(a.weights(), b.weights(), strict=True):
+        assert_same(ours, wanted)
+
+
+def read_gradients(training: Training) -> None:
+    for master in preamp.master_params(training.optimizer):
+        assert master.grad is not None
+
+
+@every_class
+@with_masters
+def test_reading_gradients_of_masters_changes_nothing(case: FusedCase, level: str) -> None:
+    """Half gradients are unscaled in the update as they are where somebody reads them."""
+    lazy = Training(level, lambda p: case.kind(p, **case.needs))
+    eager = Training(level, lambda p: case.kind(p, **case.needs))
+    lazy.run(3)
+    eager.run(3, read_gradients)
+    same_weights(lazy, eager)
+
+
+@every_class
+@with_masters
+def test_gradients_of_masters_are_not_made(
+    case: FusedCase, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(level, lambda p: case.kind(p, **case.needs))
+    for op in ("widen_add", "cast_copy_"):
+        calls: list[int] = []
+        original = getattr(ByDevice, op)
+
+        def count(self: Any, first: Any, *rest: Any, calls: Any = calls, op: Any = original) -> Any:
+            calls.append(len(first))
+            return op(self, first, *rest)
+
+        monkeypatch.setattr(ByDevice, op, count)
+        training.run(2, lambda t: preamp.clip_grad_norm_(t.optimizer, 0.1))
+        assert sum(calls) == 0, op  # the update reads half gradients and rounds the weights
+    for half in training.model.parameters():
+        master = training.engine.master_of(half)
+        assert master is None or torch.equal(master.to(half.dtype), half)
+
+
+def test_an_earlier_gradient_is_added() -> None:
+    twice, once = (Training("O2", FusedAdam, loss_scale=64.0) for _ in range(2))
+    twice.backward(0)
+    twice.backward(1)
+    inputs = [batch(seed) for seed in (0, 1)]
+    losses = [torch.nn.functional.mse_loss(once.model(x).float(), y) for x, y in inputs]
+    with preamp.scale_loss(losses[0] + losses[1], once.optimizer) as scaled:
+        scaled.backward()
+    for training in (twice, once):
+        training.optimizer.step()
+    for ours, wanted in zip(twice.weights(), once.weights(), strict=True):
+        torch.testing.assert_close(ours.float(), wanted.float(), rtol=2e-2, atol=2e-3)
+
+
+# -- the norm that the census takes along ----------------------------------------------------
+
+
+def clipped(level: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Training, Any]:
+    """A training that was clipped once, and the list of later passes over its gradients."""
+    training = Training(level, FusedAdam, loss_scale="dynamic", **options)
+    training.run(1, lambda t: preamp.clip_grad_norm_(t.optimizer, 0.1))
+    passes: list[int] = []
+    original = ByDevice.l2norm
+
+    def count(self: ByDevice, tensors: Any, *rest: Any) -> torch.Tensor:
+        passes.append(len(tensors))
+        return original(self, tensors, *rest)
+
+    monkeypatch.setattr(ByDevice, "l2norm", count)
+    return training, passes
+
+
+def norm_of(training: Training) -> torch.Tensor:
+    grads = [m.grad for m in preamp.master_params(training.optimizer) if m.grad is not None]
+    return torch.linalg.vector_norm(torch.cat([grad.double().flatten() for grad in grads]))
+
+
+every_scaled = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+
+
+@every_scaled
+def test_clipping_again_takes_no_pass(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, passes = clipped(level, monkeypatch)
+    training.backward(1)
+    norm = preamp.clip_grad_norm_(training.optimizer, 0.1)
+    assert passes == []
+    after = norm_of(training)
+    assert norm > 0.1
+    torch.testing.assert_close(after, torch.tensor(0.1, dtype=torch.float64), rtol=1e-4, atol=0)
+
+
+@every_scaled
+def test_a_second_clip_sees_clipped_gradients(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, _ = clipped(level, monkeypatch)
+    training.backward(1)
+    preamp.clip_grad_norm_(training.optimizer, 0.1)
+    again = preamp.clip_grad_norm_(training.optimizer, 0.05)
+    torch.testing.assert_close(again, torch.tensor(0.1), rtol=1e-4, atol=0)
+
+
+@every_scaled
+@pytest.mark.parametrize("change", ["drop", "accumulate", "assign", "write"])
+def test_a_norm_of_other_gradients_is_taken_anew(
+    level: str, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, _ = clipped(level, monkeypatch)
+    training.backward(1)
+    first = next(iter(preamp.master_params(training.optimizer)))
+    if change == "drop":
+        first.grad = None
+    elif change == "accumulate":
+        training.backward(2)
+    elif change == "assign":
+        first.grad = torch.ones_like(first)
+    else:
+        assert first.grad is not None
+        first.grad.mul_(3.0)
+    norm = preamp.clip_grad_norm_(training.optimizer, math.inf)
+    torch.testing.assert_close(norm.double(), norm_of(training), rtol=1e-5, atol=0)
+
+
+def test_scaled_squares_that_overflow_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, _ = clipped("O0", monkeypatch)
+    training.engine.scaler(0).set_scale(2.0**24)
+    training.backward(1, factor=1e13)  # finite, but times 2**24 too large to be squared
+    norm = preamp.clip_grad_norm_(training.optimizer, math.inf)
+    assert torch.isfinite(norm)
+    torch.testing.assert_close(norm.double(), norm_of(training), rtol=1e-5, atol=0)
+
+
+# -- the device decides ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    far_from_the_host(monkeypatch)
+
+
+def train_with_overflow(training: Training, *, unread: bool) -> None:
+    for step in range(4):
+        inputs, target = batch(step)
+        out = training.model(inputs).float()
+        loss = torch.nn.functional.mse_loss(out, target) * (math.inf if step == 1 else 1.0)
+        with preamp.scale_loss(loss, training.optimizer) as scaled:
+            scaled.backward()
+        preamp.clip_grad_norm_(training.optimizer, 0.5)
+        if unread:
+            with NoHostReads():
+                training.optimizer.step()
+        else:
+            training.optimizer.step()
+        training.optimizer.zero_grad()
+
+
+BUILDS = {
+    **{case.name: (lambda p, case=case: case.kind(p, **case.needs)) for case in FUSED},
+    "torch AdamW": lambda p: torch.optim.AdamW(p, lr=0.05, eps=1e-4, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_the_device_skips_as_the_host_does(
+    name: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results: list[Training] = []
+    for unread in (False, True):
+        with monkeypatch.context() as patch:
+            if unread:
+                far_from_the_host(patch)
+                # A flag has always come on the CPU, and would be looked at in the next step.
+                patch.setattr(ledger._Flag, "has_come", lambda _: False)
+            training = Training(level, BUILDS[name], loss_scale="dynamic")
+            train_with_overflow(training, unread=unread and name != "torch AdamW")
+            results.append(training)
+            assert training.engine.steps_applied == 3
+            assert training.engine.steps_skipped == 1
+            assert [cause.step for cause in training.engine.overflow_causes] == [2]
+            assert not training.engine.last_step_skipped
+            assert training.engine.loss_scale() == 32.0
+    states = [training.engine.state_dict() for training in results]
+    assert states[0] == states[1]
+    counters = [t.optimizer.state_dict()["param_groups"][0].get("step") for t in results]
+    assert counters[0] == counters[1]
+    for a, b in zip(results[0].weights(), results[1].weights(), strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.usefixtures("far")
+def test_the_message_comes_when_the_outcome_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training("O2", FusedAdam)
+    training.engine.verbosity = 1
+    training.backward(0, factor=math.inf)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    assert "Gradient overflow" not in capsys.readouterr().out
+    training.backward(1)
+    training.optimizer.step()
+    assert "Gradient overflow.  Skipping step" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("far")
+def test_training_that_cannot_go_on_stops_a_step_later() -> None:
+    training = Training("O2", FusedAdam, max_consecutive_skips=2)
+    for _ in range(2):
+        training.backward(0, factor=math.inf)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    training.backward(0, factor=math.inf)
+    with pytest.raises(LossScaleError, match="2 optimizer steps in a row skipped"):
+        training.optimizer.step()
+    assert len(training.engine.ledger.causes) == 2
+
+
+@pytest.mark.usefixtures("far")
+def test_a_failed_step_leaves_no_signals() -> None:
+    training = Training("O2", FusedAdam)
+    training.backward(0)
+    training.optimizer.param_groups[0]["betas"] = None
+    with pytest.raises(TypeError):
+        training.optimizer.step()
+    assert not hasattr(training.optimizer, "found_inf")
+    assert not hasattr(training.optimizer, "grad_scale")
