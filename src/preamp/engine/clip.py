@@ -52,22 +52,26 @@ def clip_grad_norm_(
             )
         )
     ready = [param.grad for param in session.direct_params() if param.grad is not None]
-    lazy: list[tuple[Twin, torch.Tensor, torch.Tensor]] = []
+    # Apart, not in tuples: thousands of these make Python's cycle collector look at everything.
+    lazy: list[Twin] = []
+    grads: list[torch.Tensor] = []
+    factors: list[torch.Tensor] = []
     for twin in session.masters or ():
         pending = twin.pending
         if pending is not None and norm_type == 2.0 and not twin.master.has_materialized_grad:
-            lazy.append((twin, *pending))
+            lazy.append(twin)
+            grads.append(pending[0])
+            factors.append(pending[1])
         elif twin.master.grad is not None:
             ready.append(twin.master.grad)
     session.gradients.wants_norm = norm_type == 2.0
     if norm_type == 2.0:
-        pairs = [(grad, factor) for _, grad, factor in lazy]
         known = session.gradients.known_norm
-        norm = None if known is None else known.of(ready, pairs)
+        norm = None if known is None else known.of([*ready, *grads], factors)
         if norm is None:
-            tensors = [*ready, *(grad for grad, _ in pairs)]
-            factors = [*(None for _ in ready), *(factor for _, factor in pairs)]
-            norm = engine.ops.l2norm(tensors, factors, engine.device)
+            norm = engine.ops.l2norm(
+                [*ready, *grads], [*(None for _ in ready), *factors], engine.device
+            )
     else:
         norm = torch.nn.utils.get_total_norm(ready, norm_type)
     session.gradients.known_norm = None  # it has been used: clipped gradients have another
@@ -75,7 +79,7 @@ def clip_grad_norm_(
     with torch.no_grad():
         engine.ops.scale_add_(ready, clip, [None] * len(ready))
     clipped: dict[int, torch.Tensor] = {}
-    for twin, _, factor in lazy:
+    for twin, factor in zip(lazy, factors, strict=True):
         if id(factor) not in clipped:
             clipped[id(factor)] = factor * clip.to(factor.device)
         twin.replace_factor(clipped[id(factor)])

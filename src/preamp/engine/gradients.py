@@ -171,14 +171,15 @@ class GradientBooks:
         twins = {id(twin.master): twin.half for twin in self.masters or ()}
         own = {id(param): param for param in self._own} | twins
         params = [own[id(param)] for param in self.params() if id(param) in own]
-        fresh = [(param, param.grad) for param in params if param.grad is not None]
-        grads = [grad for _, grad in fresh]
+        # No pairs: thousands of new tuples make Python's cycle collector look at everything.
+        params = [param for param in params if param.grad is not None]
+        grads = [param.grad for param in params if param.grad is not None]
         census = self._ops.census(
             grads, scaler.device, with_norm=self.wants_norm, with_max_abs=False
         )
         if census.norm is not None and not self._holds_earlier():
             self.known_norm = KnownNorm(census.norm, grads)
-        note.add([param for param, _ in fresh], census.max_abs)
+        note.add(params, census.max_abs)
         return census.found_inf
 
     def _holds_earlier(self) -> bool:

@@ -35,25 +35,19 @@ class KnownNorm:
         self._versions = {id(grad): version_of(grad) for grad in self._grads}
 
     def of(
-        self,
-        ready: Sequence[torch.Tensor],
-        pending: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        self, grads: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
         """The norm of these gradients, if it is the one that is known.
 
         Args:
-            ready: Unscaled ones.
-            pending: Half ones, each with what unscales it.
+            grads: All of them, unscaled or half.
+            factors: What unscales the half ones.
         """
-        grads = [*ready, *(grad for grad, _ in pending)]
-        if not self._is_sound(grads):
-            return None
-        if len(grads) != len(self._versions):
+        if not self._is_sound(grads) or len(grads) != len(self._versions):
             return None
         if any(self._versions.get(id(grad)) != version_of(grad) for grad in grads):
             return None
-        factors = {id(factor) for _, factor in pending}
-        return self._norm if len(factors) < 2 else None
+        return self._norm if len(set(map(id, factors))) < 2 else None
 
     def _is_sound(self, grads: Sequence[torch.Tensor]) -> bool:
         """Whether the squares of scaled gradients cannot have overflowed; float16 ones cannot."""
