@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Start kernels: where they can run, in which dtypes, and how numbers reach them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import triton
+import triton.language as tl
+
+from preamp.core.dtypes import math_dtype
+from preamp.core.errors import PreampUnavailableError, message
+from preamp.kernels.rules import Scalar
+from preamp.kernels.triton.tables import Table
+
+name = "triton"
+
+KINDS: dict[torch.dtype | None, Any] = {
+    None: None,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+"""torch's dtypes in Triton's words."""
+
+COMPILED_FOR = ("cuda", "xpu")
+"""Devices that Triton compiles for; ROCm calls its own cuda."""
+
+
+def kernel(function: Callable[..., None]) -> Any:
+    """Compile ``function`` for its ``constexpr`` arguments only.
+
+    Neither the values nor the alignment of the other arguments cause a recompilation.
+    """
+    varying = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if "constexpr" not in str(parameter.annotation)
+    ]
+    return cast("Any", triton).jit(function, do_not_specialize=varying)
+
+
+@kernel
+def _probe() -> None: ...
+
+
+INTERPRETED = not isinstance(_probe, triton.JITFunction)
+"""Whether ``TRITON_INTERPRET=1`` was set when this was loaded: then kernels run on CPUs only."""
+
+
+def check_devices(tensors: Iterable[torch.Tensor | None]) -> None:
+    """Refuse tensors on devices that kernels cannot run on.
+
+    Raises:
+        PreampUnavailableError: There is such a tensor.
+    """
+    runs_on = ("cpu",) if INTERPRETED else COMPILED_FOR
+    for tensor in tensors:
+        if tensor is not None and tensor.device.type not in runs_on:
+            raise PreampUnavailableError(
+                message(
+                    f"The triton back end got a tensor on {tensor.device}",
+                    f"Its kernels run on {' and '.join(runs_on)} here",
+                    "Choose the back end 'auto', or 'reference', which runs on every device",
+                )
+            )
+
+
+def launch(function: Any, grid: tuple[int, ...], table: Table, **arguments: Any) -> None:
+    """Start ``function`` on the table's device; nothing if the grid is empty.
+
+    Products are not fused with sums: the precision contract rounds each of them.
+    """
+    if 0 in grid:
+        return
+    device = table.layout.device
+    on_device: Any = contextlib.nullcontext()
+    if device.type != "cpu":
+        on_device = torch.get_device_module(device).device(device)
+    with on_device:
+        function[grid](
+            table.pointers,
+            table.layout,
+            table.count,
+            **arguments,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+
+def number(value: float, math: torch.dtype) -> int:
+    """The bits of ``value`` in the dtype of the computation."""
+    if math is torch.float64:
+        return ctypes.c_int64.from_buffer(ctypes.c_double(value)).value
+    return ctypes.c_int32.from_buffer(ctypes.c_float(value)).value
+
+
+def numbers(math: torch.dtype, **values: float) -> dict[str, int]:
+    """Keyword arguments: the bits of each value."""
+    return {name: number(value, math) for name, value in values.items()}
+
+
+def scalar(name: str, value: Scalar | None, table: Table, math: torch.dtype) -> dict[str, Any]:
+    """Keyword arguments ``name``, ``name_at`` and ``NAME_AT`` of a number or 0-dim tensor."""
+    at, flag = f"{name}_at", f"{name.upper()}_AT"
+    if isinstance(value, torch.Tensor):
+        return {name: 0, at: moved(value, table.layout.device), flag: True}
+    bits = 0 if value is None else number(value, math)
+    return {name: bits, at: table.layout, flag: False}
+
+
+def given(name: str, value: torch.Tensor | None, table: Table) -> dict[str, Any]:
+    """Keyword arguments ``name_at`` and ``NAME_AT`` of a 0-dim tensor that may be missing."""
+    at = table.layout if value is None else moved(value, table.layout.device)
+    return {f"{name}_at": at, f"{name.upper()}_AT": value is not None}
+
+
+def moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A 0-dim tensor, on ``device``. One on the host is read here, which waits for nothing."""
+    if value.device == device:
+        return value
+    if value.device.type == "cpu":
+        return torch.full((), value.item(), dtype=value.dtype, device=device)
+    return value.to(device, non_blocking=True)
+
+
+def kinds(names: str, dtypes: Sequence[torch.dtype | None]) -> dict[str, Any]:
+    """Keyword arguments: one dtype for each letter of ``names``, and ``MATH`` for the first."""
+    math = math_dtype(cast("torch.dtype", dtypes[0]))
+    return {
+        **{name: KINDS[dtype] for name, dtype in zip(names, dtypes, strict=True)},
+        "MATH": KINDS[math],
+    }

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Device tables: where the tensors of a launch lie, and which program works on what.
+
+A launch takes two int64 tensors. *Pointers* holds one row of addresses per list of tensors.
+*Layout* says how the work is cut: for ``n`` tensors, ``[numel] * n``, the first chunk of each and
+the number of chunks (``n + 1`` values), the place of each in the results (``n``), and for every
+chunk the tensor it belongs to. Addresses change with every backward that allocates gradients,
+layouts hardly ever; so a step with new gradients costs one small asynchronous copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+CHUNK = 8192
+"""Elements per program: enough to hide the look-ups, few enough to keep a GPU evenly busy.
+
+A multiple of 16, so that chunks of an aligned tensor are aligned.
+"""
+
+_KEPT = 128
+"""Tables remembered of each kind; a step of one optimizer needs a handful."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The two tensors of a launch, with the numbers that the host needs.
+
+    Attributes:
+        pointers: int64, one row of ``count`` addresses per list.
+        layout: int64, see the top of this file.
+        count: Number of tensors.
+        chunks: Number of chunks, the size of the grid.
+    """
+
+    pointers: torch.Tensor
+    layout: torch.Tensor
+    count: int
+    chunks: int
+
+
+def table(rows: Sequence[Sequence[torch.Tensor]], positions: Sequence[int]) -> Table:
+    """Return the table for ``rows``, a new or a remembered one. Does not synchronise.
+
+    Args:
+        rows: Lists of tensors, equally long, all on one device. The first one is cut into
+            chunks.
+        positions: Where each tensor's results go.
+    """
+    device = rows[0][0].device
+    stream = _stream(device)
+    layout, chunks = _layout(device, stream, tuple(t.numel() for t in rows[0]), tuple(positions))
+    addresses = tuple([t.data_ptr() for row in rows for t in row])
+    return Table(_pointers(device, stream, addresses), layout, len(positions), chunks)
+
+
+def layout_of(numels: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """Return a layout on the host, for tensors of these sizes."""
+    sizes = np.asarray(numels, dtype=np.int64)
+    counts = -(-sizes // CHUNK)
+    first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    owners = np.repeat(np.arange(len(sizes), dtype=np.int64), counts)
+    return np.concatenate([sizes, first, np.asarray(positions, dtype=np.int64), owners])
+
+
+@lru_cache(maxsize=_KEPT)
+def _layout(
+    device: torch.device, stream: int, numels: tuple[int, ...], positions: tuple[int, ...]
+) -> tuple[torch.Tensor, int]:
+    host = layout_of(numels, positions)
+    return _upload(host, device), int(host[2 * len(numels)])
+
+
+@lru_cache(maxsize=_KEPT)
+def _pointers(device: torch.device, stream: int, addresses: tuple[int, ...]) -> torch.Tensor:
+    # Tables are never written again, so a kernel that still reads an old one is not disturbed.
+    return _upload(np.asarray(addresses, dtype=np.int64), device)
+
+
+def _upload(host: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(host)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _stream(device: torch.device) -> int:
+    """What orders the copy of a table before its use: a table belongs to one stream."""
+    if device.type == "cpu":
+        return 0
+    return torch.get_device_module(device).current_stream(device).stream_id

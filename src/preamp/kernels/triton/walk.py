@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the kernels share: their chunk, loads and stores with exact rounding, scalars.
+
+Every kernel runs over its chunk twice: once over the blocks that are whole and aligned, with
+accesses of 16 bytes, then over the rest behind a mask. Elements are read in storage order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(1024)
+"""Elements per iteration: eight for each thread of four warps."""
+
+
+@triton.jit
+def find_chunk(layout, n, CHUNK: tl.constexpr):
+    """Return this program's tensor, its first element there, and how many it has."""
+    chunk = tl.program_id(0).to(tl.int64)
+    tensor = tl.load(layout + 3 * n + 1 + chunk)
+    start = (chunk - tl.load(layout + n + tensor)) * CHUNK
+    count = tl.minimum(tl.load(layout + tensor) - start, CHUNK).to(tl.int32)
+    return tensor, start, count
+
+
+@triton.jit
+def address(pointers, n, row: tl.constexpr, tensor):
+    """Return the address in ``row`` for ``tensor``."""
+    return tl.load(pointers + row * n + tensor)
+
+
+@triton.jit
+def address_of_half(pointers, n, row: tl.constexpr, tensor, H: tl.constexpr):
+    """The address in ``row``, or one that is aligned and not used where there are no halves."""
+    if H is not None:
+        return address(pointers, n, row, tensor)
+    else:
+        return tl.zeros((), tl.int64)
+
+
+@triton.jit
+def whole_blocks(addresses, count):
+    """Elements that can be read 16 bytes at a time; ``addresses`` are or-ed together."""
+    return tl.where((addresses & 15) == 0, count // BLOCK * BLOCK, 0)
+
+
+@triton.jit
+def load(at, start, where, mask, EDGE: tl.constexpr, KIND: tl.constexpr, MATH: tl.constexpr):
+    """Load elements of dtype ``KIND`` widened to ``MATH``."""
+    if KIND == tl.bfloat16:
+        raw = _read(at, start, where, mask, EDGE, tl.int16)
+    else:
+        raw = _read(at, start, where, mask, EDGE, KIND)
+    return widen(raw, KIND, MATH)
+
+
+@triton.jit
+def _read(at, start, where, mask, EDGE: tl.constexpr, STORED: tl.constexpr):
+    places = at.to(tl.pointer_type(STORED)) + start + where
+    if EDGE:
+        return tl.load(places, mask=mask, other=0)
+    else:
+        return tl.load(tl.multiple_of(places, 16))
+
+
+@triton.jit
+def store(at, start, where, mask, EDGE: tl.constexpr, KIND: tl.constexpr, raw):
+    """Store what `narrow` returned."""
+    if KIND == tl.bfloat16:
+        places = at.to(tl.pointer_type(tl.int16)) + start + where
+    else:
+        places = at.to(tl.pointer_type(KIND)) + start + where
+    if EDGE:
+        tl.store(places, raw, mask=mask)
+    else:
+        tl.store(tl.multiple_of(places, 16), raw)
+
+
+@triton.jit
+def narrow(x, KIND: tl.constexpr):
+    """Round to nearest even, once; bfloat16 as the int16 that holds its bits.
+
+    bfloat16 in integer arithmetic, because Triton's interpreter rounds it differently. float64
+    goes to halves by way of float32, as in torch.
+    """
+    if KIND == tl.bfloat16:
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        return tl.where(is_nan, 0x7FC0, rounded).to(tl.int16)
+    elif KIND == tl.float16:
+        return x.to(tl.float32).to(tl.float16)
+    else:
+        return x.to(KIND)
+
+
+@triton.jit
+def widen(raw, KIND: tl.constexpr, MATH: tl.constexpr):
+    """Undo `narrow`."""
+    if KIND == tl.bfloat16:
+        return (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True).to(MATH)
+    else:
+        return raw.to(MATH)
+
+
+@triton.jit
+def store_param(
+    p_at, h_at, start, where, mask, EDGE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, p
+):
+    """Store a parameter, and in its half what was stored of it."""
+    raw = narrow(p, P)
+    store(p_at, start, where, mask, EDGE, P, raw)
+    if H is not None:
+        store(h_at, start, where, mask, EDGE, H, narrow(widen(raw, P, p.dtype), H))
+
+
+@triton.jit
+def load_one(at, KIND: tl.constexpr, MATH: tl.constexpr):
+    """Load the 0-dim tensor at an address."""
+    if KIND == tl.bfloat16:
+        raw = tl.load(at.to(tl.pointer_type(tl.int16)))
+    else:
+        raw = tl.load(at.to(tl.pointer_type(KIND)))
+    return widen(raw, KIND, MATH)
+
+
+@triton.jit
+def store_one(at, KIND: tl.constexpr, x, mask):
+    """Round into the 0-dim tensor at an address."""
+    if KIND == tl.bfloat16:
+        tl.store(at.to(tl.pointer_type(tl.int16)), narrow(x, KIND), mask=mask)
+    else:
+        tl.store(at.to(tl.pointer_type(KIND)), narrow(x, KIND), mask=mask)
+
+
+@triton.jit
+def number(bits, MATH: tl.constexpr):
+    """A Python float. It comes as its bits, since Triton would make any float a float32."""
+    if MATH == tl.float64:
+        return bits.to(tl.int64).to(tl.float64, bitcast=True)
+    else:
+        return bits.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scalar(bits, at, ON_DEVICE: tl.constexpr, MATH: tl.constexpr):
+    """A hyper-parameter: the 0-dim tensor if there is one, else the number."""
+    if ON_DEVICE:
+        return tl.load(at).to(MATH)
+    else:
+        return number(bits, MATH)
+
+
+@triton.jit
+def spared(count, found_inf_at, FOUND_INF_AT: tl.constexpr):
+    """``count``, or nothing to do if an overflow was found."""
+    if FOUND_INF_AT:
+        return tl.where(tl.load(found_inf_at) != 0, 0, count)
+    else:
+        return count
+
+
+@triton.jit
+def scaled(g, inv_scale_at, INV_SCALE_AT: tl.constexpr, MATH: tl.constexpr):
+    """The gradient without its loss scale."""
+    if INV_SCALE_AT:
+        return g * tl.load(inv_scale_at).to(MATH)
+    else:
+        return g
+
+
+@triton.jit
+def divide(a, b, MATH: tl.constexpr):
+    """IEEE division; Triton's ``/`` is faster than that for float32."""
+    if MATH == tl.float32:
+        return tl.div_rn(a, b)
+    else:
+        return a / b
+
+
+@triton.jit
+def root(x, MATH: tl.constexpr):
+    """IEEE square root; Triton's ``sqrt`` is faster than that for float32."""
+    if MATH == tl.float32:
+        return tl.sqrt_rn(x)
+    else:
+        return tl.sqrt(x)
+
+
+@triton.jit
+def correction(bits, step_at, ON_DEVICE: tl.constexpr, MATH: tl.constexpr):
+    """``1 - beta ** step``; for a step on the device from its number, ``log(beta)``.
+
+    As ``-expm1``: the plain difference would lose half the digits of ``1 - 0.999``.
+    """
+    if ON_DEVICE:
+        y = tl.load(step_at).to(MATH) * number(bits, MATH)
+        series = y * 0
+        for k in tl.static_range(17, 1, -1):  # for |y| < 1/2 the next term is below 2**-66
+            series = (series + 1) * divide(y, k, MATH)
+        return tl.where(y > -0.5, -(series + 1) * y, 1 - tl.exp(y))
+    else:
+        return number(bits, MATH)
+
+
+@triton.jit
+def magnitude_bits(x, MATH: tl.constexpr):
+    """The bits of ``abs(x)``, which are ordered as the magnitudes are, nan last."""
+    if MATH == tl.float64:
+        return x.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
+    else:
+        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def value_of_bits(bits, MATH: tl.constexpr):
+    """The magnitude that `magnitude_bits` took apart."""
+    return bits.to(MATH, bitcast=True)
