@@ -15,13 +15,14 @@ from preamp.kernels.triton.walk import (
     BLOCK,
     address,
     address_of_half,
+    bounds,
     divide,
+    factor_or_one,
     find_chunk,
     load,
     narrow,
     number,
     root,
-    scaled,
     spared,
     store,
     store_param,
@@ -62,16 +63,17 @@ def _adagrad(
     sum_at = address(pointers, n, 2, tensor)
     h_at = address_of_half(pointers, n, 3, tensor, H)
     size = read_scalar(lr, lr_at, LR_AT, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
     decay = number(weight_decay, MATH)
     whole = whole_blocks(p_at | g_at | sum_at | h_at, count)
     for EDGE in tl.static_range(2):
-        for first in range(whole if EDGE else 0, count if EDGE else whole, BLOCK):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
             where = first + tl.arange(0, BLOCK)
             mask = where < count
             p = load(p_at, start, where, mask, EDGE, P, MATH)
-            g = load(g_at, start, where, mask, EDGE, G, MATH)
+            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
             total = load(sum_at, start, where, mask, EDGE, M, MATH)
-            g = scaled(g, inv_scale_at, INV_SCALE_AT, MATH)
             if DECAYS and not DECOUPLED:
                 g = g + decay * p
             total = total + g * g
@@ -80,6 +82,7 @@ def _adagrad(
             if DECAYS and DECOUPLED:
                 direction = direction + decay * p
             store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - size * direction)
+            first += BLOCK
 
 
 @torch.no_grad()

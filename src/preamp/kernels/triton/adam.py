@@ -15,14 +15,15 @@ from preamp.kernels.triton.walk import (
     BLOCK,
     address,
     address_of_half,
+    bounds,
     correction,
     divide,
+    factor_or_one,
     find_chunk,
     load,
     narrow,
     number,
     root,
-    scaled,
     spared,
     store,
     store_param,
@@ -77,6 +78,7 @@ def _adam(
     v_at = address(pointers, n, 3, tensor)
     h_at = address_of_half(pointers, n, 4, tensor, H)
     size = read_scalar(lr, lr_at, LR_AT, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
     c1 = correction(correction1, step_at, STEP_AT, MATH)
     c2 = correction(correction2, step_at, STEP_AT, MATH)
     if STEP_SIZE:
@@ -84,14 +86,14 @@ def _adam(
     decay = number(weight_decay, MATH)
     whole = whole_blocks(p_at | g_at | m_at | v_at | h_at, count)
     for EDGE in tl.static_range(2):
-        for first in range(whole if EDGE else 0, count if EDGE else whole, BLOCK):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
             where = first + tl.arange(0, BLOCK)
             mask = where < count
             p = load(p_at, start, where, mask, EDGE, P, MATH)
-            g = load(g_at, start, where, mask, EDGE, G, MATH)
+            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
             m = load(m_at, start, where, mask, EDGE, M, MATH)
             v = load(v_at, start, where, mask, EDGE, V, MATH)
-            g = scaled(g, inv_scale_at, INV_SCALE_AT, MATH)
             if DECAYS and not DECOUPLED:
                 g = g + decay * p
             m = number(beta1, MATH) * m + number(beta1_left, MATH) * g
@@ -108,6 +110,7 @@ def _adam(
             if DECAYS and DECOUPLED:
                 direction = direction + decay * p
             store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - size * direction)
+            first += BLOCK
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from preamp.kernels.triton.tables import CHUNK, table
 from preamp.kernels.triton.walk import (
     BLOCK,
     address,
+    bounds,
     find_chunk,
     load,
     load_one,
@@ -62,7 +63,8 @@ def _combine(
         factor = read_scalar(a, a_at, A_AT, X_MATH)
     whole = whole_blocks(target_at | x_at | y_at, count)
     for EDGE in tl.static_range(2):
-        for first in range(whole if EDGE else 0, count if EDGE else whole, BLOCK):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
             where = first + tl.arange(0, BLOCK)
             mask = where < count
             result = load(x_at, start, where, mask, EDGE, X, X_MATH) * factor
@@ -70,6 +72,7 @@ def _combine(
                 y = load(y_at, start, where, mask, EDGE, Y, Y_MATH)
                 result = result + y * read_scalar(b, b_at, B_AT, Y_MATH)
             store(target_at, start, where, mask, EDGE, T, narrow(result, T))
+            first += BLOCK
 
 
 def _run(

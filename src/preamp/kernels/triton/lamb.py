@@ -18,14 +18,15 @@ from preamp.kernels.triton.walk import (
     BLOCK,
     address,
     address_of_half,
+    bounds,
     correction,
     divide,
+    factor_or_one,
     find_chunk,
     load,
     narrow,
     number,
     root,
-    scaled,
     spared,
     store,
     store_param,
@@ -86,6 +87,7 @@ def _lamb(
     v_at = address(pointers, n, 3, tensor)
     h_at = address_of_half(pointers, n, 4, tensor, H)
     rate = read_scalar(lr, lr_at, LR_AT, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
     if TRUST_RATIO and not MEASURE:
         p_norm = tl.load(norms + tensor)
         u_norm = tl.load(norms + n + tensor)
@@ -98,14 +100,14 @@ def _lamb(
     u_squares = tl.zeros([BLOCK], MATH)
     whole = whole_blocks(p_at | g_at | m_at | v_at | h_at, count)
     for EDGE in tl.static_range(2):
-        for first in range(whole if EDGE else 0, count if EDGE else whole, BLOCK):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
             where = first + tl.arange(0, BLOCK)
             mask = where < count
             p = load(p_at, start, where, mask, EDGE, P, MATH)
-            g = load(g_at, start, where, mask, EDGE, G, MATH)
+            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
             m = load(m_at, start, where, mask, EDGE, M, MATH)
             v = load(v_at, start, where, mask, EDGE, V, MATH)
-            g = scaled(g, inv_scale_at, INV_SCALE_AT, MATH)
             if DECAYS and not DECOUPLED:
                 g = g + decay * p
             m = number(beta1, MATH) * m + number(beta3, MATH) * g
@@ -125,6 +127,7 @@ def _lamb(
                 u_squares += u * u
             else:
                 store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - rate * u)
+            first += BLOCK
     if MEASURE:
         partial = norms + tl.program_id(0).to(tl.int64)
         tl.store(partial, tl.sum(p_squares, 0))

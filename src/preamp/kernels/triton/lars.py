@@ -15,12 +15,13 @@ from preamp.kernels.triton.walk import (
     BLOCK,
     address,
     address_of_half,
+    bounds,
     divide,
+    factor_or_one,
     find_chunk,
     load,
     narrow,
     number,
-    scaled,
     spared,
     store,
     store_param,
@@ -65,6 +66,7 @@ def _lars(
     m_at = address(pointers, n, 2, tensor)
     h_at = address_of_half(pointers, n, 3, tensor, H)
     rate = read_scalar(lr, lr_at, LR_AT, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
     decay = number(weight_decay, MATH)
     if TRUST_RATIO:
         p_norm = tl.load(p_norms + tensor)
@@ -74,19 +76,20 @@ def _lars(
         rate = tl.where((p_norm > 0) & (g_norm > 0), rate * ratio, rate)
     whole = whole_blocks(p_at | g_at | m_at | h_at, count)
     for EDGE in tl.static_range(2):
-        for first in range(whole if EDGE else 0, count if EDGE else whole, BLOCK):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
             where = first + tl.arange(0, BLOCK)
             mask = where < count
             p = load(p_at, start, where, mask, EDGE, P, MATH)
-            g = load(g_at, start, where, mask, EDGE, G, MATH)
+            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
             m = load(m_at, start, where, mask, EDGE, M, MATH)
-            g = scaled(g, inv_scale_at, INV_SCALE_AT, MATH)
             change = rate * (g + decay * p)
             m = number(momentum, MATH) * m - change
             store(m_at, start, where, mask, EDGE, M, narrow(m, M))
             if NESTEROV:
                 m = number(momentum, MATH) * m - change
             store_param(p_at, h_at, start, where, mask, EDGE, P, H, p + m)
+            first += BLOCK
 
 
 @torch.no_grad()

@@ -15,15 +15,16 @@ from preamp.kernels.triton.walk import (
     BLOCK,
     address,
     address_of_half,
+    bounds,
     correction,
     divide,
+    factor_or_one,
     find_chunk,
     load,
     load_one,
     narrow,
     number,
     root,
-    scaled,
     spared,
     store,
     store_one,
@@ -103,19 +104,20 @@ def _novograd(
     m_at = address(pointers, n, 2, tensor)
     h_at = address_of_half(pointers, n, 3, tensor, H)
     size = read_scalar(lr, lr_at, LR_AT, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
     decay = number(weight_decay, MATH)
     c1 = correction(correction1, step_at, STEP_AT, MATH)
     c2 = correction(correction2, step_at, STEP_AT, MATH)
     denominator = divide(tl.load(averages + tensor), root(c2, MATH), MATH) + number(eps, MATH)
     whole = whole_blocks(p_at | g_at | m_at | h_at, count)
     for EDGE in tl.static_range(2):
-        for first in range(whole if EDGE else 0, count if EDGE else whole, BLOCK):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
             where = first + tl.arange(0, BLOCK)
             mask = where < count
             p = load(p_at, start, where, mask, EDGE, P, MATH)
-            g = load(g_at, start, where, mask, EDGE, G, MATH)
+            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
             m = load(m_at, start, where, mask, EDGE, M, MATH)
-            g = scaled(g, inv_scale_at, INV_SCALE_AT, MATH)
             if INSIDE_MOMENT:
                 g = divide(g, denominator, MATH) + decay * p
             m = number(beta1, MATH) * m + number(beta3, MATH) * g
@@ -124,6 +126,7 @@ def _novograd(
             if not INSIDE_MOMENT:
                 direction = divide(direction, denominator, MATH) + decay * p
             store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - size * direction)
+            first += BLOCK
 
 
 @torch.no_grad()

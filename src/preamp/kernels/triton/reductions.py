@@ -23,11 +23,12 @@ from preamp.kernels.triton.tables import CHUNK, Table, table
 from preamp.kernels.triton.walk import (
     BLOCK,
     address,
+    bounds,
+    factor_or_one,
     find_chunk,
     load,
     magnitude_bits,
     root,
-    scaled,
     value_of_bits,
     whole_blocks,
 )
@@ -51,18 +52,20 @@ def _measure_chunks(
     """Write the largest magnitude and the sum of squares of each chunk."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
     at = address(pointers, n, ROW, tensor)
+    factor = factor_or_one(factor_at, FACTOR_AT, MATH)
     whole = whole_blocks(at, count)
     squares = tl.zeros([BLOCK], MATH)
     largest = magnitude_bits(squares, MATH)
     for EDGE in tl.static_range(2):
-        for first in range(whole if EDGE else 0, count if EDGE else whole, BLOCK):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
             where = first + tl.arange(0, BLOCK)
-            x = load(at, start, where, where < count, EDGE, X, MATH)
-            x = scaled(x, factor_at, FACTOR_AT, MATH)
+            x = load(at, start, where, where < count, EDGE, X, MATH) * factor
             if MAX:
                 largest = tl.maximum(largest, magnitude_bits(x, MATH))
             if SUM:
                 squares += x * x
+            first += BLOCK
     chunk = tl.program_id(0).to(tl.int64)
     if MAX:
         tl.store(partials + chunk, value_of_bits(tl.max(largest, 0), MATH))
@@ -90,13 +93,14 @@ def _gather(
     last = tl.load(layout + n + tensor + 1)
     squares = tl.zeros([BLOCK], MATH)
     largest = magnitude_bits(squares, MATH)
-    for begin in range(first, last, BLOCK):
-        chunks = begin + tl.arange(0, BLOCK)
+    while first < last:
+        chunks = first + tl.arange(0, BLOCK)
         values = tl.load(partials + chunks, mask=chunks < last, other=0)
         if MAX:
             largest = tl.maximum(largest, magnitude_bits(values, MATH))
         else:
             squares += values
+        first += BLOCK
     if MAX:
         result = value_of_bits(tl.max(largest, 0), MATH)
     else:

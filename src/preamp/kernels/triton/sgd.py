@@ -15,11 +15,12 @@ from preamp.kernels.triton.walk import (
     BLOCK,
     address,
     address_of_half,
+    bounds,
+    factor_or_one,
     find_chunk,
     load,
     narrow,
     number,
-    scaled,
     spared,
     store,
     store_param,
@@ -66,16 +67,17 @@ def _sgd(
     m_at = address(pointers, n, 2, tensor)
     h_at = address_of_half(pointers, n, 3, tensor, H)
     size = read_scalar(lr, lr_at, LR_AT, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
     is_first = read_scalar(step, step_at, STEP_AT, MATH) == 1
     decay = number(weight_decay, MATH)
     whole = whole_blocks(p_at | g_at | m_at | h_at, count)
     for EDGE in tl.static_range(2):
-        for first in range(whole if EDGE else 0, count if EDGE else whole, BLOCK):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
             where = first + tl.arange(0, BLOCK)
             mask = where < count
             p = load(p_at, start, where, mask, EDGE, P, MATH)
-            g = load(g_at, start, where, mask, EDGE, G, MATH)
-            g = scaled(g, inv_scale_at, INV_SCALE_AT, MATH)
+            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
             if DECAYS_BEFORE:
                 g = g + decay * p
             if HAS_MOMENTUM:
@@ -90,6 +92,7 @@ def _sgd(
             if DECAYS_AFTER:
                 g = g + decay * p
             store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - size * g)
+            first += BLOCK
 
 
 @torch.no_grad()

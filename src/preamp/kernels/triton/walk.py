@@ -46,6 +46,18 @@ def whole_blocks(addresses, count):
 
 
 @triton.jit
+def bounds(whole, count, EDGE: tl.constexpr):
+    """First and last element of a run: the whole blocks, or what is left behind them.
+
+    The loops are ``while`` loops, since older interpreters fail on ``range`` with recent numpy.
+    """
+    if EDGE:
+        return whole, count
+    else:
+        return whole * 0, whole
+
+
+@triton.jit
 def load(at, start, where, mask, EDGE: tl.constexpr, KIND: tl.constexpr, MATH: tl.constexpr):
     """Load elements of dtype ``KIND`` widened to ``MATH``."""
     if KIND == tl.bfloat16:
@@ -162,12 +174,12 @@ def spared(count, found_inf_at, FOUND_INF_AT: tl.constexpr):
 
 
 @triton.jit
-def scaled(g, inv_scale_at, INV_SCALE_AT: tl.constexpr, MATH: tl.constexpr):
-    """The gradient without its loss scale."""
-    if INV_SCALE_AT:
-        return g * tl.load(inv_scale_at).to(MATH)
+def factor_or_one(at, ON_DEVICE: tl.constexpr, MATH: tl.constexpr):
+    """A factor that may be missing."""
+    if ON_DEVICE:
+        return tl.load(at).to(MATH)
     else:
-        return g
+        return tl.full((), 1, MATH)
 
 
 @triton.jit
