@@ -7,72 +7,15 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-import triton.language as tl
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels import reference
 from preamp.kernels.ops import Tensors
-from preamp.kernels.triton.launch import KINDS, check_devices, kernel, launch, moved, scalar
+from preamp.kernels.triton.device.elementwise import combine_kernel
+from preamp.kernels.triton.device.jit import KINDS
+from preamp.kernels.triton.launch import check_devices, launch, moved, scalar
 from preamp.kernels.triton.places import Group, Row, pick, sort
 from preamp.kernels.triton.tables import CHUNK, table
-from preamp.kernels.triton.walk import (
-    BLOCK,
-    address,
-    bounds,
-    find_chunk,
-    load,
-    load_one,
-    narrow,
-    store,
-    whole_blocks,
-)
-from preamp.kernels.triton.walk import (
-    scalar as read_scalar,
-)
-
-
-@kernel
-def _combine(
-    pointers,
-    layout,
-    n: tl.int64,
-    a: tl.int64,
-    a_at,
-    b: tl.int64,
-    b_at,
-    T: tl.constexpr,
-    X: tl.constexpr,
-    Y: tl.constexpr,
-    X_MATH: tl.constexpr,
-    Y_MATH: tl.constexpr,
-    A_AT: tl.constexpr,
-    B_AT: tl.constexpr,
-    A_EACH: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """``target = a * x + b * y``; rows: targets, xs, ys if any, factors if ``A_EACH``."""
-    tensor, start, count = find_chunk(layout, n, CHUNK)
-    target_at = address(pointers, n, 0, tensor)
-    x_at = address(pointers, n, 1, tensor)
-    y_at = x_at
-    if Y is not None:
-        y_at = address(pointers, n, 2, tensor)
-    if A_EACH:
-        factor = load_one(address(pointers, n, A_EACH, tensor), tl.float32, X_MATH)
-    else:
-        factor = read_scalar(a, a_at, A_AT, X_MATH)
-    whole = whole_blocks(target_at | x_at | y_at, count)
-    for EDGE in tl.static_range(2):
-        first, end = bounds(whole, count, EDGE)
-        while first < end:
-            where = first + tl.arange(0, BLOCK)
-            mask = where < count
-            result = load(x_at, start, where, mask, EDGE, X, X_MATH) * factor
-            if Y is not None:
-                y = load(y_at, start, where, mask, EDGE, Y, Y_MATH)
-                result = result + y * read_scalar(b, b_at, B_AT, Y_MATH)
-            store(target_at, start, where, mask, EDGE, T, narrow(result, T))
-            first += BLOCK
 
 
 def _run(
@@ -89,7 +32,7 @@ def _run(
     y_math = math_dtype(y or torch.float32)
     entries = table(rows, group.positions)
     launch(
-        _combine,
+        combine_kernel,
         (entries.chunks,),
         entries,
         **scalar("a", a, entries, x_math),

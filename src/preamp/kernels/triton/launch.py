@@ -5,53 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import inspect
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
-from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampUnavailableError, message
 from preamp.kernels.rules import Scalar
+from preamp.kernels.triton.device.jit import INTERPRETED
 from preamp.kernels.triton.tables import Table
 
 name = "triton"
 
-KINDS: dict[torch.dtype | None, Any] = {
-    None: None,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
-"""torch's dtypes in Triton's words."""
-
 COMPILED_FOR = ("cuda", "xpu")
 """Devices that Triton compiles for; ROCm calls its own cuda."""
-
-
-def kernel(function: Callable[..., None]) -> Any:
-    """Compile ``function`` for its ``constexpr`` arguments only.
-
-    Neither the values nor the alignment of the other arguments cause a recompilation.
-    """
-    varying = [
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if "constexpr" not in str(parameter.annotation)
-    ]
-    return cast("Any", triton).jit(function, do_not_specialize=varying)
-
-
-@kernel
-def _probe() -> None: ...
-
-
-INTERPRETED = not isinstance(_probe, triton.JITFunction)
-"""Whether ``TRITON_INTERPRET=1`` was set when this was loaded: then kernels run on CPUs only."""
 
 
 def check_devices(tensors: Iterable[torch.Tensor | None]) -> None:
@@ -101,11 +68,6 @@ def number(value: float, math: torch.dtype) -> int:
     return ctypes.c_int32.from_buffer(ctypes.c_float(value)).value
 
 
-def numbers(math: torch.dtype, **values: float) -> dict[str, int]:
-    """Keyword arguments: the bits of each value."""
-    return {name: number(value, math) for name, value in values.items()}
-
-
 def scalar(name: str, value: Scalar | None, table: Table, math: torch.dtype) -> dict[str, Any]:
     """Keyword arguments ``name``, ``name_at`` and ``NAME_AT`` of a number or 0-dim tensor."""
     at, flag = f"{name}_at", f"{name.upper()}_AT"
@@ -128,12 +90,3 @@ def moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     if value.device.type == "cpu":
         return torch.full((), value.item(), dtype=value.dtype, device=device)
     return value.to(device, non_blocking=True)
-
-
-def kinds(names: str, dtypes: Sequence[torch.dtype | None]) -> dict[str, Any]:
-    """Keyword arguments: one dtype for each letter of ``names``, and ``MATH`` for the first."""
-    math = math_dtype(cast("torch.dtype", dtypes[0]))
-    return {
-        **{name: KINDS[dtype] for name, dtype in zip(names, dtypes, strict=True)},
-        "MATH": KINDS[math],
-    }

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Largest magnitudes and norms, per tensor, in two launches: per chunk, then per tensor.
-
-Each sum is taken in a fixed order, so equal inputs give equal bits. Magnitudes are compared as
-the integers that hold their bits: these grow with the value, infinity is above every number and
-nan above infinity, so a maximum cannot lose either.
-"""
+"""Largest magnitudes and norms, per tensor, in two launches: per chunk, then per tensor."""
 
 from __future__ import annotations
 
@@ -12,104 +7,15 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import triton.language as tl
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels import reference
 from preamp.kernels.ops import Census, Tensors
-from preamp.kernels.triton.launch import KINDS, check_devices, given, kernel, launch, moved
+from preamp.kernels.triton.device.jit import KINDS
+from preamp.kernels.triton.device.reductions import gather_kernel, measure_chunks
+from preamp.kernels.triton.launch import check_devices, given, launch, moved
 from preamp.kernels.triton.places import Group, pick, sort
 from preamp.kernels.triton.tables import CHUNK, Table, table
-from preamp.kernels.triton.walk import (
-    BLOCK,
-    address,
-    bounds,
-    factor_or_one,
-    find_chunk,
-    load,
-    magnitude_bits,
-    root,
-    value_of_bits,
-    whole_blocks,
-)
-
-
-@kernel
-def _measure_chunks(
-    pointers,
-    layout,
-    n: tl.int64,
-    partials,
-    factor_at,
-    X: tl.constexpr,
-    MATH: tl.constexpr,
-    ROW: tl.constexpr,
-    FACTOR_AT: tl.constexpr,
-    MAX: tl.constexpr,
-    SUM: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Write the largest magnitude and the sum of squares of each chunk."""
-    tensor, start, count = find_chunk(layout, n, CHUNK)
-    at = address(pointers, n, ROW, tensor)
-    factor = factor_or_one(factor_at, FACTOR_AT, MATH)
-    whole = whole_blocks(at, count)
-    squares = tl.zeros([BLOCK], MATH)
-    largest = magnitude_bits(squares, MATH)
-    for EDGE in tl.static_range(2):
-        first, end = bounds(whole, count, EDGE)
-        while first < end:
-            where = first + tl.arange(0, BLOCK)
-            x = load(at, start, where, where < count, EDGE, X, MATH) * factor
-            if MAX:
-                largest = tl.maximum(largest, magnitude_bits(x, MATH))
-            if SUM:
-                squares += x * x
-            first += BLOCK
-    chunk = tl.program_id(0).to(tl.int64)
-    if MAX:
-        tl.store(partials + chunk, value_of_bits(tl.max(largest, 0), MATH))
-    if SUM:
-        if MAX:
-            partials += tl.num_programs(0)
-        tl.store(partials + chunk, tl.sum(squares, 0))
-
-
-@kernel
-def _gather(
-    pointers,
-    layout,
-    n: tl.int64,
-    partials,
-    results,
-    found_inf,
-    MATH: tl.constexpr,
-    MAX: tl.constexpr,
-    FOUND_INF: tl.constexpr,
-):
-    """Bring the partial results of one tensor together, at its position in ``results``."""
-    tensor = tl.program_id(0).to(tl.int64)
-    first = tl.load(layout + n + tensor)
-    last = tl.load(layout + n + tensor + 1)
-    squares = tl.zeros([BLOCK], MATH)
-    largest = magnitude_bits(squares, MATH)
-    while first < last:
-        chunks = first + tl.arange(0, BLOCK)
-        values = tl.load(partials + chunks, mask=chunks < last, other=0)
-        if MAX:
-            largest = tl.maximum(largest, magnitude_bits(values, MATH))
-        else:
-            squares += values
-        first += BLOCK
-    if MAX:
-        result = value_of_bits(tl.max(largest, 0), MATH)
-    else:
-        result = root(tl.sum(squares, 0), MATH)
-    position = tl.load(layout + 2 * n + 1 + tensor)
-    tl.store(results + position, result)
-    if FOUND_INF:
-        if (result - result) != 0:  # nan for infinity and nan
-            tl.store(found_inf, 1.0)  # whoever writes, writes the same
 
 
 def gather(
@@ -125,7 +31,7 @@ def gather(
     ``found_inf`` becomes 1 if one of them is not finite, and is left alone otherwise.
     """
     launch(
-        _gather,
+        gather_kernel,
         (entries.count,),
         entries,
         partials=partials,
@@ -166,7 +72,7 @@ def measure(
     shape = (largest + squares, entries.chunks)
     partials = torch.empty(shape, dtype=dtypes[1], device=entries.layout.device)
     launch(
-        _measure_chunks,
+        measure_chunks,
         (entries.chunks,),
         entries,
         partials=partials,
@@ -191,12 +97,12 @@ def census(grads: Tensors, device: torch.device, *, with_norms: bool = False) ->
     for group in groups:
         if group.device not in found:
             found[group.device] = torch.zeros(1 + 2 * count, device=group.device)
-        verdict, largest, norms = found[group.device].split([1, count, count])
+        results = found[group.device]
         entries = table(group.rows, group.positions)
         partials = measure(entries, 0, _dtypes(group), largest=True, squares=with_norms)
-        gather(entries, partials[0], largest, largest=True, found_inf=verdict)
+        gather(entries, partials[0], results[1:], largest=True, found_inf=results)
         if with_norms:
-            gather(entries, partials[1], norms, largest=False)
+            gather(entries, partials[1], results[1 + count :], largest=False)
     total = _merge(found, 1 + 2 * count, device)
     if others:
         part = reference.census(pick(grads, others), device, with_norms=with_norms)
@@ -230,12 +136,12 @@ def l2norm(
     tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
 ) -> torch.Tensor:
     """See `preamp.kernels.ops.Ops.l2norm`."""
-    norms = [*l2norms(tensors, None, device)]
-    pairs = zip(norms, factors, strict=True)
-    scaled_norms = [norm if by is None else norm * moved(by, device) for norm, by in pairs]
-    if not scaled_norms:
-        return torch.zeros((), device=device)
-    return cast("Any", torch).linalg.vector_norm(torch.stack(scaled_norms), 2)
+    norms = l2norms(tensors, None, device)
+    if any([factor is not None for factor in factors]):
+        one = torch.ones((), device=device)
+        moves = (one if by is None else moved(by, device).float() for by in factors)
+        norms = norms * torch.stack([*moves])
+    return cast("Any", torch).linalg.vector_norm(norms, 2)
 
 
 def _dtypes(group: Group) -> tuple[torch.dtype, torch.dtype]:

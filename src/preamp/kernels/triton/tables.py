@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -83,7 +84,7 @@ def _pointers(device: torch.device, stream: int, addresses: tuple[int, ...]) -> 
 
 
 def _upload(host: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(host)
+    tensor: torch.Tensor = cast("Any", torch).from_numpy(host)
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -13,7 +13,8 @@ import torch
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Tensors
 from preamp.kernels.rules import Update
-from preamp.kernels.triton.launch import KINDS, check_devices, given, launch, number, scalar
+from preamp.kernels.triton.device.jit import KINDS
+from preamp.kernels.triton.launch import check_devices, given, launch, number, scalar
 from preamp.kernels.triton.places import pick, sort
 from preamp.kernels.triton.reductions import gathered, measure
 from preamp.kernels.triton.tables import CHUNK, Table, table

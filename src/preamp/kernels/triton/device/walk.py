@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
+# pyright: basic, reportInvalidTypeForm=false, reportArgumentType=false, reportGeneralTypeIssues=false
 """What the kernels share: their chunk, loads and stores with exact rounding, scalars.
 
 Every kernel runs over its chunk twice: once over the blocks that are whole and aligned, with

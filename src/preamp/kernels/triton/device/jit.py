@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# pyright: reportMissingTypeStubs=false
+"""How kernels are made, and torch's dtypes in their words."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import triton
+import triton.language as tl
+
+KINDS: dict[torch.dtype | None, Any] = {
+    None: None,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+"""torch's dtypes in Triton's words."""
+
+
+def kernel(function: Callable[..., None]) -> Any:
+    """Compile ``function`` for its ``constexpr`` arguments only.
+
+    Neither the values nor the alignment of the other arguments cause a recompilation.
+    """
+    varying = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if "constexpr" not in str(parameter.annotation)
+    ]
+    return cast("Any", triton).jit(function, do_not_specialize=varying)
+
+
+@kernel
+def _probe() -> None: ...
+
+
+INTERPRETED = not isinstance(_probe, triton.JITFunction)
+"""Whether ``TRITON_INTERPRET=1`` was set when this was loaded: then kernels run on CPUs only."""

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# pyright: basic, reportInvalidTypeForm=false, reportArgumentType=false, reportGeneralTypeIssues=false
+"""Largest magnitudes and norms: per chunk, then per tensor.
+
+Each sum is taken in a fixed order, so equal inputs give equal bits. Magnitudes are compared as
+the integers that hold their bits: these grow with the value, infinity is above every number and
+nan above infinity, so a maximum cannot lose either.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from preamp.kernels.triton.device.jit import kernel
+from preamp.kernels.triton.device.walk import (
+    BLOCK,
+    address,
+    bounds,
+    factor_or_one,
+    find_chunk,
+    load,
+    magnitude_bits,
+    root,
+    value_of_bits,
+    whole_blocks,
+)
+
+
+@kernel
+def measure_chunks(
+    pointers,
+    layout,
+    n: tl.int64,
+    partials,
+    factor_at,
+    X: tl.constexpr,
+    MATH: tl.constexpr,
+    ROW: tl.constexpr,
+    FACTOR_AT: tl.constexpr,
+    MAX: tl.constexpr,
+    SUM: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Write the largest magnitude and the sum of squares of each chunk."""
+    tensor, start, count = find_chunk(layout, n, CHUNK)
+    at = address(pointers, n, ROW, tensor)
+    factor = factor_or_one(factor_at, FACTOR_AT, MATH)
+    whole = whole_blocks(at, count)
+    squares = tl.zeros([BLOCK], MATH)
+    largest = magnitude_bits(squares, MATH)
+    for EDGE in tl.static_range(2):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
+            where = first + tl.arange(0, BLOCK)
+            x = load(at, start, where, where < count, EDGE, X, MATH) * factor
+            if MAX:
+                largest = tl.maximum(largest, magnitude_bits(x, MATH))
+            if SUM:
+                squares += x * x
+            first += BLOCK
+    chunk = tl.program_id(0).to(tl.int64)
+    if MAX:
+        tl.store(partials + chunk, value_of_bits(tl.max(largest, 0), MATH))
+    if SUM:
+        if MAX:
+            partials += tl.num_programs(0)
+        tl.store(partials + chunk, tl.sum(squares, 0))
+
+
+@kernel
+def gather_kernel(
+    pointers,
+    layout,
+    n: tl.int64,
+    partials,
+    results,
+    found_inf,
+    MATH: tl.constexpr,
+    MAX: tl.constexpr,
+    FOUND_INF: tl.constexpr,
+):
+    """Bring the partial results of one tensor together, at its position in ``results``."""
+    tensor = tl.program_id(0).to(tl.int64)
+    first = tl.load(layout + n + tensor)
+    last = tl.load(layout + n + tensor + 1)
+    squares = tl.zeros([BLOCK], MATH)
+    largest = magnitude_bits(squares, MATH)
+    while first < last:
+        chunks = first + tl.arange(0, BLOCK)
+        values = tl.load(partials + chunks, mask=chunks < last, other=0)
+        if MAX:
+            largest = tl.maximum(largest, magnitude_bits(values, MATH))
+        else:
+            squares += values
+        first += BLOCK
+    if MAX:
+        result = value_of_bits(tl.max(largest, 0), MATH)
+    else:
+        result = root(tl.sum(squares, 0), MATH)
+    position = tl.load(layout + 2 * n + 1 + tensor)
+    tl.store(results + position, result)
+    if FOUND_INF:
+        if (result - result) != 0:  # nan for infinity and nan
+            tl.store(found_inf, 1.0)  # whoever writes, writes the same
