@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Census, norms and linear combinations in Triton, against the reference and float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cases.rules import BF16, F16, F32, F64
+from cases.tolerances import assert_same
+from preamp.kernels import OP_NAMES, backend
+
+REFERENCE = backend("reference")
+DTYPES = (F16, BF16, F32, F64)
+SIZES = (0, 1, 7, 1024, 1031, 8193)
+
+few = settings(max_examples=15)
+bad_values = st.sampled_from([math.inf, -math.inf, math.nan])
+factors = st.sampled_from([1.0, 0.25, 3.0, 2.0**-16, 0.1])
+dtypes = st.sampled_from(DTYPES)
+
+
+@st.composite
+def tensors(draw: Any, dtype: Any = dtypes, size: Any = None) -> torch.Tensor:
+    """Finite values of every magnitude, in any layout that is or is not dense."""
+    kind = draw(dtype) if isinstance(dtype, st.SearchStrategy) else dtype
+    size = draw(st.sampled_from([0, 1, 5, 12, 1031])) if size is None else size
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    numbers = torch.randn(size, generator=generator, dtype=F64)
+    numbers *= 10.0 ** (torch.rand(size, generator=generator, dtype=F64) * 40 - 30)
+    largest = torch.finfo(kind).max
+    data = numbers.clamp(-largest, largest).to(kind)
+    layout = draw(st.sampled_from(["flat", "strided", "unaligned", "matrix", "transposed"]))
+    if layout == "strided":
+        return torch.stack([data, torch.full_like(data, math.nan)], dim=1)[:, 0]
+    if layout == "unaligned":
+        return torch.cat([data[:1], data])[1:] if size else data
+    if layout in ("matrix", "transposed") and size == 12:
+        return data.reshape(3, 4) if layout == "matrix" else data.reshape(3, 4).t()
+    return data
+
+
+def on(device: torch.device, found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors on ``device``, in their layout; nan between strided ones stays nan."""
+    if device.type == "cpu":
+        return found
+    return [
+        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t)
+        for t in found
+    ]
+
+
+def sparse(values: list[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    rows = torch.tensor([[1, 1, 4][: len(values)]])
+    data = torch.tensor(values, dtype=dtype)
+    return torch.sparse_coo_tensor(rows, data, (6,), check_invariants=True).to(device)
+
+
+def test_the_back_end_has_every_op(ops: Any) -> None:
+    assert ops.name == "triton"
+    for op in OP_NAMES:
+        assert callable(getattr(ops, op))
+
+
+# -- census and norms ------------------------------------------------------------------------
+
+
+@few
+@given(found=st.lists(tensors(), max_size=6), data=st.data())
+def test_census_agrees_with_the_reference(
+    ops: Any, device: torch.device, found: list[torch.Tensor], data: Any
+) -> None:
+    grads = on(device, found)
+    spoilt = [g for g in grads if g.numel()]
+    if spoilt and data.draw(st.booleans()):
+        data.draw(st.sampled_from(spoilt))[-1] = data.draw(bad_values)
+    before = [grad.clone() for grad in grads]
+    ours, wanted = (back_end.census(grads, device) for back_end in (ops, REFERENCE))
+    assert_same(ours.found_inf, wanted.found_inf)
+    assert torch.equal(ours.max_abs.isnan(), wanted.max_abs.isnan())
+    assert torch.equal(ours.max_abs.nan_to_num(), wanted.max_abs.nan_to_num())
+    assert ours.norms is None
+    for grad, was in zip(grads, before, strict=True):
+        assert_same(grad, was)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_census_at_every_place_of_a_chunk(
+    ops: Any, device: torch.device, dtype: torch.dtype
+) -> None:
+    grads = [torch.ones(size, dtype=dtype, device=device) for size in SIZES]
+    for value in (math.inf, math.nan):
+        for which, place in ((1, 0), (4, 1030), (5, 0), (5, 1024), (5, 8191), (5, 8192)):
+            grads[which][place] = value
+            census = ops.census(grads, device, with_norms=True)
+            grads[which][place] = 1.0
+            assert_same(census.found_inf, torch.ones((), device=device))
+            wanted = [float(size > 0) for size in SIZES]
+            wanted[which] = value
+            assert census.max_abs.tolist() == pytest.approx(wanted, nan_ok=True)
+            assert math.isfinite(census.norms[which]) is False
+    census = ops.census(grads, device, with_norms=True)
+    assert_same(census.found_inf, torch.zeros((), device=device))
+    wanted = torch.tensor(SIZES, dtype=F64).sqrt().to(device, F32)
+    torch.testing.assert_close(census.norms, wanted, rtol=2.0**-22, atol=0.0)
+
+
+def test_census_keeps_the_order_of_mixed_gradients(ops: Any, device: torch.device) -> None:
+    """Several launches, and tensors that no kernel takes, end up in one result."""
+    grads = [
+        torch.tensor([3.0], dtype=F16, device=device),
+        torch.tensor([-4.0], device=device),
+        sparse([1.0, 5.0, -2.0], F32, device),
+        torch.tensor([[7.0, math.nan]], device=device)[:, ::2],
+        torch.tensor([8.0 - 6.0j], device=device),
+        torch.tensor([1e300], dtype=F64, device=device),
+        torch.tensor([9.0], dtype=F16, device=device),
+    ]
+    census = ops.census(grads, device, with_norms=True)
+    wanted = [3.0, 4.0, 6.0, 7.0, 8.0, math.inf, 9.0]
+    assert census.max_abs.tolist() == wanted
+    assert census.found_inf.item() == 0.0  # 1e300 is finite, though not in float32
+    wanted = [3.0, 4.0, math.hypot(6, 2), 7.0, 10.0, math.inf, 9.0]
+    assert census.norms.tolist() == pytest.approx(wanted)
+    assert ops.l2norms(grads, None, device).tolist() == pytest.approx(wanted)
+
+
+def test_census_of_nothing(ops: Any, device: torch.device) -> None:
+    census = ops.census([], device, with_norms=True)
+    assert_same(census.found_inf, torch.zeros((), device=device))
+    assert census.max_abs.shape == census.norms.shape == (0,)
+    assert_same(ops.l2norm([], [], device), torch.zeros((), device=device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_that_overflow_are_not_overflows(
+    ops: Any, device: torch.device, dtype: torch.dtype
+) -> None:
+    largest = torch.full((1100,), torch.finfo(dtype).max, dtype=dtype, device=device)
+    assert ops.census([largest, -largest], device, with_norms=True).found_inf.item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_against_float64(ops: Any, device: torch.device, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(size, generator=generator).to(device, dtype) for size in SIZES]
+    by = torch.tensor(2.0**-10, device=device)
+    for factor in (None, by):
+        exact = torch.stack([g.double().norm() * (1.0 if factor is None else by) for g in grads])
+        norms = ops.l2norms(grads, factor, device)
+        torch.testing.assert_close(norms.double(), exact, rtol=2.0**-21, atol=0.0)
+        again = ops.l2norms([grad.clone() for grad in grads], factor, device)
+        assert_same(again, norms)  # the order of the sums does not depend on the run
+    mixed = [None, by, None, by, None, by]
+    scaled = [1.0 if f is None else float(f) for f in mixed]
+    total = math.hypot(*[float(g.double().norm()) * f for g, f in zip(grads, scaled, strict=True)])
+    assert ops.l2norm(grads, mixed, device).item() == pytest.approx(total, rel=2.0**-20)
+    assert ops.l2norm(grads, [None] * 6, device).dtype is F32
+
+
+def test_the_factor_of_norms_comes_before_the_squares(ops: Any, device: torch.device) -> None:
+    large = torch.full((100,), 1e25, device=device)
+    assert torch.isinf(ops.l2norms([large], None, device)).all()
+    norms = ops.l2norms([large], torch.tensor(1e-20, device=device), device)
+    assert norms.item() == pytest.approx(1e6)
+
+
+# -- linear combinations ---------------------------------------------------------------------
+
+
+@few
+@given(data=st.data(), by=factors, is_tensor=st.booleans())
+def test_scaling_agrees_with_the_reference(
+    ops: Any, device: torch.device, data: Any, by: float, is_tensor: bool
+) -> None:
+    grads = on(device, data.draw(st.lists(tensors(), min_size=1, max_size=5)))
+    addends = [None if data.draw(st.booleans()) else torch.ones_like(grad) / 3 for grad in grads]
+    factor = torch.tensor(by, device=device) if is_tensor else by
+    ours, wanted = ([grad.clone() for grad in grads] for _ in range(2))
+    ops.scale_add_(ours, factor, addends)
+    REFERENCE.scale_add_(wanted, factor, addends)
+    for one, other in zip(ours, wanted, strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+@few
+@given(data=st.data(), a=factors, b=factors)
+def test_axpby_agrees_with_the_reference(
+    ops: Any, device: torch.device, data: Any, a: float, b: float
+) -> None:
+    size = data.draw(st.sampled_from([0, 1, 12, 1031]))
+    x, y = on(device, [data.draw(tensors(size=size)) for _ in range(2)])
+    y = y.reshape(x.shape)
+    kinds = data.draw(st.lists(dtypes, min_size=1, max_size=3))
+    ours, wanted = ([torch.zeros_like(x, dtype=kind) for kind in kinds] for _ in range(2))
+    ys = [y if data.draw(st.booleans()) else None for _ in kinds]
+    scale = torch.tensor(a, device=device)
+    ops.axpby_(ours, scale, [x] * len(kinds), b, ys)
+    REFERENCE.axpby_(wanted, scale, [x] * len(kinds), b, ys)
+    for one, other in zip(ours, wanted, strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_axpby_writes_onto_its_inputs(ops: Any, device: torch.device, dtype: torch.dtype) -> None:
+    x, y = (torch.full((1031,), v, dtype=dtype, device=device) for v in (1.0, 4.0))
+    ops.axpby_([x], 2.0, [x], 1.0, [y])
+    ops.axpby_([y], 2.0, [x], 1.0, [y])
+    assert x.unique().tolist() == [6.0]
+    assert y.unique().tolist() == [16.0]
+
+
+EVERY_HALF = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+
+
+@pytest.mark.parametrize("half", [F16, BF16], ids=str)
+def test_rounding_is_torchs(ops: Any, device: torch.device, half: torch.dtype) -> None:
+    """All half values, the midpoints above them, and their neighbours in float32."""
+    every = EVERY_HALF.view(half).float()
+    step = 2**12 if half is F16 else 2**15
+    bits = every.view(torch.int32)[:, None] + torch.tensor([-1, 0, 1, step - 1, step, step + 1])
+    source = bits.reshape(-1).view(F32).to(device)
+    target = torch.empty_like(source, dtype=half)
+    ops.cast_copy_([source], [target])
+    wanted = source.to(half)
+    assert torch.equal(target.isnan(), wanted.isnan())
+    assert torch.equal(target.nan_to_num(), wanted.nan_to_num())
+    zeros = wanted == 0
+    assert torch.equal(torch.signbit(target[zeros]), torch.signbit(wanted[zeros]))
+    back = torch.empty_like(source)
+    ops.cast_copy_([wanted], [back])
+    assert torch.equal(back.nan_to_num(), wanted.float().nan_to_num())
+
+
+@few
+@given(data=st.data())
+def test_casting_agrees_with_torch(ops: Any, device: torch.device, data: Any) -> None:
+    sources = on(device, data.draw(st.lists(tensors(), min_size=1, max_size=4)))
+    targets = [torch.zeros_like(source, dtype=data.draw(dtypes)) for source in sources]
+    before = [source.clone() for source in sources]
+    ops.cast_copy_(sources, targets)
+    for source, target, was in zip(sources, targets, before, strict=True):
+        assert_same(target, source.to(target.dtype))
+        assert_same(source, was)
+
+
+@few
+@given(data=st.data())
+def test_widening_agrees_with_the_reference(ops: Any, device: torch.device, data: Any) -> None:
+    halves = on(device, data.draw(st.lists(tensors(st.sampled_from([F16, BF16])), max_size=5)))
+    by = [torch.tensor(data.draw(factors), device=device) for _ in halves]
+    bases = [torch.ones_like(h, dtype=F32) if data.draw(st.booleans()) else None for h in halves]
+    copies = [None if base is None else base.clone() for base in bases]
+    before = [half.clone() for half in halves]
+    ours = ops.widen_add(halves, by, bases)
+    wanted = REFERENCE.widen_add(halves, by, copies)
+    for one, other, base, half in zip(ours, wanted, bases, halves, strict=True):
+        assert_same(one, other)
+        assert base is None or one is base
+        assert base is not None or one.stride() == other.stride() or not half.numel()
+    for half, was in zip(halves, before, strict=True):
+        assert_same(half, was)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scaling_sparse_gradients(ops: Any, device: torch.device, dtype: torch.dtype) -> None:
+    grads = [sparse([1.0, 2.0, -4.0], dtype, device), torch.ones(2, dtype=dtype, device=device)]
+    ops.scale_add_(grads, 0.5, [sparse([8.0], dtype, device), None])
+    assert grads[0].is_sparse
+    assert grads[0].to_dense().tolist() == [0, 9.5, 0, 0, -2.0, 0]
+    assert grads[1].tolist() == [0.5, 0.5]
+
+
+def test_launches_do_not_grow_with_the_tensors(
+    ops: Any, device: torch.device, launches: Any
+) -> None:
+    """One per dtype signature; a census has a second, over tensors, for what chunks found."""
+    grads = [torch.ones(3, dtype=dtype, device=device) for dtype in (F16, F32) for _ in range(60)]
+    with launches() as names:
+        ops.census(grads, device)
+    assert names == ["measure_chunks", "gather_kernel"] * 2
+    with launches() as names:
+        ops.scale_add_(grads, 0.5, [None] * 120)
+    assert names == ["combine_kernel"] * 2
+    with launches() as names:
+        ops.widen_add(grads[:60], [torch.ones((), device=device)] * 60, [None] * 60)
+    assert names == ["combine_kernel"]

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tables, sorting into launches, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cases.rules import BF16, F16, F32
+from preamp.core.errors import PreampUnavailableError
+from preamp.kernels import Update
+
+CHUNK = 8192
+
+
+def test_a_layout(part: Any) -> None:
+    assert part("tables").CHUNK == CHUNK
+    sizes = [0, 1, CHUNK, CHUNK + 1, 3 * CHUNK]
+    layout = part("tables").layout_of(sizes, [4, 3, 2, 1, 0])
+    numels, first, positions, owners = np.split(layout, [5, 11, 16])
+    assert numels.tolist() == sizes
+    assert first.tolist() == [0, 0, 1, 2, 4, 7]
+    assert positions.tolist() == [4, 3, 2, 1, 0]
+    assert owners.tolist() == [1, 2, 3, 3, 4, 4, 4]
+
+
+def test_layouts_beyond_31_bits(part: Any) -> None:
+    numel = 2**31 + 5
+    layout = part("tables").layout_of([numel, numel], [0, 1])
+    assert layout.dtype == np.int64
+    assert layout[:2].tolist() == [numel] * 2
+    chunks = 2**18 + 1
+    assert layout[2:5].tolist() == [0, chunks, 2 * chunks]
+    assert layout[7:].tolist() == [0] * chunks + [1] * chunks
+
+
+def test_elements_beyond_31_bits(ops: Any, part: Any, device: torch.device) -> None:
+    """A kernel reaches the end of a tensor too large to allocate: its address is made up."""
+    beyond = 2**31
+    source = torch.arange(13.0, device=device)
+    target = torch.zeros(13, dtype=F16, device=device)
+    layout = torch.tensor([beyond + 13, -(beyond // CHUNK), 1, 0, 0], device=device)
+    addresses = [target.data_ptr() - 2 * beyond, source.data_ptr() - 4 * beyond]
+    pointers = torch.tensor(addresses, device=device)
+    table = part("tables").Table(pointers, layout, 1, 1)
+    kinds = part("device.jit").KINDS
+    launch = part("launch")
+    launch.launch(
+        part("device.elementwise").combine_kernel,
+        (1,),
+        table,
+        **launch.scalar("a", 2.0, table, F32),
+        **launch.scalar("b", 0.0, table, F32),
+        T=kinds[F16],
+        X=kinds[F32],
+        Y=None,
+        X_MATH=kinds[F32],
+        Y_MATH=kinds[F32],
+        A_EACH=0,
+        CHUNK=CHUNK,
+    )
+    assert target.tolist() == [2.0 * value for value in range(13)]
+
+
+def test_tables_are_remembered(part: Any, device: torch.device) -> None:
+    tables = part("tables")
+    params = [torch.ones(5, device=device) for _ in range(3)]
+    grads = [torch.ones(5, device=device) for _ in range(3)]
+    first = tables.table([params, grads], range(3))
+    again = tables.table([params, grads], range(3))
+    assert again.pointers is first.pointers
+    assert again.layout is first.layout
+    moved = [grad.clone() for grad in grads]
+    later = tables.table([params, moved], range(3))
+    assert later.layout is first.layout
+    wanted = [tensor.data_ptr() for tensor in (*params, *moved)]
+    assert later.pointers.tolist() == wanted
+    assert first.pointers.tolist()[3:] == [grad.data_ptr() for grad in grads]
+
+
+def test_a_step_uploads_only_what_changed(
+    ops: Any, part: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = part("tables")
+    uploads: list[int] = []
+    upload = tables._upload
+    monkeypatch.setattr(tables, "_upload", lambda *a: (uploads.append(1), upload(*a))[1])
+    params = [torch.ones(11, device=device) for _ in range(4)]
+    grads = [torch.ones(11, device=device) for _ in range(4)]
+    ops.scale_add_(params, 0.5, grads)
+    assert len(uploads) <= 2
+    uploads.clear()
+    ops.scale_add_(params, 0.5, grads)
+    assert uploads == []
+    kept = [grad.clone() for grad in grads]
+    ops.scale_add_(params, 0.5, kept)
+    assert uploads == [1]
+
+
+def test_what_kernels_take(part: Any, device: torch.device) -> None:
+    sort = part("places").sort
+    image = torch.ones(2, 3, 4, 5, device=device)
+    last = image.to(memory_format=torch.channels_last)
+    thin = torch.ones(4, 1, device=device)
+    odd = thin.as_strided((4, 1), (1, 77))
+    pairs = [
+        (image, image, True),
+        (last, last.half(), True),
+        (image, last, False),
+        (last, image, False),
+        (image.transpose(0, 3), last.transpose(0, 3), False),
+        (image.transpose(0, 3), image.transpose(0, 3), True),
+        (image[:, ::2], image[:, ::2], False),
+        (thin, odd, True),
+        (image[:1].expand(2, 3, 4, 5), image, False),
+        (torch.ones((), device=device), torch.ones((), device=device), True),
+        (image, torch.ones(2, device=device), False),
+        (image.int(), image, False),
+        (image.to_sparse(), image, False),
+        (image, torch.ones(2, 3, 4, 5, device="meta"), False),
+        (torch.ones(2, device=device, dtype=torch.complex64).conj().imag, thin[:2, 0], False),
+    ]
+    groups, others = sort([first for first, _, _ in pairs], [second for _, second, _ in pairs])
+    assert others == [i for i, (_, _, is_taken) in enumerate(pairs) if not is_taken]
+    assert {dtypes: group for group in groups for dtypes in [group.dtypes]}.keys() == {
+        (F32, F32),
+        (F32, F16),
+    }
+    assert sorted(i for group in groups for i in group.positions) == [
+        i for i, (_, _, is_taken) in enumerate(pairs) if is_taken
+    ]
+
+
+def test_groups_by_dtype(part: Any, device: torch.device) -> None:
+    params = [torch.ones(2, device=device) for _ in range(4)]
+    halves = [None, params[1].half(), params[2].bfloat16(), None]
+    groups, others = part("places").sort(params, halves)
+    assert others == []
+    assert [(group.dtypes, group.positions) for group in groups] == [
+        ((F32, None), [0, 3]),
+        ((F32, F16), [1]),
+        ((F32, BF16), [2]),
+    ]
+    assert [len(row) for row in groups[0].rows] == [2, 0]
+
+
+@pytest.mark.parametrize("op", ["census", "l2norms", "scale_add_", "cast_copy_", "adam_"])
+def test_other_devices_are_refused(ops: Any, device: torch.device, op: str) -> None:
+    ones = [torch.ones(2, device="meta")]
+    calls = {
+        "census": lambda: ops.census(ones, device),
+        "l2norms": lambda: ops.l2norms(ones, None, device),
+        "scale_add_": lambda: ops.scale_add_(ones, 1.0, [None]),
+        "cast_copy_": lambda: ops.cast_copy_(ones, ones),
+        "adam_": lambda: ops.adam_(ones, ones, ones, ones, rule=None, update=Update()),
+    }
+    here = "cpu" if device.type == "cpu" else "cuda and xpu"
+    text = (
+        f"The triton back end got a tensor on meta. Its kernels run on {here} here. "
+        "Choose the back end 'auto', or 'reference', which runs on every device."
+    )
+    with pytest.raises(PreampUnavailableError, match=f"^{re.escape(text)}$"):
+        calls[op]()
+
+
+COMPILE = """
+import json, re, inspect, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from preamp.kernels import triton as ops
+from preamp.kernels import AdamRule, BiasCorrection, Update
+from preamp.kernels.triton import launch
+from triton.runtime.jit import KernelInterface
+
+launch.COMPILED_FOR = ("cpu",)
+found = []
+
+def start(kernel, grid):
+    def compile(*args, **kwargs):
+        options = {key: kwargs.pop(key) for key in ("num_warps", "enable_fp_fusion")}
+        values = dict(zip(kernel.arg_names, args)) | kwargs
+        constants, signature = {}, {}
+        for parameter in kernel.params:
+            value = values[parameter.name]
+            if parameter.is_constexpr:
+                constants[parameter.name] = value
+                signature[parameter.name] = "constexpr"
+            elif isinstance(value, torch.Tensor):
+                names = {torch.float32: "*fp32", torch.int64: "*i64"}
+                signature[parameter.name] = names[value.dtype]
+            else:
+                signature[parameter.name] = parameter.annotation_type
+        keywords = {"constexprs": constants}
+        if "constexprs" not in inspect.signature(ASTSource.__init__).parameters:
+            keywords = {"constants": constants}
+            signature = {k: v for k, v in signature.items() if v != "constexpr"}
+        source = ASTSource(fn=kernel, signature=signature, **keywords)
+        binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        ptx = binary.asm["ptx"]
+        found.append({
+            "name": kernel.fn.__name__,
+            "numbers": sorted({v for v in signature.values() if not v.startswith("*")}),
+            "specialised": [p.name for p in kernel.params
+                            if not (p.is_constexpr or p.do_not_specialize)],
+            "wide": len(re.findall(r"(?:ld|st)\\.global\\.v(?:4\\.b32|2\\.b64)", ptx)),
+            "fused": len(re.findall(r"fma\\.rn\\.f32", ptx)),
+            "inexact": len(re.findall(r"div\\.full|div\\.approx|sqrt\\.approx", ptx)),
+        })
+    return compile
+
+KernelInterface.__getitem__ = start
+ones = [[torch.ones(5, dtype=torch.bfloat16)] for _ in range(4)]
+ops.census(ones[0], torch.device("cpu"))
+rule = AdamRule(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True,
+                bias_correction=BiasCorrection.MOMENTS)
+ops.adam_(*ones, rule=rule, update=Update(inv_scale=torch.ones(()), found_inf=torch.ones(())))
+print(json.dumps(found))
+"""
+
+
+def test_compiled_kernels(ops: Any, tmp_path: Any) -> None:
+    """For a GPU that need not be here: 16 bytes at a time, no fused sums, no specialisation."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=environment,
+    )
+    assert run.returncode == 0, run.stderr
+    found = {row["name"]: row for row in json.loads(run.stdout)}
+    for row in found.values():
+        assert row["specialised"] == []
+        assert row["fused"] == row["inexact"] == 0
+    assert found["adam_kernel"]["numbers"] == ["constexpr", "i64"]
+    assert found["measure_chunks"]["wide"] == 1
+    assert found["adam_kernel"]["wide"] == 7  # four loads and three stores
