@@ -58,7 +58,8 @@ def average_norms(
         blend = root(blend, MATH)
     blend = tl.where(v < 0, norm, blend)
     tl.store(averages + tensor, blend)
-    store_one(at, N, blend, spared(1, found_inf_at, FOUND_INF_AT) == 1)
+    if spared(1, found_inf_at, FOUND_INF_AT) == 1:  # older interpreters store scalars unmasked
+        store_one(at, N, blend)
 
 
 @kernel

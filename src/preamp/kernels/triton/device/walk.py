@@ -139,12 +139,12 @@ def load_one(at, KIND: tl.constexpr, MATH: tl.constexpr):
 
 
 @triton.jit
-def store_one(at, KIND: tl.constexpr, x, mask):
+def store_one(at, KIND: tl.constexpr, x):
     """Round into the 0-dim tensor at an address."""
     if KIND == tl.bfloat16:
-        tl.store(at.to(tl.pointer_type(tl.int16)), narrow(x, KIND), mask=mask)
+        tl.store(at.to(tl.pointer_type(tl.int16)), narrow(x, KIND))
     else:
-        tl.store(at.to(tl.pointer_type(KIND)), narrow(x, KIND), mask=mask)
+        tl.store(at.to(tl.pointer_type(KIND)), narrow(x, KIND))
 
 
 @triton.jit
