@@ -45,17 +45,16 @@ def sort(*lists: Row, scalars: int = 0) -> tuple[list[Group], list[int]]:
     """
     groups: dict[tuple[object, ...], Group] = {}
     others: list[int] = []
+    shaped = len(lists) - scalars
     for position, place in enumerate(zip(*lists, strict=True)):
-        first = cast("torch.Tensor", place[0])
-        shaped = place[: len(place) - scalars]
-        if not (_loadable(first.device, place) and _walkable(first, shaped)):
+        dtypes = _dtypes(place, shaped)
+        if dtypes is None:
             others.append(position)
             continue
-        dtypes = tuple([None if t is None else t.dtype for t in place])
-        key = (first.device, dtypes)
-        if key not in groups:
-            groups[key] = Group(first.device, dtypes, tuple([] for _ in place))
-        group = groups[key]
+        device = cast("torch.Tensor", place[0]).device
+        group = groups.get((device, dtypes))
+        if group is None:
+            group = groups[device, dtypes] = Group(device, dtypes, tuple([[] for _ in place]))
         group.positions.append(position)
         for row, tensor in zip(group.rows, place, strict=True):
             if tensor is not None:
@@ -68,29 +67,33 @@ def pick(row: Sequence[T], positions: Sequence[int]) -> list[T]:
     return [row[position] for position in positions]
 
 
-def _loadable(device: torch.device, place: Row) -> bool:
-    return all(
-        [
-            tensor is None
-            or (
-                tensor.dtype in DTYPES
-                and tensor.layout is torch.strided
-                and tensor.device == device
-                and not tensor.is_neg()
-            )
-            for tensor in place
-        ]
-    )
+def _dtypes(place: Row, shaped: int) -> tuple[torch.dtype | None, ...] | None:
+    """The dtypes of a place, or ``None`` if kernels cannot take it.
+
+    One plain loop: every step of an optimizer runs it for each of its tensors.
+    """
+    first = cast("torch.Tensor", place[0])
+    device, shape = first.device, first.shape
+    dtypes: list[torch.dtype | None] = []
+    is_contiguous = True
+    for index, tensor in enumerate(place):
+        if tensor is None:
+            dtypes.append(None)
+            continue
+        dtype = tensor.dtype
+        if dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_neg():
+            return None
+        if tensor.device != device or (index < shaped and tensor.shape != shape):
+            return None
+        is_contiguous = is_contiguous and tensor.is_contiguous()
+        dtypes.append(dtype)
+    return tuple(dtypes) if is_contiguous or _walk_alike(place[:shaped]) else None
 
 
-def _walkable(first: torch.Tensor, place: Row) -> bool:
-    tensors = [tensor for tensor in place if tensor is not None]
-    if any([tensor.shape != first.shape for tensor in tensors]):
-        return False
-    if all([tensor.is_contiguous() for tensor in tensors]):
-        return True
-    steps = _steps(first)
-    return _dense(steps) and all([_steps(tensor) == steps for tensor in tensors])
+def _walk_alike(place: Row) -> bool:
+    """Whether the tensors are dense and have their elements in the same order."""
+    orders = [_steps(tensor) for tensor in place if tensor is not None]
+    return _dense(orders[0]) and all([order == orders[0] for order in orders])
 
 
 def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
