@@ -137,6 +137,16 @@ def test_census_of_nothing(ops: Any, device: torch.device) -> None:
     assert_same(ops.l2norm([], [], device), torch.zeros((), device=device))
 
 
+def test_census_of_empty_tensors(ops: Any, device: torch.device) -> None:
+    empty = [torch.zeros(shape, device=device) for shape in ((0,), (3, 0))]
+    census = ops.census(empty, device, with_norms=True)
+    assert census.found_inf.item() == 0.0
+    assert census.max_abs.tolist() == census.norms.tolist() == [0.0, 0.0]
+    ops.scale_add_(empty, 2.0, [None, None])
+    (wide,) = ops.widen_add([empty[1].half()], [torch.ones((), device=device)], [None])
+    assert_same(wide, empty[1])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_that_overflow_are_not_overflows(
     ops: Any, device: torch.device, dtype: torch.dtype

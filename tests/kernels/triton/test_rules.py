@@ -239,6 +239,15 @@ def test_no_tensors_at_all(ops: Any, row: RuleRow) -> None:
 
 
 @one_each
+def test_empty_tensors(ops: Any, device: torch.device, row: RuleRow) -> None:
+    lists = [[torch.zeros(0, device=device)] for _ in range(2 + row.states)]
+    if row.op == "novograd_":
+        lists[-1] = [torch.full((), 0.5, device=device)]
+    ours, wanted = (run(back_end, row, lists, step=2) for back_end in (ops, REFERENCE))
+    assert_close(row, ours[2:], wanted[2:], lists[2:])
+
+
+@one_each
 def test_lists_of_unequal_length_are_refused(ops: Any, device: torch.device, row: RuleRow) -> None:
     ones = torch.ones(2, device=device)
     lists = [[ones.clone(), ones.clone()] for _ in range(2 + row.states)]
