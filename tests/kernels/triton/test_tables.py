@@ -105,6 +105,25 @@ def test_a_step_uploads_only_what_changed(
     assert uploads == [1]
 
 
+def test_a_captured_graph_has_tables_of_its_own(
+    part: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = part("tables")
+    rows = [[torch.ones(7, device=device)]]
+    before = tables.table(rows, range(1))
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(tables, "_capturing", lambda device: True)
+    monkeypatch.setattr(tables, "_read_by_graphs", kept)
+    captured = tables.table(rows, range(1))
+    monkeypatch.undo()
+    after = tables.table(rows, range(1))
+    for name in ("layout", "pointers"):
+        assert getattr(after, name) is getattr(before, name)
+        assert getattr(captured, name) is not getattr(before, name)
+        assert torch.equal(getattr(captured, name), getattr(before, name))
+        assert any(getattr(captured, name) is tensor for tensor in kept)
+
+
 def test_what_kernels_take(part: Any, device: torch.device) -> None:
     sort = part("places").sort
     image = torch.ones(2, 3, 4, 5, device=device)

@@ -6,6 +6,9 @@ A launch takes two int64 tensors. *Pointers* holds one row of addresses per list
 the number of chunks (``n + 1`` values), the place of each in the results (``n``), and for every
 chunk the tensor it belongs to. Addresses change with every backward that allocates gradients,
 layouts hardly ever; so a step with new gradients costs one small asynchronous copy.
+
+A CUDA graph copies its tables again at every replay. So while one is captured nothing remembered
+is used, nothing is remembered, and what the graph reads is kept as long as the process lives.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ A multiple of 16, so that chunks of an aligned tensor are aligned.
 
 _KEPT = 128
 """Tables remembered of each kind; a step of one optimizer needs a handful."""
+
+_read_by_graphs: list[torch.Tensor] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +60,13 @@ def table(rows: Sequence[Sequence[torch.Tensor]], positions: Sequence[int]) -> T
     """
     device = rows[0][0].device
     stream = _stream(device)
-    layout, chunks = _layout(device, stream, tuple(t.numel() for t in rows[0]), tuple(positions))
+    numels = tuple([t.numel() for t in rows[0]])
     addresses = tuple([t.data_ptr() for row in rows for t in row])
-    return Table(_pointers(device, stream, addresses), layout, len(positions), chunks)
+    find_layout, find_pointers = _layout, _pointers
+    if _capturing(device):
+        find_layout, find_pointers = _layout.__wrapped__, _pointers.__wrapped__
+    layout, chunks = find_layout(device, stream, numels, tuple(positions))
+    return Table(find_pointers(device, stream, addresses), layout, len(positions), chunks)
 
 
 def layout_of(numels: Sequence[int], positions: Sequence[int]) -> np.ndarray:
@@ -85,9 +94,16 @@ def _pointers(device: torch.device, stream: int, addresses: tuple[int, ...]) -> 
 
 def _upload(host: np.ndarray, device: torch.device) -> torch.Tensor:
     tensor: torch.Tensor = cast("Any", torch).from_numpy(host)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    if device.type != "cpu":
+        tensor = tensor.pin_memory()
+    uploaded = tensor.to(device, non_blocking=True)
+    if _capturing(device):
+        _read_by_graphs.extend((tensor, uploaded))
+    return uploaded
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _stream(device: torch.device) -> int:
