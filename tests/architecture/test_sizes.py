@@ -29,6 +29,9 @@ APEX_SIGNATURES = {
 }
 """Where Apex prescribes arguments: folders of the package, and which functions there (all)."""
 
+KERNELS = ROOT / "src" / "preamp" / "kernels" / "triton" / "device"
+"""Triton's kernels: what they are launched with is one parameter each, and does not count."""
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -43,9 +46,9 @@ def functions_in(tree: ast.Module) -> Iterator[Function]:
     return (node for node in ast.walk(tree) if isinstance(node, Function))
 
 
-def body_lines(function: Function) -> int:
-    """Lines from ``def`` to the end, without the docstring."""
-    lines = (function.end_lineno or function.lineno) - function.lineno + 1
+def lines_from(function: Function, start: int) -> int:
+    """Lines from ``start`` to the end, without the docstring."""
+    lines = (function.end_lineno or function.lineno) - start + 1
     first = function.body[0]
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
         lines -= (first.end_lineno or first.lineno) - first.lineno + 1
@@ -66,9 +69,15 @@ def too_long_or_wide(path: Path) -> list[str]:
         found.append(f"{path.name}: {len(text.splitlines())} lines")
     for function in functions_in(ast.parse(text)):
         where = f"{path.name}:{function.lineno}: {function.name}"
-        if body_lines(function) > FUNCTION_LINES:
-            found.append(f"{where} has {body_lines(function)} lines")
-        if parameter_count(function) > PARAMETERS and not may_be_wide(path, function):
+        is_kernel = KERNELS in path.parents
+        start = function.body[0].lineno if is_kernel else function.lineno
+        if lines_from(function, start) > FUNCTION_LINES:
+            found.append(f"{where} has {lines_from(function, start)} lines")
+        if (
+            not is_kernel
+            and parameter_count(function) > PARAMETERS
+            and not may_be_wide(path, function)
+        ):
             found.append(f"{where} has {parameter_count(function)} parameters")
     return found
 
@@ -92,7 +101,7 @@ def test_no_exception_is_stale() -> None:
         function.name
         for path in CODE
         for function in functions_in(ast.parse(path.read_text(encoding="utf-8")))
-        if parameter_count(function) > PARAMETERS
+        if parameter_count(function) > PARAMETERS and KERNELS not in path.parents
     }
     assert wide >= WIDE_SIGNATURES
 

@@ -38,7 +38,7 @@ def ones(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 def use_every_op(ops: Any, one: torch.Tensor) -> None:
     """Gradients and their tables are new in every call."""
     grads = ones(torch.float16)
-    ops.census([*grads, *ones()], one.device, with_norms=True)
+    ops.census([*grads, *ones()], one.device, with_norm=True)
     ops.scale_add_(grads, one, [None] * 3)
     ops.scale_add_(grads, 0.5, ones(torch.float16))
     ops.widen_add(grads, [one] * 3, [None] * 3)

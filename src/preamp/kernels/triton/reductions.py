@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels import reference
+from preamp.kernels.joining import stack
 from preamp.kernels.ops import Census, Tensors
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.device.reductions import gather_kernel, measure_chunks
 from preamp.kernels.triton.launch import check_devices, given, launch, moved
 from preamp.kernels.triton.places import Group, pick, sort
 from preamp.kernels.triton.tables import CHUNK, Table, table
+
+_vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_norm
 
 
 def gather(
@@ -88,8 +91,11 @@ def measure(
 
 
 @torch.no_grad()
-def census(grads: Tensors, device: torch.device, *, with_norms: bool = False) -> Census:
+def census(
+    grads: Tensors, device: torch.device, *, with_norm: bool = False, with_max_abs: bool = True
+) -> Census:
     """See `preamp.kernels.ops.Ops.census`."""
+    del with_max_abs  # they cost nothing
     check_devices(grads)
     groups, others = sort(grads)
     count = len(grads)
@@ -99,18 +105,20 @@ def census(grads: Tensors, device: torch.device, *, with_norms: bool = False) ->
             found[group.device] = torch.zeros(1 + 2 * count, device=group.device)
         results = found[group.device]
         entries = table(group.rows, group.positions)
-        partials = measure(entries, 0, _dtypes(group), largest=True, squares=with_norms)
+        partials = measure(entries, 0, _dtypes(group), largest=True, squares=with_norm)
         gather(entries, partials[0], results[1:], largest=True, found_inf=results)
-        if with_norms:
+        if with_norm:
             gather(entries, partials[1], results[1 + count :], largest=False)
     total = _merge(found, 1 + 2 * count, device)
     if others:
-        part = reference.census(pick(grads, others), device, with_norms=with_norms)
+        own = pick(grads, others)
+        part = reference.census(own, device)
         total[0] = torch.maximum(total[0], part.found_inf)
-        for row, values in enumerate((part.max_abs, part.norms)):
-            _put(total[1 + row * count :], others, values)
-    norms = total[1 + count :] if with_norms else None
-    return Census(found_inf=total[0], max_abs=total[1 : 1 + count], norms=norms)
+        _put(total[1:], others, part.max_abs)
+        if with_norm:
+            _put(total[1 + count :], others, reference.l2norms(own, None, device))
+    norm = _vector_norm(total[1 + count :], 2) if with_norm else None
+    return Census(found_inf=total[0], norm=norm, max_abs=total[1 : 1 + count])
 
 
 @torch.no_grad()
@@ -137,11 +145,16 @@ def l2norm(
 ) -> torch.Tensor:
     """See `preamp.kernels.ops.Ops.l2norm`."""
     norms = l2norms(tensors, None, device)
-    if any([factor is not None for factor in factors]):
-        one = torch.ones((), device=device)
-        moves = (one if by is None else moved(by, device).float() for by in factors)
-        norms = norms * torch.stack([*moves])
-    return cast("Any", torch).linalg.vector_norm(norms, 2)
+    distinct = {id(factor): factor for factor in factors}
+    numbers = {
+        key: torch.ones((), device=device) if by is None else moved(by, device).float()
+        for key, by in distinct.items()
+    }
+    if len(numbers) == 1:  # as a rule: one backward, one factor
+        norms = norms * next(iter(numbers.values()))
+    elif numbers:
+        norms = norms * stack([numbers[id(factor)] for factor in factors])
+    return _vector_norm(norms, 2)
 
 
 def _dtypes(group: Group) -> tuple[torch.dtype, torch.dtype]:
