@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from preamp.core.dtypes import dtype_name
+from preamp.kernels import explain
 from preamp.policy import describe_overrides
 
 if TYPE_CHECKING:
@@ -31,12 +32,11 @@ def explain_engine(engine: Engine) -> str:
     for index, session in enumerate(engine.sessions.values()):
         direct = session.direct_params()
         masters = len(session.masters) if session.masters is not None else 0
+        waits = policy.is_dynamic and not session.obeys_on_device
         lines.append(
             f"optimizer {index} ({type(session.optimizer).__name__}): {masters} float32 masters, "
-            f"{len(direct)} parameters updated directly; one host synchronisation per step"
-            if policy.is_dynamic
-            else f"optimizer {index} ({type(session.optimizer).__name__}): {masters} float32 "
-            f"masters, {len(direct)} parameters updated directly; no synchronisation"
+            f"{len(direct)} parameters updated directly; "
+            + ("one host synchronisation per step" if waits else "no synchronisation")
         )
         halves = [twin.half for twin in session.masters or ()]
         unowned = engine.names.unowned([*direct, *halves])
@@ -45,7 +45,7 @@ def explain_engine(engine: Engine) -> str:
     for index, scaler in enumerate(engine.scalers):
         kind = "dynamic" if scaler.is_dynamic else "static"
         lines.append(f"loss {index}: {kind} scale, now {scaler.value()}")
-    lines.append(f"kernels: {engine.ops.name}")
+    lines.append(explain(engine.ops.name, engine.device))
     return "\n".join(lines)
 
 

@@ -27,8 +27,10 @@ from preamp.engine.engine import Engine
 from preamp.engine.lookup import ATTRIBUTE, find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.engine.reductions import attach_reductions
-from preamp.kernels import ForeachType, backend, cpu_lacks_fp16_matmul
+from preamp.kernels import ForeachType, Ops, cpu_lacks_fp16_matmul
+from preamp.kernels import backend as ops_named
 from preamp.optim import MasterParameter
+from preamp.optim.fused.base import FusedOptimizer
 from preamp.policy import Policy, Scope, level_defaults, resolve
 
 
@@ -53,6 +55,7 @@ def initialize(
     max_consecutive_skips: int | None = 50,
     allow_half_model: bool = False,
     hard_override: bool = False,
+    backend: str = "auto",
 ) -> Any:
     """Put models and optimizers into mixed precision, in place.
 
@@ -89,6 +92,8 @@ def initialize(
         allow_half_model: Accept models that are half already; masters then start from the
             rounded values.
         hard_override: Warn instead of refusing an override that contradicts the level.
+        backend: Kernels for gradients and fused updates: ``"triton"``, ``"cpu"``, ``"foreach"``,
+            ``"reference"``, or ``"auto"`` for the fastest one on each device.
 
     Returns:
         The very objects passed in: ``models`` alone if ``optimizers`` is ``None``, else
@@ -97,6 +102,7 @@ def initialize(
     Raises:
         PreampPolicyError: Unknown level or contradictory override.
         PreampStateError: A model is half or wrapped already, or an optimizer is taken.
+        PreampUnavailableError: The back end does not exist or does not run here.
         TypeError: Wrong kind of argument.
         ValueError: Right kind, wrong value.
 
@@ -125,7 +131,9 @@ def initialize(
         }
         policy = resolve(opt_level, overrides, hard_override=hard_override)
         announce(level_defaults(opt_level), policy, verbosity)
-        create_engine(models, optimizers, policy, num_losses, verbosity, allow_half_model)
+        create_engine(
+            models, optimizers, policy, num_losses, verbosity, allow_half_model, ops_named(backend)
+        )
     return models if optimizers is None else (models, optimizers)
 
 
@@ -136,6 +144,7 @@ def create_engine(
     num_losses: int = 1,
     verbosity: int = 0,
     allow_half_model: bool = False,
+    ops: Ops | None = None,
 ) -> Engine:
     """Check, convert and hook; what `initialize` does once the policy is known."""
     settle_thread()
@@ -148,14 +157,17 @@ def create_engine(
         if not allow_half_model:
             checks.check_not_half(model_list)
     earlier = [(model, find_engine(model)) for model in model_list]
+    ops = ops_named() if ops is None else ops
     engine = Engine(
-        policy, model_list, optimizer_list, backend(), num_losses=num_losses, verbosity=verbosity
+        policy, model_list, optimizer_list, ops, num_losses=num_losses, verbosity=verbosity
     )
     try:
         if policy.enabled:
             _attach(engine)
         for optimizer in engine.optimizers:
             set_attribute(optimizer, ATTRIBUTE, engine.link, engine.undo)
+            if isinstance(optimizer, FusedOptimizer):
+                set_attribute(optimizer, "backend", ops.name, engine.undo)
         if policy.enabled:  # last, since it rounds: rolling back restores exact values
             for session in engine.sessions.values():
                 session.recast_state()

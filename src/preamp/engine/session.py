@@ -176,8 +176,12 @@ class OptimizerSession:
         found_inf = self._found_inf
         if found_inf is None or host_reaches(found_inf):
             return None
-        obeys = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        return found_inf if obeys else None
+        return found_inf if self.obeys_on_device else None
+
+    @property
+    def obeys_on_device(self) -> bool:
+        """Whether the optimizer skips a step by itself where the flag on the device says so."""
+        return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
 
     def overflowed(self) -> bool:
         """Whether the gradients at hand contain an overflow. Synchronises if any was possible."""

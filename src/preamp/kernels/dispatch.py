@@ -50,8 +50,7 @@ def backend(name: str = "auto") -> Ops:
                 "Install triton, or leave the argument out to let preamp choose",
             )
         )
-    ops = _load(name)
-    return cast("Ops", ByDevice(name, lambda _: ops))
+    return cast("Ops", ByDevice(name, lambda device: _load_for(name, device)))
 
 
 @functools.cache
@@ -71,6 +70,18 @@ def choose(device: torch.device) -> tuple[str, str]:
     if device.type == "meta":
         return "reference", "meta tensors have no values"
     return "foreach", f"torch's multi-tensor operations run on {device.type}"
+
+
+def _load_for(name: str, device: torch.device) -> Ops:
+    if name == "cpu" and device.type != "cpu":
+        raise PreampUnavailableError(
+            message(
+                f"backend='cpu' was given a tensor on {device}",
+                "It computes on the CPU only",
+                "Leave the argument out to let preamp choose, or take 'foreach' or 'reference'",
+            )
+        )
+    return _load(name)
 
 
 @functools.cache

@@ -9,15 +9,15 @@ back end instead, one by one. Scalars on the CPU are read at once, which waits f
 
 from preamp.kernels.cpu.adagrad import adagrad_ as adagrad_
 from preamp.kernels.cpu.adam import adam_ as adam_
-from preamp.kernels.cpu.blocks import name as name
 from preamp.kernels.cpu.elementwise import axpby_ as axpby_
 from preamp.kernels.cpu.elementwise import cast_copy_ as cast_copy_
 from preamp.kernels.cpu.elementwise import scale_add_ as scale_add_
 from preamp.kernels.cpu.elementwise import widen_add as widen_add
-from preamp.kernels.cpu.lamb import lamb_ as lamb_
-from preamp.kernels.cpu.lars import lars_ as lars_
-from preamp.kernels.cpu.novograd import novograd_ as novograd_
 from preamp.kernels.cpu.reductions import census as census
 from preamp.kernels.cpu.reductions import l2norm as l2norm
 from preamp.kernels.cpu.reductions import l2norms as l2norms
 from preamp.kernels.cpu.sgd import sgd_ as sgd_
+from preamp.kernels.cpu.sizes import name as name
+from preamp.kernels.cpu.with_norms import lamb_ as lamb_
+from preamp.kernels.cpu.with_norms import lars_ as lars_
+from preamp.kernels.cpu.with_norms import novograd_ as novograd_

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from preamp.kernels import reference
-from preamp.kernels.cpu.blocks import LARGE_BLOCK, SMALL_BLOCK
-from preamp.kernels.cpu.updates import BlockSlot, WideGradients, Work, is_skipped, number
+from preamp.kernels.cpu.sizes import large, small
+from preamp.kernels.cpu.updates import WideGradients, is_skipped, number
+from preamp.kernels.foreach.updates import Work
 from preamp.kernels.ops import Tensors
 from preamp.kernels.reference.adagrad import adagrad_slot
 from preamp.kernels.rules import AdagradRule, Update
@@ -29,9 +30,8 @@ def adagrad_(
     if work.fits_fused() and not (rule.decoupled and rule.weight_decay != 0):
         _fused(work, rule, update)
     else:
-        for part in work.parts(SMALL_BLOCK):
-            for block in part.blocks:
-                adagrad_slot(BlockSlot(block, work.dtype, update.inv_scale), rule)
+        for slot in work.slots(small()):
+            adagrad_slot(slot, rule)
 
 
 def _fused(work: Work, rule: AdagradRule, update: Update) -> None:
@@ -41,9 +41,10 @@ def _fused(work: Work, rule: AdagradRule, update: Update) -> None:
         **{"eps": rule.eps, "maximize": False},
     }
     wide = WideGradients(work.dtype, update.inv_scale)
-    for part in work.parts(LARGE_BLOCK):
+    for part in work.parts(large()):
         for block in part.blocks:
             params, _, sums, _ = block.columns
             steps = [step] * len(params)
             _torch._fused_adagrad_(params, wide.of(block), sums, steps, **options)
             block.copy_column(0, -1)
+    work.note_written()

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from preamp.kernels import reference
-from preamp.kernels.cpu.blocks import LARGE_BLOCK, SMALL_BLOCK
-from preamp.kernels.cpu.updates import BlockSlot, WideGradients, Work, is_skipped, number
+from preamp.kernels.cpu.sizes import large, small
+from preamp.kernels.cpu.updates import WideGradients, is_skipped, number
+from preamp.kernels.foreach.updates import Work
 from preamp.kernels.ops import Tensors
 from preamp.kernels.reference.adam import adam_slot
 from preamp.kernels.rules import AdamRule, BiasCorrection, Update
@@ -36,9 +37,8 @@ def adam_(
     if work.fits_fused() and _fits_torch(rule):
         _fused(work, rule, update)
     else:
-        for part in work.parts(SMALL_BLOCK):
-            for block in part.blocks:
-                adam_slot(BlockSlot(block, work.dtype, update.inv_scale), rule, update.step)
+        for slot in work.slots(small()):
+            adam_slot(slot, rule, update.step)
 
 
 def _fits_torch(rule: AdamRule) -> bool:
@@ -55,9 +55,10 @@ def _fused(work: Work, rule: AdamRule, update: Update) -> None:
         **{"weight_decay": rule.weight_decay, "amsgrad": False, "maximize": False},
     }
     wide = WideGradients(work.dtype, update.inv_scale)
-    for part in work.parts(LARGE_BLOCK):
+    for part in work.parts(large()):
         for block in part.blocks:
             params, _, exp_avgs, exp_avg_sqs, _ = block.columns
             steps = [step] * len(params)
             op(params, wide.of(block), exp_avgs, exp_avg_sqs, [], steps, **options)
             block.copy_column(0, -1)
+    work.note_written()

@@ -10,7 +10,8 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels import reference
-from preamp.kernels.cpu.blocks import LARGE_BLOCK, Column, parts, regular
+from preamp.kernels.cpu.sizes import large
+from preamp.kernels.foreach.blocks import Column, parts, regular
 from preamp.kernels.ops import Tensors
 
 _torch: Any = torch
@@ -43,7 +44,7 @@ def scale_add_(grads: Tensors, factor: Factor, addends: Column) -> None:
         if targets[0].dtype is dtype and others[0] is None:
             _torch._foreach_mul_(targets, by)
             continue
-        for part in parts(LARGE_BLOCK, targets, others):
+        for part in parts(large(), targets, others):
             for block in part.blocks:
                 wide = block.flat(0, dtype) * by
                 if others[0] is not None:
@@ -67,7 +68,7 @@ def widen_add(
             results += reference.widen_add([half], [factor], [addend])
             continue
         by = factor.to("cpu")
-        for part in parts(LARGE_BLOCK, *columns):
+        for part in parts(large(), *columns):
             for block in part.blocks:
                 (target,), (source,), (base,) = block.columns
                 target.copy_(source).mul_(by)
@@ -94,7 +95,7 @@ def axpby_(targets: Tensors, a: Factor, xs: Tensors, b: Factor, ys: Column) -> N
     for outs, ins, others in _by_dtype(*columns):
         x_dtype = math_dtype(ins[0].dtype)
         y_dtype = x_dtype if others[0] is None else math_dtype(others[0].dtype)
-        for part in parts(LARGE_BLOCK, outs, ins, others):
+        for part in parts(large(), outs, ins, others):
             for block in part.blocks:
                 wide = block.flat(1, x_dtype) * _beside(a, x_dtype)
                 if others[0] is not None:

@@ -10,7 +10,8 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels import reference
-from preamp.kernels.cpu.blocks import LARGE_BLOCK, flatten, regular, split
+from preamp.kernels.cpu.sizes import large
+from preamp.kernels.foreach.blocks import flatten, regular, split
 from preamp.kernels.joining import stack
 from preamp.kernels.ops import Census, Tensors
 
@@ -110,7 +111,7 @@ def _look_at(
 
 def _batches(column: Tensors) -> Iterator[list[torch.Tensor]]:
     """Tensors of one dtype or pieces of them, at most a block together."""
-    most = LARGE_BLOCK * torch.get_num_threads()
+    most = large()
     batch: list[torch.Tensor] = []
     room = most
     for tensor in _sharing(column):
@@ -131,7 +132,7 @@ def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _scaled_norms(tensor: torch.Tensor, factor: torch.Tensor | None) -> list[torch.Tensor]:
     """Norms of the pieces of one tensor, each multiplied by ``factor`` before it is squared."""
-    pieces = split(tensor, LARGE_BLOCK * torch.get_num_threads())
+    pieces = split(tensor, large())
     if factor is None:
         return [norm for piece in pieces for norm in _norms([piece])]
     dtype = math_dtype(tensor.dtype)

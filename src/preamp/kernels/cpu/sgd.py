@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from preamp.kernels import reference
-from preamp.kernels.cpu.blocks import LARGE_BLOCK, SMALL_BLOCK
-from preamp.kernels.cpu.updates import BlockSlot, WideGradients, Work, is_skipped, number
+from preamp.kernels.cpu.sizes import large, small
+from preamp.kernels.cpu.updates import WideGradients, is_skipped, number
+from preamp.kernels.foreach.updates import Work
 from preamp.kernels.ops import Tensors
 from preamp.kernels.reference.sgd import sgd_slot
 from preamp.kernels.rules import SgdRule, Update
@@ -34,9 +35,8 @@ def sgd_(
     if work.fits_fused() and not rule.decays_after_momentum:
         _fused(work, rule, update)
     else:
-        for part in work.parts(SMALL_BLOCK):
-            for block in part.blocks:
-                sgd_slot(BlockSlot(block, work.dtype, update.inv_scale), rule, update.step)
+        for slot in work.slots(small()):
+            sgd_slot(slot, rule, update.step)
 
 
 def _fused(work: Work, rule: SgdRule, update: Update) -> None:
@@ -46,9 +46,10 @@ def _fused(work: Work, rule: SgdRule, update: Update) -> None:
     }
     is_first = rule.momentum != 0 and number(update.step) == 1
     wide = WideGradients(work.dtype, update.inv_scale)
-    for part in work.parts(LARGE_BLOCK):
+    for part in work.parts(large()):
         for block in part.blocks:
             params, _, buffers, _ = block.columns
             kept = buffers if rule.momentum != 0 else []
             _torch._fused_sgd_(params, wide.of(block), kept, is_first_step=is_first, **options)
             block.copy_column(0, -1)
+    work.note_written()

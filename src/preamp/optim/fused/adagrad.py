@@ -84,7 +84,7 @@ class FusedAdagrad(FusedOptimizer):
         return loss
 
     def _update(self, group: Group, batch: Batch, signals: Signals) -> None:
-        backend().adagrad_(
+        backend(self.backend).adagrad_(
             batch.params,
             batch.grads,
             self._state(batch.params, "sum"),

@@ -230,7 +230,7 @@ class FusedAdam(FusedOptimizer):
                     self.state[param]["step"] = step
 
     def _update(self, batch: Batch, rule: AdamRule, update: Update) -> None:
-        backend().adam_(
+        backend(self.backend).adam_(
             [self._copies.of(param, self.state[param]) for param in batch.params],
             batch.grads,
             self._state(batch.params, "exp_avg"),

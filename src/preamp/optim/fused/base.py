@@ -34,6 +34,9 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
     """Base of the optimizers in `preamp.optimizers`; implements everything but the step."""
 
     set_grad_none: bool
+    backend: str = "auto"
+    """Name of the kernels that compute the update; see ``preamp.kernels.backend``."""
+
     _step_supports_amp_scaling = True
     """Tells torch's ``GradScaler`` to hand over what it knows instead of reading it."""
 

@@ -119,7 +119,7 @@ class FusedLAMB(FusedOptimizer):
         factor: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        backend().lamb_(
+        backend(self.backend).lamb_(
             batch.params,
             batch.grads,
             self._state(batch.params, "exp_avg"),

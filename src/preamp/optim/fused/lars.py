@@ -106,7 +106,7 @@ class FusedLARS(FusedOptimizer):
         return loss
 
     def _update(self, group: Group, batch: Batch, signals: Signals) -> None:
-        backend().lars_(
+        backend(self.backend).lars_(
             batch.params,
             batch.grads,
             self._state(batch.params, "momentum_buffer"),

@@ -158,7 +158,7 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         return loss
 
     def _update(self, group: Group, batch: Batch, update: Update) -> None:
-        backend().lamb_(
+        backend(self.backend).lamb_(
             [self._copies.of(param, self.state[param]) for param in batch.params],
             batch.grads,
             self._state(batch.params, "exp_avg"),

@@ -143,7 +143,7 @@ class FusedNovoGrad(FusedOptimizer):
         self, group: Group, batch: Batch, step: int | torch.Tensor, signals: Signals
     ) -> None:
         start = 0.0 if group["init_zero"] else NO_NORM_YET
-        backend().novograd_(
+        backend(self.backend).novograd_(
             batch.params,
             batch.grads,
             self._state(batch.params, "exp_avg"),

@@ -149,7 +149,7 @@ class FusedSGD(FusedOptimizer):
             inverse = 1.0 / self.most_recent_scale
             by = scalar_on(inverse, math_dtype(param.dtype), param.device)
             inv_scale = by if inv_scale is None else by * inv_scale.to(by.device)
-        backend().sgd_(
+        backend(self.backend).sgd_(
             batch.params,
             batch.grads,
             self._state(batch.params, "momentum_buffer"),

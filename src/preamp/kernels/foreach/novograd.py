@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
 import torch
 
 from preamp.kernels import reference
-from preamp.kernels.cpu.blocks import SMALL_BLOCK, Block, copy_
-from preamp.kernels.cpu.updates import BlockSlot, Work, is_skipped, norms_over
+from preamp.kernels.foreach.blocks import Block, copy_
+from preamp.kernels.foreach.sizes import BLOCK
+from preamp.kernels.foreach.updates import Work, norms_over
 from preamp.kernels.joining import stack
 from preamp.kernels.ops import Tensors
 from preamp.kernels.reference.novograd import next_norm, novograd_values
@@ -18,7 +20,8 @@ from preamp.kernels.rules import NovoGradRule, Update
 
 
 @torch.no_grad()
-def novograd_(
+def novograd_in_blocks(
+    most: int,
     params: Tensors,
     grads: Tensors,
     exp_avgs: Tensors,
@@ -27,9 +30,7 @@ def novograd_(
     rule: NovoGradRule,
     update: Update,
 ) -> None:
-    """See `preamp.kernels.ops.Ops.novograd_`."""
-    if is_skipped(update):
-        return
+    """Update in blocks of ``most`` elements; see `preamp.kernels.ops.Ops.novograd_`."""
     work = Work(update, params, grads, exp_avgs)
     if work.odd:
         columns = (params, grads, exp_avgs, norms)
@@ -41,18 +42,28 @@ def novograd_(
     order = math.inf if rule.uses_max_norm else 2.0
 
     def of_block(block: Block) -> tuple[torch.Tensor, ...]:
-        slot = BlockSlot(block, work.dtype, update.inv_scale)
+        slot = work.slot(block)
         return (slot.norms(slot.g, order),)
 
-    empty = [norm for norm, p in zip(norms, work.columns[0], strict=True) if p.numel() == 0]
-    for norm in empty:  # not walked through, but their norm is zero and counts as a first one
-        wide = norm.to(work.dtype)
-        norm.copy_(next_norm(rule, wide, torch.zeros_like(wide)))
-    for part in work.parts(SMALL_BLOCK):
+    for norm, param in zip(norms, work.columns[0], strict=True):
+        if param.numel() == 0:  # not walked through; its norm is zero and may be the first one
+            _store([norm], next_norm(rule, norm.to(work.dtype), norm.new_zeros(1)), update)
+    for part in work.parts(most):
         own = [norms[place] for place in part.places]
         (now,) = norms_over(part, of_block, order)
         v = next_norm(rule, stack(own).to(work.dtype), now)
         for block in part.blocks:
-            slot = BlockSlot(block, work.dtype, update.inv_scale)
+            slot = work.slot(block)
             slot.store(*novograd_values(slot, slot.spread(v), rule, update.step))
-        copy_(own, v.unbind())
+        _store(own, v, update)
+
+
+def _store(norms: list[torch.Tensor], values: torch.Tensor, update: Update) -> None:
+    if update.found_inf is not None:
+        skips = update.found_inf.to(values.device) != 0
+        values = torch.where(skips, stack(norms).to(values.dtype), values)
+    copy_(norms, values.unbind())
+
+
+novograd_ = functools.partial(novograd_in_blocks, BLOCK)
+"""See `preamp.kernels.ops.Ops.novograd_`."""

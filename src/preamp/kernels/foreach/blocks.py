@@ -11,14 +11,6 @@ import torch
 from preamp.kernels.joining import cat
 from preamp.kernels.ops import Tensors
 
-name = "cpu"
-
-SMALL_BLOCK = 1 << 16
-"""Elements for each thread where a computation makes several temporaries of a block's size."""
-
-LARGE_BLOCK = 1 << 18
-"""Elements for each thread where torch's fused kernels make none; larger, since each call costs."""
-
 Column = Sequence["torch.Tensor | None"]
 """One list of an op: parameters, gradients, moments … ``None`` where a place has no such tensor."""
 
@@ -68,6 +60,8 @@ class Block:
         if each.numel() == 1:
             return each.reshape(())
         sizes = torch.tensor([tensor.numel() for tensor in self.columns[0]])
+        if each.device.type != "cpu":
+            sizes = sizes.pin_memory().to(each.device, non_blocking=True)
         return torch.repeat_interleave(each, sizes, output_size=self.numel)
 
 
@@ -104,14 +98,13 @@ def copy_(targets: Tensors, sources: Tensors) -> None:
     _torch._foreach_copy_(targets, sources)
 
 
-def parts(block: int, *columns: Column) -> Iterator[Part]:
+def parts(most: int, *columns: Column) -> Iterator[Part]:
     """Cut columns of contiguous tensors; empty tensors are left out.
 
     Args:
-        block: Elements of a block for each thread.
+        most: Elements of a block.
         columns: Equally long lists. The first has a tensor in each place.
     """
-    most = block * torch.get_num_threads()
     small: list[int] = []
     total = 0
     for place, leader in enumerate(cast("Tensors", columns[0])):
@@ -141,6 +134,12 @@ def _pieces(place: int, most: int, columns: Sequence[Column]) -> Part:
         for i, leader in enumerate(leaders)
     ]
     return Part(blocks, [place])
+
+
+def check_lengths(*columns: Column) -> None:
+    """Raise ``ValueError`` unless all lists are equally long; nothing was changed yet."""
+    for _ in zip(*columns, strict=True):
+        pass
 
 
 def regular(*columns: Column) -> tuple[list[list[Any]], list[int]]:

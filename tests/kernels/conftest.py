@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The back ends under test; Triton's kernels are interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from preamp.kernels.cpu import sizes
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and the kernels are first imported
+
+ROOM = "preamp.kernels.triton"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the interpreter's numpy meet infinities, overflow and, when old, new deprecations."""
+    for item in items:
+        if item.config.rootpath / "tests" / "kernels" in item.path.parents:
+            for category in ("RuntimeWarning", "DeprecationWarning"):
+                item.add_marker(pytest.mark.filterwarnings(f"ignore::{category}:triton"))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def triton_ops() -> Any:
+    """Triton's back end; a test that needs it is skipped where it cannot run."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    room: Any = importlib.import_module(ROOM)
+    standard = importlib.import_module("triton.language")
+    compiled = importlib.import_module("triton").JITFunction
+    if not torch.cuda.is_available() and isinstance(standard.zeros, compiled):
+        pytest.skip("Triton was imported before its interpreter could be chosen")
+    return room
+
+
+@pytest.fixture(params=["triton", "cpu", "foreach"])
+def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Each back end but the reference."""
+    if request.param == "triton":
+        return request.getfixturevalue("triton_ops")
+    if request.param == "cpu":
+        if torch.cuda.is_available():
+            pytest.skip("The tensors of these tests lie on the GPU")
+        # Small enough for the tensors of the tests to have several blocks.
+        monkeypatch.setattr(sizes, "SMALL_BLOCK", 1000)
+        monkeypatch.setattr(sizes, "LARGE_BLOCK", 3000)
+    return importlib.import_module(f"preamp.kernels.{request.param}")

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which back end is taken, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import preamp
+from preamp.core.errors import PreampUnavailableError
+from preamp.kernels import BACKENDS, OP_NAMES, Ops, backend, dispatch, explain
+from preamp.optimizers import FusedAdam
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", [*BACKENDS, "auto"])
+def test_every_back_end_has_every_op(name: str) -> None:
+    if name == "triton":
+        pytest.importorskip("triton")
+    ops = backend(name)
+    assert ops.name == name
+    for op in OP_NAMES:
+        assert callable(getattr(ops, op))
+    with pytest.raises(AttributeError):
+        getattr(ops, "no_such_op")  # noqa: B009
+
+
+@pytest.mark.parametrize(
+    ("device", "has_triton", "wanted"),
+    [
+        ("cpu", True, "cpu"),
+        ("cuda", True, "triton"),
+        ("cuda", False, "foreach"),
+        ("xpu", True, "triton"),
+        ("mps", True, "foreach"),
+        ("meta", True, "reference"),
+    ],
+)
+def test_auto_goes_by_device(
+    device: str, has_triton: bool, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: has_triton)
+    assert dispatch.choose(torch.device(device))[0] == wanted
+    assert explain(device=device).startswith(f"kernels: {wanted} (")
+
+
+def test_an_interpreter_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert dispatch.choose(torch.device("cuda"))[0] == "foreach"
+
+
+def test_a_back_end_that_does_not_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    backend.cache_clear()
+    with pytest.raises(
+        PreampUnavailableError, match=r"^backend='triton' was asked for, but the package triton is"
+    ):
+        backend("triton")
+
+
+def test_cpu_kernels_refuse_other_devices() -> None:
+    with pytest.raises(
+        PreampUnavailableError, match=re.escape("backend='cpu' was given a tensor on meta")
+    ):
+        backend("cpu").scale_add_([torch.ones(1, device="meta")], 2.0, [None])
+
+
+@pytest.mark.parametrize("name", ["reference", "foreach", "cpu"])
+def test_initialize_takes_the_back_end_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    load = dispatch._load
+
+    def note(name: str) -> Ops:
+        loaded.append(name)
+        return load(name)
+
+    monkeypatch.setattr(dispatch, "_load", note)
+    model = torch.nn.Linear(2, 1)
+    optimizer = FusedAdam(model.parameters())
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, backend=name)
+    with preamp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    engine: Any = preamp.engine_of(model)
+    assert set(loaded) == {name}
+    assert f"kernels: {name} (asked for by name)" in engine.explain()
+    engine.close()
+    assert optimizer.backend == "auto"
+
+
+def test_initialize_refuses_an_unknown_back_end_before_anything_else() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = FusedAdam(model.parameters())
+    with pytest.raises(PreampUnavailableError, match=r"^backend='cudnn' is not known"):
+        preamp.initialize(model, optimizer, opt_level="O2", backend="cudnn")
+    assert model.weight.dtype is torch.float32
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
+def test_lists_on_two_devices_are_split() -> None:
+    """The meta device stands for a second one; its values are nobody's."""
+    ops = backend()
+    with pytest.raises(NotImplementedError):
+        ops.census([torch.ones(2), torch.ones(2, device="meta")], CPU)
+    here, there = torch.full((2,), 3.0), torch.ones(2, device="meta")
+    ops.scale_add_([here, there], 2.0, [None, None])
+    assert here.tolist() == [6.0, 6.0]
