@@ -5,6 +5,10 @@ The autocast weight cache is on inside model forwards only and is cleared when o
 weight changed between two forwards is never seen stale. Outside models the cache is off, and so it
 is everywhere on versions of torch whose cache loses gradients. The
 hooks are plain values: they hold neither model nor engine, and copy and pickle with the model.
+
+Under ``torch.compile`` the casts that are on when a forward is traced become part of its graph, and
+torch traces again where they differ. Where they are what the region wants there is nothing to set,
+and the graph stays whole; where they are not, it breaks at the hook.
 """
 
 from __future__ import annotations
@@ -20,8 +24,11 @@ from preamp.casting.autocast_state import (
     untraced,
     weight_cache_keeps_gradients,
 )
-from preamp.casting.thread_casts import CASTS, open_bracket, unwind_to
+from preamp.casting.thread_casts import CASTS, FORWARDS_OPEN, open_bracket, unwind_to
 from preamp.core.undo import Removable
+
+_COMMON = ("cpu", "cuda", "xpu", "mps")
+"""Device types whose casts can be on while a forward is traced."""
 
 
 @untraced
@@ -62,7 +69,15 @@ class _EnterCasts:
     dtype: torch.dtype
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() and self._are_on():
+            return
         _enter_casts(module, self.device_types, self.dtype)
+
+    def _are_on(self) -> bool:
+        return all(
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self.dtype
+            for kind in self.device_types
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +85,8 @@ class _EnterPlain:
     """Forward pre-hook that takes a model out of the casts of other engines."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() and not any(map(torch.is_autocast_enabled, _COMMON)):
+            return
         _enter_plain(module)
 
 
@@ -78,6 +95,8 @@ class _Leave:
     """Forward hook that closes what the pre-hook of the same module call opened."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() and not FORWARDS_OPEN:
+            return
         _leave(module)
 
 

@@ -69,6 +69,10 @@ CASTS: Final = _Casts()
 
 # --- brackets ---
 
+FORWARDS_OPEN: Final[list[int]] = []
+"""One entry for each open bracket of a forward, of all threads; code under torch.compile, which
+cannot look at a thread's own, asks whether it is empty."""
+
 
 def unwind_to(bracket: Bracket) -> None:
     """Close ``bracket`` and whatever was left open inside it."""
@@ -78,6 +82,8 @@ def unwind_to(bracket: Bracket) -> None:
         if top.raised_nesting:
             torch.autocast_decrement_nesting()
         if top.module_id is not None:
+            if FORWARDS_OPEN:
+                FORWARDS_OPEN.pop()
             # Cheap, and right even if the count above was disturbed: a weight that is still
             # needed is cast again.
             torch.clear_autocast_cache()
@@ -122,6 +128,8 @@ def open_bracket(module: nn.Module | None) -> Bracket:
     module_id = None if module is None else id(module)
     bracket = Bracket(AutocastState.capture(), nesting(), module_id, frame)
     CASTS.brackets.append(bracket)
+    if module is not None:
+        FORWARDS_OPEN.append(bracket.nesting)
     return bracket
 
 
