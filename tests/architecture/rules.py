@@ -14,6 +14,7 @@ from pathlib import Path
 
 LAYERS = (
     ("cli", "compat"),
+    ("bench",),
     ("demo",),
     ("checkpoint", "distributed", "numerics", "report"),
     ("engine",),
@@ -27,7 +28,7 @@ LAYERS = (
 FACADES = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 """Users' entrances, above all rooms: they re-export and no room imports them."""
 
-PROGRAMS = ("cli", "demo")
+PROGRAMS = ("cli", "bench", "demo")
 """Rooms that use preamp as a user does: they may import the package itself."""
 
 DEPTH = {room: depth for depth, row in enumerate(LAYERS) for room in row}

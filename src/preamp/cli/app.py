@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from preamp.cli import run as program
+from preamp.cli.bench import bench
 from preamp.cli.convert import convert_checkpoint
 from preamp.cli.demo import demo
 from preamp.cli.levels import levels
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(convert_checkpoint)
 app.command()(levels)
+app.add_typer(bench)
 
 
 @app.command(

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Compare variants of the same work so that the machine's moods hit all of them alike.
+
+A round runs each variant once, in an order that rotates from round to round. The best of many
+rounds is what the code can do; p20, p50 and p80 are what the machine let it do; ratios are taken
+within a round before they are summarised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import quantiles
+from time import perf_counter
+
+from preamp.core.errors import message
+
+FEWEST_ROUNDS = 5
+"""Fewer have no spread worth reporting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to do the work.
+
+    Attributes:
+        name: Name in the rows.
+        group: Variants of one group do the same work; ratios are to the group's first.
+        seconds: Does the work once and returns how long it took; see `stopwatch`.
+    """
+
+    name: str
+    group: str
+    seconds: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+        seconds: No round begins later, once there are `FEWEST_ROUNDS`.
+        most: Rounds at most.
+        warmup: Rounds before, which are not counted.
+    """
+
+    seconds: float = 10.0
+    most: int = 50
+    warmup: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be summarised."""
+        if self.most < FEWEST_ROUNDS:
+            raise ValueError(
+                message(
+                    f"Got most={self.most} rounds",
+                    f"The smallest possible is {FEWEST_ROUNDS}",
+                    f"Pass {FEWEST_ROUNDS} or more",
+                )
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What was measured of one variant, in milliseconds.
+
+    Attributes:
+        name: The variant.
+        group: Its group.
+        baseline: The variant to which the ratios are.
+        best: Shortest round.
+        p20: A fifth of the rounds was shorter.
+        p50: Median.
+        p80: A fifth of the rounds was longer.
+        best_ratio: Best over the baseline's best.
+        ratio_p20: Of the ratios within a round, lower end of the spread.
+        ratio_p50: Median ratio within a round.
+        ratio_p80: Upper end of the spread.
+        rounds: Number of rounds.
+    """
+
+    name: str
+    group: str
+    baseline: str
+    best: float
+    p20: float
+    p50: float
+    p80: float
+    best_ratio: float
+    ratio_p20: float
+    ratio_p50: float
+    ratio_p80: float
+    rounds: int
+
+
+def stopwatch(
+    run: Callable[[], object],
+    *,
+    prepare: Callable[[], object] = lambda: None,
+    synchronize: Callable[[], object] = lambda: None,
+) -> Callable[[], float]:
+    """Make a function that times ``run``.
+
+    Args:
+        run: The work.
+        prepare: Restores what ``run`` changes; called before it, not timed.
+        synchronize: Waits for the device; called before the clock is read.
+
+    Returns:
+        A function that returns seconds.
+    """
+
+    def seconds() -> float:
+        prepare()
+        synchronize()
+        start = perf_counter()
+        run()
+        synchronize()
+        return perf_counter() - start
+
+    return seconds
+
+
+def measure(variants: Sequence[Variant], effort: Effort) -> list[Row]:
+    """Time all variants, interleaved.
+
+    Args:
+        variants: What to compare; names are unique.
+        effort: How long.
+
+    Returns:
+        One row for each variant, in the order given, compared with the first of its group.
+
+    Raises:
+        ValueError: Two variants have one name.
+    """
+    seconds = time_rounds(variants, effort)
+    baselines = {variant.group: variant.name for variant in reversed(variants)}
+    return [compare(variant, baselines[variant.group], seconds) for variant in variants]
+
+
+def time_rounds(variants: Sequence[Variant], effort: Effort) -> dict[str, list[float]]:
+    """Run all variants in turns and keep every duration.
+
+    Args:
+        variants: What to time; names are unique.
+        effort: How long.
+
+    Returns:
+        Seconds by name; the n-th of each belong to one round.
+
+    Raises:
+        ValueError: Two variants have one name.
+    """
+    taken: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    if len(taken) != len(variants):
+        names = [variant.name for variant in variants]
+        raise ValueError(
+            message(f"Got variants {names}", "Each has a name of its own", "Rename one of them")
+        )
+    for _ in range(effort.warmup):
+        for variant in variants:
+            variant.seconds()
+    end = perf_counter() + effort.seconds
+    for number in range(effort.most):
+        if number >= FEWEST_ROUNDS and perf_counter() > end:
+            break
+        first = number % len(variants)
+        for variant in (*variants[first:], *variants[:first]):
+            taken[variant.name].append(variant.seconds())
+    return taken
+
+
+def compare(variant: Variant, baseline: str, seconds: dict[str, list[float]]) -> Row:
+    """Summarise one variant.
+
+    Args:
+        variant: The variant.
+        baseline: Name of the one it is compared with.
+        seconds: What `time_rounds` returned.
+
+    Returns:
+        The row.
+    """
+    own, base = seconds[variant.name], seconds[baseline]
+    p20, p50, p80 = _spread([1e3 * value for value in own])
+    ratio_p20, ratio_p50, ratio_p80 = _spread([a / b for a, b in zip(own, base, strict=True)])
+    return Row(
+        name=variant.name,
+        group=variant.group,
+        baseline=baseline,
+        best=1e3 * min(own),
+        p20=p20,
+        p50=p50,
+        p80=p80,
+        best_ratio=min(own) / min(base),
+        ratio_p20=ratio_p20,
+        ratio_p50=ratio_p50,
+        ratio_p80=ratio_p80,
+        rounds=len(own),
+    )
+
+
+def _spread(values: list[float]) -> tuple[float, float, float]:
+    """The 20th, 50th and 80th percentile."""
+    cuts = quantiles(values, n=10, method="inclusive")
+    return cuts[1], cuts[4], cuts[7]

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Parameters without a model and gradients without a backward: all that an update needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from preamp.core.errors import message
+
+MAX_NORM = 1.0
+SETTINGS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
+"""AdamW's, for every variant; betas and eps are torch's defaults."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCase:
+    """One size at which all variants are compared.
+
+    Attributes:
+        parameters: Elements of all tensors together.
+        tensors: How many tensors.
+        half: ``torch.float16`` or ``torch.bfloat16``.
+        clip: Whether every step clips the norm of the gradients.
+        device: Where the tensors are.
+    """
+
+    parameters: int
+    tensors: int
+    half: torch.dtype
+    clip: bool
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        """Refuse tensors without elements."""
+        if not 1 <= self.tensors <= self.parameters:
+            raise ValueError(
+                message(
+                    f"Got {self.parameters} parameters in {self.tensors} tensors",
+                    "Every tensor has at least one element",
+                    "Pass for example --params 1e6 --tensors 10",
+                )
+            )
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each tensor, as equal as they can be."""
+        size, larger = divmod(self.parameters, self.tensors)
+        return [size + (index < larger) for index in range(self.tensors)]
+
+    @property
+    def scale(self) -> float:
+        """The loss scale that is on half gradients: dynamic for float16, none for bfloat16."""
+        return 2.0**16 if self.half is torch.float16 else 1.0
+
+    @property
+    def fp32_bytes(self) -> int:
+        """What a step on float32 weights moves at least, in bytes per parameter.
+
+        Gradients are read to be checked, then read with weights and both moments, which are
+        written back.
+        """
+        return 4 + 4 + 3 * 8
+
+    @property
+    def half_bytes(self) -> int:
+        """The same with half weights and masters; bfloat16 without clipping needs no check."""
+        check = 2 if self.clip or self.scale != 1.0 else 0
+        return check + 2 + 3 * 8 + 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A variant, ready to run.
+
+    Attributes:
+        step: One step.
+        weights: What it updates for the model to use; all variants agree on it up to rounding.
+    """
+
+    step: Callable[[], object]
+    weights: Sequence[Tensor]
+
+
+class Weights(nn.Module):
+    """Parameters, and no forward.
+
+    Args:
+        case: How many, where.
+    """
+
+    def __init__(self, case: StepCase) -> None:
+        """Draw one tensor and cut all others from it."""
+        super().__init__()
+        source = _normal(max(case.sizes), seed=0) * 0.02
+        self.tensors = nn.ParameterList(
+            source[:size].to(case.device, copy=True) for size in case.sizes
+        )
+
+
+class Gradients:
+    """Gradients that all variants of one dtype share, put back before every timed step.
+
+    Args:
+        case: How many, where.
+        dtype: Of the gradients.
+        scale: The loss scale that is on them.
+    """
+
+    def __init__(self, case: StepCase, dtype: torch.dtype, scale: float) -> None:
+        """Draw small gradients and multiply them by the loss scale."""
+        source = _normal(max(case.sizes), seed=1) * 1e-3 * scale
+        self._fresh = [source[:size].to(case.device, dtype, copy=True) for size in case.sizes]
+        self._buffers = [gradient.clone() for gradient in self._fresh]
+
+    def refill(self) -> None:
+        """Undo what a step did to them; not timed."""
+        for buffer, gradient in zip(self._buffers, self._fresh, strict=True):
+            buffer.copy_(gradient)
+
+    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Stand for ``loss.backward()``: the gradients are there.
+
+        Args:
+            parameters: Get the gradients.
+        """
+        for parameter, buffer in zip(parameters, self._buffers, strict=True):
+            parameter.grad = buffer
+
+
+def _normal(count: int, *, seed: int) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``preamp bench``: options in, rows and tables out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from preamp.bench import records, step
+from preamp.bench.harness import Effort
+from preamp.cli.bench_tables import show_step
+from preamp.cli.console import make_console
+from preamp.cli.demo import choose_device
+from preamp.core.errors import PreampUnavailableError, message
+
+bench = typer.Typer(
+    name="bench", help="Measure preamp against the same written by hand.", no_args_is_help=True
+)
+
+Value = TypeVar("Value")
+Out = Annotated[Path | None, typer.Option(help="File that rows are appended to, as JSON lines.")]
+Seconds = Annotated[float, typer.Option(help="Time for each comparison; at least 5 rounds run.")]
+Device = Annotated[str, typer.Option(help="auto (cuda where there is one), cpu, cuda, …")]
+
+
+@bench.command("step")
+def bench_step(
+    params: Annotated[str, typer.Option(help="Numbers of parameters, as 1e6,1e7.")] = "1e6,1e7",
+    tensors: Annotated[str, typer.Option(help="Numbers of tensors.")] = "10,1000,10000",
+    clip: Annotated[bool, typer.Option(help="Clip the norm in every step.")] = True,
+    full: Annotated[
+        bool, typer.Option("--full", help="Add 1e8 parameters, and run with and without clipping.")
+    ] = False,
+    seconds: Seconds = 6.0,
+    device: Device = "auto",
+    out: Out = None,
+) -> None:
+    """Time the optimizer's side of a step: check, unscale, clip, AdamW, round.
+
+    One process, one thread; all variants of a comparison take turns.
+    """
+    console = make_console()
+    try:
+        where = choose_device(device)
+        counts = numbers(params, "--params")
+        counts += [10**8] * (full and 10**8 not in counts)
+        clips = (True, False) if full else (clip,)
+        cases = step.grid(counts, numbers(tensors, "--tensors"), clips, where)
+    except (ValueError, PreampUnavailableError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from None
+    for case in cases:
+        rows = step.run_case(case, Effort(seconds=seconds))
+        show_step(rows, console)
+        keep(rows, out)
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """Read numbers separated by commas.
+
+    Args:
+        text: Such as ``"1e6,2000"``.
+        option: What it was given for.
+
+    Returns:
+        The numbers.
+
+    Raises:
+        ValueError: One of them is not a whole number above zero.
+    """
+    return [_read(part.strip(), _whole, option) for part in text.split(",")]
+
+
+def keep(rows: list[records.Record], out: Path | None) -> None:
+    """Append rows to the file that was asked for.
+
+    Args:
+        rows: What was measured.
+        out: The file, or nothing.
+    """
+    if out is not None:
+        records.append(out, rows)
+
+
+def _whole(text: str) -> int:
+    value = float(text)
+    if value < 1 or value != int(value):
+        raise ValueError
+    return int(value)
+
+
+def _read(text: str, kind: Callable[[str], Value], option: str) -> Value:
+    try:
+        return kind(text)
+    except (ValueError, OverflowError):
+        raise ValueError(
+            message(
+                f"{option} got {text!r}",
+                "It takes whole numbers above zero, separated by commas",
+                f"Pass for example {option} 1000,1e6",
+            )
+        ) from None
