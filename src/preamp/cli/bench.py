@@ -9,9 +9,11 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from preamp.bench import records, step
+import preamp
+from preamp.bench import records, step, train
 from preamp.bench.harness import Effort
-from preamp.cli.bench_tables import show_step
+from preamp.bench.tasks import TASKS, TaskConfig
+from preamp.cli.bench_tables import show_step, show_train
 from preamp.cli.console import make_console
 from preamp.cli.demo import choose_device
 from preamp.core.errors import PreampUnavailableError, message
@@ -58,6 +60,38 @@ def bench_step(
         keep(rows, out)
 
 
+@bench.command("train")
+def bench_train(
+    levels: Annotated[str, typer.Option(help="Opt levels.")] = ",".join(preamp.OPT_LEVELS),
+    models: Annotated[str, typer.Option(help="What to train.")] = ",".join(TASKS),
+    width: Annotated[int, typer.Option(help="Size of the models.")] = 256,
+    batch: Annotated[int, typer.Option(help="Windows of text, or images, in a step.")] = 8,
+    seconds: Seconds = 20.0,
+    device: Device = "auto",
+    out: Out = None,
+) -> None:
+    """Time whole training steps against loops written by hand with the same numerics.
+
+    Every loop runs in a process of its own, on one thread; the loops of a level take turns.
+    """
+    console = make_console()
+    try:
+        where = str(choose_device(device))
+        names = _names(levels)
+        train.check_levels(names)
+        tasks = [
+            TaskConfig(name=name, width=width, batch=batch, device=where) for name in _names(models)
+        ]
+    except (ValueError, PreampUnavailableError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from None
+    for task in tasks:
+        for level in names:
+            rows = train.run_level(task, level, Effort(seconds=seconds))
+            show_train(rows, console)
+            keep(rows, out)
+
+
 def numbers(text: str, option: str) -> list[int]:
     """Read numbers separated by commas.
 
@@ -83,6 +117,10 @@ def keep(rows: list[records.Record], out: Path | None) -> None:
     """
     if out is not None:
         records.append(out, rows)
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
 
 
 def _whole(text: str) -> int:

@@ -48,6 +48,36 @@ def show_step(rows: list[Record], console: Console) -> None:
         )
 
 
+def show_train(rows: list[Record], console: Console) -> None:
+    """Print one level of ``preamp bench train``.
+
+    Args:
+        rows: Its records.
+        console: Where to.
+    """
+    first = rows[0]
+    title = f"{first['model']}, width {first['width']}, batch {first['batch']}, {first['level']}"
+    columns = ["best ms", "p50", "ratio", "spread", "peak MB", "B/param"]
+    beats = any("to_autocast" in row for row in rows)
+    table = _table(title, [*columns, *(["to autocast"] if beats else [])])
+    for row in rows:
+        if row["status"] != "measured":
+            continue
+        parts = ("weights", "masters", "gradients", "optimizer_state")
+        peak = row["peak_bytes"]
+        table.add_row(
+            row["name"],
+            f"{row['best']:.1f}",
+            f"{row['p50']:.1f}",
+            *_ratio_cells(row),
+            "–" if peak is None else f"{peak / 1e6:.0f}",
+            f"{sum(row[part] for part in parts):.1f}",
+            *([f"{row['to_autocast']:.2f}"] if beats else []),
+        )
+    console.print(table)
+    _print_failures(rows, console)
+
+
 def _table(title: str, columns: Iterable[str]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("variant", no_wrap=True)

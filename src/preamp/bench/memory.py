@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Peak memory of this process, from a chosen moment on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_RESET = Path("/proc/self/clear_refs")
+
+
+class Peak:
+    """How much more memory than at construction was in use at the worst moment since.
+
+    On CUDA what torch's allocator handed out; on the CPU, under Linux, resident memory as the
+    kernel counts it, pages that an allocator keeps included; elsewhere nothing is known.
+
+    Args:
+        device: Where tensors are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Forget the highest value so far."""
+        self._device = device
+        self._start = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._start = torch.cuda.memory_allocated(device)
+        elif self.is_known:
+            _RESET.write_text("5", encoding="ascii")  # documented in proc(5): resets VmHWM
+            self._start = _status("VmRSS")
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a way to tell."""
+        return self._device.type == "cuda" or (self._device.type == "cpu" and _RESET.exists())
+
+    def bytes(self) -> int | None:
+        """Return the peak so far.
+
+        Returns:
+            Bytes, or ``None`` where there is no way to tell.
+        """
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) - self._start
+        return _status("VmHWM") - self._start if self.is_known else None
+
+
+def _status(key: str) -> int:
+    lines = _STATUS.read_text(encoding="ascii").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
