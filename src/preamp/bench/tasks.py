@@ -127,7 +127,7 @@ def _convnet(config: TaskConfig) -> Task:
     for stride, (before, after) in enumerate(pairwise(channels), start=1):
         convolution = nn.Conv2d(before, after, 3, min(stride, 2), padding=1, bias=False)
         layers += [convolution, nn.BatchNorm2d(after), nn.ReLU()]
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], CLASSES)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], CLASSES, bias=False)]
     model = nn.Sequential(*layers)
     with torch.no_grad():
         for parameter in model.parameters():

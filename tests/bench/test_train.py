@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Loops by hand train as preamp's do; workers answer; a level yields complete rows."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+import preamp
+from preamp.bench import records, train, worker
+from preamp.bench.harness import Effort
+from preamp.bench.loops import BY_HAND, SETTINGS, Masters, make_loop
+from preamp.bench.tasks import TASKS, TaskConfig, make_task
+from preamp.bench.worker import Job, Worker, WorkerError
+
+MEMORY = {"weights", "masters", "gradients", "optimizer_state", "peak_bytes", "parameters"}
+
+
+def tiny(name: str = "gpt") -> TaskConfig:
+    return TaskConfig(name=name, width=16, batch=2)
+
+
+def weights_after_a_step(way: str, level: str, config: TaskConfig) -> list[Tensor]:
+    loop = make_loop(make_task(config), way, level)
+    try:
+        loop.backward()
+        loop.update()
+        return [weight.detach().double() for weight in loop.model.parameters()]
+    finally:
+        if way != "by hand":
+            preamp.engine_of(loop.optimizer).close()
+
+
+@pytest.mark.parametrize("model", TASKS)
+@pytest.mark.parametrize("level", BY_HAND)
+def test_loops_by_hand_train_as_preamp_does(level: str, model: str) -> None:
+    by_hand = weights_after_a_step("by hand", level, tiny(model))
+    ours = weights_after_a_step("torch AdamW", level, tiny(model))
+    for one, other in zip(by_hand, ours, strict=True):
+        if level in ("O0", "O5"):
+            assert torch.equal(one, other)
+        # Adam moves a weight by lr in its first step. Where products are rounded differently the
+        # sign of a gradient near zero may be another one; on the whole the steps agree.
+        assert (one - other).abs().mean() <= SETTINGS["lr"] / 4
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_fused_adam_trains_as_torch_does(level: str) -> None:
+    ours = weights_after_a_step("FusedAdam", level, tiny())
+    for one, other in zip(weights_after_a_step("torch AdamW", level, tiny()), ours, strict=True):
+        assert (one - other).abs().mean() <= SETTINGS["lr"] / 100
+
+
+def test_masters_by_hand_skip_an_overflow() -> None:
+    loop = Masters(make_task(tiny()), torch.float16, scale=2.0**60)
+    before = [weight.detach().clone() for weight in loop.model.parameters()]
+    loop.backward()
+    loop.update()
+    assert all(torch.equal(a, b) for a, b in zip(before, loop.model.parameters(), strict=True))
+    assert loop._scale == 2.0**59
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"name": "bert"}, "Got model 'bert'. Choose from gpt, convnet"),
+        ({"width": 10}, "Got width=10. It is divided by four"),
+        ({"batch": 1}, "Got batch=1. Batch normalization needs two"),
+    ],
+)
+def test_impossible_tasks_are_refused(changes: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        TaskConfig(**{"name": "gpt", **changes})
+
+
+def test_an_unknown_level_is_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape("Opt level 'O9' is not known")):
+        train.check_levels(["O0", "O9"])
+
+
+def test_a_worker_answers_line_by_line() -> None:
+    threads = torch.get_num_threads()
+    answers = io.StringIO()
+    try:
+        job = Job(task=tiny(), way="by hand", level="O0")
+        worker.serve(job, io.StringIO("step\nmemory\n"), answers)
+    finally:
+        torch.set_num_threads(threads)
+    seconds, memory = map(json.loads, answers.getvalue().splitlines())
+    assert seconds > 0
+    assert set(memory) == MEMORY
+    assert (memory["weights"], memory["gradients"], memory["masters"]) == (4, 4, 0)
+    assert memory["optimizer_state"] == pytest.approx(8, rel=0.1)  # and a few step counters
+
+
+def test_a_process_of_its_own_answers() -> None:
+    with Worker(Job(task=tiny(), way="torch AdamW", level="O2")) as ours:
+        assert ours.step() > 0
+        memory = ours.memory()
+    assert set(memory) == MEMORY
+    assert (memory["weights"], memory["masters"]) == (2, 4)
+
+
+def test_a_failing_worker_says_why() -> None:
+    job = Job(task=tiny(), way="by hand", level="O9")
+    with Worker(job) as failing, pytest.raises(WorkerError, match=re.escape("KeyError: 'O9'")):
+        failing.step()
+
+
+class InPlace:
+    """A worker without a process."""
+
+    broken: tuple[str, ...] = ()
+
+    def __init__(self, job: Job) -> None:
+        self._way = job.way
+
+    def __enter__(self) -> InPlace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def step(self) -> float:
+        if self._way in self.broken:
+            raise WorkerError("RuntimeError: no kernel")
+        return 1.0
+
+    def memory(self) -> dict[str, float]:
+        return dict.fromkeys(MEMORY, 1.0)
+
+
+def rows_of(level: str, monkeypatch: pytest.MonkeyPatch, *broken: str) -> list[records.Record]:
+    monkeypatch.setattr(InPlace, "broken", broken)
+    monkeypatch.setattr(train, "Worker", InPlace)
+    return train.run_level(tiny(), level, Effort(seconds=0, most=5))
+
+
+def test_a_level_yields_complete_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of("O5", monkeypatch)
+    names = ["O5 by hand", train.AUTOCAST, "preamp O5, torch AdamW", "preamp O5, FusedAdam"]
+    fields = MEMORY | {
+        *("benchmark", "model", "width", "batch", "level", "name", "group", "status", "baseline"),
+        *("best", "p20", "p50", "p80", "best_ratio", "ratio_p20", "ratio_p50", "ratio_p80"),
+        *("rounds", "to_autocast", "to_autocast_p20", "to_autocast_p80"),
+        *records.provenance(torch.device("cpu")),
+    }
+    assert [row["name"] for row in rows] == names
+    assert [set(row) for row in rows] == [fields] * 4
+    assert {row["baseline"] for row in rows} == {"O5 by hand"}
+    assert {row["threads"] for row in rows} == {1}
+
+
+def test_a_loop_by_hand_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    *done, failed = rows_of("O0", monkeypatch, "by hand")
+    assert (failed["name"], failed["status"]) == ("O0 by hand", "not measured")
+    assert failed["reason"] == "RuntimeError: no kernel"
+    assert [row["baseline"] for row in done] == ["preamp O0, torch AdamW"]
+
+
+def test_a_loop_with_preamp_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WorkerError, match="no kernel"):
+        rows_of("O0", monkeypatch, "torch AdamW")
