@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Write ``docs/benchmarks.md`` and its figures from the rows in ``benchmarks/results``.
+
+Of every comparison the latest run counts. A number that nobody measured is not on the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import plots
+from preamp.bench.records import Record, read
+
+RESULTS = Path(__file__).with_name("results")
+DOCS = Path(__file__).parents[1] / "docs"
+
+STEP_CASE = ("device", "parameters", "tensors", "half", "clip")
+TRAIN_CASE = ("device", "model", "width", "batch", "level")
+
+HEADER = """\
+# Benchmarks
+
+Generated from `benchmarks/results` by `python benchmarks/report.py`. Measured by
+`preamp bench step` and `preamp bench train`; run them to see your own machine.
+
+Machines are shared and moody, so variants are never timed one after the other: a round runs each of
+them once, in an order that rotates. The **best** of many rounds is what the code can do, and the
+number in every table. **×** is that best over the best of the first row in its group. The rows in
+`benchmarks/results` also have the median, the 20th and 80th percentile of the times, and of the
+ratios within a round. All of it ran on one thread.
+"""
+
+STEP = """\
+## The update
+
+Everything between `backward` and the next forward: check for overflow, unscale, clip, AdamW, round
+the half weights. The model is only its parameters, and gradients are put in place instead of
+computed. **%** is the least number of bytes that the step could move (32 per parameter with float32
+weights; 30 with half weights, float32 masters and half gradients; 28 where nothing is checked) over
+the best time, as a share of the speed of a plain copy in the same rounds.
+
+- *GradScaler + fused AdamW*: float32 weights, `torch.amp.GradScaler`, `clip_grad_norm_`,
+  `torch.optim.AdamW(fused=True)`.
+- *torch, naive*: half weights, masters by hand, every gradient widened into a new tensor; *kept
+  buffers*: the same with care for memory; *torch.compile*: one compiled update for each tensor.
+- *preamp*: `scale_loss`, `preamp.clip_grad_norm_`, `step`, with torch's optimizer or preamp's;
+  *preamp ops*: the arithmetic alone, without the engine's bookkeeping.
+- *bfloat16 only*: optimizers without float32 masters. They move fewer bytes and compute something
+  else; their group's first row is torch's AdamW on bfloat16 weights.
+"""
+
+TRAIN = """\
+## Whole steps
+
+Forward, backward, clipping, AdamW and rounding of the demo's GPT (4 layers, 64 bytes of context) and
+of a convolutional network with batch normalization, on random data, against loops written by hand
+with the same numerics: `torch.autocast` and `GradScaler` (O1, O4), float32 masters (O2, O5), nothing
+but half (O3). Each loop has a process of its own, since the casts of an O1 engine hold for a process.
+**Peak** is how far the resident memory of that process rose (on CUDA: what was allocated), counted
+from before the model was made; **B/param** are weights, masters, gradients and optimizer state,
+counted between backward and step.
+
+Where the CPU has no float16 units, torch multiplies float16 matrices one element at a time, and
+preamp runs these products in float32 and rounds once. So at O1, O2 and O3 on such a CPU the ratio
+says what that is worth, and nothing about preamp's overhead; that is read at O0, O4 and O5.
+"""
+
+
+def latest(rows: Iterable[Record], case: Sequence[str]) -> dict[tuple[object, ...], list[Record]]:
+    """Group rows by case and keep the latest run of each.
+
+    Args:
+        rows: All records of a file.
+        case: The fields that make a case.
+
+    Returns:
+        The records of each case, cases in order.
+    """
+    runs: dict[tuple[object, ...], dict[str, list[Record]]] = {}
+    for row in rows:
+        key = tuple(row[field] for field in case)
+        runs.setdefault(key, {}).setdefault(row["date"], []).append(row)
+    return {key: runs[key][max(runs[key])] for key in sorted(runs, key=str)}
+
+
+def render(step_rows: list[Record], train_rows: list[Record]) -> str:
+    """Write the page.
+
+    Args:
+        step_rows: Records of ``preamp bench step``.
+        train_rows: Records of ``preamp bench train``.
+
+    Returns:
+        Markdown.
+    """
+    steps = [row for case in latest(step_rows, STEP_CASE).values() for row in case]
+    trains = [row for case in latest(train_rows, TRAIN_CASE).values() for row in case]
+    lines = [HEADER, STEP]
+    lines += _step_part(steps) if steps else ["Not measured.", ""]
+    lines += [TRAIN]
+    lines += _train_part(trains) if trains else ["Not measured.", ""]
+    lines += _not_measured([*steps, *trains])
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _machines(rows: list[Record]) -> str:
+    fields = ("device", "cores", "torch", "python", "commit")
+    seen = dict.fromkeys(tuple(str(row[field]) for field in fields) for row in rows)
+    return "; ".join(
+        f"{device}, {cores} cores, torch {torch}, Python {python}, commit `{commit}`"
+        for device, cores, torch, python, commit in seen
+    )
+
+
+def _step_part(rows: list[Record]) -> list[str]:
+    lines = [f"Measured on {_machines(rows)}.", ""]
+    lines += ["![Share of a copy's speed by number of tensors](benchmarks-step.svg)", ""]
+    lines += _ranges(rows)
+    tables = dict.fromkeys(
+        (row["device"], row["parameters"], row["half"], row["clip"])
+        for row in sorted(rows, key=lambda row: (row["device"], row["parameters"], not row["clip"]))
+    )
+    for device, parameters, half, clip in tables:
+        clipping = "with clipping" if clip else "without clipping"
+        lines += [f"### {parameters:,} parameters, {half}, {clipping}", ""]
+        wanted = (device, parameters, half, clip)
+        lines += _step_table(
+            [r for r in rows if (r["device"], r["parameters"], r["half"], r["clip"]) == wanted]
+        )
+    return lines
+
+
+def _ranges(rows: list[Record]) -> list[str]:
+    """What the ratios of preamp are over all cases, best and worst."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        if row["status"] == "measured" and row["name"].startswith("preamp"):
+            found.setdefault((row["name"], row["baseline"]), []).append(row["best_ratio"])
+    lines = ["| over all cases below | against | from | to |", "|---|---|---|---|"]
+    lines += [
+        f"| {name} | {baseline} | {min(ratios):.2f}× | {max(ratios):.2f}× |"
+        for (name, baseline), ratios in found.items()
+    ]
+    return [*lines, ""]
+
+
+def _step_table(rows: list[Record]) -> list[str]:
+    counts = sorted({row["tensors"] for row in rows})
+    cells = {(row["name"], row["group"], row["tensors"]): row for row in rows}
+    lines = ["| group | variant | " + " | ".join(f"{count:,} tensors" for count in counts) + " |"]
+    lines += ["|---|---|" + "---|" * len(counts)]
+    for name, group in dict.fromkeys((row["name"], row["group"]) for row in rows):
+        texts = [_step_cell(cells.get((name, group, count))) for count in counts]
+        lines.append(f"| {group} | {name} | " + " | ".join(texts) + " |")
+    return [*lines, ""]
+
+
+def _step_cell(row: Record | None) -> str:
+    if row is None or row["status"] != "measured":
+        return "not measured"
+    return f"{_ms(row['best'])} · {row['best_ratio']:.2f}× · {row['share_of_copy']:.1%}"
+
+
+def _train_part(rows: list[Record]) -> list[str]:
+    lines = [f"Measured on {_machines(rows)}.", ""]
+    lines += ["![Time of a step over the same by hand](benchmarks-train.svg)", ""]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        chosen = [row for row in rows if row["model"] == model]
+        size = chosen[0]
+        lines += [f"### {model}, width {size['width']}, batch {size['batch']}", ""]
+        lines += ["| loop | best | × | ratio, p20–p80 | to bf16 autocast | peak | B/param |"]
+        lines += ["|---|---|---|---|---|---|---|"]
+        lines += [_train_line(row) for row in chosen]
+        lines += [""]
+    return lines
+
+
+def _train_line(row: Record) -> str:
+    if row["status"] != "measured":
+        return f"| {row['name']} | not measured | | | | | |"
+    counted = sum(row[part] for part in ("weights", "masters", "gradients", "optimizer_state"))
+    peak = "not measured" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.0f} MB"
+    against = f"{row['to_autocast']:.2f}×" if "to_autocast" in row else ""
+    spread = f"{row['ratio_p20']:.2f}–{row['ratio_p80']:.2f}"
+    return (
+        f"| {row['name']} | {_ms(row['best'])} | {row['best_ratio']:.2f}× | {spread}"
+        f" | {against} | {peak} | {counted:.1f} |"
+    )
+
+
+def _not_measured(rows: list[Record]) -> list[str]:
+    """Every reason once, and the kinds of machine that no row comes from."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["status"] != "measured":
+            case = f"{row['parameters']:,} in {row['tensors']:,}" if "tensors" in row else ""
+            places = reasons.setdefault((row["name"], row["reason"]), [])
+            places += [case] * (case not in places)
+    lines = ["## Not measured", ""]
+    lines += [
+        f"- {name}" + (f" ({'; '.join(filter(None, cases))})" if any(cases) else "") + f": {reason}"
+        for (name, reason), cases in reasons.items()
+    ]
+    if not any(row["device"] != row["cpu"] for row in rows):
+        lines.append("- Any GPU.")
+    return lines
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2f} ms" if value < 100 else f"{value:.0f} ms"
+
+
+def main() -> None:
+    """Write page and figures."""
+    files = (RESULTS / "step.jsonl", RESULTS / "train.jsonl")
+    steps, trains = (read(file) if file.exists() else [] for file in files)
+    DOCS.joinpath("benchmarks.md").write_text(render(steps, trains), encoding="utf-8")
+    drawn = (
+        ("benchmarks-step.svg", plots.draw_step, latest(steps, STEP_CASE)),
+        ("benchmarks-train.svg", plots.draw_train, latest(trains, TRAIN_CASE)),
+    )
+    for name, draw, cases in drawn:
+        measured = [r for rows in cases.values() for r in rows if r["status"] == "measured"]
+        if measured:
+            DOCS.joinpath(name).write_text(draw(measured), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
