@@ -84,6 +84,7 @@ def _draw_shares(axes: Axes, rows: list[Record]) -> None:
         )
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.minorticks_off()
     axes.axhline(1.0, color=_INK, linewidth=0.8)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
     axes.grid(alpha=0.25, color=_INK)

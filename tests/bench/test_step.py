@@ -156,7 +156,9 @@ def test_a_case_that_does_not_fit_is_a_row(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_small_tensor_is_not_credited_to_a_peer() -> None:
     build: Callable[..., Any] = step.of_module("torch.optim", "AdamW", least=4096)
-    with pytest.raises(ValueError, match="tensors below 4096 elements are left as they are"):
+    with pytest.raises(
+        ValueError, match="tensors below 4096 elements are treated as torch treats them"
+    ):
         build(case(), Gradients(case(), torch.bfloat16, 1.0))
 
 

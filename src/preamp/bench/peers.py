@@ -35,7 +35,7 @@ def of_module(
 
     def build(case: StepCase, gradients: Gradients) -> Work:
         if min(case.sizes) < least:
-            raise ValueError(f"tensors below {least} elements are left as they are")
+            raise ValueError(f"tensors below {least} elements are treated as torch treats them")
         kind: Any = getattr(importlib.import_module(module), name)
         parameters = list(Weights(case).to(torch.bfloat16).parameters())
         optimizer = kind(parameters, **SETTINGS, **options)

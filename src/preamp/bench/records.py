@@ -102,7 +102,7 @@ def cpu_model() -> str:
 
 
 def _commit() -> str:
-    """The commit that this file is of, marked if the tree differs; nothing once installed."""
+    """The commit that this file is of, marked if the package differs; unknown once installed."""
     here = Path(__file__)
 
     def git(*arguments: str) -> str:
@@ -113,7 +113,8 @@ def _commit() -> str:
 
     try:
         git("ls-files", "--error-unmatch", here.name)  # not just anybody's repository around us
-        return git("describe", "--always", "--dirty", "--abbrev=12")
+        changed = git("status", "--porcelain", "--", str(here.parents[1]))
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
