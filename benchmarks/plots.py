@@ -52,7 +52,8 @@ def draw_step(rows: list[Record]) -> str:
                 chosen = [r for r in rows if (r["half"], r["parameters"]) == (half, count)]
                 _draw_shares(grid[i, j], chosen)
                 grid[i, j].set_title(f"{half}, {count:,} parameters", fontsize=10)
-        figure.supxlabel("tensors", fontsize=10)
+                if half == halves[-1]:
+                    grid[i, j].set_xlabel("tensors")
         figure.supylabel("share of a copy's speed", fontsize=10)
         handles, labels = grid[0, 0].get_legend_handles_labels()
         figure.legend(

@@ -28,8 +28,8 @@ COPY = "copy"
 _COPIED_AT_MOST = 2**29
 """Bytes that the copy moves; many times any cache."""
 
-_BYTES_TO_HOLD = {"fp32": 3 * 12 + 8, "half": 6 * 14 + 4 + 16, "bf16 only": 4 * 10}
-"""Memory that the groups need, in bytes per parameter, generously."""
+_BYTES_TO_HOLD = {torch.float16: 150, torch.bfloat16: 190}
+"""Memory that all variants of a case need together, in bytes per parameter, generously."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +237,7 @@ def _copy(case: StepCase) -> Variant:
 
 def _lacking_memory(case: StepCase) -> str:
     """Why the case does not fit into memory, or nothing."""
-    needed = sum(_BYTES_TO_HOLD.values()) * case.parameters + _COPIED_AT_MOST
+    needed = _BYTES_TO_HOLD[case.half] * case.parameters + _COPIED_AT_MOST
     free = _free_bytes(case.device)
     if needed <= free:
         return ""
