@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -24,18 +25,14 @@ class Peak:
     def __init__(self, device: torch.device) -> None:
         """Forget the highest value so far."""
         self._device = device
-        self._start = 0
+        self._start: int | None = None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self._start = torch.cuda.memory_allocated(device)
-        elif self.is_known:
-            _RESET.write_text("5", encoding="ascii")  # documented in proc(5): resets VmHWM
-            self._start = _status("VmRSS")
-
-    @property
-    def is_known(self) -> bool:
-        """Whether there is a way to tell."""
-        return self._device.type == "cuda" or (self._device.type == "cpu" and _RESET.exists())
+        elif device.type == "cpu":
+            with suppress(OSError):  # not Linux, or a sandbox without this file
+                _RESET.write_text("5", encoding="ascii")  # proc(5): resets VmHWM
+                self._start = _status("VmRSS")
 
     def bytes(self) -> int | None:
         """Return the peak so far.
@@ -43,9 +40,11 @@ class Peak:
         Returns:
             Bytes, or ``None`` where there is no way to tell.
         """
+        if self._start is None:
+            return None
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._start
-        return _status("VmHWM") - self._start if self.is_known else None
+        return _status("VmHWM") - self._start
 
 
 def _status(key: str) -> int:

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import IO, Any
@@ -102,9 +103,10 @@ class Worker:
     def _ask(self, question: str) -> Any:
         pipes = self._process.stdin, self._process.stdout
         answer = ""
-        if pipes[0] is not None and pipes[1] is not None and self._process.poll() is None:
-            print(question, file=pipes[0], flush=True)
-            answer = pipes[1].readline()
+        if pipes[0] is not None and pipes[1] is not None:
+            with suppress(BrokenPipeError):  # it has ended; the reason is in its errors
+                print(question, file=pipes[0], flush=True)
+                answer = pipes[1].readline()
         if not answer:
             self._process.wait()
             self._errors.seek(0)
