@@ -82,9 +82,10 @@ def test_two_variants_of_one_name_are_refused() -> None:
         measure([taking(1, "a"), taking(1, "a")], SHORT)
 
 
-def test_too_few_rounds_are_refused() -> None:
-    with pytest.raises(ValueError, match=re.escape("Got most=4 rounds")):
-        Effort(most=4)
+@pytest.mark.parametrize(("least", "most"), [(5, 4), (1, 50)])
+def test_too_few_rounds_are_refused(least: int, most: int) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"Got least={least} and most={most} rounds")):
+        Effort(least=least, most=most)
 
 
 def test_rows_carry_their_provenance(tmp_path: Path) -> None:

@@ -145,8 +145,18 @@ def test_a_level_yields_complete_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of("O5", monkeypatch)
     names = ["O5 by hand", train.AUTOCAST, "preamp O5, torch AdamW", "preamp O5, FusedAdam"]
     fields = MEMORY | {
-        *("benchmark", "model", "width", "batch", "level", "name", "group", "status", "baseline"),
-        *("best", "p20", "p50", "p80", "best_ratio", "ratio_p20", "ratio_p50", "ratio_p80"),
+        *("benchmark", "model", "width", "batch", "level", "launches", "name", "group", "status"),
+        *(
+            "baseline",
+            "best",
+            "p20",
+            "p50",
+            "p80",
+            "best_ratio",
+            "ratio_p20",
+            "ratio_p50",
+            "ratio_p80",
+        ),
         *("rounds", "to_autocast", "to_autocast_p20", "to_autocast_p80"),
         *records.provenance(torch.device("cpu")),
     }
@@ -154,6 +164,7 @@ def test_a_level_yields_complete_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [set(row) for row in rows] == [fields] * 4
     assert {row["baseline"] for row in rows} == {"O5 by hand"}
     assert {row["threads"] for row in rows} == {1}
+    assert {row["rounds"] for row in rows} == {2 * train.LAUNCHES}
 
 
 def test_a_loop_by_hand_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from time import perf_counter
 from preamp.core.errors import message
 
 FEWEST_ROUNDS = 5
-"""Fewer have no spread worth reporting."""
+"""Fewer have no spread worth reporting, so a measurement has more unless it is told otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,23 +39,25 @@ class Effort:
     """How long to measure.
 
     Attributes:
-        seconds: No round begins later, once there are `FEWEST_ROUNDS`.
+        seconds: No round begins later, once there are ``least``.
+        least: Rounds at least.
         most: Rounds at most.
         warmup: Rounds before, which are not counted.
     """
 
     seconds: float = 10.0
+    least: int = FEWEST_ROUNDS
     most: int = 50
     warmup: int = 1
 
     def __post_init__(self) -> None:
         """Refuse what cannot be summarised."""
-        if self.most < FEWEST_ROUNDS:
+        if not 2 <= self.least <= self.most:
             raise ValueError(
                 message(
-                    f"Got most={self.most} rounds",
-                    f"The smallest possible is {FEWEST_ROUNDS}",
-                    f"Pass {FEWEST_ROUNDS} or more",
+                    f"Got least={self.least} and most={self.most} rounds",
+                    "There are two or more, and no fewer at most than at least",
+                    f"Pass for example least={FEWEST_ROUNDS} and most={10 * FEWEST_ROUNDS}",
                 )
             )
 
@@ -163,7 +165,7 @@ def time_rounds(variants: Sequence[Variant], effort: Effort) -> dict[str, list[f
             variant.seconds()
     end = perf_counter() + effort.seconds
     for number in range(effort.most):
-        if number >= FEWEST_ROUNDS and perf_counter() > end:
+        if number >= effort.least and perf_counter() > end:
             break
         first = number % len(variants)
         for variant in (*variants[first:], *variants[:first]):

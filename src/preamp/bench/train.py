@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +18,23 @@ from preamp.core.errors import message
 
 AUTOCAST = "bf16 autocast by hand"
 """What O5 is to beat; in its group only."""
+
+LAUNCHES = 3
+"""How often all processes are started anew.
+
+Two processes with the very same loop differ by a tenth and more, depending on the memory that they
+happened to get; the best of several starts does not depend on the luck of one.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launch:
+    """What one start of all processes brought."""
+
+    variants: list[Variant]
+    seconds: dict[str, list[float]]
+    memory: dict[str, dict[str, Any]]
+    failed: dict[str, str]
 
 
 def check_levels(levels: list[str]) -> None:
@@ -47,7 +65,7 @@ def run_level(task: TaskConfig, level: str, effort: Effort) -> list[records.Reco
     Args:
         task: What to train.
         level: The opt level.
-        effort: How long.
+        effort: How long, all `LAUNCHES` together.
 
     Returns:
         One record for each loop. Loops by hand that fail here have the reason.
@@ -55,30 +73,32 @@ def run_level(task: TaskConfig, level: str, effort: Effort) -> list[records.Reco
     Raises:
         WorkerError: A loop with preamp fails.
     """
-    device = torch.device(task.device)
     facts = {
         "benchmark": "train",
         "model": task.name,
         "width": task.width,
         "batch": task.batch,
         "level": level,
-        **records.provenance(device),
+        "launches": LAUNCHES,
+        **records.provenance(torch.device(task.device)),
         "threads": 1,
     }
-    failed: list[records.Record] = []
-    with ExitStack() as stack:
-        workers: dict[str, Worker] = {}
-        for name, job in _jobs(task, level).items():
-            worker = stack.enter_context(Worker(job))
-            try:
-                worker.step()
-            except WorkerError as error:
-                if job.way != "by hand":
-                    raise
-                failed.append(records.not_measured(name, level, str(error), **facts))
-            else:
-                workers[name] = worker
-        return [*_measure(workers, level, effort, facts), *failed]
+    part = replace(effort, seconds=effort.seconds / LAUNCHES, least=2)
+    launches = [_launch(_jobs(task, level), level, part) for _ in range(LAUNCHES)]
+    variants, failed = launches[-1].variants, launches[-1].failed
+    names = [variant.name for variant in variants]
+    seconds = {name: [s for launch in launches for s in launch.seconds[name]] for name in names}
+    done: list[records.Record] = []
+    for variant in variants:
+        more = launches[-1].memory[variant.name]
+        if AUTOCAST in seconds:
+            against = compare(variant, AUTOCAST, seconds)
+            more["to_autocast"] = against.best_ratio
+            more["to_autocast_p20"] = against.ratio_p20
+            more["to_autocast_p80"] = against.ratio_p80
+        row = compare(variant, names[0], seconds)
+        done.append(records.measured(row, **more, **facts))
+    return [*done, *(records.not_measured(name, level, failed[name], **facts) for name in failed)]
 
 
 def _jobs(task: TaskConfig, level: str) -> dict[str, Job]:
@@ -94,21 +114,24 @@ def _jobs(task: TaskConfig, level: str) -> dict[str, Job]:
     return jobs
 
 
-def _measure(
-    workers: dict[str, Worker], level: str, effort: Effort, facts: dict[str, Any]
-) -> list[records.Record]:
-    variants = [
-        Variant(name=name, group=level, seconds=worker.step) for name, worker in workers.items()
-    ]
-    seconds = time_rounds(variants, effort)
-    done: list[records.Record] = []
-    for variant in variants:
-        row = compare(variant, variants[0].name, seconds)
-        more = workers[variant.name].memory()
-        if AUTOCAST in seconds:
-            against = compare(variant, AUTOCAST, seconds)
-            more["to_autocast"] = against.best_ratio
-            more["to_autocast_p20"] = against.ratio_p20
-            more["to_autocast_p80"] = against.ratio_p80
-        done.append(records.measured(row, **more, **facts))
-    return done
+def _launch(jobs: dict[str, Job], level: str, effort: Effort) -> _Launch:
+    """Start a process for each job and let their steps take turns."""
+    failed: dict[str, str] = {}
+    with ExitStack() as stack:
+        workers: dict[str, Worker] = {}
+        for name, job in jobs.items():
+            worker = stack.enter_context(Worker(job))
+            try:
+                worker.step()
+            except WorkerError as error:
+                if job.way != "by hand":
+                    raise
+                failed[name] = str(error)
+            else:
+                workers[name] = worker
+        variants = [
+            Variant(name=name, group=level, seconds=worker.step) for name, worker in workers.items()
+        ]
+        seconds = time_rounds(variants, effort)
+        memory = {name: worker.memory() for name, worker in workers.items()}
+    return _Launch(variants=variants, seconds=seconds, memory=memory, failed=failed)

@@ -24,7 +24,7 @@ bench = typer.Typer(
 
 Value = TypeVar("Value")
 Out = Annotated[Path | None, typer.Option(help="File that rows are appended to, as JSON lines.")]
-Seconds = Annotated[float, typer.Option(help="Time for each comparison; at least 5 rounds run.")]
+Seconds = Annotated[float, typer.Option(help="Time for each comparison; a few rounds always run.")]
 Device = Annotated[str, typer.Option(help="auto (cuda where there is one), cpu, cuda, …")]
 
 
@@ -66,7 +66,7 @@ def bench_train(
     models: Annotated[str, typer.Option(help="What to train.")] = ",".join(TASKS),
     width: Annotated[int, typer.Option(help="Size of the models.")] = 256,
     batch: Annotated[int, typer.Option(help="Windows of text, or images, in a step.")] = 8,
-    seconds: Seconds = 20.0,
+    seconds: Seconds = 15.0,
     device: Device = "auto",
     out: Out = None,
 ) -> None:
