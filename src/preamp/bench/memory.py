@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-_STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
 
 
@@ -32,7 +31,7 @@ class Peak:
         elif device.type == "cpu":
             with suppress(OSError):  # not Linux, or a sandbox without this file
                 _RESET.write_text("5", encoding="ascii")  # proc(5): resets VmHWM
-                self._start = _status("VmRSS")
+                self._start = proc_bytes("self/status", "VmRSS")
 
     def bytes(self) -> int | None:
         """Return the peak so far.
@@ -44,9 +43,21 @@ class Peak:
             return None
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._start
-        return _status("VmHWM") - self._start
+        return proc_bytes("self/status", "VmHWM") - self._start
 
 
-def _status(key: str) -> int:
-    lines = _STATUS.read_text(encoding="ascii").splitlines()
+def proc_bytes(file: str, key: str) -> int:
+    """Read one of the sizes that Linux tells in kilobytes.
+
+    Args:
+        file: Path below ``/proc``.
+        key: What stands before the colon.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        OSError: There is no such file here.
+    """
+    lines = Path("/proc", file).read_text(encoding="utf-8").splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))

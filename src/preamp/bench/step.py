@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
 
 from preamp.bench import preamp_steps, records, torch_steps
 from preamp.bench.harness import Effort, Row, Variant, measure, stopwatch
+from preamp.bench.memory import proc_bytes
 from preamp.bench.peers import of_module
 from preamp.bench.preamp_steps import fused_adam, through_engine, torch_adamw
 from preamp.bench.weights import Gradients, StepCase, Work
@@ -246,9 +246,9 @@ def _lacking_memory(case: StepCase) -> str:
 
 def _free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        # What earlier cases gave back the C library may have kept for this process.
+        return proc_bytes("meminfo", "MemAvailable") + proc_bytes("self/status", "VmRSS")
     except OSError:
         return float("inf")  # unknown: try
-    return next(1024.0 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable"))
