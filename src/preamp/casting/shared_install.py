@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from preamp.casting.lock import PATCH_LOCK
 from preamp.casting.removable import UndoOnce
 from preamp.core.undo import Removable
-from preamp.kernels.scripting import forget_traced_names
+from preamp.kernels.scripting import forget_traced_names, know_traced_names
 
 Builder = Callable[[], Removable]
 
@@ -23,6 +23,7 @@ class SharedInstall:
         self._handles: list[Removable] = []
         self._extras: dict[Hashable, Builder] = {}
         self._extra_handles: dict[Hashable, Removable] = {}
+        self._compiler_knows = False
 
     @property
     def is_installed(self) -> bool:
@@ -38,6 +39,7 @@ class SharedInstall:
         return UndoOnce(self._release)
 
     def _install(self) -> None:
+        self._compiler_knows = know_traced_names()
         self._handles = self._build()
         try:
             for key, make in self._extras.items():
@@ -50,7 +52,8 @@ class SharedInstall:
         for handle in (*self._extra_handles.values(), *self._handles):
             handle.remove()
         self._extra_handles, self._handles = {}, []
-        forget_traced_names()
+        if not self._compiler_knows:
+            forget_traced_names()
 
     def _release(self) -> None:
         with PATCH_LOCK:

@@ -44,12 +44,24 @@ def scriptable(replacement: types.FunctionType, original: Any) -> types.Function
     return replacement
 
 
-def forget_traced_names() -> None:
-    """Let ``torch.compile`` look torch's functions up again, now that the originals are back.
+def know_traced_names() -> bool:
+    """Let ``torch.compile`` look torch's functions up before any of them is replaced.
 
-    It knows them by their identity, in a table made at the first compilation. Made while functions
-    were replaced, the table would not know the originals for the rest of the process.
+    It knows them by their identity, in a table that is made once. Made while functions are
+    replaced, the table would not know the originals, which the replacements call.
+
+    Returns:
+        Whether it does; not where the compiler is not loaded yet, which takes a second.
     """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    look_up = getattr(rules, "get_torch_obj_rule_map", None)
+    if look_up is not None:
+        look_up()
+    return look_up is not None
+
+
+def forget_traced_names() -> None:
+    """Let ``torch.compile`` look torch's functions up again, now that the originals are back."""
     rules = sys.modules.get("torch._dynamo.trace_rules")
     clear = getattr(rules, "clear_lru_cache", None)
     if clear is not None:

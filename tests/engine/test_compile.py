@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torch.compile`` of what runs between two steps: one graph, the same numbers."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch.nn import functional as F
+
+import preamp
+from cases.levels import LEVELS
+from preamp.optimizers import FusedAdam
+
+# torch's compiler looks at the gradients of what it is given, and warns of it itself.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    "ignore:.*torch.jit.script_method:DeprecationWarning",
+)
+
+levels = pytest.mark.parametrize("level", [case.name for case in LEVELS])
+
+
+class Perceptron(nn.Module):
+    """Linear layers, a norm, functions that O1 casts either way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(F.gelu(self.norm(self.first(x)))).softmax(dim=-1)
+
+
+class Convnet(nn.Module):
+    """A convolution with batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = self.norm(self.conv(x.reshape(-1, 2, 2, 2).repeat(1, 1, 2, 2))).relu()
+        return self.last(features.mean(dim=(2, 3)))
+
+
+class Attention(nn.Module):
+    """Attention over the rows of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.last = nn.Linear(8, 8), nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.embed(x)).reshape(1, -1, 2, 12).transpose(1, 2).chunk(3, dim=-1)
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.last(mixed.transpose(1, 2).reshape(-1, 8))
+
+
+models = pytest.mark.parametrize("make", [Perceptron, Convnet, Attention])
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graph_breaks() -> dict[str, int]:
+    return dict(torch._dynamo.utils.counters["graph_break"])
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+class Training:
+    """A model, and its loss as a function that can be compiled."""
+
+    def __init__(self, make: Any, level: str, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model: nn.Module = make()
+        self.optimizer = FusedAdam(self.model.parameters(), lr=0.01)
+        self.loss: Any = self._loss
+        settings = {"opt_level": level, "verbosity": 0, **options}
+        preamp.initialize(self.model, self.optimizer, **settings)
+
+    def _loss(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.model(x).float(), target)
+
+    def run(self, steps: int) -> list[float]:
+        losses: list[float] = []
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(8, 8, generator=generator)
+            loss = self.loss(x, torch.ones(8, 4))
+            with preamp.scale_loss(loss, self.optimizer) as scaled, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch, about its own compiler
+                scaled.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+
+def close(training: Training) -> None:
+    preamp.engine_of(training.model).close()
+
+
+def assert_same_training(ours: Training, losses: list[float], eager: Training) -> None:
+    close(ours)
+    wanted = eager.run(len(losses))
+    tolerance = 2e-2 if preamp.engine_of(eager.model).policy.half_dtype else 1e-5
+    assert losses == pytest.approx(wanted, rel=tolerance)
+    close(eager)
+
+
+@models
+@levels
+def test_the_loss_is_one_graph(make: Any, level: str) -> None:
+    """``fullgraph=True`` raises at a graph break; later steps trace nothing again."""
+    training = Training(make, level)
+    training.loss = torch.compile(training._loss, backend="aot_eager", fullgraph=True)
+    losses = training.run(1)
+    assert graphs() == 1
+    if preamp.engine_of(training.model).policy.is_dynamic:
+        preamp.engine_of(training.model).scaler(0).set_scale(256.0)
+    losses += training.run(3)[1:]
+    assert graphs() == 1, "traced again"
+    training.loss = training._loss
+    eager = Training(make, level)
+    if preamp.engine_of(eager.model).policy.is_dynamic:
+        preamp.engine_of(eager.model).scaler(0).set_scale(256.0)
+    assert losses[0] == pytest.approx(eager.run(1)[0], rel=2e-2)
+
+
+@models
+@levels
+def test_training_by_a_compiled_loss_is_the_same(make: Any, level: str) -> None:
+    training = Training(make, level, loss_scale=64.0)
+    training.loss = torch.compile(training._loss, backend="aot_eager")
+    losses = training.run(4)
+    assert graph_breaks() == {}
+    assert_same_training(training, losses, Training(make, level, loss_scale=64.0))
+
+
+@levels
+def test_a_compiled_model_has_no_breaks(level: str) -> None:
+    """Torch runs the hooks of the outermost module outside; its forward is one graph."""
+    training = Training(Perceptron, level, loss_scale=64.0)
+    compiled = torch.compile(training.model, backend="aot_eager")
+    training.loss = lambda x, target: F.mse_loss(compiled(x).float(), target)
+    losses = training.run(3)
+    assert graph_breaks() == {}
+    assert_same_training(training, losses, Training(Perceptron, level, loss_scale=64.0))
+
+
+@levels
+def test_a_model_compiled_before_initialize(level: str) -> None:
+    training = Training(
+        lambda: torch.compile(Perceptron(), backend="aot_eager"), level, loss_scale=64.0
+    )
+    losses = training.run(3)
+    assert_same_training(training, losses, Training(Perceptron, level, loss_scale=64.0))
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_casts_inside_the_model_only(level: str) -> None:
+    """Outside its forward casts are off, so the hook has to turn them on: the graph breaks."""
+    training = Training(Perceptron, level, loss_scale=64.0, scope="model")
+    training.loss = torch.compile(training._loss, backend="aot_eager")
+    losses = training.run(3)
+    eager = Training(Perceptron, level, loss_scale=64.0, scope="model")
+    assert_same_training(training, losses, eager)
+
+
+def test_a_float32_model_beside_an_engine_that_casts() -> None:
+    """Its graph breaks where its forward has to be taken out of the other engine's casts."""
+    neighbour = Training(Perceptron, "O4")
+    training = Training(Perceptron, "O0")
+    training.loss = torch.compile(training._loss, backend="aot_eager")
+    losses = training.run(3)
+    close(neighbour)
+    assert_same_training(training, losses, Training(Perceptron, "O0"))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_generated_code(level: str) -> None:
+    pytest.importorskip("setuptools")
+    training = Training(Perceptron, level)
+    training.loss = torch.compile(training._loss, fullgraph=True)
+    losses = training.run(3)
+    assert_same_training(training, losses, Training(Perceptron, level))
