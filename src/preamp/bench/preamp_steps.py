@@ -112,10 +112,10 @@ def through_ops(case: StepCase, gradients: Gradients) -> Work:
         found_inf, factor = None, unscale
         grads = [half.grad for half in halves if half.grad is not None]
         if case.clip or case.scale != 1.0:
-            census = ops.census(grads, case.device, with_norm=case.clip)
+            census = ops.census(grads, case.device, with_norm=case.clip, with_max_abs=False)
             found_inf = census.found_inf
-            if census.norms is not None:
-                norm: torch.Tensor = torch.linalg.vector_norm(census.norms) * unscale
+            if census.norm is not None:
+                norm = census.norm * unscale
                 factor = unscale * (MAX_NORM / (norm + 1e-6)).clamp(max=1.0)
         steps_done += 1
         update = Update(step=steps_done, inv_scale=factor, found_inf=found_inf, halves=halves)

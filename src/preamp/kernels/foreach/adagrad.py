@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from preamp.kernels import reference
-from preamp.kernels.foreach.sizes import BLOCK
+from preamp.kernels.foreach.sizes import elements
 from preamp.kernels.foreach.updates import Work
 from preamp.kernels.ops import Tensors
 from preamp.kernels.reference.adagrad import adagrad_slot
@@ -25,5 +25,5 @@ def adagrad_(
     """See `preamp.kernels.ops.Ops.adagrad_`."""
     work = Work(update, params, grads, sums)
     work.leave_odd_to(reference.adagrad_, rule)
-    for slot in work.slots(BLOCK):
+    for slot in work.slots(elements()):
         adagrad_slot(slot, rule)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from preamp.kernels import reference
-from preamp.kernels.foreach.sizes import BLOCK
+from preamp.kernels.foreach.sizes import elements
 from preamp.kernels.foreach.updates import Work
 from preamp.kernels.ops import Tensors
 from preamp.kernels.reference.adam import adam_slot
@@ -26,5 +26,5 @@ def adam_(
     """See `preamp.kernels.ops.Ops.adam_`."""
     work = Work(update, params, grads, exp_avgs, exp_avg_sqs)
     work.leave_odd_to(reference.adam_, rule)
-    for slot in work.slots(BLOCK):
+    for slot in work.slots(elements()):
         adam_slot(slot, rule, update.step)

@@ -11,7 +11,7 @@ import torch
 from preamp.core.dtypes import math_dtype
 from preamp.kernels import reference
 from preamp.kernels.foreach.blocks import Column, parts, regular
-from preamp.kernels.foreach.sizes import BLOCK
+from preamp.kernels.foreach.sizes import elements
 from preamp.kernels.ops import Tensors
 
 _torch: Any = torch
@@ -44,7 +44,7 @@ def scale_add_(grads: Tensors, factor: Factor, addends: Column) -> None:
         if targets[0].dtype is dtype and others[0] is None:
             _torch._foreach_mul_(targets, by)
             continue
-        for part in parts(BLOCK, targets, others):
+        for part in parts(elements(), targets, others):
             for block in part.blocks:
                 wide = block.flat(0, dtype) * by
                 if others[0] is not None:
@@ -88,7 +88,7 @@ def axpby_(targets: Tensors, a: Factor, xs: Tensors, b: Factor, ys: Column) -> N
     for outs, ins, others in _by_dtype(*columns):
         x_dtype = math_dtype(ins[0].dtype)
         y_dtype = x_dtype if others[0] is None else math_dtype(others[0].dtype)
-        for part in parts(BLOCK, outs, ins, others):
+        for part in parts(elements(), outs, ins, others):
             for block in part.blocks:
                 wide = block.flat(1, x_dtype) * _beside(a, ins[0], x_dtype)
                 if others[0] is not None:

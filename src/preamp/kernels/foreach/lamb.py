@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from preamp.kernels import reference
 from preamp.kernels.foreach.blocks import Block
-from preamp.kernels.foreach.sizes import BLOCK
+from preamp.kernels.foreach.sizes import elements
 from preamp.kernels.foreach.updates import Work, norms_over
 from preamp.kernels.ops import Tensors
 from preamp.kernels.reference.lamb import lamb_direction
@@ -52,5 +50,6 @@ def lamb_in_blocks(
             slot.store(slot.p - slot.spread(rate) * u, m, v)
 
 
-lamb_ = functools.partial(lamb_in_blocks, BLOCK)
-"""See `preamp.kernels.ops.Ops.lamb_`."""
+def lamb_(*lists: Tensors, rule: LambRule, update: Update) -> None:
+    """See `preamp.kernels.ops.Ops.lamb_`."""
+    lamb_in_blocks(elements(), *lists, rule=rule, update=update)

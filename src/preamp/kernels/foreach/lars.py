@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from preamp.kernels import reference
 from preamp.kernels.foreach.blocks import Block
-from preamp.kernels.foreach.sizes import BLOCK
+from preamp.kernels.foreach.sizes import elements
 from preamp.kernels.foreach.updates import Work, norms_over
 from preamp.kernels.ops import Tensors
 from preamp.kernels.reference.lars import lars_rate, lars_slot
@@ -44,5 +42,6 @@ def lars_in_blocks(
             lars_slot(slot, slot.spread(rate), rule)
 
 
-lars_ = functools.partial(lars_in_blocks, BLOCK)
-"""See `preamp.kernels.ops.Ops.lars_`."""
+def lars_(*lists: Tensors, rule: LarsRule, update: Update) -> None:
+    """See `preamp.kernels.ops.Ops.lars_`."""
+    lars_in_blocks(elements(), *lists, rule=rule, update=update)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ import torch
 
 from preamp.kernels import reference
 from preamp.kernels.foreach.blocks import Block, copy_
-from preamp.kernels.foreach.sizes import BLOCK
+from preamp.kernels.foreach.sizes import elements
 from preamp.kernels.foreach.updates import Work, norms_over
 from preamp.kernels.joining import stack
 from preamp.kernels.ops import Tensors
@@ -61,9 +60,11 @@ def novograd_in_blocks(
 def _store(norms: list[torch.Tensor], values: torch.Tensor, update: Update) -> None:
     if update.found_inf is not None:
         skips = update.found_inf.to(values.device) != 0
-        values = torch.where(skips, stack(norms).to(values.dtype), values)
+        before = stack(norms)  # as they are stored: rounding a widened nan may change its bits
+        values = torch.where(skips, before, values.to(before.dtype))
     copy_(norms, values.unbind())
 
 
-novograd_ = functools.partial(novograd_in_blocks, BLOCK)
-"""See `preamp.kernels.ops.Ops.novograd_`."""
+def novograd_(*lists: Tensors, rule: NovoGradRule, update: Update) -> None:
+    """See `preamp.kernels.ops.Ops.novograd_`."""
+    novograd_in_blocks(elements(), *lists, rule=rule, update=update)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from preamp.kernels import reference
-from preamp.kernels.foreach.sizes import BLOCK
+from preamp.kernels.foreach.sizes import elements
 from preamp.kernels.foreach.updates import Work
 from preamp.kernels.ops import Tensors
 from preamp.kernels.reference.sgd import sgd_slot
@@ -25,5 +25,5 @@ def sgd_(
     """See `preamp.kernels.ops.Ops.sgd_`."""
     work = Work(update, params, grads, momentum_buffers)
     work.leave_odd_to(reference.sgd_, rule)
-    for slot in work.slots(BLOCK):
+    for slot in work.slots(elements()):
         sgd_slot(slot, rule, update.step)

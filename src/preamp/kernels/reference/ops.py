@@ -11,6 +11,7 @@ import torch
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.joining import stack
 from preamp.kernels.ops import Census, Tensors
+from preamp.kernels.reference.update import norm
 
 name = "reference"
 
@@ -121,7 +122,7 @@ def axpby_(
 
 def _norm(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     values = _values(tensor)
-    return _vector_norm(values, 2, dtype=math_dtype(values.dtype)).to(device, torch.float32)
+    return norm(values, math_dtype(values.dtype)).to(device, torch.float32)
 
 
 def l2norms(tensors: Tensors, factor: torch.Tensor | None, device: torch.device) -> torch.Tensor:

@@ -36,7 +36,7 @@ def sgd_slot(slot: Slot, rule: SgdRule, step: int | torch.Tensor) -> None:
         g = g + rule.momentum * m if rule.nesterov else m
     if decays and rule.decays_after_momentum:
         g = g + rule.weight_decay * p
-    slot.store(p - slot.scalar(rule.lr) * g, m)
+    slot.store(p - slot.scalar(rule.lr) * g, *([m] if rule.momentum != 0 else []))
 
 
 def _first_or(later: torch.Tensor, first: torch.Tensor, step: int | torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,12 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
+from preamp.kernels.joining import stack
 from preamp.kernels.ops import Tensors
 from preamp.kernels.rules import Scalar, Update
+
+_PIECE = 1 << 12
+"""Elements whose squares torch's sum on a CPU adds up with an error of a few ulps."""
 
 _vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_norm
 
@@ -47,7 +51,10 @@ class Slot:
         return -torch.expm1(self.scalar(step) * log)
 
     def store(self, p: torch.Tensor, *state: torch.Tensor) -> None:
-        """Round new values into the parameter and the state, then the parameter into its half."""
+        """Round new values into the parameter and the state, then the parameter into its half.
+
+        State that is left out is not touched.
+        """
         raise NotImplementedError
 
 
@@ -74,7 +81,7 @@ class TensorSlot(Slot):
 
     def store(self, p: torch.Tensor, *state: torch.Tensor) -> None:
         """See `Slot.store`."""
-        for target, value in zip(self._targets, (p, *state), strict=True):
+        for target, value in zip(self._targets, (p, *state), strict=False):
             self._store_one(target, value)
         if self._half is not None:
             self._store_one(self._half, self._targets[0])
@@ -95,9 +102,16 @@ def slots(params: Tensors, grads: Tensors, *state: Tensors, update: Update) -> I
         yield TensorSlot(param, grad, tuple(cast("list[torch.Tensor]", rest)), half, update)
 
 
-def norm(tensor: torch.Tensor) -> torch.Tensor:
-    """L2 norm, a scalar; zero for an empty tensor."""
-    return _vector_norm(tensor, 2)
+def norm(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """L2 norm, a scalar; zero for an empty tensor.
+
+    On CPUs torch adds the squares of all elements one after the other, and loses a digit for every
+    factor of ten in their number. So it is given pieces.
+    """
+    if tensor.device.type != "cpu" or tensor.numel() <= _PIECE:
+        return _vector_norm(tensor, 2, dtype=dtype)
+    pieces = cast("Any", tensor.reshape(-1)).split(_PIECE)
+    return _vector_norm(stack([_vector_norm(piece, 2, dtype=dtype) for piece in pieces]), 2)
 
 
 def max_norm(tensor: torch.Tensor) -> torch.Tensor:

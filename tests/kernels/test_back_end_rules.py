@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The update rules of every back end, against float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases.back_ends import REFERENCE, as_they_are, every_back_end
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cases.exact import Exact, assert_within_ulps
+from cases.layouts import LAYOUTS
+from cases.oracle_rules import BF16, F16, F32, F64, ONE_EACH, ROWS, SIGNATURES, RuleRow
+from cases.rule_oracles import ORACLES
+from cases.tolerances import assert_same
+from preamp.core.dtypes import math_dtype
+from preamp.kernels import AdamRule, BiasCorrection, Update
+
+ULPS = 4
+"""What the op table allows. Rounding on store is one half of one."""
+
+ULPS_WITH_NORMS = 16
+"""A sum of many squares depends on its order; each back end has its own."""
+ULPS_WITH_LARGE_NORMS = 64
+"""Torch's own sum of 2**16 squares on a CPU is off by up to 30."""
+
+SIZES = ((), (0,), (1,), (7,), (41,), (3, 0, 2), (11, 13), (2, 3, 4, 5))
+EDGES = tuple(block + by for block in (1 << 16, 1 << 18) for by in (-1, 0, 1))
+
+BITS = {F16: torch.int16, BF16: torch.int16, F32: torch.int32, F64: torch.int64}
+
+Lists = list[list[torch.Tensor]]
+
+every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+one_each = pytest.mark.parametrize("row", ONE_EACH, ids=lambda row: row.op)
+every_signature = pytest.mark.parametrize(
+    "dtypes", SIGNATURES, ids=lambda s: "-".join(str(d).removeprefix("torch.") for d in s)
+)
+
+
+def draw(seed: int, dtype: torch.dtype, shapes: Sequence[Any] = SIZES) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def state_of(row: RuleRow, dtype: torch.dtype, shapes: Sequence[Any] = SIZES) -> Lists:
+    """State as after some steps; norms of every other tensor as before the first."""
+    lists = [draw(20 + index, dtype, shapes) for index in range(row.states)]
+    if row.op == "novograd_":
+        values = (0.5 + index if index % 2 else -1.0 for index in range(len(shapes)))
+        lists[-1] = [torch.tensor(value, dtype=dtype) for value in values]
+    elif row.op != "sgd_" and row.op != "lars_":
+        lists[-1] = [value.abs() for value in lists[-1]]
+    return lists
+
+
+def lists_of(
+    row: RuleRow, p: torch.dtype, g: torch.dtype, s: torch.dtype, shapes: Sequence[Any] = SIZES
+) -> Lists:
+    return [draw(1, p, shapes), draw(2, g, shapes), *state_of(row, s, shapes)]
+
+
+def copy(lists: Sequence[Sequence[torch.Tensor]]) -> Lists:
+    """Copies in the same layouts, gaps between elements included."""
+    return [[_copy(tensor) for tensor in row] for row in lists]
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage().clone())
+    return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def run(ops: Any, row: RuleRow, lists: Lists, rule: Any = None, **update: Any) -> Lists:
+    """Update copies of ``lists``; returns them."""
+    lists = copy(lists)
+    getattr(ops, row.op)(*lists, rule=rule or row.rule, update=Update(**update))
+    return lists
+
+
+def assert_exact(
+    row: RuleRow, ours: Lists, before: Lists, rule: Any = None, step: int = 1, scale: float = 1.0
+) -> None:
+    """Parameters and state are the oracle's; gradients are as they were."""
+    takes_norms = row.op == "novograd_" or getattr(row.rule, "uses_trust_ratio", False)
+    is_large = any(tensor.numel() > 1 << 12 for tensor in before[0])
+    allowed = (ULPS_WITH_LARGE_NORMS if is_large else ULPS_WITH_NORMS) if takes_norms else ULPS
+    computed = math_dtype(before[0][0].dtype) if before[0] else F32
+    for place, tensors in enumerate(zip(*before, strict=True)):
+        p, g, *state = (Exact.of(tensor) for tensor in tensors)
+        wanted = ORACLES[row.op](rule or row.rule, step, p, g * scale, *state)
+        new = [ours[0][place], *(each[place] for each in ours[2:])]
+        for number, (one, exact) in enumerate(zip(new, wanted, strict=True)):
+            assert_within_ulps(one, exact, allowed, computed=computed, where=f"{place}, {number}")
+        assert_same(ours[1][place], tensors[1], "gradients are read only")
+
+
+def assert_bits(ours: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> None:
+    """Nothing has changed, payloads of nan and signs of zeros included."""
+    for one, old in zip(ours, before, strict=True):
+        assert torch.equal(one.view(BITS[one.dtype]), old.view(BITS[old.dtype]))
+
+
+# -- formulas ----------------------------------------------------------------------------------
+
+
+@every_back_end
+@every_signature
+@every_row
+def test_rules_are_their_formulas(ops: Any, row: RuleRow, dtypes: tuple[Any, ...]) -> None:
+    p, g, s, h = dtypes
+    before = lists_of(row, p, g, s)
+    halves = None if h is None else draw(3, h)
+    ours = run(ops, row, before, step=3, inv_scale=torch.tensor(0.3), halves=halves)
+    assert_exact(row, ours, before, step=3, scale=torch.tensor(0.3).item())
+    for param, half in zip(ours[0], halves or (), strict=False):
+        assert_same(half, param.to(half.dtype), "a half is its rounded parameter")
+
+
+@every_back_end
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize("step", [1, 2, 5000])
+@every_row
+def test_numbers_and_tensors_say_the_same(
+    ops: Any, row: RuleRow, step: int, dtype: torch.dtype
+) -> None:
+    before = lists_of(row, dtype, BF16, dtype)
+    rate = torch.tensor(0.1)
+    rule = replace(row.rule, lr=rate.item())
+    ours = run(ops, row, before, rule, step=step)
+    assert_exact(row, ours, before, rule, step)
+    on_device = replace(row.rule, lr=rate)
+    for counter in (torch.int64, torch.int32):
+        ours = run(
+            ops,
+            row,
+            before,
+            on_device,
+            step=torch.tensor(step, dtype=counter),
+            inv_scale=torch.tensor(1.0, dtype=dtype),
+            found_inf=torch.zeros(()),
+        )
+        assert_exact(row, ours, before, rule, step)
+
+
+@every_back_end
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_corrections_keep_their_digits(ops: Any, dtype: torch.dtype) -> None:
+    """``1 - 0.999**step`` has lost half of them in float32."""
+    for step in (1, 2, 100, 692, 694, 10000):
+        rule = AdamRule(
+            **{"lr": 0.1, "beta1": 0.0, "beta2": 0.999, "eps": 0.0, "weight_decay": 0.0},
+            decoupled=True,
+            bias_correction=BiasCorrection.MOMENTS,
+        )
+        ones = [[torch.ones(3, dtype=dtype)] for _ in range(4)]
+        ones[3][0].zero_()
+        ops.adam_(*ones, rule=rule, update=Update(step=torch.tensor(step)))
+        change = 0.1 / math.sqrt((1 - 0.999) / -math.expm1(step * math.log(0.999)))
+        digits = 8 * torch.finfo(dtype).eps
+        assert ones[0][0].tolist() == pytest.approx([1 - change] * 3, abs=digits * (1 + change))
+
+
+@every_back_end
+@pytest.mark.parametrize("row", [r for r in ROWS if getattr(r.rule, "uses_trust_ratio", False)])
+@pytest.mark.parametrize("zero", [(0,), (1,), (0, 1)], ids=["weights", "gradients", "both"])
+def test_a_norm_of_zero_has_no_ratio(ops: Any, row: RuleRow, zero: tuple[int, ...]) -> None:
+    before = lists_of(row, F32, F32, F32)
+    for number in (*zero, 2):
+        before[number] = [torch.zeros_like(tensor) for tensor in before[number]]
+    assert_exact(row, run(ops, row, before), before)
+
+
+@every_back_end
+@pytest.mark.parametrize("momentum", [torch.nan, 1.0])
+def test_buffers_without_momentum_are_not_touched(ops: Any, momentum: float) -> None:
+    row = next(row for row in ROWS if row.op == "sgd_" and row.rule.momentum == 0)
+    before = lists_of(row, F32, F32, BF16)
+    before[2] = [torch.full_like(tensor, momentum) for tensor in before[2]]
+    assert_bits(run(ops, row, before, step=2)[2], before[2])
+
+
+# -- skipping ----------------------------------------------------------------------------------
+
+
+@every_back_end
+@every_signature
+@one_each
+def test_no_overflow_changes_nothing(ops: Any, row: RuleRow, dtypes: tuple[Any, ...]) -> None:
+    p, g, s, h = dtypes
+    before = lists_of(row, p, g, s)
+    kept = [None] * len(SIZES) if h is None else draw(3, h)
+    found: list[Lists] = []
+    for flag in (None, torch.zeros(())):
+        halves = [None if half is None else half.clone() for half in kept]
+        found.append(run(ops, row, before, step=2, found_inf=flag, halves=halves))
+        found[-1].append([half for half in halves if half is not None])
+    for ours, wanted in zip(*found, strict=True):
+        assert_bits(ours, wanted)
+
+
+@every_back_end
+@pytest.mark.parametrize("bad", [math.inf, math.nan, 1.0])
+@every_signature
+@one_each
+def test_an_overflow_keeps_every_bit(
+    ops: Any, row: RuleRow, dtypes: tuple[Any, ...], bad: float
+) -> None:
+    p, g, s, h = dtypes
+    before = lists_of(row, p, g, s)
+    before[1] = [tensor.fill_(bad) for tensor in before[1]]
+    for number, tensors in enumerate([before[0], *before[2:]]):
+        spoiled = [tensor.view(-1) for tensor in tensors if tensor.numel()]
+        spoiled[number][0] = -0.0
+        spoiled[3].view(BITS[spoiled[3].dtype])[0] = -1  # a nan that no arithmetic gives
+    halves: list[Any] = [None] * len(SIZES) if h is None else draw(3, h)
+    halves[0] = None
+    kept = [half.clone() for half in halves if half is not None]
+    options = {"inv_scale": torch.tensor(0.5), "found_inf": torch.ones(()), "halves": halves}
+    for step in (1, torch.tensor(1)):
+        ours = run(ops, row, before, step=step, **options)
+        for one, old in zip(ours, before, strict=True):
+            assert_bits(one, old)
+        assert_bits([half for half in halves if half is not None], kept)
+
+
+@every_back_end
+@one_each
+def test_a_bad_gradient_spoils_its_own_tensors_only(ops: Any, row: RuleRow) -> None:
+    before = lists_of(row, F32, F32, F32)
+    before[1][4][40] = math.nan
+    ours, wanted = (run(back_end, row, before) for back_end in (ops, REFERENCE))
+    for place, (one, other) in enumerate(zip(ours[0], wanted[0], strict=True)):
+        assert torch.equal(one.isfinite(), other.isfinite())
+        assert bool(one.isfinite().all()) == (place != 4)
+
+
+# -- layouts -----------------------------------------------------------------------------------
+
+
+@every_back_end
+@pytest.mark.parametrize("grads", LAYOUTS, ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("params", LAYOUTS, ids=lambda layout: layout.__name__)
+@one_each
+def test_layouts_do_not_matter(ops: Any, row: RuleRow, params: Any, grads: Any) -> None:
+    """State and halves lie as the gradients do, so that both orders meet in each rule."""
+    before = lists_of(row, F32, F16, F32)
+    before[0] = list(map(params, before[0]))
+    before[1:] = [list(map(grads, tensors)) for tensors in before[1:]]
+    halves = list(map(grads, draw(3, BF16)))
+    ours = run(ops, row, before, step=2, found_inf=torch.zeros(()), halves=halves)
+    assert_exact(row, ours, before, step=2)
+    for param, half, old in zip(ours[0], halves, before[0], strict=True):
+        assert_same(half, param.to(BF16))
+        assert param.stride() == old.stride()
+
+
+@as_they_are
+@one_each
+def test_sizes_at_the_edges_of_blocks(ops: Any, row: RuleRow) -> None:
+    before = lists_of(row, F32, BF16, F32, EDGES)
+    halves = draw(3, BF16, EDGES)
+    ours = run(ops, row, before, step=2, halves=halves)
+    assert_exact(row, ours, before, step=2)
+    for param, half in zip(ours[0], halves, strict=True):
+        assert_same(half, param.to(BF16))
+
+
+@every_back_end
+def test_ten_thousand_tiny_tensors(ops: Any) -> None:
+    row = ROWS[2]
+    shapes = [(index % 4,) for index in range(10_000)]
+    before = lists_of(row, F32, F16, F32, shapes)
+    joined = [[torch.cat(tensors)] for tensors in before]
+    halves = draw(3, F16, shapes)
+    ours = run(ops, row, before, step=2, halves=halves)
+    assert_exact(row, [[torch.cat(tensors)] for tensors in ours], joined, step=2)
+    assert_same(torch.cat(halves), torch.cat(ours[0]).half())
+
+
+@every_back_end
+@one_each
+def test_no_tensors_at_all(ops: Any, row: RuleRow) -> None:
+    getattr(ops, row.op)(*([] for _ in range(2 + row.states)), rule=row.rule, update=Update())
+
+
+@every_back_end
+@one_each
+def test_no_history_is_recorded(ops: Any, row: RuleRow) -> None:
+    lists = lists_of(row, F32, F32, F32)
+    params = [torch.nn.Parameter(tensor) for tensor in lists[0]]
+    grads = [tensor.requires_grad_() * 1 for tensor in lists[1]]
+    rate = torch.tensor(0.1, requires_grad=True)
+    getattr(ops, row.op)(
+        *(params, grads, *lists[2:]), rule=replace(row.rule, lr=rate), update=Update(step=2)
+    )
+    for tensor in (*params, *(tensor for each in lists[2:] for tensor in each)):
+        assert tensor.grad_fn is None
+        assert tensor.is_leaf
+    assert all(param.requires_grad for param in params)
+
+
+# -- everything at once ------------------------------------------------------------------------
+
+dtypes_ = st.sampled_from([F16, BF16, F32, F64])
+shapes_ = st.lists(st.sampled_from([(), (0,), (1,), (5,), (31, 2), (97,), (2, 3, 4, 2)]))
+
+
+@every_back_end
+@settings(max_examples=60)
+@given(
+    row=st.sampled_from(ROWS),
+    dtypes=st.tuples(dtypes_, dtypes_, dtypes_, st.lists(st.none() | dtypes_, max_size=8)),
+    shapes=shapes_,
+    layouts=st.lists(st.sampled_from(LAYOUTS), min_size=8, max_size=8),
+    step=st.integers(1, 20),
+    scale=st.none() | st.sampled_from([2.0**-16, 0.1, 1.0, 3.0]),
+    is_tensor=st.booleans(),
+    flag=st.sampled_from([None, 0.0, 1.0]),
+)
+def test_any_rule_on_any_tensors(
+    ops: Any,
+    row: RuleRow,
+    dtypes: tuple[Any, ...],
+    shapes: list[Any],
+    layouts: list[Any],
+    step: int,
+    scale: float | None,
+    is_tensor: bool,
+    flag: float | None,
+) -> None:
+    *kinds, halves = dtypes
+    before = lists_of(row, *kinds, shapes)
+    before = [
+        [layouts[(number + place) % 8](tensor) for place, tensor in enumerate(tensors)]
+        for number, tensors in enumerate(before)
+    ]
+    wanted = [halves[place % len(halves)] if halves else None for place in range(len(shapes))]
+    into = [
+        None if h is None else torch.ones(s, dtype=h) for h, s in zip(wanted, shapes, strict=True)
+    ]
+    ours = run(
+        ops,
+        row,
+        before,
+        step=torch.tensor(step) if is_tensor else step,
+        inv_scale=None if scale is None else torch.tensor(scale),
+        found_inf=None if flag is None else torch.tensor(flag),
+        halves=into,
+    )
+    if flag:
+        assert_bits([t for each in ours for t in each], [t for each in before for t in each])
+        assert all(half is None or bool((half == 1).all()) for half in into)
+        return
+    assert_exact(
+        row, ours, before, None, step, 1.0 if scale is None else torch.tensor(scale).item()
+    )
+    for param, half in zip(ours[0], into, strict=True):
+        if half is not None:
+            assert_same(half, param.to(half.dtype))
