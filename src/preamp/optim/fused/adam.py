@@ -58,9 +58,7 @@ class FusedAdam(FusedOptimizer):
         weight_decay: Weight decay.
         amsgrad: Must be ``False``.
         set_grad_none: Whether ``zero_grad()`` drops gradients; else it fills them with zeros.
-        capturable: Keep ``lr`` and ``group["step"]`` as tensors on the device, and let
-            `torch.amp.GradScaler` decide about a skip there: such a step changes nothing and is
-            not counted. After the step the gradients are unscaled.
+        capturable: Keep ``lr`` and ``group["step"]`` as tensors on the device, for CUDA graphs.
         master_weights: Update float32 copies of half parameters and round them into these; needs
             ``capturable``. Not needed with `preamp.initialize`, which keeps masters itself.
         eps_inside_sqrt: Early: divide by ``sqrt(v + eps)``.
