@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases.back_ends import NAMES, REFERENCE, as_they_are, every_back_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.back_ends import NAMES, REFERENCE, as_they_are, every_back_end
 from cases.exact import Exact, assert_within_ulps
 from cases.layouts import LAYOUTS
 from cases.oracle_rules import BF16, F16, F32, F64
