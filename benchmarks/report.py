@@ -69,6 +69,14 @@ says what that is worth, and nothing about preamp's overhead; that is read at O0
 """
 
 
+IMPORT = """\
+## Import
+
+Time of `import preamp` after `import torch`, as `python -X importtime` counts it, over several new
+processes (`python benchmarks/bench_import.py`).
+"""
+
+
 def latest(rows: Iterable[Record], case: Sequence[str]) -> dict[tuple[object, ...], list[Record]]:
     """Group rows by case and keep the latest run of each.
 
@@ -86,12 +94,15 @@ def latest(rows: Iterable[Record], case: Sequence[str]) -> dict[tuple[object, ..
     return {key: runs[key][max(runs[key])] for key in sorted(runs, key=str)}
 
 
-def render(step_rows: list[Record], train_rows: list[Record]) -> str:
+def render(
+    step_rows: list[Record], train_rows: list[Record], import_rows: Sequence[Record] = ()
+) -> str:
     """Write the page.
 
     Args:
         step_rows: Records of ``preamp bench step``.
         train_rows: Records of ``preamp bench train``.
+        import_rows: Records of ``benchmarks/bench_import.py``.
 
     Returns:
         Markdown.
@@ -102,6 +113,8 @@ def render(step_rows: list[Record], train_rows: list[Record]) -> str:
     lines += _step_part(steps) if steps else ["Not measured.", ""]
     lines += [TRAIN]
     lines += _train_part(trains) if trains else ["Not measured.", ""]
+    lines += [IMPORT]
+    lines += _import_part(import_rows) if import_rows else ["Not measured.", ""]
     lines += _not_measured([*steps, *trains])
     return "\n".join(lines).rstrip("\n") + "\n"
 
@@ -201,6 +214,14 @@ def _train_line(row: Record) -> str:
     )
 
 
+def _import_part(rows: Sequence[Record]) -> list[str]:
+    lines = ["| machine | best | median | worst | processes |", "|---|---|---|---|---|"]
+    for (row,) in latest(rows, ("device",)).values():
+        times = " | ".join(f"{row[field]:.0f} ms" for field in ("best", "p50", "worst"))
+        lines.append(f"| {_machines([row])} | {times} | {row['rounds']} |")
+    return [*lines, ""]
+
+
 def _not_measured(rows: list[Record]) -> list[str]:
     """Every reason once, and the kinds of machine that no row comes from."""
     reasons: dict[tuple[str, str], list[str]] = {}
@@ -225,9 +246,9 @@ def _ms(value: float) -> str:
 
 def main() -> None:
     """Write page and figures."""
-    files = (RESULTS / "step.jsonl", RESULTS / "train.jsonl")
-    steps, trains = (read(file) if file.exists() else [] for file in files)
-    DOCS.joinpath("benchmarks.md").write_text(render(steps, trains), encoding="utf-8")
+    files = [RESULTS / f"{benchmark}.jsonl" for benchmark in ("step", "train", "import")]
+    steps, trains, imports = (read(file) if file.exists() else [] for file in files)
+    DOCS.joinpath("benchmarks.md").write_text(render(steps, trains, imports), encoding="utf-8")
     drawn = (
         ("benchmarks-step.svg", plots.draw_step, latest(steps, STEP_CASE)),
         ("benchmarks-train.svg", plots.draw_train, latest(trains, TRAIN_CASE)),

@@ -73,7 +73,7 @@ def test_what_was_not_measured_is_said() -> None:
     page = report.render([*STEPS[2:], {**base, **failed}], [])
     assert "| float16 | flashoptim | not measured | not measured |" in page
     assert "- flashoptim (1,000 in 10): needs a GPU" in page
-    assert page.count("Not measured.") == 1  # no whole steps
+    assert page.count("Not measured.") == 2  # no whole steps, no imports
 
 
 def test_a_failed_loop_has_a_line() -> None:
@@ -112,3 +112,11 @@ def test_page_and_figures_are_written(tmp_path: Path, monkeypatch: pytest.Monkey
     for figure in ("benchmarks-step.svg", "benchmarks-train.svg"):
         assert f"]({figure})" in page
         assert (tmp_path / figure).exists()
+
+
+def test_page_has_the_latest_import_times() -> None:
+    row: Record = {**MACHINE, "benchmark": "import", "best": 61.4, "p50": 70.0, "worst": 99.6}
+    older = {**row, "rounds": 15, "best": 400.0, "date": "2025-01-01T00:00:00"}
+    page = report.render([], [], [older, {**row, "rounds": 15}])
+    assert "commit `abc` | 61 ms | 70 ms | 100 ms | 15 |" in page
+    assert "400" not in page

@@ -12,10 +12,9 @@ import torch
 
 from preamp import engine as rooms
 from preamp.compat.amp_state import amp_state
-from preamp.compat.flat import FP16_Optimizer as FlatFP16Optimizer
-from preamp.compat.fp16_utils import FP16_Optimizer
 from preamp.compat.handle import AmpHandle
 from preamp.compat.stash import attach_stashes
+from preamp.compat.wrapper import OptimizerWrapper
 from preamp.core.errors import PreampStateError, message
 from preamp.core.log import say
 from preamp.policy import Scope
@@ -120,7 +119,7 @@ def _number(verbosity: Any) -> int:
 
 def _refuse_fp16_optimizers(optimizers: Any) -> None:
     given = cast("list[Any]", optimizers) if isinstance(optimizers, list) else [optimizers]
-    if any(isinstance(optimizer, (FP16_Optimizer, FlatFP16Optimizer)) for optimizer in given):
+    if any(isinstance(optimizer, OptimizerWrapper) for optimizer in given):
         raise PreampStateError(
             message(
                 "There is an FP16_Optimizer in optimizers",

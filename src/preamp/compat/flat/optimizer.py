@@ -20,7 +20,7 @@ from preamp.compat.flat.refusals import (
 )
 from preamp.compat.fp16_utils.checks import check_loss, check_optimizer, mark_wrapped
 from preamp.compat.fp16_utils.skips import MAX_SKIPS, excuse_scheduler
-from preamp.compat.fp16_utils.wrapper import OptimizerWrapper
+from preamp.compat.wrapper import OptimizerWrapper
 from preamp.core.log import say
 from preamp.kernels import backend
 

@@ -9,7 +9,7 @@ import torch
 
 from preamp.compat.fp16_utils.checks import mark_wrapped
 from preamp.compat.fp16_utils.half_params import HalfParams
-from preamp.compat.fp16_utils.wrapper import OptimizerWrapper
+from preamp.compat.wrapper import OptimizerWrapper
 from preamp.core.log import say
 from preamp.kernels import Ops
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from preamp.compat.fp16_utils.wrapper import OptimizerWrapper
+from preamp.compat.wrapper import OptimizerWrapper
 from preamp.core.errors import PreampStateError, message
 from preamp.core.log import say
 from preamp.core.undo import UndoStack, set_attribute

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Time that ``import preamp`` takes beyond ``import torch``, by ``python -X importtime``.
+
+Each repeat is a new process; the row keeps the shortest time and the spread of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from preamp.bench import records
+
+PROGRAM = "import torch; import preamp"
+TOTAL = re.compile(r"\|\s*(\d+) \| preamp$", re.MULTILINE)
+
+
+def milliseconds() -> float:
+    """Cumulative import time of ``preamp`` in a new process, torch imported before."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = TOTAL.search(done.stderr)
+    if found is None:
+        raise RuntimeError(f"no line for preamp in the output of -X importtime:\n{done.stderr}")
+    return int(found[1]) / 1000
+
+
+def main() -> None:
+    """Measure, print, and append a row."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/import.jsonl")
+    given = parser.parse_args()
+    times = sorted(milliseconds() for _ in range(given.repeats))
+    row = {
+        "benchmark": "import",
+        **records.provenance(torch.device("cpu")),
+        "best": times[0],
+        "p50": times[len(times) // 2],
+        "worst": times[-1],
+        "rounds": given.repeats,
+    }
+    records.append(given.out, [row])
+    print(f"import preamp: best {row['best']:.0f} ms, median {row['p50']:.0f} ms")
+
+
+if __name__ == "__main__":
+    main()
