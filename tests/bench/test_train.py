@@ -43,7 +43,9 @@ def test_loops_by_hand_train_as_preamp_does(level: str, model: str) -> None:
     ours = weights_after_a_step("torch AdamW", level, tiny(model))
     for one, other in zip(by_hand, ours, strict=True):
         if level in ("O0", "O5"):
-            assert torch.equal(one, other)
+            # The norm is summed in another order, and O5 rounds weights to bfloat16 once more.
+            rtol = 2.0**-8 if level == "O5" else 0.0
+            torch.testing.assert_close(one, other, rtol=rtol, atol=SETTINGS["lr"] * 1e-3)
         # Adam moves a weight by lr in its first step. Where products are rounded differently the
         # sign of a gradient near zero may be another one; on the whole the steps agree.
         assert (one - other).abs().mean() <= SETTINGS["lr"] / 4

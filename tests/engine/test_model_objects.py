@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import io
 import pickle
 import shutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -310,19 +311,29 @@ def test_make_is_deterministic() -> None:
     assert same(weights(make()[0]), weights(make()[0]))
 
 
+FIRST_COMPILED_UNDER_CASTS = """
+import sys, torch, preamp
+
+def normalized(x):
+    return torch.layer_norm(x, (4,))
+
+net = torch.nn.Linear(4, 4)
+preamp.initialize(net, opt_level="O1", verbosity=0)
+print("torch._dynamo" in sys.modules)
+torch.compile(normalized, backend="eager")(torch.randn(2, 4))
+preamp.engine_of(net).close()
+torch.compiler.reset()
+compiled = torch.compile(normalized, backend="eager", fullgraph=True)
+print(compiled(torch.randn(2, 4)).dtype)
+"""
+
+
 def test_compiling_after_an_engine_that_was_compiled_under() -> None:
     """The compiler's table of torch's functions may have been made while they were replaced."""
-    rules = importlib.import_module("torch._dynamo.trace_rules")
-    net, opt = started("O1")
-    torch.compiler.reset()
-    rules.clear_lru_cache()  # as in a process that compiles for the first time
-
-    def normalized(x: torch.Tensor) -> torch.Tensor:
-        return torch.layer_norm(x, (4,))
-
-    torch.compile(normalized, backend="eager")(torch.randn(2, 4))
-    preamp.engine_of(opt).close()
-    torch.compiler.reset()
-    compiled = torch.compile(normalized, backend="eager", fullgraph=True)
-    assert compiled(torch.randn(2, 4)).dtype is torch.float32
-    del net
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_COMPILED_UNDER_CASTS],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["False", "torch.float32"], done.stderr
