@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What happened to the numbers: statistics of tensors, records of a run, and their history.
+
+Nothing here knows an engine. Records are plain values; what makes them is handed tensors.
+"""
+
+from preamp.numerics.exponents import EXPONENTS as EXPONENTS
+from preamp.numerics.exponents import count_exponents as count_exponents
+from preamp.numerics.formats import FORMATS as FORMATS
+from preamp.numerics.formats import NumberFormat as NumberFormat
+from preamp.numerics.history import History as History
+from preamp.numerics.history import read_history as read_history
+from preamp.numerics.lines import from_json as from_json
+from preamp.numerics.lines import to_json as to_json
+from preamp.numerics.records import CastRecord as CastRecord
+from preamp.numerics.records import CastsRecord as CastsRecord
+from preamp.numerics.records import MemoryRecord as MemoryRecord
+from preamp.numerics.records import NumericsRecord as NumericsRecord
+from preamp.numerics.records import OverflowRecord as OverflowRecord
+from preamp.numerics.records import Record as Record
+from preamp.numerics.records import ResumeRecord as ResumeRecord
+from preamp.numerics.records import RunRecord as RunRecord
+from preamp.numerics.records import StepRecord as StepRecord
+from preamp.numerics.records import TensorStatistics as TensorStatistics
+from preamp.numerics.records import TraceRecord as TraceRecord
+from preamp.numerics.statistics import Measured as Measured
+from preamp.numerics.statistics import measure as measure

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The ranges of number formats, as powers of two."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class NumberFormat:
+    """What a floating-point format can represent.
+
+    Attributes:
+        name: Such as ``"float16"``.
+        largest: The largest finite value.
+        min_exponent: The smallest normal value is ``2 ** min_exponent``.
+        mantissa_bits: Bits behind the point.
+    """
+
+    name: str
+    largest: float
+    min_exponent: int
+    mantissa_bits: int
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest value with all its digits."""
+        return 2.0**self.min_exponent
+
+    @property
+    def subnormal_exponent(self) -> int:
+        """The smallest positive value of all is two to this power."""
+        return self.min_exponent - self.mantissa_bits
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive value of all."""
+        return 2.0**self.subnormal_exponent
+
+    @property
+    def max_exponent(self) -> int:
+        """``floor(log2(largest))``."""
+        return math.frexp(self.largest)[1] - 1
+
+    def headroom(self, max_abs: float) -> float | None:
+        """By how many powers of two ``max_abs`` may grow before it overflows.
+
+        Args:
+            max_abs: A finite magnitude.
+
+        Returns:
+            ``log2(largest / max_abs)``, negative beyond the range; ``None`` for zero.
+        """
+        return math.log2(self.largest) - math.log2(max_abs) if max_abs > 0 else None
+
+
+FORMATS: Final = {
+    form.name: form
+    for form in (
+        NumberFormat("float64", torch.finfo(torch.float64).max, -1022, 52),
+        NumberFormat("float32", torch.finfo(torch.float32).max, -126, 23),
+        NumberFormat("bfloat16", torch.finfo(torch.bfloat16).max, -126, 7),
+        NumberFormat("float16", torch.finfo(torch.float16).max, -14, 10),
+        # 8-bit formats of Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433).
+        NumberFormat("float8_e4m3fn", 448.0, -6, 3),
+        NumberFormat("float8_e5m2", 57344.0, -14, 2),
+    )
+}
+"""By the name of their torch dtype."""

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a run leaves behind: one kind of record per kind of event, each a line of JSON.
+
+The lines are the format of ``run.jsonl``. Every line is an object with ``"kind"`` and the fields
+of the class; numbers that JSON has no word for are the strings ``"inf"``, ``"-inf"``, ``"nan"``.
+Unknown fields are ignored when reading, so that older versions can read newer files; unknown kinds
+are too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+VERSION = 1
+What = Literal["gradient", "weight", "update", "activation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """The start of a run, or of its continuation.
+
+    Attributes:
+        version: Of the format of the file.
+        preamp: preamp's version.
+        torch: torch's version.
+        device: Such as ``"cpu"`` or ``"NVIDIA H200"``.
+        opt_level: ``"O0"`` to ``"O5"``.
+        policy: The decisions, by name, in words.
+        parameters: Elements per parameter, by qualified name, in the models' order.
+        dtypes: dtype per parameter, by qualified name.
+        started: Date and time, ISO 8601 in UTC.
+    """
+
+    kind: ClassVar[str] = "run"
+    version: int = VERSION
+    preamp: str
+    torch: str
+    device: str
+    opt_level: str
+    policy: dict[str, str]
+    parameters: dict[str, int]
+    dtypes: dict[str, str]
+    started: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeRecord:
+    """Training went on from a checkpoint: lines above of later steps are void.
+
+    Attributes:
+        step: The last step that still counts.
+    """
+
+    kind: ClassVar[str] = "resume"
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One call of ``optimizer.step``.
+
+    Attributes:
+        step: Number of the call, counted from 1, skipped ones included.
+        losses: Unscaled loss by loss id, of the last backward before the step; those of non-scalar
+            losses are means.
+        scales: Loss scale by loss id, after the step.
+        skipped: Whether the weights stayed as they were.
+        norm: Global norm of the unscaled gradients, where the census took it; else ``None``.
+        lr: Of the first parameter group.
+        optimizer: Index of the optimizer.
+    """
+
+    kind: ClassVar[str] = "step"
+    step: int
+    losses: dict[int, float]
+    scales: dict[int, float]
+    skipped: bool
+    norm: float | None = None
+    lr: float | None = None
+    optimizer: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRecord:
+    """The first module whose values became infinite or nan, found by watching all of them.
+
+    Attributes:
+        module: Qualified name; empty for the model itself.
+        type: Class of the module.
+        phase: ``"forward"``: its output; ``"backward"``: the gradient of its input.
+        input_max_abs: Largest finite magnitude that went in: forward input, or gradient of output.
+        output_found: ``"inf"`` or ``"nan"``.
+        dtype: Of what became non-finite.
+    """
+
+    kind: ClassVar[str] = "trace"
+    module: str
+    type: str
+    phase: Literal["forward", "backward"]
+    input_max_abs: float
+    output_found: Literal["inf", "nan"]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverflowRecord:
+    """Why a step was skipped.
+
+    Attributes:
+        step: Number of the call of ``optimizer.step``.
+        loss_id: Which loss's backward overflowed.
+        parameters: Qualified names of parameters with non-finite gradients, the first in backward
+            order first.
+        largest: For each of them the largest finite magnitude in its gradient, scale included;
+            ``None`` where it is not known.
+        loss_was_finite: Whether the loss was finite before scaling.
+        old_scale: Loss scale of that backward.
+        new_scale: Loss scale afterwards.
+        trace: What watching the modules found, if they were watched.
+    """
+
+    kind: ClassVar[str] = "overflow"
+    step: int
+    loss_id: int
+    parameters: list[str]
+    largest: list[float | None]
+    loss_was_finite: bool
+    old_scale: float
+    new_scale: float
+    trace: TraceRecord | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStatistics:
+    """What is known of one tensor at one step.
+
+    Attributes:
+        name: Qualified name of the parameter or module.
+        what: ``"gradient"``, ``"weight"``, ``"update"``, ``"activation"``.
+        dtype: Of the tensor, such as ``"float16"``.
+        form: The half format that the counts below are taken against.
+        elements: How many there are; all counts are of elements.
+        zeros: Exactly zero.
+        nonfinite: Infinite or nan.
+        below_subnormal: Not zero, and less than the smallest positive value of the format, with
+            the loss scale on: lost, or rounded up to it, if stored so.
+        below_normal: The same below its smallest normal value: digits are lost.
+        unscaled_below_subnormal: The same without the loss scale.
+        unscaled_below_normal: The same without the loss scale.
+        max_abs: Largest finite magnitude, with the loss scale on.
+        rms: Root mean square of the finite values, with the loss scale on.
+        scale: The loss scale that is on the values; 1 for what is never scaled.
+        headroom: Powers of two between ``max_abs`` and the format's largest value; ``None`` if
+            all is zero.
+        stalled: Of half weights: elements with a gradient that is not zero whose value the step
+            left as it was. ``None`` where that was not looked at.
+        histogram: Counts by ``floor(log2(abs(x)))``, with the scale on; ``None`` if not asked for.
+    """
+
+    name: str
+    what: What
+    dtype: str
+    form: str
+    elements: int
+    zeros: int
+    nonfinite: int
+    below_subnormal: int
+    below_normal: int
+    unscaled_below_subnormal: int
+    unscaled_below_normal: int
+    max_abs: float
+    rms: float
+    scale: float = 1.0
+    headroom: float | None = None
+    stalled: int | None = None
+    histogram: dict[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumericsRecord:
+    """Statistics of the tensors of one step.
+
+    Attributes:
+        step: Number of the coming or latest call of ``optimizer.step``.
+        loss_id: Whose backward made the gradients.
+        tensors: In the models' order of parameters.
+    """
+
+    kind: ClassVar[str] = "numerics"
+    step: int
+    loss_id: int
+    tensors: list[TensorStatistics]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastRecord:
+    """Casts of one function's arguments at one line of source.
+
+    Attributes:
+        function: Such as ``"linear"``.
+        source: dtype before.
+        target: dtype after.
+        calls: How many tensors were cast.
+        bytes: Bytes read and written by these casts.
+        where: ``"file.py:12"`` of the caller.
+    """
+
+    function: str
+    source: str
+    target: str
+    calls: int
+    bytes: int
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastsRecord:
+    """The cast audit of O1 and O4: what was cast so far.
+
+    Attributes:
+        step: Number of the latest call of ``optimizer.step``.
+        casts: Most bytes first.
+    """
+
+    kind: ClassVar[str] = "casts"
+    step: int
+    casts: list[CastRecord]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRecord:
+    """Bytes held, by category.
+
+    Attributes:
+        step: Number of the latest call of ``optimizer.step``.
+        categories: ``"weights"``, ``"masters"``, ``"gradients"``, ``"optimizer state"``,
+            ``"buffers"``.
+    """
+
+    kind: ClassVar[str] = "memory"
+    step: int
+    categories: dict[str, int]
+
+
+Record = (
+    RunRecord
+    | ResumeRecord
+    | StepRecord
+    | OverflowRecord
+    | NumericsRecord
+    | CastsRecord
+    | MemoryRecord
+)
