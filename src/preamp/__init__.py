@@ -25,6 +25,7 @@ from preamp.core.errors import PreampStateError as PreampStateError
 from preamp.core.errors import PreampUnavailableError as PreampUnavailableError
 from preamp.engine import Engine as Engine
 from preamp.engine import OverflowCause as OverflowCause
+from preamp.engine import audit_casts as audit_casts
 from preamp.engine import clip_grad_norm_ as clip_grad_norm_
 from preamp.engine import engine_of as engine_of
 from preamp.engine import initialize as initialize
@@ -47,6 +48,7 @@ __all__ = [
     "PreampStateError",
     "PreampUnavailableError",
     "__version__",
+    "audit_casts",
     "bfloat16_function",
     "clip_grad_norm_",
     "disable_casts",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Casts: of functions (O1, O4), of whole models (O2, O3, O5), of what goes in and out."""
 
+from preamp.casting.audit import CastAudit as CastAudit
 from preamp.casting.disable import disable_casts as disable_casts
 from preamp.casting.disable import thread_casts_restored as thread_casts_restored
 from preamp.casting.functions import device_types_here as device_types_here

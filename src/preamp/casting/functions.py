@@ -18,7 +18,7 @@ import torch
 from preamp.casting.op_lists import OP_TABLE, Namespace, OpRow
 from preamp.casting.patches import PATCHES, Rank, Wrapper
 from preamp.casting.removable import UndoOnce
-from preamp.casting.reports import wrap_report
+from preamp.casting.reports import listen, say_cast, wrap_report
 from preamp.casting.shared_install import SharedInstall
 from preamp.casting.thread_casts import autocast_off
 from preamp.casting.wrappers import (
@@ -141,7 +141,10 @@ FUNCTION_CASTS: Final = SharedInstall(_install_table)
 """The op table's installation, and what ``register_*`` adds to it."""
 
 CAST_REPORTS: Final = SharedInstall(_install_reports)
-"""The printing of casts, of the op table's and of registered functions."""
+"""The layer that tells of casts, of the op table's and of registered functions."""
+
+CAST_LINES: Final = SharedInstall(lambda: [CAST_REPORTS.acquire(), listen(say_cast)])
+"""The printing of casts."""
 
 WIDE_HALF: Final = SharedInstall(_install_wide)
 """The installation of wide float16 products on the CPU."""
@@ -156,7 +159,7 @@ def install_function_casts(*, allow_banned: bool = False, verbose: bool = False)
     Args:
         allow_banned: Cast the arguments of banned functions to float32 instead of refusing them,
             as long as this holder lives.
-        verbose: Print every cast, as long as this holder lives; see `wrap_report`.
+        verbose: Print every cast, as long as this holder lives; see `say_cast`.
 
     Returns:
         The handle of this holder. After the last one is removed, every attribute is exactly what
@@ -168,7 +171,7 @@ def install_function_casts(*, allow_banned: bool = False, verbose: bool = False)
     """
     handles = [FUNCTION_CASTS.acquire()]
     if verbose:
-        handles.append(CAST_REPORTS.acquire())
+        handles.append(CAST_LINES.acquire())
     if allow_banned:
         for row in OP_TABLE:
             if row.rule == "banned":

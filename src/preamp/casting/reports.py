@@ -1,30 +1,73 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Print what is cast: the layer that ``verbosity=2`` puts on top of all others."""
+"""Tell what is cast: the layer that ``verbosity=2`` and audits put on top of all others."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
 import torch
 
 from preamp.casting.autocast_state import casting_device
+from preamp.casting.lock import PATCH_LOCK
 from preamp.casting.patches import Wrapper
+from preamp.casting.removable import UndoOnce
 from preamp.casting.wrappers import CASTABLE, AnyFunction, is_mixed
 from preamp.core.log import say
+from preamp.core.undo import Removable
 
 CastRule = Literal["half", "float", "promote", "sequence_promote"]
 
 _NAMES: Final = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 
 
-def wrap_report(rule: CastRule, dtype: torch.dtype | None = None) -> Wrapper:
-    """Print a line for each tensor that the function below will cast; casts nothing itself.
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """One tensor that is about to be cast.
 
-    The lines are Apex's: ``Float->Half (linear)``, ``BFloat16->Float (softmax)``. A weight is
-    named in each call, also where autocast's cache holds its cast already. Compiled code prints
-    nothing: what it casts was decided when it was compiled.
+    Attributes:
+        function: Whose argument it is.
+        source: Its dtype.
+        target: The dtype that the function gets.
+        elements: How many there are.
+    """
+
+    function: str
+    source: torch.dtype
+    target: torch.dtype
+    elements: int
+
+
+Listener = Callable[[Cast], None]
+_listeners: tuple[Listener, ...] = ()  # process-wide, as the patches are; replaced, never changed
+
+
+def listen(listener: Listener) -> Removable:
+    """Call ``listener`` with every cast, on the thread that casts, while reports are installed."""
+    global _listeners
+    with PATCH_LOCK:
+        _listeners = (*_listeners, listener)
+
+    def end() -> None:
+        global _listeners
+        with PATCH_LOCK:
+            _listeners = tuple(other for other in _listeners if other is not listener)
+
+    return UndoOnce(end)
+
+
+def say_cast(made: Cast) -> None:
+    """Print one line, in Apex's words: ``Float->Half (linear)``."""
+    say(f"{_NAMES[made.source]}->{_NAMES[made.target]} ({made.function})")
+
+
+def wrap_report(rule: CastRule, dtype: torch.dtype | None = None) -> Wrapper:
+    """Tell the listeners of each tensor that the function below will cast; casts nothing itself.
+
+    A weight is told of in each call, also where autocast's cache holds its cast already. Compiled
+    code tells nothing: what it casts was decided when it was compiled.
 
     Args:
         rule: The rule of the function, from the op table or a registration.
@@ -35,8 +78,9 @@ def wrap_report(rule: CastRule, dtype: torch.dtype | None = None) -> Wrapper:
         @functools.wraps(fn)
         def reported(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
-                for line in _lines(rule, dtype, args, kwargs):
-                    say(f"{line} ({fn.__name__})")
+                for made in _casts(fn.__name__, rule, dtype, args, kwargs):
+                    for listener in _listeners:
+                        listener(made)
             return fn(*args, **kwargs)
 
         return reported
@@ -44,9 +88,13 @@ def wrap_report(rule: CastRule, dtype: torch.dtype | None = None) -> Wrapper:
     return wrap
 
 
-def _lines(
-    rule: CastRule, dtype: torch.dtype | None, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[str]:
+def _casts(
+    function: str,
+    rule: CastRule,
+    dtype: torch.dtype | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Iterator[Cast]:
     device = casting_device(args, kwargs)
     if device is None:
         return
@@ -61,7 +109,7 @@ def _lines(
         return
     for tensor in _floating(values):
         if tensor.dtype in CASTABLE and tensor.dtype is not target and tensor.device.type == device:
-            yield f"{_NAMES[tensor.dtype]}->{_NAMES[target]}"
+            yield Cast(function, tensor.dtype, target, tensor.numel())
 
 
 def _floating(values: Sequence[Any]) -> Iterator[torch.Tensor]:

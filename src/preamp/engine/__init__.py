@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The room that wires the others: initialize, the engine, scale_loss, step."""
 
+from preamp.engine.casts import audit_casts as audit_casts
 from preamp.engine.checkpoint_api import load_state_dict as load_state_dict
 from preamp.engine.checkpoint_api import state_dict as state_dict
 from preamp.engine.clip import clip_grad_norm_ as clip_grad_norm_

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Count what is cast, by function and by line of the program."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+
+from preamp.casting.functions import CAST_REPORTS
+from preamp.casting.reports import Cast, listen
+from preamp.core.undo import UndoStack
+
+
+@dataclass(frozen=True, slots=True)
+class CastSite:
+    """Casts that are counted together.
+
+    Attributes:
+        function: Whose argument is cast, such as ``"linear"``.
+        source: dtype before.
+        target: dtype after.
+        where: ``"file.py:12"``, the innermost line that is neither torch's nor preamp's.
+    """
+
+    function: str
+    source: torch.dtype
+    target: torch.dtype
+    where: str
+
+
+class CastAudit:
+    """Counts the casts of functions while it is on; casts of the whole process, as these are.
+
+    It costs a walk up the stack for each cast. A weight counts in each call, also where autocast's
+    cache held its cast, and casts inside compiled code are not seen.
+
+    Attributes:
+        calls: Tensors cast, by site.
+        elements: Their elements, by site.
+    """
+
+    def __init__(self) -> None:
+        """Count nothing yet."""
+        self.calls: Counter[CastSite] = Counter()
+        self.elements: Counter[CastSite] = Counter()
+        self._undo = UndoStack()
+
+    def start(self) -> None:
+        """Count from now on."""
+        self._undo.hold(CAST_REPORTS.acquire(), listen(self._count))
+
+    def stop(self) -> None:
+        """Count no longer; what was counted stays."""
+        self._undo.unwind()
+
+    def _count(self, made: Cast) -> None:
+        where = _line_of_program(inspect.currentframe())
+        site = CastSite(made.function, made.source, made.target, where)
+        self.calls[site] += 1
+        self.elements[site] += made.elements
+
+
+_LIBRARIES = ("torch", "preamp")
+
+
+def _line_of_program(frame: FrameType | None) -> str:
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _LIBRARIES:
+            return f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown"
+
+
+def _shown(path: str) -> str:
+    """Relative to the working directory or the import path where it lies below one of them."""
+    for folder in (os.getcwd(), *sys.path):
+        if folder and path.startswith(os.path.join(folder, "")):
+            return os.path.relpath(path, folder)
+    return path
