@@ -30,8 +30,10 @@ check: $(VENV)/.ready-dev  ## Lint, format, types, architecture, code in the doc
 	$(BIN)/python tools/check_docs.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/architecture tests/docs
 
-bench: $(VENV)/.ready-dev  ## Time the optimizer's side of a step; rows go to benchmarks/results
-	$(BIN)/python benchmarks/bench_step.py $(ARGS)
+BENCHES ?= step train import
+bench: $(VENV)/.ready-dev  ## Measure; options: make bench BENCHES=step ARGS="--full"
+	for bench in $(BENCHES); do $(BIN)/python benchmarks/bench_$$bench.py $(ARGS) || exit 1; done
+	$(BIN)/python benchmarks/report.py
 
 docs: $(VENV)/.ready-docs $(VENV)/.ready-dev  ## Build the documentation into site/
 	$(BIN)/python tools/check_docs.py
