@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -53,12 +52,13 @@ class MatchWeightDtype:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments to call ``forward`` with."""
         # A batch norm without weights of its own still has statistics of one dtype.
-        tensors = itertools.chain(module.parameters(), module.buffers())
-        weight = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
-        if weight is None:
-            return args, kwargs
-        cast_kwargs = {name: cast_floating(value, weight.dtype) for name, value in kwargs.items()}
-        return tuple(cast_floating(value, weight.dtype) for value in args), cast_kwargs
+        # Plain loops, which torch.compile has been able to trace since torch 2.6.
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point():
+                dtype = tensor.dtype
+                cast_kwargs = {name: cast_floating(value, dtype) for name, value in kwargs.items()}
+                return tuple([cast_floating(value, dtype) for value in args]), cast_kwargs
+        return args, kwargs
 
 
 def attach_io_casts(

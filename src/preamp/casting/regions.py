@@ -32,11 +32,11 @@ _COMMON = ("cpu", "cuda", "xpu", "mps")
 
 
 @untraced
-def _enter_casts(module: nn.Module, device_types: frozenset[str], dtype: torch.dtype) -> None:
+def _enter_casts(module: nn.Module, device_types: tuple[str, ...], dtype: torch.dtype) -> None:
     bracket = open_bracket(module)
     if CASTS.disabled is None:
         cache = weight_cache_keeps_gradients()
-        bracket.saved.casting(device_types, dtype, cache_enabled=cache).restore()
+        bracket.saved.casting(frozenset(device_types), dtype, cache_enabled=cache).restore()
         bracket.nesting = torch.autocast_increment_nesting()
         bracket.raised_nesting = True
 
@@ -65,7 +65,7 @@ def _leave(module: nn.Module) -> None:
 class _EnterCasts:
     """Forward pre-hook that opens a model's autocast region."""
 
-    device_types: frozenset[str]
+    device_types: tuple[str, ...]  # no set: torch 2.6 cannot guard one while it traces
     dtype: torch.dtype
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -74,10 +74,12 @@ class _EnterCasts:
         _enter_casts(module, self.device_types, self.dtype)
 
     def _are_on(self) -> bool:
-        return all(
-            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self.dtype
-            for kind in self.device_types
-        )
+        for kind in self.device_types:
+            if not torch.is_autocast_enabled(kind):
+                return False
+            if torch.get_autocast_dtype(kind) is not self.dtype:
+                return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ def attach_cast_region(
         The hooks of ``module``.
     """
     know_device_types(device_types)
-    return _attach(module, _EnterCasts(frozenset(device_types), dtype))
+    return _attach(module, _EnterCasts(tuple(sorted(device_types)), dtype))
 
 
 def attach_plain_region(module: nn.Module) -> list[Removable]:
