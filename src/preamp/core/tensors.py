@@ -27,6 +27,11 @@ def store_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
     _GRAD_SLOT.__set__(param, grad)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether work for ``device`` goes into a CUDA graph now instead of being done."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class WeightMark:
     """What a tensor's memory was at some time, to tell later whether it was written to.
 

@@ -2,7 +2,8 @@
 """What became of the optimizer steps: counted, told, and given up on where scaling cannot go on.
 
 Where the device decides about a step, the host is not made to wait for the answer: it goes into
-pinned memory, and is looked at when it has come, or when somebody asks.
+pinned memory, and is looked at when it has come, or when somebody asks. A step in a CUDA graph is
+not counted: its replays obey overflow and adjust the scale, but the host does not learn of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from preamp.core.log import say
+from preamp.core.tensors import is_capturing
 from preamp.engine.overflow import (
     GradientNote,
     OverflowCause,
@@ -32,16 +34,20 @@ class _Flag:
 
     def __init__(self, found_inf: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
+        self._device = found_inf.device
         if found_inf.device.type == "cuda":
             self._value = torch.empty((), dtype=found_inf.dtype, pin_memory=True)
             self._value.copy_(found_inf, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            # Where the copy was queued, which need not be the current device.
+            self._event.record(torch.cuda.current_stream(found_inf.device))
         else:
             self._value = found_inf.clone()
 
     def has_come(self) -> bool:
-        return self._event is None or self._event.query()
+        if self._event is None:
+            return True
+        return not is_capturing(self._device) and self._event.query()  # it would end the capture
 
     def read(self) -> bool:
         if self._event is not None:
@@ -117,8 +123,9 @@ class Ledger:
 
     def decided_on_device(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
         """Take note of a step that the device has taken unless ``found_inf`` is set."""
-        scales = tuple(scaler.scale.clone() for scaler in self._scalers)
-        self._open.append(_Open(session, _Flag(found_inf), tuple(session.notes), scales))
+        if not is_capturing(found_inf.device):
+            scales = tuple(scaler.scale.clone() for scaler in self._scalers)
+            self._open.append(_Open(session, _Flag(found_inf), tuple(session.notes), scales))
         session.finish_step()
 
     def settle(self, *, wait: bool) -> None:
