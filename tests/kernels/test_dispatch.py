@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 import preamp
 from preamp.core.errors import PreampUnavailableError
-from preamp.kernels import BACKENDS, OP_NAMES, Ops, backend, dispatch, explain
+from preamp.kernels import BACKENDS, OP_NAMES, Ops, backend, by_device, dispatch, explain
 from preamp.optimizers import FusedAdam
 
 CPU = torch.device("cpu")
@@ -110,3 +111,23 @@ def test_lists_on_two_devices_are_split() -> None:
     here, there = torch.full((2,), 3.0), torch.ones(2, device="meta")
     ops.scale_add_([here, there], 2.0, [None, None])
     assert here.tolist() == [6.0, 6.0]
+
+
+def test_results_of_two_devices_are_joined_without_an_upload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An index made of a list is copied from ordinary memory, which waits for the device."""
+    cpu = torch.device("cpu", 0)  # another key than CPU
+    monkeypatch.setattr(by_device, "_by_device", lambda _: {CPU: [0, 3], cpu: [1, 2]})
+    tensors = [torch.full((2,), float(value)) for value in (1, 2, math.inf, 4)]
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("torch.tensor")
+
+    monkeypatch.setattr(torch, "tensor", refuse)
+    found = backend("reference").census(tensors, CPU)
+    assert found.max_abs is not None
+    assert found.max_abs.tolist() == [1.0, 2.0, math.inf, 4.0]
+    assert found.found_inf.item() == 1.0
+    norms = backend("reference").l2norms(tensors, None, CPU)
+    assert norms.tolist() == pytest.approx([2**0.5, 8**0.5, math.inf, 32**0.5])

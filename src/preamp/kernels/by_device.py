@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from preamp.kernels.joining import stack
 from preamp.kernels.ops import Census, Ops, Tensors
 
 
@@ -37,18 +38,18 @@ class ByDevice:
         if len(groups) < 2:
             return self._of(next(iter(groups), device)).census(grads, device, **options)
         found_inf = torch.zeros((), device=device)
-        max_abs = torch.zeros(len(grads), device=device)
+        largest: dict[int, torch.Tensor] = {}
         norms: list[torch.Tensor] = []
         for where, places in groups.items():
             own = [grads[place] for place in places]
             part = self._of(where).census(own, device, with_norm=with_norm)
             found_inf = torch.maximum(found_inf, part.found_inf)
-            if part.max_abs is not None:
-                max_abs[torch.tensor(places, device=device)] = part.max_abs
+            max_abs = torch.zeros(len(own), device=device) if part.max_abs is None else part.max_abs
+            largest.update(zip(places, max_abs.unbind(), strict=True))
             if part.norm is not None:
                 norms.append(part.norm)
         norm = self._of(device).l2norm(norms, [None] * len(norms), device) if with_norm else None
-        return Census(found_inf, norm, max_abs)
+        return Census(found_inf, norm, _in_order(largest))
 
     def scale_add_(
         self, grads: Tensors, factor: torch.Tensor | float, addends: Sequence[torch.Tensor | None]
@@ -96,13 +97,13 @@ class ByDevice:
         groups = _by_device(tensors)
         if len(groups) < 2:
             return self._of(next(iter(groups), device)).l2norms(tensors, factor, device)
-        norms = torch.zeros(len(tensors), device=device)
+        norms: dict[int, torch.Tensor] = {}
         for where, places in groups.items():
             own = [tensors[place] for place in places]
             by = None if factor is None else factor.to(where)
-            index = torch.tensor(places, device=device)
-            norms[index] = self._of(where).l2norms(own, by, device)
-        return norms
+            part = self._of(where).l2norms(own, by, device)
+            norms.update(zip(places, part.unbind(), strict=True))
+        return _in_order(norms)
 
     def l2norm(
         self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
@@ -134,6 +135,11 @@ def _by_device(tensors: Tensors) -> dict[torch.device, list[int]]:
     for place, tensor in enumerate(tensors):
         groups.setdefault(tensor.device, []).append(place)
     return groups
+
+
+def _in_order(numbers: dict[int, torch.Tensor]) -> torch.Tensor:
+    """One vector of the numbers of all places; no index, whose upload would be waited for."""
+    return stack([numbers[place] for place in range(len(numbers))])
 
 
 def _pick(places: list[int], *lists: Sequence[Any]) -> list[list[Any]]:
