@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from cases.rules import BF16, F16, F32
 from preamp.core.errors import PreampUnavailableError
@@ -112,8 +113,9 @@ def test_a_captured_graph_has_tables_of_its_own(
     rows = [[torch.ones(7, device=device)]]
     before = tables.table(rows, range(1))
     kept: list[torch.Tensor] = []
-    monkeypatch.setattr(tables, "_capturing", lambda device: True)
+    monkeypatch.setattr(tables, "is_capturing", lambda device: True)
     monkeypatch.setattr(tables, "_read_by_graphs", kept)
+    monkeypatch.setattr(tables._reserve, "_free", torch.zeros(100, dtype=torch.int64))
     captured = tables.table(rows, range(1))
     monkeypatch.undo()
     after = tables.table(rows, range(1))
@@ -122,6 +124,33 @@ def test_a_captured_graph_has_tables_of_its_own(
         assert getattr(captured, name) is not getattr(before, name)
         assert torch.equal(getattr(captured, name), getattr(before, name))
         assert any(getattr(captured, name) is tensor for tensor in kept)
+
+
+def test_graphs_read_what_was_reserved_before(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = part("tables")
+    made: list[int] = []
+    empty = torch.empty
+
+    def note(size: int, *, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
+        made.append(size)
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", note)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda _: "pinned now")
+    reserve = tables._Reserve()
+    made.clear()
+    values = torch.arange(1000)
+    assert reserve.take(values) == "pinned now"
+    for size in (1000, 10, 20000, 1000):
+        reserve.prepare(size)
+    assert made == [2**17, 8 * 20000]
+    first, second = reserve.take(values), reserve.take(values + 1)
+    assert torch.equal(first, values)
+    assert torch.equal(second, values + 1)
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    reserve.prepare(20000)  # the next graph has as much
+    assert len(made) == 3
+    assert torch.equal(first, values)
 
 
 def test_what_kernels_take(part: Any, device: torch.device) -> None:
@@ -156,6 +185,37 @@ def test_what_kernels_take(part: Any, device: torch.device) -> None:
     assert sorted(i for group in groups for i in group.positions) == [
         i for i, (_, _, is_taken) in enumerate(pairs) if is_taken
     ]
+
+
+class Wrapper(torch.Tensor):
+    """As DTensor: a tensor of another one, at no address."""
+
+    inside: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inside.shape, dtype=inside.dtype, device=inside.device
+        )
+
+    def __init__(self, inside: torch.Tensor) -> None:
+        self.inside = inside
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inner = pytree.tree_map_only(Wrapper, lambda wrapper: wrapper.inside, (args, kwargs or {}))
+        return func(*inner[0], **inner[1])
+
+
+def test_wrappers_are_not_taken_for_memory(ops: Any, part: Any, device: torch.device) -> None:
+    """Kernels would write to the address 0."""
+    inside = torch.ones(3, device=device)
+    wrapper = Wrapper(inside)
+    groups, others = part("places").sort([wrapper, inside, torch.nn.Parameter(inside)])
+    assert others == [0]
+    assert groups[0].positions == [1, 2]
+    ops.scale_add_([wrapper], 3.0, [None])
+    assert inside.tolist() == [3.0] * 3
 
 
 def test_groups_by_dtype(part: Any, device: torch.device) -> None:

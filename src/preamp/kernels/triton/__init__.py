@@ -8,7 +8,8 @@ ops take one. Nothing waits for the device. Tensors may lie in memory in any ord
 and at any address; aligned ones are accessed 16 bytes at a time. float64 is computed in float64.
 
 What no kernel can walk goes to the reference, one tensor at a time: sparse and complex gradients,
-other dtypes, memory with gaps, and places whose tensors differ in strides or device. That does not
+other dtypes, memory with gaps, wrappers such as ``DTensor``, and places whose tensors differ in
+strides or device. That does not
 wait either, except that torch itself does where it sums the duplicates of sparse gradients.
 
 With ``TRITON_INTERPRET=1`` in the environment before the first import, kernels run on CPU tensors,

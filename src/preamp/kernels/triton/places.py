@@ -12,6 +12,9 @@ import torch
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What kernels load and store."""
 
+_OWN_MEMORY = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Types that lie in memory; of others it is asked."""
+
 T = TypeVar("T")
 Row = Sequence[torch.Tensor | None]
 
@@ -37,7 +40,7 @@ def sort(*lists: Row, scalars: int = 0) -> tuple[list[Group], list[int]]:
     """Return the groups, and the places that kernels cannot take.
 
     A kernel walks memory in storage order. So the tensors of a place must be dense, with equal
-    strides, on one device, and of `DTYPES`.
+    strides, on one device, of `DTYPES`, and lie in memory of their own.
 
     Args:
         lists: Equally long; the first one has a tensor in every place.
@@ -83,6 +86,8 @@ def _dtypes(place: Row, shaped: int) -> tuple[torch.dtype | None, ...] | None:
         dtype = tensor.dtype
         if dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_neg():
             return None
+        if type(tensor) not in _OWN_MEMORY and tensor.numel() and not tensor.data_ptr():
+            return None  # a wrapper around other tensors, such as DTensor
         if tensor.device != device or (index < shaped and tensor.shape != shape):
             return None
         is_contiguous = is_contiguous and tensor.is_contiguous()

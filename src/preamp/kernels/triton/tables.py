@@ -8,7 +8,9 @@ chunk the tensor it belongs to. Addresses change with every backward that alloca
 layouts hardly ever; so a step with new gradients costs one small asynchronous copy.
 
 A CUDA graph copies its tables again at every replay. So while one is captured nothing remembered
-is used, nothing is remembered, and what the graph reads is kept as long as the process lives.
+is used, nothing is remembered, and what the graph reads is kept as long as the process lives. It
+reads pinned memory that was reserved before: torch's allocator of such memory asks events whether
+older copies are done, which ends a capture before torch 2.11.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from preamp.core.tensors import is_capturing
+
 CHUNK = 8192
 """Elements per program: enough to hide the look-ups, few enough to keep a GPU evenly busy.
 
@@ -29,6 +33,12 @@ A multiple of 16, so that chunks of an aligned tensor are aligned.
 
 _KEPT = 128
 """Tables remembered of each kind; a step of one optimizer needs a handful."""
+
+_TABLES_OF_A_GRAPH = 8
+"""So many of the largest size are reserved for; a step has four or five large ones."""
+
+_SMALLEST_RESERVE = 1 << 17
+"""Values, one MiB of them."""
 
 _read_by_graphs: list[torch.Tensor] = []
 
@@ -63,7 +73,7 @@ def table(rows: Sequence[Sequence[torch.Tensor]], positions: Sequence[int]) -> T
     numels = tuple([t.numel() for t in rows[0]])
     addresses = tuple([t.data_ptr() for row in rows for t in row])
     find_layout, find_pointers = _layout, _pointers
-    if _capturing(device):
+    if is_capturing(device):
         find_layout, find_pointers = _layout.__wrapped__, _pointers.__wrapped__
     layout, chunks = find_layout(device, stream, numels, tuple(positions))
     return Table(find_pointers(device, stream, addresses), layout, len(positions), chunks)
@@ -93,17 +103,41 @@ def _pointers(device: torch.device, stream: int, addresses: tuple[int, ...]) -> 
 
 
 def _upload(host: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor: torch.Tensor = cast("Any", torch).from_numpy(host)
-    if device.type != "cpu":
-        tensor = tensor.pin_memory()
-    uploaded = tensor.to(device, non_blocking=True)
-    if _capturing(device):
-        _read_by_graphs.extend((tensor, uploaded))
-    return uploaded
+    values: torch.Tensor = cast("Any", torch).from_numpy(host)
+    if is_capturing(device):
+        pinned = _reserve.take(values)
+        uploaded = pinned.to(device, non_blocking=True)
+        _read_by_graphs.extend((pinned, uploaded))
+        return uploaded
+    if device.type == "cpu":
+        return values
+    if device.type == "cuda":
+        _reserve.prepare(len(host))
+    return values.pin_memory().to(device, non_blocking=True)
 
 
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+class _Reserve:
+    """Pinned memory for the tables of CUDA graphs, taken by the steps before a capture."""
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.int64)
+
+    def prepare(self, size: int) -> None:
+        """Have room for a graph whose largest table has ``size`` values."""
+        wanted = max(_SMALLEST_RESERVE, _TABLES_OF_A_GRAPH * size)
+        if self._free.numel() < wanted:
+            self._free = torch.empty(wanted, dtype=torch.int64, pin_memory=True)
+
+    def take(self, values: torch.Tensor) -> torch.Tensor:
+        """A pinned copy of ``values``, never used again."""
+        size = values.numel()
+        if self._free.numel() < size:  # nothing of this size ran before
+            return values.pin_memory()
+        taken, self._free = self._free[:size], self._free[size:]
+        return taken.copy_(values)
+
+
+_reserve = _Reserve()
 
 
 def _stream(device: torch.device) -> int:
