@@ -209,12 +209,36 @@ def correction(bits, step_at, ON_DEVICE: tl.constexpr, MATH: tl.constexpr):
     """
     if ON_DEVICE:
         y = tl.load(step_at).to(MATH) * number(bits, MATH)
-        series = y * 0
-        for k in tl.static_range(17, 1, -1):  # for |y| < 1/2 the next term is below 2**-66
-            series = (series + 1) * divide(y, k, MATH)
-        return tl.where(y > -0.5, -(series + 1) * y, 1 - tl.exp(y))
+        if MATH == tl.float32:
+            return _less_than_one(y)
+        else:
+            return tl.where(y > -0.5, -_expm1(y, MATH, 17), 1 - tl.exp(y))
     else:
         return number(bits, MATH)
+
+
+@triton.jit
+def _expm1(y, MATH: tl.constexpr, TERMS: tl.constexpr):
+    """``exp(y) - 1`` near zero: for ``|y| < 1/2`` the term behind the 17th is below 2**-66."""
+    series = y * 0
+    for k in tl.static_range(TERMS, 1, -1):
+        series = (series + 1) * divide(y, k, MATH)
+    return (series + 1) * y
+
+
+@triton.jit
+def _less_than_one(y):
+    """``1 - exp(y)`` within an ulp, for ``y`` below zero.
+
+    On CUDA ``exp`` of a float32 is an approximation that would leave errors of 5 ulps. So
+    ``y = n * log(2) + r`` with ``r`` near zero, where ``log(2)`` is taken in two parts.
+    """
+    y = tl.maximum(y, -64.0)  # nothing is left of exp(y) long before
+    n = (y * 1.4426950408889634 - 0.5).to(tl.int32)
+    power = ((n + 127) << 23).to(tl.float32, bitcast=True)
+    whole = n.to(tl.float32)
+    r = (y - whole * 0.693359375) - whole * -2.12194440e-4
+    return (1 - power) - power * _expm1(r, tl.float32, 12)
 
 
 @triton.jit
