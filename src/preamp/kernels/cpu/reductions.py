@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -12,10 +12,11 @@ from preamp.core.dtypes import math_dtype
 from preamp.kernels import reference
 from preamp.kernels.cpu.sizes import large
 from preamp.kernels.foreach.blocks import flatten, regular, split
+from preamp.kernels.foreach.norms import norms_of
 from preamp.kernels.joining import stack
 from preamp.kernels.ops import Census, Tensors
+from preamp.kernels.reference.update import norm
 
-_torch: Any = torch
 _CPU = torch.device("cpu")
 _TINY = 1 << 12
 """Elements below which a call costs more than the arithmetic, so that many tensors share it."""
@@ -126,8 +127,8 @@ def _batches(column: Tensors) -> Iterator[list[torch.Tensor]]:
 
 
 def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Norms of tensors of one dtype; a quarter of the calls' time of torch.linalg.vector_norm."""
-    return _torch._foreach_norm(tensors, 2, math_dtype(tensors[0].dtype))
+    """Norms of tensors of one dtype."""
+    return norms_of(tensors, dtype=math_dtype(tensors[0].dtype))
 
 
 def _scaled_norms(tensor: torch.Tensor, factor: torch.Tensor | None) -> list[torch.Tensor]:
@@ -150,4 +151,4 @@ def _stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _total(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     values = _stack([value for norm in norms for value in norm.reshape(-1).unbind()])
-    return _torch.linalg.vector_norm(values, 2).float()
+    return norm(values).float()

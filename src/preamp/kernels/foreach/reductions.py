@@ -11,8 +11,10 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels import reference
+from preamp.kernels.foreach.norms import norms_of
 from preamp.kernels.joining import stack
 from preamp.kernels.ops import Census, Tensors
+from preamp.kernels.reference.update import norm
 
 _torch: Any = torch
 
@@ -35,8 +37,8 @@ def census(
         found_inf = torch.maximum(found_inf, rest.found_inf)
         if rest.max_abs is not None:
             _put(max_abs, others, rest.max_abs.unbind())
-    norm = l2norm(grads, [None] * len(grads), device) if with_norm else None
-    return Census(found_inf=found_inf, norm=norm, max_abs=max_abs.float())
+    total = l2norm(grads, [None] * len(grads), device) if with_norm else None
+    return Census(found_inf=found_inf, norm=total, max_abs=max_abs.float())
 
 
 @torch.no_grad()
@@ -49,7 +51,7 @@ def l2norms(tensors: Tensors, factor: torch.Tensor | None, device: torch.device)
         math = math_dtype(dtype)
         if factor is not None:
             values = _torch._foreach_mul([v.to(math) for v in values], factor.to(values[0].device))
-        _put(norms, own, _torch._foreach_norm(values, 2, math))
+        _put(norms, own, norms_of(values, dtype=math))
     if others:
         rest = reference.l2norms([tensors[place] for place in others], factor, device)
         _put(norms, others, rest.unbind())
@@ -65,7 +67,7 @@ def l2norm(
     if any(factor is not None for factor in factors):
         one = torch.ones((), device=device)
         norms = norms * stack([one if by is None else by.to(device) for by in factors])
-    return _torch.linalg.vector_norm(norms, 2)
+    return norm(norms)
 
 
 def _sort(tensors: Tensors) -> tuple[dict[torch.dtype, list[int]], list[int]]:

@@ -11,12 +11,12 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.foreach.blocks import Block, Column, Part, check_lengths, parts, regular
-from preamp.kernels.joining import stack
+from preamp.kernels.foreach.norms import norms_of
+from preamp.kernels.joining import cat, stack
 from preamp.kernels.ops import Tensors
 from preamp.kernels.reference.update import Slot
 from preamp.kernels.rules import Scalar, Update
 
-_torch: Any = torch
 _PARAM, _GRAD, _STATE = 0, 1, 2  # columns; halves come last
 
 
@@ -99,7 +99,7 @@ class BlockSlot(Slot):
 
     def norms(self, values: torch.Tensor, order: float = 2.0) -> torch.Tensor:
         """The norm of each of the block's tensors, of which ``values`` has the elements."""
-        return stack(_torch._foreach_norm(self._block.split(values), order))
+        return stack(norms_of(self._block.split(values), order))
 
     def store(self, p: torch.Tensor, *state: torch.Tensor) -> None:
         """See `Slot.store`."""
@@ -142,5 +142,6 @@ def norms_over(
     found = [of_block(block) for block in part.blocks]
     if len(found) == 1:
         return list(found[0])
-    total = _torch.linalg.vector_norm
-    return [total(stack(pieces), order, dim=0) for pieces in zip(*found, strict=True)]
+    # Several blocks are those of one tensor.
+    totals = [norms_of([cat(pieces)], order) for pieces in zip(*found, strict=True)]
+    return [total.view(1) for (total,) in totals]

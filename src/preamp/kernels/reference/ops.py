@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -14,8 +14,6 @@ from preamp.kernels.ops import Census, Tensors
 from preamp.kernels.reference.update import norm
 
 name = "reference"
-
-_vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_norm
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,8 +139,8 @@ def l2norm(
     """See `preamp.kernels.ops.Ops.l2norm`."""
     norms: list[torch.Tensor] = []
     for tensor, factor in zip(tensors, factors, strict=True):
-        norm = _norm(tensor, device)
-        norms.append(norm if factor is None else norm * factor.to(device))
+        one = _norm(tensor, device)
+        norms.append(one if factor is None else one * factor.to(device))
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=device)
-    return _vector_norm(stack(norms), 2)
+    return norm(stack(norms))

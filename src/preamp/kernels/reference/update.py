@@ -10,12 +10,14 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.kernels.joining import stack
+from preamp.kernels.joining import cat
 from preamp.kernels.ops import Tensors
 from preamp.kernels.rules import Scalar, Update
 
-_PIECE = 1 << 12
+_LONG = 1 << 12
 """Elements whose squares torch's sum on a CPU adds up with an error of a few ulps."""
+_PIECE = 1 << 10
+"""Elements of the pieces of a longer sum."""
 
 _vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_norm
 
@@ -106,12 +108,22 @@ def norm(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor
     """L2 norm, a scalar; zero for an empty tensor.
 
     On CPUs torch adds the squares of all elements one after the other, and loses a digit for every
-    factor of ten in their number. So it is given pieces.
+    factor of ten in their number. So it is given pieces, at no cost, and their norms again.
     """
-    if tensor.device.type != "cpu" or tensor.numel() <= _PIECE:
+    if not has_long_sums(tensor):
         return _vector_norm(tensor, 2, dtype=dtype)
-    pieces = cast("Any", tensor.reshape(-1)).split(_PIECE)
-    return _vector_norm(stack([_vector_norm(piece, 2, dtype=dtype) for piece in pieces]), 2)
+    flat = tensor.reshape(-1)
+    whole = flat.numel() - flat.numel() % _PIECE
+    pieces = _vector_norm(flat[:whole].view(-1, _PIECE), 2, dim=1, dtype=dtype)
+    if whole < flat.numel():
+        rest = _vector_norm(flat[whole:], 2, dtype=dtype)
+        pieces = cat([pieces, rest.view(1)])
+    return norm(pieces)
+
+
+def has_long_sums(tensor: torch.Tensor) -> bool:
+    """Whether torch would lose digits in the sum of its squares."""
+    return tensor.device.type == "cpu" and tensor.numel() > _LONG
 
 
 def max_norm(tensor: torch.Tensor) -> torch.Tensor:
