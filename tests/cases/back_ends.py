@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from preamp.kernels import OP_NAMES
 from preamp.kernels.foreach import sizes
@@ -35,6 +38,19 @@ class Cut:
 
 
 REFERENCE: Any = importlib.import_module("preamp.kernels.reference")
+
+
+@contextlib.contextmanager
+def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
+    """Tensors of a block have this dtype and device unless told otherwise."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
 
 _MODULES = [importlib.import_module(f"preamp.kernels.{name}") for name in NAMES]
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.back_ends import REFERENCE, as_they_are, every_back_end
+from cases.back_ends import REFERENCE, as_they_are, defaults, every_back_end
 from cases.exact import Exact, assert_within_ulps
 from cases.layouts import LAYOUTS
 from cases.oracle_rules import BF16, F16, F32, F64, ONE_EACH, ROWS, SIGNATURES, RuleRow
@@ -294,6 +294,21 @@ def test_ten_thousand_tiny_tensors(ops: Any) -> None:
 @one_each
 def test_no_tensors_at_all(ops: Any, row: RuleRow) -> None:
     getattr(ops, row.op)(*([] for _ in range(2 + row.states)), rule=row.rule, update=Update())
+
+
+@every_back_end
+@every_row
+def test_defaults_of_the_process_do_not_matter(ops: Any, row: RuleRow) -> None:
+    """A step of 301 is none in bfloat16; "meta" stands for a GPU beside parameters on the CPU."""
+    before = lists_of(row, F32, BF16, F32)
+    options = {"step": 301, "inv_scale": torch.tensor(0.3), "found_inf": torch.zeros(())}
+    wanted = run(ops, row, before, **options)
+    for dtype, device in ((BF16, "cpu"), (F64, "cpu"), (F32, "meta")):
+        lists = copy(before)
+        with defaults(dtype, device):
+            getattr(ops, row.op)(*lists, rule=row.rule, update=Update(**options))
+        for ours, exact in zip(lists, wanted, strict=True):
+            assert_bits(ours, exact)
 
 
 @every_back_end

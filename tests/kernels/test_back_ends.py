@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.back_ends import NAMES, REFERENCE, as_they_are, every_back_end
+from cases.back_ends import NAMES, REFERENCE, as_they_are, defaults, every_back_end
 from cases.exact import Exact, assert_within_ulps
 from cases.layouts import LAYOUTS
 from cases.oracle_rules import BF16, F16, F32, F64
@@ -159,6 +159,27 @@ def test_sparse_gradients_are_read_by_their_sums(ops: Any) -> None:
         assert ops.l2norms(grads, None, CPU).tolist() == pytest.approx([2**0.5, 5.0, 0.0, 0.0])
         largest = torch.finfo(dtype).max
         assert ops.census([sparse([largest, largest], dtype)], CPU).found_inf == 1
+
+
+@every_back_end
+def test_defaults_of_the_process_do_not_matter_to_what_is_read(ops: Any) -> None:
+    columns = [[], [torch.ones(0)], [values(place, 9, dtype) for place, dtype in enumerate(DTYPES)]]
+    columns[2].append(torch.ones(4, 4)[:, ::2])
+    factor = torch.tensor(0.3)
+
+    def read(grads: Tensors) -> list[Any]:
+        census = ops.census(grads, CPU, with_norm=True)
+        each = ops.l2norms(grads, None, CPU), ops.l2norms(grads, factor, CPU)
+        total = ops.l2norm(grads, [[None, factor][i % 2] for i in range(len(grads))], CPU)
+        return [census.found_inf, census.norm, census.max_abs, *each, total]
+
+    for grads in columns:
+        wanted = read(grads)
+        assert {result.dtype for result in wanted} == {F32}
+        for dtype, device in ((BF16, "cpu"), (F64, "cpu"), (F32, "meta")):
+            with defaults(dtype, device):
+                found = read(grads)
+            assert_all_same(found, wanted)
 
 
 # -- scaling -----------------------------------------------------------------------------------

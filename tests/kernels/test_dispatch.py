@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import preamp
+from cases.back_ends import defaults
 from preamp.core.errors import PreampUnavailableError
 from preamp.kernels import BACKENDS, OP_NAMES, Ops, backend, by_device, dispatch, explain
 from preamp.optimizers import FusedAdam
@@ -101,6 +102,21 @@ def test_initialize_refuses_an_unknown_back_end_before_anything_else() -> None:
         preamp.initialize(model, optimizer, opt_level="O2", backend="cudnn")
     assert model.weight.dtype is torch.float32
     assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
+def test_several_devices_do_not_need_the_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups of one device stand for two devices."""
+    split = {torch.device("cpu"): [0], torch.device("cpu", 0): [1]}
+    monkeypatch.setattr(by_device, "_by_device", lambda _: split)
+    ones = [torch.full((4,), 3.0), torch.full((9,), 2.0, dtype=torch.float64)]
+    with defaults(torch.bfloat16, "cpu"):
+        census = backend().census(ones, CPU, with_norm=True)
+        found = [census.found_inf, census.max_abs, census.norm]
+        found += [backend().l2norms(ones, None, CPU), backend().l2norm(ones, [None, None], CPU)]
+    wanted = [0.0, [3.0, 2.0], 72**0.5, [6.0, 6.0], 72**0.5]
+    for result, value in zip(found, wanted, strict=True):
+        assert result.dtype is torch.float32
+        assert result.tolist() == pytest.approx(value, rel=1e-6)
 
 
 def test_lists_on_two_devices_are_split() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from cases.back_ends import defaults
 from cases.tolerances import assert_same
 from multi_tensor.strategies import new_flag, random_list
 from preamp.compat.multi_tensor import amp_C, fused_adam_cuda
@@ -160,6 +161,24 @@ def test_the_chunk_size_changes_nothing(row: Row, chunk: int) -> None:
     results = zip(run(row, lists_of(row), chunk=chunk), run(row, lists_of(row)), strict=True)
     for ours, wanted in results:
         assert_same(ours, wanted)
+
+
+@every_op
+def test_defaults_of_the_process_change_nothing(row: Row) -> None:
+    """Of which "meta" stands for a GPU beside tensors on the CPU."""
+
+    def results(dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+        lists, flag, arguments = lists_of(row), new_flag(), list(row.arguments(len(SHAPES), "cpu"))
+        if row.name == "multi_tensor_lamb_stage1_cuda":
+            arguments[-2] = 4.03  # the only number that becomes a tensor
+        with defaults(dtype, device):
+            returned = row.op(65536, flag, lists, *arguments)
+        return [*(returned or ()), *(tensor for tensors in lists for tensor in tensors)]
+
+    wanted = results(torch.float32, "cpu")
+    for dtype, device in ((torch.bfloat16, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")):
+        for ours, theirs in zip(results(dtype, device), wanted, strict=True):
+            assert_same(ours, theirs)
 
 
 @every_op

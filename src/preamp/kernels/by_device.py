@@ -37,14 +37,16 @@ class ByDevice:
         options = {"with_norm": with_norm, "with_max_abs": with_max_abs}
         if len(groups) < 2:
             return self._of(next(iter(groups), device)).census(grads, device, **options)
-        found_inf = torch.zeros((), device=device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=device)
         largest: dict[int, torch.Tensor] = {}
         norms: list[torch.Tensor] = []
         for where, places in groups.items():
             own = [grads[place] for place in places]
             part = self._of(where).census(own, device, with_norm=with_norm)
             found_inf = torch.maximum(found_inf, part.found_inf)
-            max_abs = torch.zeros(len(own), device=device) if part.max_abs is None else part.max_abs
+            max_abs = part.max_abs
+            if max_abs is None:
+                max_abs = torch.zeros(len(own), dtype=torch.float32, device=device)
             largest.update(zip(places, max_abs.unbind(), strict=True))
             if part.norm is not None:
                 norms.append(part.norm)

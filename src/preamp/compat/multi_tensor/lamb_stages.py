@@ -62,14 +62,16 @@ def multi_tensor_lamb_stage1_cuda(
     call = checked("multi_tensor_lamb_stage1_cuda", tensor_lists, names)
     call.flag(noop_flag)
     decays = call.vector("per_tensor_decay", per_tensor_decay).unbind()
-    norm = torch.as_tensor(call.number("global_grad_norm", global_grad_norm), dtype=torch.float32)
+    given = call.number("global_grad_norm", global_grad_norm)
+    if not isinstance(given, torch.Tensor):  # a scalar on the host goes with tensors anywhere
+        given = torch.tensor(given, dtype=torch.float32, device="cpu")
     rule = LambRule(
         betas=(beta1, beta2),
         eps=epsilon,
         grad_weight=1 - beta1,
         decoupled=True,
         corrections=(1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1)),
-        clip_divisor=clip_divisor(norm, max_global_grad_norm),
+        clip_divisor=clip_divisor(given.to(torch.float32), max_global_grad_norm),
     )
     updates = lamb_updates(call.lists[:4], rule, decays)
     for target, update in zip(call.lists[4], updates, strict=True):

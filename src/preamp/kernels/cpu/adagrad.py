@@ -9,7 +9,7 @@ import torch
 
 from preamp.kernels import reference
 from preamp.kernels.cpu.sizes import large, small
-from preamp.kernels.cpu.updates import WideGradients, is_skipped, number
+from preamp.kernels.cpu.updates import WideGradients, constant, is_skipped, number
 from preamp.kernels.foreach.updates import Work
 from preamp.kernels.ops import Tensors
 from preamp.kernels.reference.adagrad import adagrad_slot
@@ -35,7 +35,7 @@ def adagrad_(
 
 
 def _fused(work: Work, rule: AdagradRule, update: Update) -> None:
-    step = torch.ones(())  # of no consequence: it only counts for a decay of the learning rate
+    step = constant(1.0)  # of no consequence: it only counts for a decay of the learning rate
     options = {
         **{"lr": number(rule.lr), "lr_decay": 0.0, "weight_decay": rule.weight_decay},
         **{"eps": rule.eps, "maximize": False},

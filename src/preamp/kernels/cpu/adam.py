@@ -10,7 +10,7 @@ import torch
 
 from preamp.kernels import reference
 from preamp.kernels.cpu.sizes import large, small
-from preamp.kernels.cpu.updates import WideGradients, is_skipped, number
+from preamp.kernels.cpu.updates import WideGradients, constant, is_skipped, number
 from preamp.kernels.foreach.updates import Work
 from preamp.kernels.ops import Tensors
 from preamp.kernels.reference.adam import adam_slot
@@ -49,7 +49,7 @@ def _fused(work: Work, rule: AdamRule, update: Update) -> None:
     op = _torch._fused_adamw_ if rule.decoupled else _torch._fused_adam_
     # At step infinity the corrections 1 - beta**step are 1.
     corrects = rule.bias_correction is BiasCorrection.MOMENTS
-    step = torch.tensor(number(update.step) if corrects else math.inf)
+    step = constant(number(update.step) if corrects else math.inf)
     options = {
         **{"lr": number(rule.lr), "beta1": rule.beta1, "beta2": rule.beta2, "eps": rule.eps},
         **{"weight_decay": rule.weight_decay, "amsgrad": False, "maximize": False},

@@ -55,7 +55,7 @@ def l2norms(tensors: Tensors, factor: torch.Tensor | None, device: torch.device)
     if odd:
         more = reference.l2norms([tensors[i] for i in odd], by, _CPU)
         norms, kept = norms.new_empty(len(tensors)), norms
-        is_odd = torch.zeros(len(tensors), dtype=torch.bool)
+        is_odd = torch.zeros(len(tensors), dtype=torch.bool, device=_CPU)
         is_odd[odd] = True
         norms[is_odd], norms[~is_odd] = more, kept
     return norms.to(device)
@@ -146,7 +146,7 @@ def _stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(dtypes) > 1:  # finite float64 values may lie beyond float32's range
         wide = torch.float64 if torch.float64 in dtypes else torch.float32
         values = [value.to(wide) for value in values]
-    return stack(list(values)) if values else torch.zeros(0)
+    return stack(list(values)) if values else torch.zeros(0, dtype=torch.float32, device=_CPU)
 
 
 def _total(norms: Sequence[torch.Tensor]) -> torch.Tensor:

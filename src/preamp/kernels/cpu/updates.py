@@ -23,7 +23,7 @@ class WideGradients:
         """Make no buffer yet."""
         self._dtype = dtype
         self._inv_scale = None if inv_scale is None else inv_scale.to("cpu", dtype)
-        self._buffer = torch.empty(0, dtype=dtype)
+        self._buffer = torch.empty(0, dtype=dtype, device="cpu")
 
     def of(self, block: Block) -> Sequence[torch.Tensor]:
         """Those of ``block``; its own if nothing has to be done to them."""
@@ -31,7 +31,7 @@ class WideGradients:
         if self._inv_scale is None and grads[0].dtype is self._dtype:
             return grads
         if self._buffer.numel() < block.numel:
-            self._buffer = torch.empty(block.numel, dtype=self._dtype)
+            self._buffer = torch.empty(block.numel, dtype=self._dtype, device="cpu")
         wide = self._buffer[: block.numel]
         pieces = block.split(wide)
         if len(grads) == 1 and grads[0].dtype is self._dtype and self._inv_scale is not None:
@@ -46,6 +46,11 @@ class WideGradients:
 def is_skipped(update: Update) -> bool:
     """Whether ``found_inf`` is set; the CPU reads its own memory without waiting."""
     return update.found_inf is not None and bool(update.found_inf.item() != 0)
+
+
+def constant(value: float) -> torch.Tensor:
+    """A number as torch's fused kernels take the step, whatever the default dtype and device."""
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def number(value: Scalar) -> float:

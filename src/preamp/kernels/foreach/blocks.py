@@ -59,7 +59,7 @@ class Block:
         """One value for each tensor, as a factor of `flat` columns."""
         if each.numel() == 1:
             return each.reshape(())
-        sizes = torch.tensor([tensor.numel() for tensor in self.columns[0]])
+        sizes = torch.tensor([tensor.numel() for tensor in self.columns[0]], device="cpu")
         if each.device.type != "cpu":
             sizes = sizes.pin_memory().to(each.device, non_blocking=True)
         return torch.repeat_interleave(each, sizes, output_size=self.numel)

@@ -45,7 +45,7 @@ def census(
 def l2norms(tensors: Tensors, factor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """See `preamp.kernels.ops.Ops.l2norms`."""
     places, others = _sort(tensors)
-    norms = torch.zeros(len(tensors), device=device)
+    norms = torch.zeros(len(tensors), dtype=torch.float32, device=device)
     for dtype, own in places.items():
         values = [tensors[place] for place in own]
         math = math_dtype(dtype)
@@ -65,7 +65,7 @@ def l2norm(
     """See `preamp.kernels.ops.Ops.l2norm`."""
     norms = l2norms(tensors, None, device)
     if any(factor is not None for factor in factors):
-        one = torch.ones((), device=device)
+        one = torch.ones((), dtype=torch.float32, device=device)
         norms = norms * stack([one if by is None else by.to(device) for by in factors])
     return norm(norms)
 
