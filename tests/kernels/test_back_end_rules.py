@@ -227,6 +227,26 @@ def test_an_overflow_keeps_every_bit(
 
 
 @every_back_end
+@pytest.mark.parametrize("flag", [None, 0.0, 1.0])
+@every_row
+def test_halves_of_several_dtypes(ops: Any, row: RuleRow, flag: float | None) -> None:
+    """Tensors that share a block: 1e30 is infinite in float16, 1 + 2**-9 is 1 in bfloat16."""
+    shapes = ((3,), (4,), (5,), (6,))
+    before = lists_of(row, F32, F32, F32, shapes)
+    before[0][1].fill_(1e30)
+    before[1][1].zero_()
+    kept = [torch.full(s, 1 + 2.0**-9) for s in shapes]
+    kept[1].fill_(1e30)
+    halves = [half.to(d) for half, d in zip(kept, (F16, BF16, BF16, F32), strict=True)]
+    wanted = [half.clone() for half in halves]
+    found_inf = None if flag is None else torch.tensor(flag)
+    ours = run(ops, row, before, step=2, found_inf=found_inf, halves=halves)
+    if not flag:
+        wanted = [param.to(half.dtype) for param, half in zip(ours[0], halves, strict=True)]
+    assert_bits(halves, wanted)
+
+
+@every_back_end
 @one_each
 def test_a_bad_gradient_spoils_its_own_tensors_only(ops: Any, row: RuleRow) -> None:
     before = lists_of(row, F32, F32, F32)

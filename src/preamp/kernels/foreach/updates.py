@@ -117,9 +117,10 @@ class BlockSlot(Slot):
 
     def _copy_to_halves(self) -> None:
         halves = self._block.columns[-1]
+        kinds = {None if half is None else half.dtype for half in halves}
         if self._found_inf is None:
             self._block.copy_column(_PARAM, -1)
-        elif all(half is not None for half in halves):
+        elif len(kinds) == 1 and None not in kinds:
             self._write(len(self._block.columns) - 1, self._params(halves[0].dtype))
         else:
             for half, param in zip(halves, self._block.columns[_PARAM], strict=True):
