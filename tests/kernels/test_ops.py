@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cases.back_ends import defaults
 from cases.rules import BF16, F16, F32, F64
 from cases.tolerances import assert_same
 from preamp.kernels import BACKENDS, OP_NAMES, backend
@@ -132,6 +133,24 @@ def test_census_keeps_the_order_of_mixed_gradients(ops: Any, device: torch.devic
     census = ops.census(grads, device, with_norm=True)
     assert census.norm.item() == pytest.approx(math.hypot(*wanted))
     assert ops.l2norms(grads, None, device).tolist() == pytest.approx(wanted)
+
+
+def test_the_default_dtype_does_not_matter(ops: Any, device: torch.device) -> None:
+    """Nor are norms in bfloat16 where models are."""
+    grads = [torch.full((257,), 1.1, device=device), torch.ones(3, dtype=F16, device=device)]
+    by = torch.tensor(2.0, device=device)
+
+    def read() -> list[torch.Tensor]:
+        census = ops.census(grads, device, with_norm=True)
+        norms = ops.l2norms(grads, None, device), ops.l2norms(grads, by, device)
+        total = ops.l2norm(grads, [None, by], device)
+        return [census.found_inf, census.norm, census.max_abs, *norms, total]
+
+    wanted = read()
+    with defaults(BF16, "cpu"):
+        found = read()
+    for one, other in zip(found, wanted, strict=True):
+        assert_same(one, other)
 
 
 def test_census_of_nothing(ops: Any, device: torch.device) -> None:

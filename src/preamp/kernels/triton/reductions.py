@@ -102,7 +102,9 @@ def census(
     found: dict[torch.device, torch.Tensor] = {}
     for group in groups:
         if group.device not in found:
-            found[group.device] = torch.zeros(1 + 2 * count, device=group.device)
+            found[group.device] = torch.zeros(
+                1 + 2 * count, dtype=torch.float32, device=group.device
+            )
         results = found[group.device]
         entries = table(group.rows, group.positions)
         partials = measure(entries, 0, _dtypes(group), largest=True, squares=with_norm)
@@ -129,7 +131,9 @@ def l2norms(tensors: Tensors, factor: torch.Tensor | None, device: torch.device)
     found: dict[torch.device, torch.Tensor] = {}
     for group in groups:
         if group.device not in found:
-            found[group.device] = torch.zeros(len(tensors), device=group.device)
+            found[group.device] = torch.zeros(
+                len(tensors), dtype=torch.float32, device=group.device
+            )
         entries = table(group.rows, group.positions)
         partials = measure(entries, 0, _dtypes(group), largest=False, squares=True, factor=factor)
         gather(entries, partials, found[group.device], largest=False)
@@ -147,7 +151,9 @@ def l2norm(
     norms = l2norms(tensors, None, device)
     distinct = {id(factor): factor for factor in factors}
     numbers = {
-        key: torch.ones((), device=device) if by is None else moved(by, device).float()
+        key: torch.ones((), dtype=torch.float32, device=device)
+        if by is None
+        else moved(by, device).float()
         for key, by in distinct.items()
     }
     if len(numbers) == 1:  # as a rule: one backward, one factor
@@ -168,7 +174,7 @@ def _merge(
     """One vector on ``device``: no value is negative, and each is zero on all devices but one."""
     total = found.pop(device, None)
     if total is None:
-        total = torch.zeros(size, device=device)
+        total = torch.zeros(size, dtype=torch.float32, device=device)
     for part in found.values():
         total = torch.maximum(total, part.to(device))
     return total
