@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from preamp.core.errors import message
 from preamp.kernels.joining import cat
 from preamp.kernels.ops import Tensors
 
@@ -140,6 +141,31 @@ def check_lengths(*columns: Column) -> None:
     """Raise ``ValueError`` unless all lists are equally long; nothing was changed yet."""
     for _ in zip(*columns, strict=True):
         pass
+
+
+def check_shapes(*columns: Column) -> None:
+    """Refuse tensors of another shape than the first of their place; nothing was changed yet.
+
+    Blocks would pair their elements wrongly, and torch's fused kernels read past their ends.
+
+    Raises:
+        ValueError: There is such a tensor.
+    """
+    shapes = [tensor.shape for tensor in cast("Tensors", columns[0])]
+    for column in columns[1:]:
+        found = [t if t is None else t.shape for t in column]
+        if found == shapes:
+            continue
+        for place, (wanted, got) in enumerate(zip(shapes, found, strict=True)):
+            if got is not None and got != wanted:
+                raise ValueError(
+                    message(
+                        f"A gradient or state of shape {tuple(got)} was given for parameter "
+                        f"{place} of shape {tuple(wanted)}",
+                        "Gradients and state have the shapes of their parameters",
+                        "Load a checkpoint of the same model, its parameters in the same order",
+                    )
+                )
 
 
 def regular(*columns: Column) -> tuple[list[list[Any]], list[int]]:

@@ -10,7 +10,15 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.kernels.foreach.blocks import Block, Column, Part, check_lengths, parts, regular
+from preamp.kernels.foreach.blocks import (
+    Block,
+    Column,
+    Part,
+    check_lengths,
+    check_shapes,
+    parts,
+    regular,
+)
 from preamp.kernels.foreach.norms import norms_of
 from preamp.kernels.joining import cat, stack
 from preamp.kernels.ops import Tensors
@@ -33,6 +41,7 @@ class Work:
         halves: Column = [None] * len(params) if update.halves is None else update.halves
         self._given: tuple[Column, ...] = (params, grads, *state, halves)
         check_lengths(*self._given)
+        check_shapes(*self._given)
         self._update = update
         self.columns, self.odd = regular(*self._given)
 
