@@ -180,6 +180,26 @@ def test_a_norm_of_other_gradients_is_taken_anew(
     torch.testing.assert_close(norm.double(), norm_of(training), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_clipping_for_two_optimizers_of_the_same_weights(level: str) -> None:
+    """What the first clip has shrunk is small already when the second one looks."""
+    torch.manual_seed(0)
+    model = Parts()
+    optimizers = [FusedAdam(model.parameters()) for _ in range(2)]
+    preamp.initialize(model, optimizers, opt_level=level, loss_scale="dynamic", verbosity=0)
+    preamp.engine_of(model).scaler(0).set_scale(64.0)
+    for _ in range(2):
+        inputs, target = batch(0)
+        loss = torch.nn.functional.mse_loss(model(inputs).float(), target)
+        with preamp.scale_loss(loss, optimizers) as scaled:
+            scaled.backward()
+        first, second = (preamp.clip_grad_norm_(optimizer, 0.1) for optimizer in optimizers)
+        assert first > 0.1
+        torch.testing.assert_close(second, torch.tensor(0.1), rtol=1e-4, atol=0)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
 def test_scaled_squares_that_overflow_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     training, _ = clipped("O0", monkeypatch)
     training.engine.scaler(0).set_scale(2.0**24)

@@ -215,7 +215,7 @@ class GradientBooks:
                 factors[device] = one if factor is None else factor.to(device)
             twin.collect(factors[device], is_plain=factor is None)
         if self.known_norm is not None:
-            self.known_norm.commit(factor)
+            self.known_norm.commit(factor, tuple(factors.values()))
         self.is_open = False
         self.stage = Stage.UNSCALED
         self._delayed = None

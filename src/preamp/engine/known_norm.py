@@ -27,9 +27,16 @@ class KnownNorm:
         self._norm = norm
         self._grads = grads
         self._versions: dict[int, int] = {}
+        self._factors: Sequence[torch.Tensor] = ()
 
-    def commit(self, factor: torch.Tensor | None) -> None:
-        """The gradients have been unscaled by ``factor``, or will be where they are used."""
+    def commit(self, factor: torch.Tensor | None, pending: Sequence[torch.Tensor]) -> None:
+        """The gradients have been unscaled by ``factor``, or will be where they are used.
+
+        Args:
+            factor: float32 scalar, or ``None`` for 1.
+            pending: The same for half gradients, on their devices.
+        """
+        self._factors = pending
         if factor is not None:
             self._norm = self._norm * factor.to(self._norm.device)
         self._versions = {id(grad): version_of(grad) for grad in self._grads}
@@ -47,7 +54,9 @@ class KnownNorm:
             return None
         if any(self._versions.get(id(grad)) != version_of(grad) for grad in grads):
             return None
-        return self._norm if len(set(map(id, factors))) < 2 else None
+        # Others mean that they were clipped, for another optimizer that has the same masters.
+        committed = {id(factor) for factor in self._factors}
+        return self._norm if all(id(factor) in committed for factor in factors) else None
 
     def _is_sound(self, grads: Sequence[torch.Tensor]) -> bool:
         """Whether the squares of scaled gradients cannot have overflowed; float16 ones cannot."""
