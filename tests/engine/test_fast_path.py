@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import preamp
 from cases.fused import FUSED, FusedCase, variant_id
@@ -198,6 +200,56 @@ def test_clipping_for_two_optimizers_of_the_same_weights(level: str) -> None:
         torch.testing.assert_close(second, torch.tensor(0.1), rtol=1e-4, atol=0)
         for optimizer in optimizers:
             optimizer.zero_grad()
+
+
+@every_scaled
+def test_gradients_reduced_by_hand_have_another_norm(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """all_reduce writes to gradients without raising their version."""
+    training, passes = clipped(level, monkeypatch)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        training.backward(1)
+        for param in training.model.parameters():
+            assert param.grad is not None
+            param.grad.data.mul_(3.0)  # as if there were more ranks
+        norm = preamp.clip_grad_norm_(training.optimizer, math.inf)
+    finally:
+        dist.destroy_process_group()
+    assert len(passes) == 1
+    torch.testing.assert_close(norm.double(), norm_of(training), rtol=1e-5, atol=0)
+
+
+@every_scaled
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_norm_keeps_no_gradient_alive(level: str, clips: bool) -> None:
+    training = Training(level, FusedAdam, loss_scale="dynamic")
+    training.run(1, lambda t: preamp.clip_grad_norm_(t.optimizer, 0.1))
+    training.backward(1)
+    grads = [weakref.ref(param.grad) for param in training.model.parameters()]
+    if clips:
+        preamp.clip_grad_norm_(training.optimizer, 0.1)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    assert [grad() for grad in grads if grad() is not None] == []
+
+
+def test_the_census_takes_a_norm_only_while_somebody_clips(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training("O2", FusedAdam)
+    asked: list[bool] = []
+    original = ByDevice.census
+
+    def note(self: Any, grads: Any, device: Any, **options: Any) -> Any:
+        asked.append(options["with_norm"])
+        return original(self, grads, device, **options)
+
+    monkeypatch.setattr(ByDevice, "census", note)
+    training.run(2, lambda t: preamp.clip_grad_norm_(t.optimizer, 0.1))
+    training.run(2)
+    assert asked == [False, True, True, False]
 
 
 def test_scaled_squares_that_overflow_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:

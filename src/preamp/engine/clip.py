@@ -21,7 +21,8 @@ def clip_grad_norm_(
 
     ``factor = min(1, max_norm / (norm + 1e-6))``, the formula of
     ``torch.nn.utils.clip_grad_norm_``. Half gradients are not touched: the factor joins the one
-    that unscales them.
+    that unscales them. Writes to gradients through ``grad.data`` leave no trace in torch, and may
+    be missing in the norm; write to ``grad`` itself.
 
     Args:
         optimizer: An optimizer given to ``preamp.initialize``.
@@ -64,17 +65,14 @@ def clip_grad_norm_(
             factors.append(pending[1])
         elif twin.master.grad is not None:
             ready.append(twin.master.grad)
-    session.gradients.wants_norm = norm_type == 2.0
     if norm_type == 2.0:
-        known = session.gradients.known_norm
-        norm = None if known is None else known.of([*ready, *grads], factors)
+        norm = session.gradients.known_norm.take([*ready, *grads], factors)
         if norm is None:
             norm = engine.ops.l2norm(
                 [*ready, *grads], [*(None for _ in ready), *factors], engine.device
             )
     else:
         norm = torch.nn.utils.get_total_norm(ready, norm_type)
-    session.gradients.known_norm = None  # it has been used: clipped gradients have another
     clip = (max_norm / (norm + _EPS)).clamp(max=1.0)
     with torch.no_grad():
         engine.ops.scale_add_(ready, clip, [None] * len(ready))

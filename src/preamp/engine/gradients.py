@@ -27,8 +27,7 @@ class GradientBooks:
         masters: The optimizer's masters, or ``None`` at levels without.
         stage: Where the gradients stand.
         is_open: Whether a ``scale_loss`` block is under way.
-        wants_norm: Whether the census takes the norm along, since the latest step was clipped.
-        known_norm: What it found.
+        known_norm: What a census found, if clipping wants it.
     """
 
     def __init__(
@@ -42,8 +41,7 @@ class GradientBooks:
         self.masters = masters
         self.stage = Stage.READY
         self.is_open = False
-        self.wants_norm = False
-        self.known_norm: KnownNorm | None = None
+        self.known_norm = KnownNorm()
         self._reductions = reductions
         self._reduced_at = reductions.unreduced
         self._optimizer = optimizer
@@ -70,6 +68,7 @@ class GradientBooks:
             plan: What the block is going to do.
             claimed: ``id`` of parameters that the block handles for another optimizer; extended.
         """
+        self.known_norm.forget()
         self._own = self._unclaimed(claimed)
         if self._delayed is None:  # otherwise raw gradients of one scale pile up in place
             carry: torch.Tensor | float | None = None
@@ -130,6 +129,7 @@ class GradientBooks:
     def undo(self) -> None:
         """Restore the gradients from before the block, or from before the first delayed one."""
         was_open, self.is_open = self.is_open, False
+        self.known_norm.forget()
         if self._delayed is not None:
             self._delayed = None
             self.stage = Stage.READY
@@ -165,7 +165,6 @@ class GradientBooks:
             float32 scalar on the device, 1.0 if any new gradient is infinite or nan; ``None``
             for static scales, which do not look.
         """
-        self.known_norm = None
         if not scaler.is_dynamic:
             return None
         twins = {id(twin.master): twin.half for twin in self.masters or ()}
@@ -175,10 +174,10 @@ class GradientBooks:
         params = [param for param in params if param.grad is not None]
         grads = [param.grad for param in params if param.grad is not None]
         census = self._ops.census(
-            grads, scaler.device, with_norm=self.wants_norm, with_max_abs=False
+            grads, scaler.device, with_norm=self.known_norm.is_wanted, with_max_abs=False
         )
         if census.norm is not None and not self._holds_earlier():
-            self.known_norm = KnownNorm(census.norm, grads)
+            self.known_norm.note(census.norm, grads)
         note.add(params, census.max_abs)
         return census.found_inf
 
@@ -214,8 +213,7 @@ class GradientBooks:
                 one = torch.ones((), device=device)
                 factors[device] = one if factor is None else factor.to(device)
             twin.collect(factors[device], is_plain=factor is None)
-        if self.known_norm is not None:
-            self.known_norm.commit(factor, tuple(factors.values()))
+        self.known_norm.commit(factor, tuple(factors.values()), is_reduced=is_reduced)
         self.is_open = False
         self.stage = Stage.UNSCALED
         self._delayed = None
@@ -275,6 +273,7 @@ class GradientBooks:
 
     def spend(self) -> None:
         """A step has used the masters' gradients up."""
+        self.known_norm.end_step()
         for twin in self.masters or ():
             twin.spend()
 
@@ -293,4 +292,5 @@ class GradientBooks:
         """Back to READY: nothing delayed."""
         self.stage = Stage.READY
         self._delayed = None
+        self.known_norm.forget()
         self._reduced_at = self._reductions.unreduced

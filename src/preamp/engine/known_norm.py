@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from preamp.core.ranks import has_process_group
 from preamp.core.tensors import version_of
 
 
@@ -17,8 +18,22 @@ class KnownNorm:
     loss scales are, makes no difference to when it is applied.
     """
 
-    def __init__(self, norm: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
-        """Note a norm.
+    def __init__(self) -> None:
+        """Know nothing."""
+        self._norm: torch.Tensor | None = None
+        self._grads: Sequence[torch.Tensor] = ()
+        self._versions: dict[int, int] = {}
+        self._factors: Sequence[torch.Tensor] = ()
+        self._clips = False
+        self._clipped = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the script has clipped in this step or in the latest one."""
+        return self._clips or self._clipped
+
+    def note(self, norm: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
+        """Note a norm, of no use before `commit`.
 
         Args:
             norm: float32 scalar, over all of ``grads``.
@@ -26,40 +41,67 @@ class KnownNorm:
         """
         self._norm = norm
         self._grads = grads
-        self._versions: dict[int, int] = {}
-        self._factors: Sequence[torch.Tensor] = ()
 
-    def commit(self, factor: torch.Tensor | None, pending: Sequence[torch.Tensor]) -> None:
+    def commit(
+        self, factor: torch.Tensor | None, pending: Sequence[torch.Tensor], *, is_reduced: bool
+    ) -> None:
         """The gradients have been unscaled by ``factor``, or will be where they are used.
 
         Args:
             factor: float32 scalar, or ``None`` for 1.
             pending: The same for half gradients, on their devices.
+            is_reduced: Whether the gradients have certainly been reduced over ranks.
         """
-        self._factors = pending
+        if self._norm is None:
+            return
+        if has_process_group() and not is_reduced:
+            # The script may do it from now on, and torch.distributed leaves versions as they are.
+            self.forget()
+            return
         if factor is not None:
             self._norm = self._norm * factor.to(self._norm.device)
         self._versions = {id(grad): version_of(grad) for grad in self._grads}
+        self._factors = pending
 
-    def of(
+    def forget(self) -> None:
+        """The gradients are going, or will be others; hold none of them any longer."""
+        self._norm = None
+        self._grads = self._factors = ()
+        self._versions = {}
+
+    def end_step(self) -> None:
+        """A step has used the gradients up."""
+        self.forget()
+        self._clipped, self._clips = self._clips, False
+
+    def take(
         self, grads: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
-        """The norm of these gradients, if it is the one that is known.
+        """The norm of these gradients, if it is the one that is known; they will be clipped by it.
 
         Args:
             grads: All of them, unscaled or half.
             factors: What unscales the half ones.
         """
-        if not self._is_sound(grads) or len(grads) != len(self._versions):
-            return None
+        self._clips = True
+        norm = self._norm if self._is_of(grads, factors) else None
+        self.forget()  # clipped gradients have another
+        return norm
+
+    def _is_of(self, grads: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]) -> bool:
+        if self._norm is None or not _is_sound(self._norm, grads):
+            return False
+        if len(grads) != len(self._versions):
+            return False
         if any(self._versions.get(id(grad)) != version_of(grad) for grad in grads):
-            return None
+            return False
         # Others mean that they were clipped, for another optimizer that has the same masters.
         committed = {id(factor) for factor in self._factors}
-        return self._norm if all(id(factor) in committed for factor in factors) else None
+        return all(id(factor) in committed for factor in factors)
 
-    def _is_sound(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Whether the squares of scaled gradients cannot have overflowed; float16 ones cannot."""
-        if self._norm.device.type == "cpu":
-            return bool(torch.isfinite(self._norm))
-        return all(grad.dtype is torch.float16 for grad in grads)
+
+def _is_sound(norm: torch.Tensor, grads: Sequence[torch.Tensor]) -> bool:
+    """Whether the squares of scaled gradients cannot have overflowed; float16 ones cannot."""
+    if norm.device.type == "cpu":
+        return bool(torch.isfinite(norm))
+    return all(grad.dtype is torch.float16 for grad in grads)
