@@ -115,6 +115,31 @@ def test_an_earlier_gradient_is_added() -> None:
         torch.testing.assert_close(ours.float(), wanted.float(), rtol=2e-2, atol=2e-3)
 
 
+@with_masters
+def test_masters_that_a_step_hook_changes_are_rounded_again(level: str) -> None:
+    torch.manual_seed(0)
+    model = Parts()
+    optimizer = FusedAdam(model.parameters())
+
+    def clamp(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        with torch.no_grad():
+            for master in preamp.master_params(optimizer):
+                master.clamp_(-0.01, 0.01)
+
+    optimizer.register_step_post_hook(clamp)  # before the engine's own hook
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    inputs, target = batch(0)
+    loss = torch.nn.functional.mse_loss(model(inputs).float(), target)
+    with preamp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    engine = preamp.engine_of(model)
+    for half in model.parameters():
+        master = engine.master_of(half)
+        assert half.abs().max() <= 0.011
+        assert master is None or torch.equal(master.to(half.dtype), half)
+
+
 # -- the norm that the census takes along ----------------------------------------------------
 
 

@@ -33,10 +33,10 @@ class Twin:
 
     __slots__ = (
         "_is_carried",
-        "_is_rounded",
         "_open",
         "_ops",
         "_raw",
+        "_rounded",
         "_seen",
         "_written",
         "half",
@@ -63,7 +63,7 @@ class Twin:
         # While a backward is under way its half gradient is scaled and incomplete: nobody's yet.
         self._open = False
         self._is_carried = False
-        self._is_rounded = False
+        self._rounded: int | None = None  # the master's version when an update rounded it
         self._raw: int | None = None
         self.is_shared = False
         self._written = WeightMark(half)
@@ -252,12 +252,15 @@ class Twin:
     def note_rounded(self) -> None:
         """The update itself has rounded the new master into the half weight."""
         self.note_written()
-        self._is_rounded = True
+        self._rounded = version_of(self.master)
 
     def take_rounded(self) -> bool:
-        """Whether that happened since this was last asked."""
-        rounded, self._is_rounded = self._is_rounded, False
-        return rounded
+        """Whether that happened since this was last asked, and the master is still the same.
+
+        A step hook of the script's may have changed it.
+        """
+        rounded, self._rounded = self._rounded, None
+        return rounded is not None and rounded == version_of(self.master)
 
     def absorb_external_write(self) -> None:
         """Take over what was written to the half weight behind the master's back.
