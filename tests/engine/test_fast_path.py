@@ -115,6 +115,32 @@ def test_an_earlier_gradient_is_added() -> None:
         torch.testing.assert_close(ours.float(), wanted.float(), rtol=2e-2, atol=2e-3)
 
 
+@every_class
+@with_masters
+@pytest.mark.parametrize("to_none", [True, False, None], ids=["none", "zeros", "as constructed"])
+def test_gradients_of_zeros_add_nothing(
+    case: FusedCase, level: str, to_none: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """zero_grad obeys set_grad_none, and zeros have no float32 gradient made of them either."""
+    training = Training(level, lambda p: case.kind(p, **case.needs))
+    made: list[int] = []
+    original = ByDevice.widen_add
+
+    def count(self: Any, halves: Any, *rest: Any) -> Any:
+        made.append(len(halves))
+        return original(self, halves, *rest)
+
+    monkeypatch.setattr(ByDevice, "widen_add", count)
+    for step in range(3):
+        training.backward(step)
+        training.optimizer.step()
+        training.optimizer.zero_grad(to_none)
+        drops = training.optimizer.set_grad_none if to_none is None else to_none
+        grads = [param.grad for param in training.model.parameters()]
+        assert [grad is None for grad in grads] == [drops] * len(grads)
+    assert made == []
+
+
 @with_masters
 def test_masters_that_a_step_hook_changes_are_rounded_again(level: str) -> None:
     torch.manual_seed(0)

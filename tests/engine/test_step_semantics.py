@@ -7,6 +7,7 @@ import copy
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from cases.models import Damage, Exact, Parts, batch, loss_of, values
 from cases.optimizers import clone_state
 from cases.pair import Pair, adam, sgd
 from cases.tolerances import assert_same
+from preamp.optimizers import FusedSGD
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
@@ -293,6 +295,23 @@ def test_a_part_unused_in_one_iteration(level: str, build: Any, zeros: bool, who
             (pair.model, pair.plain) if whose == "model" else (pair.optimizer, pair.plain_optimizer)
         ):
             thing.zero_grad(set_to_none=not zeros)
+        pair.check(f"step {index}")
+
+
+@levels
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_part_unused_with_the_zeroing_an_optimizer_was_built_for(level: str, fails: bool) -> None:
+    """FusedSGD zeroes gradients unless it is told otherwise, and its momentum goes on."""
+    build = partial(FusedSGD, lr=0.25, momentum=0.5)
+    pair = Pair(level, build, loss_scale="dynamic")
+    for index, parts in enumerate(["ab", "a", "b", "ab"]):
+        if fails:
+            with pytest.raises(BodyError):
+                _fail_in_body(pair, after_backward=True)
+        pair.backward(index, parts)
+        pair.step()
+        pair.optimizer.zero_grad()
+        pair.plain_optimizer.zero_grad()
         pair.check(f"step {index}")
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -277,16 +277,20 @@ class GradientBooks:
         for twin in self.masters or ():
             twin.spend()
 
-    def drop(self, *, to_none: bool = True) -> None:
+    def drop(self) -> None:
         """Clear the masters' gradients and their half ones, and what was set aside."""
         for twin in self.masters or ():
-            if to_none:
-                twin.drop()
-            else:
-                twin.zero_half_gradient()
+            twin.drop()
             if not self.is_open:
                 twin.end()
         self._direct.forget()
+
+    def zero(self, zero_rest: Callable[[], object]) -> object:
+        """Fill them with zeros instead; see `Masters.zero_gradients`."""
+        self._direct.forget()
+        if self.masters is None:
+            return zero_rest()
+        return self.masters.zero_gradients(zero_rest, in_backward=self.is_open)
 
     def reset(self) -> None:
         """Back to READY: nothing delayed."""

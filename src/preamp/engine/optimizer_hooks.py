@@ -213,8 +213,10 @@ class OptimizerHooks:
 
             if self._owner.closed:
                 return original()
-            to_none = bool(args[0]) if args else bool(kwargs.get("set_to_none", True))
-            return self._session.zero_grad(original, set_to_none=to_none)
+            to_none = args[0] if args else kwargs.get("set_to_none")
+            if to_none is None:  # fused optimizers say it at construction
+                to_none = getattr(optimizer, "set_grad_none", True)
+            return self._session.zero_grad(original, set_to_none=bool(to_none))
 
         copy_identity(inner, zero_grad)
         return zero_grad

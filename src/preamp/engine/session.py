@@ -231,7 +231,10 @@ class OptimizerSession:
 
     def zero_grad(self, original: Callable[[], Any], *, set_to_none: bool) -> Any:
         """Clear every gradient of this optimizer, the model's half ones included."""
-        self.gradients.drop(to_none=set_to_none)
+        if not set_to_none:
+            self.reset()
+            return self.gradients.zero(original)
+        self.gradients.drop()
         self.reset()
         return original()
 

@@ -68,6 +68,18 @@ def unscaled(tensor: torch.Tensor, *, is_zeroed: bool = False) -> HalfGradient:
     return HalfGradient(tensor, version_of(tensor), one, is_plain=True, is_zeroed=is_zeroed)
 
 
+def nothing_more(zeros: torch.Tensor) -> HalfGradient:
+    """Return the record of zeros that stand beside a gradient which the master has already."""
+    return HalfGradient(zeros, version_of(zeros), None, is_plain=False)
+
+
+def zero_(grad: torch.Tensor) -> None:
+    """What ``zero_grad(set_to_none=False)`` does to a gradient."""
+    if grad.grad_fn is not None:  # of create_graph; a view, as in DDP's buckets, has none
+        grad.detach_()
+    grad.requires_grad_(False).zero_()
+
+
 def changed_in_place(tensor: torch.Tensor, name: str) -> PreampStateError:
     """Return the error for a half gradient that was rewritten while it was scaled."""
     return PreampStateError(

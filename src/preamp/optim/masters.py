@@ -10,6 +10,7 @@ import torch
 
 from preamp.core.dtypes import is_half
 from preamp.kernels import Ops
+from preamp.optim.half_gradient import zero_
 from preamp.optim.master_parameter import MasterParameter
 from preamp.optim.twin import Twin
 
@@ -104,6 +105,30 @@ class Masters:
         for twin in self:
             twin.master.twin = None
         self._by_half.clear()
+
+    def zero_gradients(self, zero_rest: Callable[[], object], *, in_backward: bool) -> object:
+        """Fill gradients with zeros, ``zero_grad(set_to_none=False)``.
+
+        Args:
+            zero_rest: The optimizer's own, whose result is returned. Half gradients are away
+                meanwhile: it would read the masters' gradients, and thereby make them.
+            in_backward: Whether a backward is under way; what came before it stays noted then.
+        """
+        away: list[tuple[Twin, torch.Tensor]] = []
+        for twin in self:
+            grad = twin.half.grad
+            if grad is not None:
+                zero_(grad)
+            if not in_backward:
+                twin.end()
+                if grad is not None:
+                    twin.drop()
+                    away.append((twin, grad))
+        try:
+            return zero_rest()
+        finally:
+            for twin, grad in away:
+                twin.take_zeros(grad)
 
     def absorb_external_writes(self) -> None:
         """Let every master see what was written to its half weight from outside."""

@@ -17,7 +17,7 @@ import torch
 from preamp.core.errors import PreampStateError, message
 from preamp.core.tensors import WeightMark, store_grad, stored_grad, version_of
 from preamp.kernels import Ops
-from preamp.optim.half_gradient import HalfGradient, changed_in_place, unscaled
+from preamp.optim.half_gradient import HalfGradient, changed_in_place, nothing_more, unscaled
 from preamp.optim.master_parameter import MasterParameter
 
 
@@ -39,6 +39,7 @@ class Twin:
         "_rounded",
         "_seen",
         "_written",
+        "_zeros_aside",
         "half",
         "is_shared",
         "master",
@@ -61,8 +62,7 @@ class Twin:
         self.master.twin = self
         self._seen: HalfGradient | None = None
         # While a backward is under way its half gradient is scaled and incomplete: nobody's yet.
-        self._open = False
-        self._is_carried = False
+        self._open = self._is_carried = self._zeros_aside = False
         self._rounded: int | None = None  # the master's version when an update rounded it
         self._raw: int | None = None
         self.is_shared = False
@@ -94,10 +94,11 @@ class Twin:
         The earlier one is in the master; without anything on the model's side, a script that
         drops the model's gradients could not reach it.
         """
-        if self.half.grad is None and stored_grad(self.master) is not None:
+        is_stored = stored_grad(self.master) is not None
+        if self.half.grad is None and (is_stored or self._zeros_aside):
             self.half.grad = zeros = torch.zeros_like(self.half)
             if not self._open:
-                self._seen = HalfGradient(zeros, version_of(zeros), None, is_plain=False)
+                self._seen = nothing_more(zeros) if is_stored else unscaled(zeros, is_zeroed=True)
 
     def collect(self, factor: torch.Tensor, *, is_plain: bool) -> None:
         """Note the half gradient as it is now; add nothing yet. Cannot fail.
@@ -164,9 +165,13 @@ class Twin:
             carry: Scale of the coming backward if the earlier gradient must be in the half one
                 too; see `DirectGradients`.
         """
-        self.materialize()
+        self.reconcile()
+        zeroed = self._seen is not None and self._seen.is_zeroed
+        if not zeroed or stored_grad(self.master) is not None:  # nothing is added to zeros
+            self.materialize()
         base = stored_grad(self.master)
         self.forget_half_gradient()
+        self._zeros_aside = zeroed and base is None
         self._open = True
         if carry is not None and base is not None:
             self._is_carried = True
@@ -175,7 +180,9 @@ class Twin:
     def put_back(self) -> None:
         """The backward failed: drop what it left; the master's gradient has the earlier value."""
         if self._open:
+            zeros = self._zeros_aside
             self.forget_half_gradient()
+            self._zeros_aside = zeros
             self.end()
 
     def drop(self) -> None:
@@ -202,14 +209,10 @@ class Twin:
             is_plain = before is not None and before.is_plain
             self._seen = HalfGradient(grad, version_of(grad), None, is_plain, is_spent=True)
 
-    def zero_half_gradient(self) -> None:
-        """``zero_grad(set_to_none=False)`` for the half side."""
-        grad = self.half.grad
-        if grad is not None:
-            if grad.grad_fn is not None:  # of create_graph; a view, as in DDP's buckets, has none
-                grad.detach_()
-            grad.requires_grad_(False).zero_()
-        self._seen = None
+    def take_zeros(self, grad: torch.Tensor) -> None:
+        """``grad`` is zeros, and the gradient now."""
+        self.half.grad = grad
+        self._seen = unscaled(grad, is_zeroed=True)
 
     def forget_half_gradient(self) -> None:
         """The master's gradient was assigned: what the half gradient held no longer counts.
@@ -218,6 +221,7 @@ class Twin:
         """
         self.half.grad = None
         self._seen = None
+        self._zeros_aside = False
 
     def reconcile(self) -> None:
         """Take in what the script did to the half gradient since it was last looked at."""
