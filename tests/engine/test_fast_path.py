@@ -405,3 +405,44 @@ def test_a_failed_step_leaves_no_signals() -> None:
         training.optimizer.step()
     assert not hasattr(training.optimizer, "found_inf")
     assert not hasattr(training.optimizer, "grad_scale")
+
+
+@pytest.mark.usefixtures("far")
+class TestUnknownOutcomes:
+    """Steps that the device has decided on and the host has not asked about."""
+
+    @pytest.fixture(autouse=True)
+    def on_the_way(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ledger._Flag, "has_come", lambda _: False)
+
+    def test_a_later_step_of_another_optimizer_stays_the_latest(self) -> None:
+        model, weight = Parts(), torch.nn.Parameter(torch.ones(2))
+        optimizers = [FusedAdam(model.parameters()), torch.optim.SGD([weight], lr=0.1)]
+        preamp.initialize(model, optimizers, opt_level="O1", loss_scale="dynamic", verbosity=0)
+        engine = preamp.engine_of(model)
+        engine.scaler(0).set_scale(64.0)
+        loss = model(batch(0)[0]).float().sum() * math.inf
+        for optimizer, value in zip(optimizers, (loss, weight.sum()), strict=True):
+            with preamp.scale_loss(value, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        assert not engine.last_step_skipped
+        assert (engine.steps_applied, engine.steps_skipped) == (1, 1)
+
+    def test_steps_from_before_loading_do_not_count(self) -> None:
+        training = Training("O2", FusedAdam)
+        state = training.engine.state_dict()
+        training.run(2)
+        training.engine.load_state_dict(state)
+        assert training.engine.steps_applied == 0
+        assert training.engine.state_dict() == state
+
+    def test_close_closes_where_scaling_cannot_go_on(self) -> None:
+        training = Training("O2", FusedAdam, max_consecutive_skips=2)
+        for _ in range(3):
+            training.backward(0, factor=math.inf)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        training.engine.close()
+        assert training.engine.closed
+        assert training.engine.steps_skipped == 3

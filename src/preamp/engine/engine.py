@@ -206,6 +206,7 @@ class Engine:
         Raises:
             ValueError: Scalers are missing, left over or unreadable; nothing was applied.
         """
+        self.ledger.settle(wait=True, gives_up=False)  # else they count on top later
         load_scalers(self, state)
 
     # -- the end -----------------------------------------------------------------------------
@@ -237,7 +238,7 @@ class Engine:
         settle_thread()
         if self.closed:
             return
-        self.ledger.settle(wait=True)
+        self.ledger.settle(wait=True, gives_up=False)
         for callback in self._on_close:
             callback()
         claimed: set[int] = set()

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
 
+from preamp.core.errors import LossScaleError
 from preamp.core.log import say
 from preamp.core.tensors import is_capturing
 from preamp.engine.overflow import (
@@ -60,12 +62,14 @@ class _Open:
     """A step that the host does not know the outcome of yet.
 
     Attributes:
+        number: Which one it is of the engine's steps.
         session: Its optimizer.
         flag: Not zero if it was skipped.
         notes: What the backwards before it found.
         scales: The loss scales after it.
     """
 
+    number: int
     session: OptimizerSession
     flag: _Flag
     notes: tuple[GradientNote, ...]
@@ -104,12 +108,13 @@ class Ledger:
         self._limit = limit
         self.verbosity = verbosity
         self._open: deque[_Open] = deque()
+        self._steps = 0
+        self._latest_known = 0
 
     def applied(self, session: OptimizerSession) -> None:
         """Count a step that updated the weights."""
         session.finish_step()
-        session.count(skipped=False)
-        self.last_skipped = False
+        self._count(session, self._next(), skipped=False)
 
     def skipped(self, session: OptimizerSession) -> OverflowCause:
         """Count a step not taken, tell why, and give up where scaling cannot go on.
@@ -119,20 +124,22 @@ class Ledger:
         """
         notes, scales = tuple(session.notes), [scaler.value() for scaler in self._scalers]
         session.finish_step()
-        return self._skip(session, notes, scales)
+        return self._skip(session, self._next(), notes, scales)
 
     def decided_on_device(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
         """Take note of a step that the device has taken unless ``found_inf`` is set."""
         if not is_capturing(found_inf.device):
             scales = tuple(scaler.scale.clone() for scaler in self._scalers)
-            self._open.append(_Open(session, _Flag(found_inf), tuple(session.notes), scales))
+            flag, notes = _Flag(found_inf), tuple(session.notes)
+            self._open.append(_Open(self._next(), session, flag, notes, scales))
         session.finish_step()
 
-    def settle(self, *, wait: bool) -> None:
+    def settle(self, *, wait: bool, gives_up: bool = True) -> None:
         """Count the steps whose outcome is known by now.
 
         Args:
             wait: For all outcomes. Synchronises.
+            gives_up: Whether to raise where scaling cannot go on.
 
         Raises:
             LossScaleError: See `skipped`; of an earlier step.
@@ -141,18 +148,30 @@ class Ledger:
             step = self._open.popleft()
             if step.flag.read():
                 scales = [float(scale.item()) for scale in step.scales]
-                self._skip(step.session, step.notes, scales)
+                with nullcontext() if gives_up else suppress(LossScaleError):
+                    self._skip(step.session, step.number, step.notes, scales)
             else:
-                step.session.count(skipped=False)
-                self.last_skipped = False
+                self._count(step.session, step.number, skipped=False)
+
+    def _next(self) -> int:
+        self._steps += 1
+        return self._steps
+
+    def _count(self, session: OptimizerSession, number: int, *, skipped: bool) -> None:
+        session.count(skipped=skipped)
+        if number > self._latest_known:  # outcomes of several optimizers do not come in order
+            self._latest_known, self.last_skipped = number, skipped
 
     def _skip(
-        self, session: OptimizerSession, notes: Sequence[GradientNote], scales: Sequence[float]
+        self,
+        session: OptimizerSession,
+        number: int,
+        notes: Sequence[GradientNote],
+        scales: Sequence[float],
     ) -> OverflowCause:
         step = session.steps_applied + session.steps_skipped + 1
         cause = find_cause(notes, step, scales, self._name_of)
-        session.count(skipped=True)
-        self.last_skipped = True
+        self._count(session, number, skipped=True)
         self.causes.append(cause)
         if self.verbosity > 0:
             say(skip_message(cause), every_rank=True)
