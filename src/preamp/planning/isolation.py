@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Trying things out without a trace: copies, and random numbers put back."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from preamp.core.errors import message
+
+
+@contextmanager
+def untouched_random() -> Iterator[None]:
+    """Put the states of torch's, Python's and numpy's random numbers back at the end."""
+    python = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(_devices(), device_type=_kind()):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(state)
+
+
+def _kind() -> str:
+    accelerator = torch.accelerator.current_accelerator()
+    return "cuda" if accelerator is None else accelerator.type
+
+
+def _devices() -> list[int]:
+    return list(range(torch.accelerator.device_count()))
+
+
+def copy_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Copy a model together with its optimizer, which then updates the copy.
+
+    Raises:
+        ValueError: They cannot be copied.
+    """
+    try:
+        twin, other = copy.deepcopy((model, optimizer))
+    except Exception as error:
+        raise ValueError(
+            message(
+                f"The model or its optimizer cannot be copied: {error}",
+                "Everything is tried out on copies made by copy.deepcopy",
+                "Move what cannot be copied (open files, locks, graphs) out of the model",
+            )
+        ) from error
+    for param in twin.parameters():
+        param.grad = None
+    return twin, other

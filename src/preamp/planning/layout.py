@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A model as the list of its tensors: what an opt level makes of each follows from this alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from preamp.casting.modules import is_affine_batchnorm
+from preamp.core.dtypes import HALF_DTYPES
+from preamp.core.errors import message
+from preamp.policy import Policy
+
+Factory = Callable[[], nn.Module]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One parameter or buffer; tied ones are one slot.
+
+    Attributes:
+        key: ``id`` of the tensor, or another number that is the tensor's own.
+        name: Qualified name, the first of several.
+        shape: Its sizes.
+        dtype: Before `initialize`.
+        storage: Key of its storage; slots that are views of one storage share it.
+        storage_bytes: Size of the whole storage.
+        is_parameter: Otherwise it is a buffer.
+        is_trainable: Whether it requires a gradient.
+        is_norm: Whether affine batch norms alone own it.
+    """
+
+    key: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    storage: int
+    storage_bytes: int
+    is_parameter: bool = True
+    is_trainable: bool = True
+    is_norm: bool = False
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    def dtype_at(self, policy: Policy) -> torch.dtype:
+        """The dtype that `initialize` gives it."""
+        target = policy.cast_model_type
+        if target is None or not self.dtype.is_floating_point:
+            return self.dtype
+        return self.dtype if policy.keep_batchnorm_fp32 and self.is_norm else target
+
+    def has_master_at(self, policy: Policy) -> bool:
+        """Whether an optimizer that has it updates a float32 master instead."""
+        is_half = self.is_parameter and self.dtype_at(policy) in HALF_DTYPES
+        return policy.master_weights and is_half and self.is_trainable
+
+    def bytes_at(self, policy: Policy) -> int:
+        """Bytes of its elements."""
+        return self.elements * self.dtype_at(policy).itemsize
+
+
+def slots_of(model: object) -> list[Slot]:
+    """Describe a model without allocating its tensors.
+
+    Args:
+        model: A module on any device (``"meta"`` included), a function without arguments that
+            makes one, which is called with ``torch.device("meta")``, or a number of parameters,
+            which become one float32 tensor.
+
+    Returns:
+        Parameters and buffers in the order of ``model.modules()``, each tensor once.
+
+    Raises:
+        TypeError: It is nothing of that.
+        ValueError: The number is not a whole one above zero, or a parameter is half already.
+    """
+    if isinstance(model, (int, float)) and not isinstance(model, bool):
+        return [_flat_slot(model)]
+    module = made(model)
+    slots = list(_slots_in(module))
+    for slot in slots:
+        if slot.is_parameter and slot.dtype in HALF_DTYPES:
+            raise ValueError(
+                message(
+                    f"The parameter {slot.name!r} is {slot.dtype} already",
+                    "The model is given as it is before initialize, in float32",
+                    "Pass model.float(), or a factory that makes the model in float32",
+                )
+            )
+    return slots
+
+
+def made(model: object) -> nn.Module:
+    """Return the module itself, or the one that a factory makes on the meta device.
+
+    Raises:
+        TypeError: It is neither a module nor a function that returns one.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    if callable(model):
+        with torch.device("meta"):
+            found = model()
+        if isinstance(found, nn.Module):
+            return found
+        model = found
+    raise TypeError(
+        message(
+            f"Got {type(model).__name__} in place of a model",
+            "A model is an nn.Module, a function without arguments that returns one, or, for "
+            "estimate, a number of parameters",
+            "Pass the module itself, or functools.partial(Model, ...) for one that is too large",
+        )
+    )
+
+
+def _flat_slot(count: float) -> Slot:
+    if not (math.isfinite(count) and count >= 1 and count == int(count)):
+        raise ValueError(
+            message(
+                f"{count!r} is not a number of parameters",
+                "It is a whole number above zero",
+                "Pass for example 7e9",
+            )
+        )
+    return Slot(key=0, name="", shape=(int(count),), storage=0, storage_bytes=4 * int(count))
+
+
+def _slots_in(model: nn.Module) -> Iterator[Slot]:
+    names: dict[int, str] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    norms: dict[int, bool] = {}
+    for prefix, module in model.named_modules():
+        is_norm = is_affine_batchnorm(module)
+        for name, tensor in _own_tensors(module):
+            tensors.setdefault(id(tensor), tensor)
+            names.setdefault(id(tensor), f"{prefix}.{name}" if prefix else name)
+            norms[id(tensor)] = norms.get(id(tensor), True) and is_norm
+    for key, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        yield Slot(
+            key=key,
+            name=names[key],
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            storage=storage_key(storage),
+            storage_bytes=storage.nbytes(),
+            is_parameter=isinstance(tensor, nn.Parameter),
+            is_trainable=tensor.requires_grad,
+            is_norm=norms[key],
+        )
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def storage_key(storage: Any) -> int:
+    """A number that is a storage's own while it lives; on the meta device too."""
+    return int(StorageWeakRef(storage).cdata)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``estimate``: bytes by category, before anything is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from preamp.core.dtypes import HALF_DTYPES
+from preamp.core.errors import message
+from preamp.planning.layout import Factory, Slot, made, slots_of
+from preamp.planning.optimizers import OptimizerLike, name_of, optimizer_factory
+from preamp.planning.peak import LossFn, trace_pass
+from preamp.planning.states import StateBytes, Updated, state_bytes
+from preamp.policy import Policy, resolve
+
+Sharding = Literal["none", "zero1", "fsdp"]
+_SCALER_BYTES = 12  # scale (float32), growth tracker (int32), overflow flag (float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes on one rank, by category.
+
+    The categories are those of `preamp.count_memory`, which counts the same in a real engine
+    between a backward and its step, from the second step on.
+
+    Attributes:
+        opt_level: ``"O0"`` to ``"O5"``.
+        optimizer: Its name.
+        world_size: Ranks.
+        sharding: What they share out.
+        parameters: Elements of all parameters, on all ranks together.
+        weights: The model's parameters.
+        buffers: The model's buffers.
+        masters: float32 masters of half weights.
+        gradients: What a backward leaves on every trainable parameter.
+        optimizer_state: Tensors in the optimizer's state and in its groups.
+        scaler: Scale, growth counter and overflow flag of one loss scaler.
+        master_gradients: For the time of ``optimizer.step`` only: float32 gradients of the
+            masters, for optimizers that are not fused ones of preamp.
+        activations: What else lives at the worst moment of a forward and its backward:
+            activations, temporary tensors of single operations, half copies of weights; with
+            those new gradients that exist at that moment. ``None`` without ``loss_fn``.
+        peak: The worst moment of a training step; ``None`` without ``loss_fn``.
+    """
+
+    opt_level: str
+    optimizer: str
+    world_size: int
+    sharding: Sharding
+    parameters: int
+    weights: int
+    buffers: int
+    masters: int
+    gradients: int
+    optimizer_state: int
+    scaler: int
+    master_gradients: int
+    activations: int | None = None
+    peak: int | None = None
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """What stays from step to step, by the names of `preamp.count_memory`."""
+        return {
+            "weights": self.weights,
+            "buffers": self.buffers,
+            "masters": self.masters,
+            "gradients": self.gradients,
+            "optimizer state": self.optimizer_state,
+            "loss scaler": self.scaler,
+        }
+
+    @property
+    def total(self) -> int:
+        """The sum of `categories`."""
+        return sum(self.categories.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        return {**dataclasses.asdict(self), "total": self.total}
+
+
+def estimate(
+    model: nn.Module | Factory | float,
+    opt_level: str | Policy = "O1",
+    optimizer: OptimizerLike | None = "AdamW",
+    *,
+    world_size: int = 1,
+    sharding: Sharding = "none",
+    loss_fn: LossFn | None = None,
+    batch: Any = None,
+) -> MemoryEstimate:
+    """Tell how much memory training takes on one rank, without allocating it.
+
+    Gradients are counted as dense, and for every trainable parameter. With ``loss_fn`` a forward
+    and a backward are traced on tensors without memory; what a kernel allocates inside of itself,
+    an optimizer's temporary tensors and an allocator's rounding are not known. Not counted either
+    are what data-parallel wrappers keep for communication (buckets, gathered weights) and the
+    batch.
+
+    Args:
+        model: A float32 module on any device, a function without arguments that makes one (called
+            under ``torch.device("meta")``), or a number of parameters, taken as one tensor.
+            Not mutated.
+        opt_level: A level, or a `Policy` with overrides such as
+            ``OPT_LEVELS["O2"].replace(keep_batchnorm_fp32=False)``.
+        optimizer: A name (``"FusedAdam"``, ``"SGD(momentum=0.9)"``), a class, a function of the
+            parameters, an optimizer, or ``None``. An optimizer has its own parameters, anything
+            else all of the model's. Its state is found by one step on tensors of a few elements.
+        world_size: Ranks.
+        sharding: ``"none"``: every rank has everything. ``"zero1"``: each tensor's master and
+            optimizer state are shared out. ``"fsdp"``: weights and gradients too. Shared tensors
+            are split by elements, the last share padded.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar loss; adds ``activations`` and
+            ``peak``, for one rank without sharding.
+        batch: For ``loss_fn``: tensors, or containers of them.
+
+    Returns:
+        The estimate.
+
+    Raises:
+        PreampPolicyError: The level is not known.
+        TypeError: Wrong kind of model or optimizer.
+        ValueError: A half model, an optimizer whose state follows from more than the parameters'
+            shapes, a wrong number of ranks, or a ``loss_fn`` that cannot be traced.
+    """
+    policy = opt_level if isinstance(opt_level, Policy) else resolve(opt_level, {})
+    _check_ranks(world_size, sharding, has_loss=loss_fn is not None)
+    if loss_fn is not None:
+        model = made(model)
+    slots = slots_of(model)
+    share = world_size if sharding != "none" else 1
+    state = _state_of(slots, policy, optimizer, share)
+    updated = [slot for slot in slots if slot.has_master_at(policy)]
+    updated = _of_optimizer(updated, optimizer)
+    fixed = _kept_bytes(slots, policy, world_size if sharding == "fsdp" else 1)
+    found = MemoryEstimate(
+        opt_level=policy.opt_level,
+        optimizer=name_of(optimizer),
+        world_size=world_size,
+        sharding=sharding,
+        parameters=sum(slot.elements for slot in slots if slot.is_parameter),
+        **fixed,
+        masters=_master_bytes(slots, updated, policy, share),
+        optimizer_state=state.bytes,
+        scaler=_SCALER_BYTES,
+        master_gradients=sum(4 * -(-slot.elements // share) for slot in updated)
+        * state.reads_master_gradients,
+    )
+    if loss_fn is None or not isinstance(model, nn.Module):
+        return found
+    traced = trace_pass(model, policy, loss_fn, batch).peak
+    without = found.total - found.gradients
+    at_step = found.total + found.master_gradients
+    return dataclasses.replace(found, activations=traced, peak=max(without + traced, at_step))
+
+
+def _check_ranks(world_size: int, sharding: str, *, has_loss: bool) -> None:
+    if isinstance(world_size, bool) or world_size < 1 or world_size != int(world_size):
+        raise ValueError(
+            message(
+                f"world_size={world_size!r} cannot be used",
+                "It is a whole number from 1",
+                "Pass the number of ranks",
+            )
+        )
+    if sharding not in get_args(Sharding):
+        raise ValueError(
+            message(
+                f"sharding={sharding!r} is not known",
+                "Allowed are 'none', 'zero1' (optimizer state and masters are shared out) and "
+                "'fsdp' (weights and gradients too)",
+                "Choose one of them",
+            )
+        )
+    if has_loss and sharding != "none":
+        raise ValueError(
+            message(
+                f"loss_fn together with sharding={sharding!r}",
+                "A step's peak is known for ranks that have everything",
+                "Leave loss_fn out, or pass sharding='none'",
+            )
+        )
+
+
+def _of_optimizer(slots: Sequence[Slot], optimizer: OptimizerLike | None) -> list[Slot]:
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [slot for slot in slots if slot.key in own]
+    return list(slots)
+
+
+def _state_of(
+    slots: Sequence[Slot], policy: Policy, optimizer: OptimizerLike | None, share: int
+) -> StateBytes:
+    if optimizer is None:
+        return StateBytes(0, reads_master_gradients=False)
+    parameters = [slot for slot in slots if slot.is_parameter]
+    groups: dict[int, int] = {}
+    options: list[Mapping[str, Any]] = [{}]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        given = optimizer.param_groups
+        groups = {id(p): index for index, group in enumerate(given) for p in group["params"]}
+        options = [{key: group[key] for key in optimizer.defaults} for group in given]
+    tensors = [
+        Updated(
+            shape=slot.shape,
+            dtype=torch.float32 if slot.has_master_at(policy) else slot.dtype_at(policy),
+            has_gradient=slot.is_trainable,
+            group=groups.get(slot.key, 0),
+        )
+        for slot in _of_optimizer(parameters, optimizer)
+    ]
+    make = optimizer_factory(optimizer)
+    return state_bytes(make, tensors, options, lambda elements: -(-elements // share))
+
+
+def _kept_bytes(slots: Sequence[Slot], policy: Policy, share: int) -> dict[str, int]:
+    """Weights, buffers and gradients; a storage that several tensors view counts once."""
+    found = {"weights": 0, "buffers": 0, "gradients": 0}
+    seen: set[int] = set()
+    for slot in sorted(slots, key=lambda slot: not slot.is_parameter):
+        dtype = slot.dtype_at(policy)
+        parts = share if slot.is_parameter else 1
+        name = "weights" if slot.is_parameter else "buffers"
+        elements = -(-slot.elements // parts)
+        if slot.is_parameter and slot.is_trainable:
+            found["gradients"] += elements * dtype.itemsize
+        if dtype is not slot.dtype or parts > 1:
+            found[name] += elements * dtype.itemsize
+        elif slot.storage not in seen:
+            seen.add(slot.storage)
+            found[name] += slot.storage_bytes
+    return found
+
+
+def _master_bytes(
+    slots: Sequence[Slot], updated: Sequence[Slot], policy: Policy, share: int
+) -> int:
+    """A master takes over the storage that its weight had before the cast."""
+    taken = {slot.storage for slot in slots if slot.dtype_at(policy) is slot.dtype}
+    total = 0
+    for slot in updated:
+        if slot.dtype is not torch.float32 or share > 1:
+            total += 4 * -(-slot.elements // share)
+        elif slot.storage not in taken:
+            taken.add(slot.storage)
+            total += slot.storage_bytes
+    return total
