@@ -33,32 +33,52 @@ from preamp.engine import load_state_dict as load_state_dict
 from preamp.engine import master_params as master_params
 from preamp.engine import scale_loss as scale_loss
 from preamp.engine import state_dict as state_dict
+from preamp.planning import PURE_BFLOAT16 as PURE_BFLOAT16
+from preamp.planning import LevelPlan as LevelPlan
+from preamp.planning import MemoryEstimate as MemoryEstimate
+from preamp.planning import PlanProblem as PlanProblem
+from preamp.planning import PlanReport as PlanReport
+from preamp.planning import TensorForecast as TensorForecast
+from preamp.planning import Verification as Verification
+from preamp.planning import count_memory as count_memory
+from preamp.planning import estimate as estimate
+from preamp.planning import plan as plan
 from preamp.policy import OPT_LEVELS as OPT_LEVELS
 from preamp.policy import Policy as Policy
 
 __version__ = "0.1.0.dev0"
 __all__ = [
     "OPT_LEVELS",
+    "PURE_BFLOAT16",
     "Engine",
+    "LevelPlan",
     "LossScaleError",
+    "MemoryEstimate",
     "OverflowCause",
+    "PlanProblem",
+    "PlanReport",
     "Policy",
     "PreampError",
     "PreampPolicyError",
     "PreampStateError",
     "PreampUnavailableError",
+    "TensorForecast",
+    "Verification",
     "__version__",
     "audit_casts",
     "bfloat16_function",
     "clip_grad_norm_",
+    "count_memory",
     "disable_casts",
     "engine_of",
+    "estimate",
     "float_function",
     "half_function",
     "initialize",
     "install_apex_alias",
     "load_state_dict",
     "master_params",
+    "plan",
     "promote_function",
     "register_bfloat16_function",
     "register_float_function",

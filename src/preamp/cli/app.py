@@ -11,7 +11,9 @@ from preamp.cli import run as program
 from preamp.cli.bench import bench
 from preamp.cli.convert import convert_checkpoint
 from preamp.cli.demo import demo
+from preamp.cli.estimate import estimate
 from preamp.cli.levels import levels
+from preamp.cli.plan import plan
 
 app = typer.Typer(
     name="preamp",
@@ -23,6 +25,8 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(convert_checkpoint)
 app.command()(levels)
+app.command()(estimate)
+app.command()(plan)
 app.add_typer(bench)
 
 

@@ -25,10 +25,10 @@ class ObservedOps(TorchDispatchMode):
 
     def __init__(self, observer: Observer) -> None:
         """Begin with ``with``."""
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self._observer = observer
 
-    def __torch_dispatch__(  # noqa: D105
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))

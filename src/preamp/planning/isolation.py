@@ -6,24 +6,26 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from preamp.core.errors import message
 
+SomeOptimizer = TypeVar("SomeOptimizer", bound="torch.optim.Optimizer | None")
+
 
 @contextmanager
-def untouched_random() -> Iterator[None]:
+def untouched_random() -> Generator[None]:
     """Put the states of torch's, Python's and numpy's random numbers back at the end."""
     python = random.getstate()
     numpy: Any = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state()
     try:
-        with torch.random.fork_rng(_devices(), device_type=_kind()):
+        with cast("Any", torch.random).fork_rng(_devices(), device_type=_kind()):
             yield
     finally:
         random.setstate(python)
@@ -40,9 +42,7 @@ def _devices() -> list[int]:
     return list(range(torch.accelerator.device_count()))
 
 
-def copy_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+def copy_of(model: nn.Module, optimizer: SomeOptimizer) -> tuple[nn.Module, SomeOptimizer]:
     """Copy a model together with its optimizer, which then updates the copy.
 
     Raises:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -139,7 +139,7 @@ def _slots_in(model: nn.Module) -> Iterator[Slot]:
     names: dict[int, str] = {}
     tensors: dict[int, torch.Tensor] = {}
     norms: dict[int, bool] = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules(model):
         is_norm = is_affine_batchnorm(module)
         for name, tensor in _own_tensors(module):
             tensors.setdefault(id(tensor), tensor)
@@ -165,6 +165,11 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(recurse=False)
 
 
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """All modules with their qualified names, the model itself first under the empty one."""
+    return list(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
+
+
 def storage_key(storage: Any) -> int:
     """A number that is a storage's own while it lives; on the meta device too."""
-    return int(StorageWeakRef(storage).cdata)
+    return int(cast("Any", StorageWeakRef(storage)).cdata)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import message
 from preamp.planning.layout import Factory, Slot, made, slots_of
 from preamp.planning.optimizers import OptimizerLike, name_of, optimizer_factory
@@ -210,7 +210,8 @@ def _state_of(
     if isinstance(optimizer, torch.optim.Optimizer):
         given = optimizer.param_groups
         groups = {id(p): index for index, group in enumerate(given) for p in group["params"]}
-        options = [{key: group[key] for key in optimizer.defaults} for group in given]
+        # Copies: an update counts in tensors of its group, which are the caller's.
+        options = [copy.deepcopy({k: group[k] for k in optimizer.defaults}) for group in given]
     tensors = [
         Updated(
             shape=slot.shape,

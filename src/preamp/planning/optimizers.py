@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from preamp.core.errors import message
 from preamp.optim import fused
-from preamp.planning.calls import Call, parse_call
+from preamp.planning.calls import parse_call
 
 Make = Callable[[Any], torch.optim.Optimizer]
 OptimizerLike = str | Make | torch.optim.Optimizer
@@ -90,7 +91,7 @@ def _named(text: str) -> Make:
                 f"Write for example {call.name}(lr=0.1)",
             )
         )
-    return _complete(kind, Call(module="", name="x", kwargs=call.kwargs).kwargs)
+    return _complete(kind, call.kwargs)
 
 
 def _complete(kind: Callable[..., torch.optim.Optimizer], kwargs: dict[str, Any]) -> Make:
@@ -119,4 +120,4 @@ def _again(optimizer: torch.optim.Optimizer) -> Make:
             options[name] = optimizer.defaults[name]
         elif hasattr(optimizer, name):
             options[name] = getattr(optimizer, name)
-    return _complete(kind, options)
+    return _complete(kind, copy.deepcopy(options))

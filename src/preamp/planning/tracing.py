@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -40,7 +40,7 @@ class Traffic:
 
     def __exit__(self, *error: Any) -> None:
         """Stop; storages that go later are not missed."""
-        self._ops.__exit__(*error)
+        cast("Any", self._ops).__exit__(*error)
 
     def _see(
         self, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]

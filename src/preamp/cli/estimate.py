@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``preamp estimate``: memory by category, for every opt level, without allocating it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from rich.table import Table
+
+import preamp
+from preamp.cli.console import make_console
+from preamp.core.errors import PreampError, message
+from preamp.planning.calls import parse_call
+from preamp.planning.layout import Factory
+from preamp.planning.memory import MemoryEstimate, Sharding
+from preamp.planning.report import bytes_text
+
+
+def estimate(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help='Factory of the model: package.module:name, or "torch.nn:Linear(9, 9)".'
+        ),
+    ] = None,
+    params: Annotated[
+        float | None, typer.Option(help="Number of parameters in place of a model, as 7e9.")
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option(help='Name, "SGD(momentum=0.9)", package.module:Name, or none.')
+    ] = "AdamW",
+    levels: Annotated[str, typer.Option(help="Opt levels.")] = ",".join(preamp.OPT_LEVELS),
+    world_size: Annotated[int, typer.Option(help="Ranks.")] = 1,
+    sharding: Annotated[str, typer.Option(help="none, zero1 or fsdp.")] = "none",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell how much memory training takes on each rank, by opt level and category.
+
+    Nothing of the model's size is allocated. Activations are not counted; preamp.estimate does so
+    if it is given a batch.
+    """
+    try:
+        what = _model(model, params)
+        found = [
+            preamp.estimate(
+                what,
+                level,
+                None if optimizer.lower() == "none" else optimizer,
+                world_size=world_size,
+                sharding=cast("Sharding", sharding),
+            )
+            for level in re.split(r"[,\s]+", levels.strip(", "))
+        ]
+    except (ValueError, TypeError, PreampError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps([one.to_json() for one in found], indent=2))
+    else:
+        make_console().print(_table(found))
+
+
+def _model(model: str | None, params: float | None) -> Factory | float:
+    if (model is None) == (params is None):
+        raise ValueError(
+            message(
+                "Got both a model and --params" if params else "Got neither a model nor --params",
+                "One of them says what is estimated",
+                "Call preamp estimate package.module:name, or preamp estimate --params 7e9",
+            )
+        )
+    if model is None:
+        return cast("float", params)
+    folder = str(Path.cwd())
+    if folder not in sys.path:  # as python -m does
+        sys.path.insert(0, folder)
+    call = parse_call(model)
+    return functools.partial(call.import_function(), *call.args, **call.kwargs)
+
+
+def _table(rows: list[MemoryEstimate]) -> Table:
+    first = rows[0]
+    title = f"{first.parameters:,} parameters, {first.optimizer}"
+    if first.world_size > 1:
+        title += f", one of {first.world_size} ranks, sharding {first.sharding}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("level", style="bold")
+    for name in (*first.categories, "total", "more in step"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        sizes = (*row.categories.values(), row.total, row.master_gradients)
+        table.add_row(row.opt_level, *map(bytes_text, sizes))
+    table.caption = (
+        "More in step: float32 gradients of masters while the optimizer steps. Activations are "
+        "not counted."
+    )
+    table.caption_justify = "left"
+    return table

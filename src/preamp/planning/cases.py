@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Small trainings with a known verdict: what the planner is held to, and examples of each trouble.
+
+Every case is deterministic and takes about a second to plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from preamp.core.errors import message
+from preamp.planning.peak import LossFn
+
+Made = tuple[nn.Module, LossFn, Any, torch.optim.Optimizer]
+_WIDTH = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One training and the verdict it should get.
+
+    Attributes:
+        name: For ``preamp plan --case``.
+        brief: What it shows.
+        make: Makes model, loss function, batch and optimizer.
+        recommended: Levels of which any is right.
+        fits: Levels that have to fit.
+        fails: Levels that must not, with the kind of problem and a part of the tensor's name.
+    """
+
+    name: str
+    brief: str
+    make: Callable[[], Made]
+    recommended: frozenset[str]
+    fits: frozenset[str]
+    fails: dict[str, tuple[str, str]]
+
+
+def _random(*shape: int, seed: int = 0, std: float = 1.0) -> torch.Tensor:
+    return std * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _initialized(model: nn.Module) -> nn.Module:
+    """Give the matrices normal values that do not depend on the global random state."""
+    with torch.no_grad():
+        for index, param in enumerate(model.parameters()):
+            if param.dim() > 1:
+                param.copy_(_random(*param.shape, seed=index, std=param.size(1) ** -0.5))
+    return model
+
+
+def _mlp(*middle: nn.Module) -> nn.Module:
+    layers = (nn.Linear(_WIDTH, _WIDTH), *middle, nn.GELU(), nn.Linear(_WIDTH, _WIDTH))
+    return _initialized(nn.Sequential(*layers))
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return _random(64, _WIDTH, seed=100), _random(64, _WIDTH, seed=101)
+
+
+def _mean_square(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.mse_loss(model(batch[0]).float(), batch[1])
+
+
+def _stable() -> Made:
+    model = _mlp(nn.LayerNorm(_WIDTH))
+    return model, _mean_square, _batch(), torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+_SMALL = 2.0**-14  # brings the gradients of this model to about 1e-8
+
+
+def _small_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return _SMALL * _mean_square(model, batch)
+
+
+def _tiny_gradients() -> Made:
+    model = _mlp(nn.LayerNorm(_WIDTH))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-14)
+    return model, _small_loss, _batch(), optimizer
+
+
+class _Attention(nn.Module):
+    """Attention without the usual division, whose weights have grown: each position finds itself.
+
+    The logits are 320² = 102400 where key and query match, and float16 ends at 65504.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(_WIDTH, _WIDTH, bias=False)
+        self.key = nn.Linear(_WIDTH, _WIDTH, bias=False)
+        self.value = nn.Linear(_WIDTH, _WIDTH)
+        _initialized(self)
+        with torch.no_grad():
+            for layer in (self.query, self.key):
+                layer.weight.copy_(320 * torch.eye(_WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.query(x) @ self.key(x).transpose(-2, -1)
+        return F.softmax(logits, dim=-1) @ self.value(x)
+
+
+def _attention_logits() -> Made:
+    model = _Attention()
+    batch = torch.eye(_WIDTH).expand(4, _WIDTH, _WIDTH), _random(4, _WIDTH, _WIDTH, seed=101)
+    return model, _mean_square, batch, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _small_steps() -> Made:
+    model = _mlp(nn.LayerNorm(_WIDTH))
+    return model, _mean_square, _batch(), torch.optim.AdamW(model.parameters(), lr=1e-6)
+
+
+def _batch_norm() -> Made:
+    model = _initialized(nn.Sequential(nn.BatchNorm1d(_WIDTH), nn.Linear(_WIDTH, _WIDTH)))
+    x, y = _batch()
+    return model, _mean_square, (1000 * x, y), torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+class _Wide(nn.Module):
+    """A residual stream with a few very large features, as trained transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(_WIDTH, _WIDTH)
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.down = nn.Linear(_WIDTH, _WIDTH)
+        _initialized(self)
+        with torch.no_grad():
+            self.up.bias[0] = 20000.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.norm(x + self.up(x)))
+
+
+def _healthy_bfloat16() -> Made:
+    model = _Wide()
+    return model, _mean_square, _batch(), torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+_WITH_MASTERS = frozenset({"O1", "O2", "O4", "O5"})
+_BF16 = frozenset({"O4", "O5"})
+_HALF_WEIGHTS = "O5 without masters"
+
+CASES = {
+    case.name: case
+    for case in (
+        Case(
+            name="stable",
+            brief="Everything in the middle of float16's range.",
+            make=_stable,
+            recommended=frozenset({"O2"}),
+            fits=_WITH_MASTERS,
+            fails={},
+        ),
+        Case(
+            name="tiny-gradients",
+            brief="Gradients of about 1e-8, below what float16 can hold without a loss scale.",
+            make=_tiny_gradients,
+            recommended=frozenset({"O2"}),
+            fits=_WITH_MASTERS,
+            fails={},
+        ),
+        Case(
+            name="attention-logits",
+            brief="Attention logits of 102400: too large for float16, no matter for bfloat16.",
+            make=_attention_logits,
+            recommended=_BF16,
+            fits=_BF16,
+            fails={level: ("overflow", "bmm") for level in ("O1", "O2", "O3")},
+        ),
+        Case(
+            name="small-steps",
+            brief="A learning rate of 1e-6, whose steps half weights without masters lose.",
+            make=_small_steps,
+            recommended=frozenset({"O2", "O5"}),
+            fits=_WITH_MASTERS,
+            fails={level: ("stall", "") for level in ("O3", _HALF_WEIGHTS)},
+        ),
+        Case(
+            name="batch-norm",
+            brief="Inputs whose variance of 1e6 a float16 batch norm cannot store.",
+            make=_batch_norm,
+            recommended=frozenset({"O2"}),
+            fits=_WITH_MASTERS,
+            fails={"O3": ("overflow", "running_var")},
+        ),
+        Case(
+            name="healthy-bfloat16",
+            brief="Features of 20000 in the residual stream: float16 fits with little room.",
+            make=_healthy_bfloat16,
+            recommended=frozenset({"O5"}),
+            fits=_WITH_MASTERS,
+            fails={},
+        ),
+    )
+}
+"""By name."""
+
+
+def case_named(name: str) -> Case:
+    """Return a case.
+
+    Raises:
+        ValueError: There is none of this name.
+    """
+    if name in CASES:
+        return CASES[name]
+    raise ValueError(
+        message(
+            f"There is no case {name!r}",
+            f"Choose from {', '.join(CASES)}",
+            "Pass for example --case stable",
+        )
+    )

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What becomes of observed values in a narrower format: arithmetic on exponent counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from preamp.numerics import EXPONENTS, NumberFormat
+from preamp.numerics.exponents import BELOW, FIRST
+from preamp.numerics.records import What
+
+MARGIN = 3
+"""Powers of two that the recommended loss scale leaves free above the largest gradient seen."""
+
+LARGEST_SCALE = 2.0**24
+"""Where a dynamic scale stops growing by default; none is recommended above it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The magnitudes that one tensor had over all recorded steps.
+
+    Attributes:
+        name: Qualified name of the parameter or buffer; of a module with ``" output"``; or of a
+            module with the operation in it, such as ``"attention: bmm"``.
+        what: ``"gradient"``, ``"weight"`` (buffers too), ``"update"``, ``"activation"``.
+        counts: Elements by exponent, as of `preamp.numerics.count_exponents`.
+        max_abs: Largest finite magnitude.
+        stalled: Of updates: by half format, elements that would not have changed a half weight.
+    """
+
+    name: str
+    what: What
+    counts: tuple[int, ...]
+    max_abs: float
+    stalled: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def elements(self) -> int:
+        """Elements over all steps."""
+        return sum(self.counts)
+
+    @property
+    def nonzero(self) -> int:
+        """Those of them that are finite and not zero."""
+        return sum(self.counts[BELOW:])
+
+    def below(self, exponent: int) -> int:
+        """How many are not zero and less than ``2 ** exponent`` in magnitude."""
+        return below(self.counts, exponent)
+
+
+def below(counts: Sequence[int], exponent: int) -> int:
+    """How many of the counted values are not zero and less than ``2 ** exponent``."""
+    stop = min(max(exponent - EXPONENTS.start, 0), len(EXPONENTS))
+    return sum(counts[BELOW : FIRST + stop])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorForecast:
+    """One tensor in a level's half format.
+
+    Attributes:
+        name: See `Range`.
+        what: See `Range`.
+        elements: Over all recorded steps; the counts below are of these.
+        nonzero: Finite and not zero.
+        max_abs: Largest magnitude seen in float32, without a loss scale.
+        headroom: Powers of two between it, with the loss scale on where it is a gradient, and
+            the largest value of the format; negative: it overflows. ``None`` for zeros.
+        lost: Not zero, and below the smallest positive value of the format with the scale on.
+        lost_unscaled: The same without a loss scale.
+        below_normal: Below the smallest normal value with the scale on: digits are lost.
+        stalled: Of updates that no master takes: elements that leave a half weight as it was.
+    """
+
+    name: str
+    what: What
+    elements: int
+    nonzero: int
+    max_abs: float
+    headroom: float | None
+    lost: int
+    lost_unscaled: int
+    below_normal: int
+    stalled: int | None = None
+
+    @property
+    def overflows(self) -> bool:
+        """Whether the largest value seen has no finite neighbour in the format."""
+        return self.headroom is not None and self.headroom < 0
+
+    @property
+    def lost_share(self) -> float:
+        """``lost`` as a share of ``nonzero``."""
+        return self.lost / self.nonzero if self.nonzero else 0.0
+
+    @property
+    def stalled_share(self) -> float:
+        """``stalled`` as a share of ``nonzero``."""
+        return (self.stalled or 0) / self.nonzero if self.nonzero else 0.0
+
+
+def forecast(values: Range, form: NumberFormat, scale: float) -> TensorForecast:
+    """Put the values of a tensor into a format.
+
+    Args:
+        values: What was seen in float32.
+        form: The half format.
+        scale: Loss scale, a power of two; it is on gradients only.
+    """
+    shift = _exponent_of(scale) if values.what == "gradient" else 0
+    stalled = dict(values.stalled).get(form.name)
+    return TensorForecast(
+        name=values.name,
+        what=values.what,
+        elements=values.elements,
+        nonzero=values.nonzero,
+        max_abs=values.max_abs,
+        headroom=form.headroom(math.ldexp(values.max_abs, shift)),
+        lost=values.below(form.subnormal_exponent - shift),
+        lost_unscaled=values.below(form.subnormal_exponent),
+        below_normal=values.below(form.min_exponent - shift),
+        stalled=stalled if values.what == "update" else None,
+    )
+
+
+def starting_scale(max_abs: float, form: NumberFormat, *, margin: int = MARGIN) -> float:
+    """The largest power of two that leaves gradients ``margin`` powers of two of room.
+
+    Args:
+        max_abs: Largest magnitude of any gradient that the format has to hold; finite.
+        form: The half format.
+        margin: Powers of two to leave free.
+
+    Returns:
+        From 1, the neutral scale, to `LARGEST_SCALE`; the latter if all is zero.
+    """
+    if max_abs <= 0:
+        return LARGEST_SCALE
+    exponent = form.max_exponent + 1 - math.frexp(max_abs)[1]
+    if math.ldexp(max_abs, exponent) > form.largest:
+        exponent -= 1
+    exponent = min(max(exponent - margin, 0), _exponent_of(LARGEST_SCALE))
+    return math.ldexp(1.0, exponent)
+
+
+def _exponent_of(scale: float) -> int:
+    mantissa, exponent = math.frexp(scale)
+    if mantissa != 0.5:
+        raise ValueError(f"{scale} is not a power of two")
+    return exponent - 1

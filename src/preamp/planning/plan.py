@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``plan``: watch float32, forecast every level, recommend one, and try it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from preamp.core.dtypes import dtype_name
+from preamp.core.errors import message
+from preamp.numerics import FORMATS
+from preamp.optim.fused.base import FusedOptimizer
+from preamp.planning import judge
+from preamp.planning.isolation import copy_of, untouched_random
+from preamp.planning.layout import slots_of
+from preamp.planning.memory import estimate
+from preamp.planning.peak import LossFn, Pass, trace_pass
+from preamp.planning.places import Places, find_places, in_bfloat16
+from preamp.planning.ranges import Recording, check_finite, record_ranges
+from preamp.planning.recommend import candidates, reasons_for
+from preamp.planning.report import LevelPlan, PlanProblem, PlanReport
+from preamp.planning.traffic import optimizer_traffic
+from preamp.planning.verify import TOLERANCE, compare, train_at
+from preamp.policy import OPT_LEVELS, Policy, level_defaults
+
+PURE_BFLOAT16 = "O5 without masters"
+"""Not a level, but what O5 is when ``master_weights=False``; planned to see whether masters pay."""
+
+POLICIES = {
+    **{name: policy for name, policy in OPT_LEVELS.items() if name != "O0"},
+    PURE_BFLOAT16: OPT_LEVELS["O5"].replace(master_weights=False),
+}
+"""What is planned by default."""
+
+_VERIFIED = 2  # the recommended level and the runner-up
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """The arguments of a plan, checked."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: LossFn
+    batch: Any
+
+    def copies(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return copy_of(self.model, self.optimizer)
+
+
+def plan(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    levels: Sequence[str] | None = None,
+    steps: int = 4,
+    verify_steps: int = 8,
+) -> PlanReport:
+    """Recommend an opt level and a loss scale to start with, by watching and trying.
+
+    Some float32 steps on a copy record the magnitudes of module outputs, of what operations inside
+    of modules compute, of gradients, weights, buffers and updates. From these follows what would
+    overflow, vanish or stall at each level, since one forward at the level shows what is half
+    there. The best two levels are then tried on further copies and their losses compared with
+    float32's. Nothing of the caller's changes: model, optimizer, buffers and random states are as
+    before, also if the call raises.
+
+    Args:
+        model: A float32 module as it is before `initialize`, in training mode, on its device.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar loss; it uses the model it is given.
+        batch: Whatever ``loss_fn`` takes; used for every step, and not to be changed by it.
+        optimizer: Over the model's parameters; AdamW with a learning rate of 1e-3 if left out. Its
+            own state, learning rate included, is where the steps start.
+        levels: Which to look at; O1 to O5 and `PURE_BFLOAT16` if left out.
+        steps: float32 steps to watch.
+        verify_steps: Steps to try levels with; 0 tries none.
+
+    Returns:
+        The report; ``print`` shows it.
+
+    Raises:
+        ValueError: A half model, a loss that is no finite scalar, a model that cannot be copied
+            or that the loss does not use, or a wrong number of steps.
+        TypeError: ``model`` is no module.
+        PreampPolicyError: A level is not known.
+    """
+    policies = _policies(levels)
+    _check_counts(steps, verify_steps)
+    slots_of(_checked_module(model))
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    task = _Task(model, optimizer, loss_fn, batch)
+    with torch.enable_grad():
+        with untouched_random():
+            recording = record_ranges(*task.copies(), loss_fn, batch, steps)
+        found = {name: _look_at(task, name, p, recording) for name, p in policies.items()}
+        expected = _expected(task, verify_steps)
+        found = _verify(task, policies, found, expected)
+    order = candidates(found)
+    recommended = order[0] if order else "O0"
+    return PlanReport(
+        recommended=recommended,
+        loss_scale=found[recommended].loss_scale if order else 1.0,
+        reasons=reasons_for(recommended, found, order),
+        levels=found,
+        runner_up=order[1] if len(order) > 1 else None,
+        fp32_losses=expected,
+        steps=steps,
+    )
+
+
+def _checked_module(model: object) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    raise TypeError(
+        message(
+            f"Got {type(model).__name__} in place of a model",
+            "plan runs the model, so it is an nn.Module",
+            "Pass the module; preamp.estimate takes factories and numbers of parameters",
+        )
+    )
+
+
+def _policies(levels: Sequence[str] | None) -> dict[str, Policy]:
+    if levels is None:
+        return dict(POLICIES)
+    names = [levels] if isinstance(levels, str) else levels
+    found = {name: POLICIES.get(name) or level_defaults(name) for name in names}
+    if found and "O0" not in found:
+        return found
+    raise ValueError(
+        message(
+            f"levels={levels!r} leaves nothing to plan",
+            f"Allowed are {', '.join(map(repr, POLICIES))}; O0 is what they are compared with",
+            "Name at least one of them, or leave levels out",
+        )
+    )
+
+
+def _check_counts(steps: int, verify_steps: int) -> None:
+    for name, value, least in (("steps", steps, 1), ("verify_steps", verify_steps, 0)):
+        if value < least:
+            raise ValueError(
+                message(
+                    f"{name}={value} cannot be used",
+                    f"It is a whole number from {least}",
+                    f"Leave {name} out for the default",
+                )
+            )
+
+
+def _look_at(task: _Task, name: str, policy: Policy, recording: Recording) -> LevelPlan:
+    half = policy.half_dtype
+    places = _places(task, policy)
+    held = judge.held_ranges(recording.ranges, places, policy)
+    form = FORMATS[dtype_name(half)]
+    scale = judge.scale_for(held, form)
+    tensors = judge.forecasts(held, form, scale)
+    memory = estimate(task.model, policy, task.optimizer)
+    traced = _traced(task, policy)
+    if traced is not None:
+        kept = memory.total - memory.gradients + traced.peak
+        peak = max(kept, memory.total + memory.master_gradients)
+        memory = dataclasses.replace(memory, activations=traced.peak, peak=peak)
+    moved = optimizer_traffic(
+        slots_of(task.model),
+        policy,
+        memory.optimizer_state,
+        is_fused=isinstance(task.optimizer, FusedOptimizer),
+    )
+    return LevelPlan(
+        level=name,
+        half=form.name,
+        loss_scale=scale,
+        problems=judge.problems_of(tensors, form, scale),
+        is_tight=judge.is_tight(tensors, form),
+        tensors=tensors,
+        memory=memory,
+        moved_by_passes=None if traced is None else traced.moved,
+        moved_by_step=moved,
+    )
+
+
+def _places(task: _Task, policy: Policy) -> Places:
+    with untouched_random():
+        twin, _ = copy_of(task.model, None)
+        return find_places(twin, policy, task.loss_fn, task.batch)
+
+
+def _traced(task: _Task, policy: Policy) -> Pass | None:
+    """Memory and traffic of a level on the device it is planned for.
+
+    With bfloat16 in place of float16: both take two bytes, but CPUs without float16 products
+    widen them, which is no property of the level.
+    """
+    try:
+        return trace_pass(task.model, in_bfloat16(policy), task.loss_fn, task.batch)
+    except ValueError:  # the forward looks at values: what only a real step could tell stays open
+        return None
+
+
+def _expected(task: _Task, steps: int) -> tuple[float, ...]:
+    losses, _ = train_at(task.copies(), OPT_LEVELS["O0"], task.loss_fn, task.batch, steps=steps)
+    for loss in losses:
+        check_finite(loss)
+    return losses
+
+
+def _verify(
+    task: _Task,
+    policies: dict[str, Policy],
+    found: dict[str, LevelPlan],
+    expected: Sequence[float],
+) -> dict[str, LevelPlan]:
+    """Try the best levels until two of them hold, or none is left."""
+    found = dict(found)
+    held = 0
+    for name in candidates(found) if expected else ():
+        if held == _VERIFIED:
+            break
+        before = found[name]
+        losses, skipped = train_at(
+            task.copies(),
+            policies[name],
+            task.loss_fn,
+            task.batch,
+            steps=len(expected),
+            scale=before.loss_scale,
+        )
+        result = compare(losses, skipped, expected)
+        problems = before.problems
+        if not result.holds:
+            text = (
+                f"In {len(losses)} steps the loss came {result.deviation:.1%} of its first value "
+                f"away from float32's; {TOLERANCE:.0%} is allowed."
+            )
+            problems = (PlanProblem(kind="losses", name="", text=text),)
+        held += result.holds
+        found[name] = dataclasses.replace(before, verification=result, problems=problems)
+    return found

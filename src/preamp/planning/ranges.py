@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A few float32 steps on a copy, watched: the magnitudes of everything that may become half."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from preamp.core.errors import message
+from preamp.core.pytree import map_leaves
+from preamp.kernels.observe import ObservedOps
+from preamp.numerics import count_exponents
+from preamp.numerics.records import What
+from preamp.planning.forecast import Range
+from preamp.planning.layout import named_modules, storage_key
+from preamp.planning.peak import LossFn
+
+_HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class ModulePath:
+    """The module whose forward runs now, and the operations in it so far.
+
+    Args:
+        model: Gets hooks on all its modules until `remove`.
+        on_output: Told of a module's qualified name and each tensor it returns.
+    """
+
+    def __init__(self, model: nn.Module, on_output: Callable[[str, torch.Tensor], None]) -> None:
+        """Attach the hooks."""
+        self._stack: list[str] = []
+        self._ops: Counter[str] = Counter()
+        self._handles: list[Any] = []
+        for name, module in named_modules(model):
+            self._handles.append(module.register_forward_pre_hook(self._entering(name)))
+            leave = self._leaving(name, on_output)
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def start(self) -> None:
+        """A forward of the whole model begins."""
+        self._stack.clear()
+        self._ops.clear()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a module's forward runs now."""
+        return bool(self._stack)
+
+    def next_op(self, op: str) -> str:
+        """A name for the operation ``op`` that is the same in every forward."""
+        place = self._stack[-1] if self._stack else "loss"
+        name = f"{place or 'model'}: {op.removeprefix('aten.')}"
+        self._ops[name] += 1
+        return name if self._ops[name] == 1 else f"{name} {self._ops[name]}"
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._stack.append(name)
+
+        return enter
+
+    def _leaving(self, name: str, on_output: Callable[[str, torch.Tensor], None]) -> Any:
+        def leave(_: nn.Module, __: Any, output: Any) -> None:
+            if self._stack and self._stack[-1] == name:
+                self._stack.pop()
+
+            def note(leaf: Any) -> Any:
+                if is_measurable(leaf):
+                    on_output(name or "model", leaf)
+                return leaf
+
+            map_leaves(note, output)
+
+        return leave
+
+
+def is_measurable(value: object) -> bool:
+    """Whether ``value`` is a dense tensor of real floating-point numbers."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.layout is torch.strided
+        and value.numel() > 0
+    )
+
+
+def new_values(
+    op: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> torch.Tensor | None:
+    """The tensor of values that an operation has computed, if that is what it did.
+
+    Views, casts, copies and fresh memory are none; of several results the first one counts, since
+    the others are statistics that kernels keep in float32.
+    """
+    if not inputs or not outputs or not is_measurable(outputs[0]):
+        return None
+    if any(word in op for word in ("empty", "_to_copy", "clone", "copy_", "detach")):
+        return None
+    first = outputs[0]
+    if not any(first is tensor for tensor in inputs):
+        held = {storage_key(t.untyped_storage()) for t in inputs if t.layout is torch.strided}
+        if storage_key(first.untyped_storage()) in held:
+            return None
+    return first
+
+
+@dataclass(slots=True)
+class _Tally:
+    what: What
+    counts: torch.Tensor
+    max_abs: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What the float32 steps showed.
+
+    Attributes:
+        ranges: Of every tensor.
+        losses: Before each step.
+    """
+
+    ranges: tuple[Range, ...]
+    losses: tuple[float, ...]
+
+
+class Recorder:
+    """Collects magnitudes by name; nothing synchronises until they are read."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._tallies: dict[tuple[str, What], _Tally] = {}
+        self._stalled: dict[str, dict[str, torch.Tensor]] = {}
+
+    def add(self, name: str, what: What, values: torch.Tensor) -> None:
+        """Count the values of a tensor."""
+        values = values.detach()
+        finite = torch.where(torch.isfinite(values), values.abs(), 0).max()
+        tally = self._tallies.get((name, what))
+        if tally is None:
+            self._tallies[name, what] = _Tally(what, count_exponents(values), finite)
+        else:
+            tally.counts += count_exponents(values)
+            tally.max_abs = torch.maximum(tally.max_abs, finite)
+
+    def add_update(self, name: str, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Count an update, and how much of it a half weight would not have noticed."""
+        update = after - before
+        self.add(name, "update", update)
+        counts = self._stalled.setdefault(name, {})
+        for form, dtype in _HALVES.items():
+            half = before.to(dtype)
+            same = (half.float() + update).to(dtype)
+            lost = ((same == half) & (update != 0)).sum()
+            counts[form] = counts.get(form, lost.new_zeros(())) + lost
+
+    def read(self) -> tuple[Range, ...]:
+        """Everything that was collected. Synchronises."""
+        return tuple(
+            Range(
+                name=name,
+                what=what,
+                counts=tuple(cast("list[int]", cast("Any", tally.counts).tolist())),
+                max_abs=float(tally.max_abs.item()),
+                stalled=tuple(
+                    (form, int(count.item()))
+                    for form, count in self._stalled.get(name, {}).items()
+                    if what == "update"
+                ),
+            )
+            for (name, what), tally in self._tallies.items()
+        )
+
+
+def record_ranges(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, steps: int
+) -> Recording:
+    """Train and watch.
+
+    Args:
+        model: A copy in float32; mutated.
+        optimizer: Of the copy; mutated.
+        loss_fn: See `plan`.
+        batch: See `plan`.
+        steps: How many.
+
+    Raises:
+        ValueError: The loss is no finite scalar, or no parameter gets a gradient.
+    """
+    recorder, losses = Recorder(), list[float]()
+
+    def watch_gradient(name: str, output: torch.Tensor) -> None:
+        if output.requires_grad:
+
+            def note(grad: torch.Tensor) -> None:
+                recorder.add(f"{name} output", "gradient", grad)
+
+            cast("Any", output).register_hook(note)
+
+    path = ModulePath(model, watch_gradient)
+
+    def watch(op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+        values = new_values(op, ins, outs) if path.is_inside else None
+        if values is not None:
+            recorder.add(path.next_op(op), "activation", values)
+
+    try:
+        for _ in range(steps):
+            path.start()
+            with ObservedOps(watch):
+                loss = loss_fn(model, batch)
+            losses.append(checked_loss(loss))
+            cast("Any", loss).backward()
+            _record_step(model, optimizer, recorder)
+    finally:
+        path.remove()
+    return Recording(recorder.read(), tuple(losses))
+
+
+def _record_step(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
+    params = {name: param for name, param in model.named_parameters() if is_measurable(param)}
+    graded = {name: param for name, param in params.items() if param.grad is not None}
+    if not graded:
+        raise ValueError(
+            message(
+                "No parameter of the model got a gradient",
+                "loss_fn(model, batch) computes its loss with the model that it is given, which "
+                "is a copy",
+                "Use the argument in place of a model from outside",
+            )
+        )
+    for name, param in params.items():
+        recorder.add(name, "weight", param)
+        if param.grad is not None and is_measurable(param.grad):
+            recorder.add(name, "gradient", param.grad)
+    before = {name: param.detach().clone() for name, param in graded.items()}
+    optimizer.step()
+    for name, param in graded.items():
+        recorder.add_update(name, before[name], param.detach())
+    for name, buffer in _buffers(model):
+        recorder.add(name, "weight", buffer)
+    optimizer.zero_grad()
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, b) for name, b in model.named_buffers() if is_measurable(b))
+
+
+def checked_loss(loss: object) -> float:
+    """The value of a loss. Synchronises.
+
+    Raises:
+        ValueError: It is no finite scalar tensor.
+    """
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return check_finite(float(loss.item()))
+    shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+    raise _bad_loss(f"loss_fn returned {type(loss).__name__}{shape}")
+
+
+def check_finite(loss: float) -> float:
+    """Return ``loss``, or raise ``ValueError`` if it is infinite or nan."""
+    if math.isfinite(loss):
+        return loss
+    raise _bad_loss(f"The loss is {loss} in float32")
+
+
+def _bad_loss(got: str) -> ValueError:
+    return ValueError(
+        message(
+            got,
+            "loss_fn(model, batch) returns a finite scalar tensor",
+            "Reduce the loss, for example by mean(), and plan with a model that trains in float32",
+        )
+    )

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a plan says: records, and their text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from preamp.planning.forecast import TensorForecast
+from preamp.planning.memory import MemoryEstimate
+from preamp.planning.verify import Verification
+
+ProblemKind = Literal["overflow", "gradient overflow", "underflow", "stall", "losses"]
+_SHOWN = 3  # problems of one kind that the text names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanProblem:
+    """Why a level does not fit.
+
+    Attributes:
+        kind: ``"overflow"``: a value of the forward, a weight or a buffer is too large for the
+            half format. ``"gradient overflow"``: a gradient is, even without a loss scale.
+            ``"underflow"``: gradients vanish at the scale. ``"stall"``: updates round to nothing.
+            ``"losses"``: the steps taken at the level did not follow float32's.
+        name: The tensor, as in `TensorForecast`; empty for the model as a whole.
+        text: One sentence with the number that led to it.
+    """
+
+    kind: ProblemKind
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelPlan:
+    """What was found out about one level.
+
+    Attributes:
+        level: Its name; `PURE_BFLOAT16` for O5 without masters.
+        half: ``"float16"``, ``"bfloat16"``, or ``""`` where all is float32.
+        loss_scale: The scale that gradients were forecast with.
+        problems: Why it does not fit; empty if it does.
+        is_tight: float16 only: it fits, but less than 3 powers of two are left above some value,
+            or some gradients vanish at any scale that does not overflow.
+        tensors: What the level has in half, as it would be there.
+        memory: By category.
+        moved_by_passes: Bytes that operations of a forward and backward read and write; ``None``
+            where these could not be traced without running them.
+        moved_by_step: Bytes that the optimizer's side of a step moves.
+        verification: The steps taken at it, if any were.
+    """
+
+    level: str
+    half: str
+    loss_scale: float
+    problems: tuple[PlanProblem, ...]
+    is_tight: bool
+    tensors: tuple[TensorForecast, ...]
+    memory: MemoryEstimate
+    moved_by_passes: int | None
+    moved_by_step: int
+    verification: Verification | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether no problem was found."""
+        return not self.problems
+
+    @property
+    def moved(self) -> int:
+        """Bytes moved by a whole step, as far as they are known."""
+        return (self.moved_by_passes or 0) + self.moved_by_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """The outcome of `plan`.
+
+    Attributes:
+        recommended: The level to take: ``"O0"`` if no other fits.
+        loss_scale: The scale to start with; 1 where none is needed.
+        reasons: Why, one sentence each.
+        levels: Everything that was looked at, by level.
+        runner_up: The second choice, or ``None``.
+        fp32_losses: Losses of float32 that the levels were compared with.
+        steps: Float32 steps that were watched.
+    """
+
+    recommended: str
+    loss_scale: float
+    reasons: tuple[str, ...]
+    levels: Mapping[str, LevelPlan]
+    runner_up: str | None
+    fp32_losses: tuple[float, ...]
+    steps: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as what ``json.dumps(..., allow_nan=False)`` accepts."""
+        levels = {
+            name: {**_plain(dataclasses.asdict(plan)), "fits": plan.fits}
+            for name, plan in self.levels.items()
+        }
+        own = {
+            field.name: _plain(getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if field.name != "levels"
+        }
+        return {**own, "levels": levels}
+
+    def _how(self) -> list[str]:
+        lines = [f'  preamp.initialize(model, optimizer, opt_level="{self.recommended}")']
+        if self.loss_scale != 1:
+            lines.append(f"  preamp.engine_of(optimizer).scaler(0).set_scale({self.loss_scale})")
+        return lines
+
+    def __str__(self) -> str:
+        """Several lines of text."""
+        scale = f" with loss scale {self.loss_scale:,.0f}" if self.loss_scale != 1 else ""
+        lines = [f"Recommended: {self.recommended}{scale}", *self._how(), ""]
+        lines += [f"- {reason}" for reason in self.reasons]
+        lines += ["", *_table(self.levels)]
+        for plan in self.levels.values():
+            if plan.problems:
+                lines += ["", f"{plan.level} does not fit:"]
+                lines += [f"- {text}" for text in problem_lines(plan.problems)]
+        return "\n".join(lines)
+
+
+def problem_lines(problems: Sequence[PlanProblem]) -> list[str]:
+    """The first problems of each kind, and how many more there are."""
+    lines: list[str] = []
+    for kind in dict.fromkeys(problem.kind for problem in problems):
+        same = [problem.text for problem in problems if problem.kind == kind]
+        lines += same[:_SHOWN]
+        if len(same) > _SHOWN:
+            lines.append(f"{len(same) - _SHOWN} more tensors have the same problem ({kind}).")
+    return lines
+
+
+def bytes_text(count: int | None) -> str:
+    """``1234567`` as ``"1.18 MiB"``; what is not known as a dash."""
+    if count is None:
+        return "–"
+    value, units = float(count), iter(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+    unit = next(units)
+    while value >= 1024 and unit != "PiB":
+        value, unit = value / 1024, next(units)
+    return f"{count} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+COLUMNS = ("level", "fits", "kept", "peak", "moved per step", "loss against fp32")
+"""Of the table of levels."""
+
+
+def cells_of(plan: LevelPlan) -> tuple[str, ...]:
+    """One level's row of the table."""
+    fits = "no" if plan.problems else "tight" if plan.is_tight else "yes"
+    verified = plan.verification
+    deviation = "not run"
+    if verified is not None:
+        is_number = math.isfinite(verified.deviation)
+        deviation = f"{verified.deviation:.2%} off" if is_number else "not finite"
+    moved = bytes_text(plan.moved) if plan.moved_by_passes is not None else "–"
+    memory = plan.memory
+    return plan.level, fits, bytes_text(memory.total), bytes_text(memory.peak), moved, deviation
+
+
+def _table(levels: Mapping[str, LevelPlan]) -> list[str]:
+    rows = [COLUMNS, *map(cells_of, levels.values())]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(dataclasses.asdict(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in cast("Sequence[Any]", value)]
+    return value

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A few steps at a level on copies, and how far their losses are from float32's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from preamp.core.errors import LossScaleError
+from preamp.engine import scale_loss
+from preamp.engine.initialize import create_engine
+from preamp.planning.isolation import untouched_random
+from preamp.planning.peak import LossFn
+from preamp.policy import Policy
+
+TOLERANCE = 0.05
+"""How far a loss may be from float32's, as a share of the first loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """A short training at a level.
+
+    Attributes:
+        losses: Before each step.
+        deviation: The largest distance from float32's losses, as a share of the first one;
+            infinite if a loss is not finite.
+        skipped: Steps skipped because of overflow.
+    """
+
+    losses: tuple[float, ...]
+    deviation: float
+    skipped: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether the losses follow float32's."""
+        return self.deviation <= TOLERANCE
+
+
+def train_at(
+    copies: tuple[nn.Module, torch.optim.Optimizer],
+    policy: Policy,
+    loss_fn: LossFn,
+    batch: Any,
+    *,
+    steps: int,
+    scale: float = 1.0,
+) -> tuple[tuple[float, ...], int]:
+    """Train copies at a level, from the random state of now, which is put back.
+
+    Args:
+        copies: A float32 model and its optimizer; mutated.
+        policy: The level.
+        loss_fn: See `plan`.
+        batch: See `plan`.
+        steps: How many; fewer losses come back where the loss scaler gives up.
+        scale: Loss scale to start with where the level's is dynamic, and to stay with at O3.
+
+    Returns:
+        The losses before each step, and the number of skipped steps.
+    """
+    model, optimizer = copies
+    losses: list[float] = []
+    engine = create_engine([model], [optimizer], policy)
+    try:
+        if policy.half_dtype is torch.float16:
+            engine.scaler(0).set_scale(scale)
+        with untouched_random():
+            for _ in range(steps):
+                loss = loss_fn(model, batch)
+                losses.append(float(loss.item()))
+                with scale_loss(loss, optimizer) as scaled:
+                    cast("Any", scaled).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except LossScaleError:
+        losses.append(math.nan)
+    finally:
+        engine.close()
+    return tuple(losses), engine.steps_skipped
+
+
+def compare(losses: Sequence[float], skipped: int, expected: Sequence[float]) -> Verification:
+    """Measure losses against float32's.
+
+    Args:
+        losses: Of the level.
+        skipped: Its skipped steps.
+        expected: Of float32, from the same start.
+    """
+    unit = abs(expected[0]) or 1.0
+    distances = [abs(a - b) / unit for a, b in zip(losses, expected, strict=False)]
+    is_finite = len(losses) == len(expected) and all(map(math.isfinite, losses))
+    return Verification(tuple(losses), max(distances) if is_finite else math.inf, skipped)
