@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import typer
+from rich.box import SIMPLE_HEAVY
 from rich.table import Table
 
 import preamp
@@ -89,7 +90,7 @@ def _table(rows: list[MemoryEstimate]) -> Table:
     title = f"{first.parameters:,} parameters, {first.optimizer}"
     if first.world_size > 1:
         title += f", one of {first.world_size} ranks, sharding {first.sharding}"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAVY, padding=(0, 1, 0, 0))
     table.add_column("level", style="bold")
     for name in (*first.categories, "total", "more in step"):
         table.add_column(name, justify="right")

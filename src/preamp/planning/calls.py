@@ -77,7 +77,7 @@ def parse_call(text: str) -> Call:
         return Call(module=module, name=name)
     try:
         node = ast.parse(f"f({rest}", mode="eval").body
-        if not isinstance(node, ast.Call):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
             raise _malformed(text)
         args = tuple(ast.literal_eval(item) for item in node.args)
         kwargs = {str(item.arg): ast.literal_eval(item.value) for item in node.keywords if item.arg}

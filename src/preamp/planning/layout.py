@@ -81,7 +81,8 @@ def slots_of(model: object) -> list[Slot]:
 
     Raises:
         TypeError: It is nothing of that.
-        ValueError: The number is not a whole one above zero, or a parameter is half already.
+        ValueError: The number is not a whole one above zero, the function raised, or a parameter
+            is half already.
     """
     if isinstance(model, (int, float)) and not isinstance(model, bool):
         return [_flat_slot(model)]
@@ -104,12 +105,22 @@ def made(model: object) -> nn.Module:
 
     Raises:
         TypeError: It is neither a module nor a function that returns one.
+        ValueError: The function raised.
     """
     if isinstance(model, nn.Module):
         return model
     if callable(model):
-        with torch.device("meta"):
-            found = model()
+        try:
+            with torch.device("meta"):
+                found = model()
+        except Exception as error:
+            raise ValueError(
+                message(
+                    f"The model cannot be made on the meta device: {error}",
+                    "The factory takes no arguments, and its constructor does not look at values",
+                    "Bind its arguments by functools.partial, or pass the module itself",
+                )
+            ) from error
         if isinstance(found, nn.Module):
             return found
         model = found

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from preamp.core.errors import message
+from preamp.engine.lookup import bare
 from preamp.planning.layout import Factory, Slot, made, slots_of
 from preamp.planning.optimizers import OptimizerLike, name_of, optimizer_factory
 from preamp.planning.peak import LossFn, trace_pass
@@ -132,6 +133,7 @@ def estimate(
             shapes, a wrong number of ranks, or a ``loss_fn`` that cannot be traced.
     """
     policy = opt_level if isinstance(opt_level, Policy) else resolve(opt_level, {})
+    optimizer = bare(optimizer)
     _check_ranks(world_size, sharding, has_loss=loss_fn is not None)
     if loss_fn is not None:
         model = made(model)

@@ -82,7 +82,7 @@ def find_places(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -
     path = ModulePath(model, note_output)
 
     def watch(op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-        values = new_values(op, ins, outs) if path.is_inside else None
+        values = new_values(op, ins, outs)
         if values is not None:
             name = path.next_op(op)
             known.add(name)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import message
+from preamp.core.errors import PreampStateError, message
+from preamp.engine.lookup import find_engine
 from preamp.numerics import FORMATS
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.planning import judge
@@ -90,10 +91,19 @@ def plan(
             or that the loss does not use, or a wrong number of steps.
         TypeError: ``model`` is no module.
         PreampPolicyError: A level is not known.
+        PreampStateError: The model is initialized already.
     """
     policies = _policies(levels)
     _check_counts(steps, verify_steps)
     slots_of(_checked_module(model))
+    if find_engine(model) is not None:
+        raise PreampStateError(
+            message(
+                "The model is initialized already",
+                "A plan starts from the float32 model as it is before initialize",
+                "Plan first, or call preamp.engine_of(model).close()",
+            )
+        )
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     task = _Task(model, optimizer, loss_fn, batch)

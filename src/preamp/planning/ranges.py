@@ -47,11 +47,6 @@ class ModulePath:
         self._stack.clear()
         self._ops.clear()
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether a module's forward runs now."""
-        return bool(self._stack)
-
     def next_op(self, op: str) -> str:
         """A name for the operation ``op`` that is the same in every forward."""
         place = self._stack[-1] if self._stack else "loss"
@@ -211,7 +206,7 @@ def record_ranges(
     path = ModulePath(model, watch_gradient)
 
     def watch(op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-        values = new_values(op, ins, outs) if path.is_inside else None
+        values = new_values(op, ins, outs)
         if values is not None:
             recorder.add(path.next_op(op), "activation", values)
 

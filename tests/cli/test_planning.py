@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``preamp estimate`` and ``preamp plan``: options, output, refusals."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import preamp
+from preamp.cli.app import app
+
+SCRIPT = """
+from __future__ import annotations
+from dataclasses import KW_ONLY, dataclass
+import torch
+from torch import nn
+import helper
+
+@dataclass
+class Settings:
+    _: KW_ONLY
+    width: int = 4
+
+def loss_fn(model, batch):
+    return model(batch).float().square().mean()
+
+def make():
+    model = nn.Linear(Settings().width, helper.OUT)
+    return model, loss_fn, torch.ones(8, 4), torch.optim.SGD(model.parameters(), lr=0.1)
+
+model = nn.Linear(4, 4)
+data = torch.ones(8, 4)
+
+def nothing():
+    return model
+
+if __name__ == "__main__":
+    raise SystemExit("the training itself was run")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    (tmp_path / "helper.py").write_text("OUT = 3\n", encoding="utf-8")
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT, encoding="utf-8")
+    return str(path)
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_estimate_prints_a_row_for_each_level() -> None:
+    done = invoke("estimate", "--params", "7e9", "--optimizer", "FusedAdam", "--world-size", "8")
+    assert done.exit_code == 0, done.output
+    assert "7,000,000,000 parameters, FusedAdam, one of 8 ranks" in done.output
+    lines = [line.split() for line in done.output.splitlines()]
+    rows = {line[0]: line for line in lines if line and line[0] in preamp.OPT_LEVELS}
+    assert list(rows) == list(preamp.OPT_LEVELS)
+    assert rows["O5"][1:3] == ["13.04", "GiB"]
+
+
+def test_estimate_prints_json() -> None:
+    done = invoke(
+        *("estimate", "torch.nn:Linear(10, 20, bias=False)", "--optimizer", "SGD(momentum=0.9)"),
+        *("--levels", "O0,O2", "--world-size", "2", "--sharding", "zero1", "--json"),
+    )
+    assert done.exit_code == 0, done.output
+    o0, o2 = json.loads(done.output)
+    assert (o0["opt_level"], o0["parameters"], o0["optimizer_state"]) == ("O0", 200, 400)
+    assert (o2["weights"], o2["masters"], o2["sharding"]) == (400, 400, "zero1")
+
+
+def test_estimate_without_an_optimizer() -> None:
+    done = invoke("estimate", "--params", "10", "--optimizer", "none", "--json")
+    assert {row["optimizer_state"] for row in json.loads(done.output)} == {0}
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ((), "Got neither a model nor --params"),
+        (("torch.nn:Linear(2, 2)", "--params", "5"), "Got both a model and --params"),
+        (("torch.nn:Linea(2, 2)",), "Cannot import torch.nn:Linea"),
+        (("--params", "5", "--levels", "O9"), "'O9' is not known"),
+        (("--params", "5", "--sharding", "zero9"), "'zero9' is not known"),
+        (("--params", "5", "--optimizer", "Adm"), "'Adm' is not known"),
+        (("torch.nn:Linear(2)",), "cannot be made"),
+    ],
+)
+def test_estimate_refuses(options: tuple[str, ...], part: str) -> None:
+    done = invoke("estimate", *options)
+    assert done.exit_code == 2
+    assert done.output.startswith("Error: ")
+    assert part in done.output
+
+
+QUICK = ("--levels", "O5", "--steps", "1", "--verify-steps", "1")
+
+
+def test_plan_runs_make(script: str) -> None:
+    done = invoke("plan", script, *QUICK)
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("Recommended: O5\n")
+
+
+def test_plan_takes_names_and_prints_json(script: str) -> None:
+    done = invoke("plan", script, "--names", "model,loss_fn,data", *QUICK, "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.output)
+    assert report["recommended"] == "O5"
+    assert report["levels"]["O5"]["memory"]["optimizer"] == "AdamW"
+    assert report["levels"]["O5"]["memory"]["parameters"] == 20
+
+
+def test_plan_of_a_case() -> None:
+    done = invoke("plan", "--case", "attention-logits", "--levels", "O2,O5", "--verify-steps", "1")
+    assert done.exit_code == 0, done.output
+    assert "Recommended: O5" in done.output
+    assert "O2 does not fit" in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ((), "Got neither a script nor --case"),
+        (("--case", "stabel"), "There is no case 'stabel'"),
+        (("missing.py",), "There is no file 'missing.py'"),
+        (("{script}", "--case", "stable"), "Got both a script and --case"),
+        (("{script}", "--names", "build"), "defines no 'build'"),
+        (("{script}", "--names", "nothing"), "three or four objects"),
+        (("{script}", "--levels", "O9"), "'O9' is not known"),
+        (("{script}", "--steps", "0"), "steps=0 cannot be used"),
+    ],
+)
+def test_plan_refuses(options: tuple[str, ...], part: str, script: str) -> None:
+    done = invoke("plan", *(option.format(script=script) for option in options))
+    assert done.exit_code == 2
+    assert done.output.startswith("Error: ")
+    assert part in done.output

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Estimates against the counted bytes of real engines: equal, not close."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+from cases.plain import TOKENS, Mixed, counted
+from preamp import optimizers
+from preamp.optim import LARC
+from preamp.planning.optimizers import NAMES, optimizer_factory
+from preamp.planning.states import Updated, state_bytes
+
+LEVELS = tuple(preamp.OPT_LEVELS)
+SPECIAL = {
+    "LBFGS": "keeps a history of the whole model: refused",
+    "Muon": "takes matrices only: a test of its own",
+    "SparseAdam": "takes sparse gradients only: a test of its own",
+}
+GENERAL = [name for name in NAMES if name not in SPECIAL]
+
+
+def test_every_optimizer_of_preamp_and_torch_is_known() -> None:
+    fused = {name for name in dir(optimizers) if name.startswith("Fused")}
+    torchs = {
+        name
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    assert set(NAMES) == fused | torchs - {"Optimizer"}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", GENERAL)
+def test_estimate_equals_the_count(name: str, level: str) -> None:
+    model = Mixed()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    estimate = preamp.estimate(model, level, name)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    optimizer = optimizer_factory(name)(model.parameters())
+    assert estimate.categories == counted(model, optimizer, level, TOKENS)
+    assert estimate.total == sum(estimate.categories.values())
+
+
+OPTIONS = (
+    "SGD(lr=0.1, momentum=0.9)",
+    "SGD(lr=0.1)",
+    "Adam(amsgrad=True)",
+    "AdamW(fused=True)",
+    "RMSprop(momentum=0.5, centered=True)",
+    "FusedAdam(capturable=True)",
+    "FusedAdam(capturable=True, master_weights=True)",
+    "FusedAdam(max_grad_norm=1.0)",
+    "FusedSGD(lr=0.1, momentum=0.9)",
+    "torch.optim:Adadelta(lr=0.5)",
+)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+@pytest.mark.parametrize("text", OPTIONS)
+def test_options_count(text: str, level: str) -> None:
+    model = Mixed()
+    estimate = preamp.estimate(model, level, text)
+    optimizer = optimizer_factory(text)(model.parameters())
+    assert estimate.categories == counted(model, optimizer, level, TOKENS)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_muon(level: str) -> None:
+    model = nn.Linear(3, 5, bias=False)
+    estimate = preamp.estimate(model, level, "Muon")
+    optimizer = torch.optim.Muon(model.parameters())
+    assert estimate.categories == counted(model, optimizer, level, torch.ones(2, 3))
+
+
+def test_sparse_adam_keeps_dense_averages() -> None:
+    tensor = Updated((7, 4), torch.float32)
+    found = state_bytes(optimizer_factory("SparseAdam"), [tensor])
+    model = nn.Embedding(7, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    model(TOKENS).sum().backward()
+    optimizer.step()
+    assert found.bytes == sum(
+        value.untyped_storage().nbytes()
+        for value in optimizer.state[model.weight].values()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_an_optimizer_has_its_own_parameters_and_groups(level: str) -> None:
+    model = Mixed()
+    groups: list[dict[str, Any]] = [
+        {"params": [model.linear.weight, model.frozen], "momentum": 0.9},
+        {"params": [model.tokens.weight, model.norm.weight], "lr": 0.2},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    estimate = preamp.estimate(model, level, optimizer)
+    assert not optimizer.state
+    assert estimate.categories == counted(model, optimizer, level, TOKENS)
+
+
+def test_counters_of_the_given_optimizer_stay() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = optimizers.FusedAdam(model.parameters(), capturable=True)
+    before = [value.clone() for value in optimizer.param_groups[0].values() if _is_tensor(value)]
+    preamp.estimate(model, "O0", optimizer)
+    after = [value for value in optimizer.param_groups[0].values() if _is_tensor(value)]
+    assert before
+    assert all(map(torch.equal, before, after))
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def test_larc_adds_no_state() -> None:
+    model = nn.Linear(3, 5)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    wrapped = preamp.estimate(model, "O2", LARC(inner))  # pyright: ignore[reportArgumentType]
+    assert wrapped == preamp.estimate(model, "O2", inner)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_overrides_come_as_a_policy(keep: bool) -> None:
+    policy = preamp.OPT_LEVELS["O2"].replace(keep_batchnorm_fp32=keep)
+    model = Mixed()
+    estimate = preamp.estimate(model, policy, "Adam")
+    optimizer = torch.optim.Adam(model.parameters())
+    expected = counted(model, optimizer, "O2", TOKENS, keep_batchnorm_fp32=keep)
+    assert estimate.categories == expected
+
+
+class Views(nn.Module):
+    """Two parameters and a buffer in one storage, which has room left over."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat = torch.ones(100)
+        self.a = nn.Parameter(flat[:10])
+        self.b = nn.Parameter(flat[10:30].view(4, 5).t())
+        self.register_buffer("seen", flat[30:40])
+
+    def forward(self) -> torch.Tensor:
+        return self.a.sum() + self.b.sum() + self.seen.sum()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_shared_storage_counts_once_and_whole(level: str) -> None:
+    model = Views()
+    estimate = preamp.estimate(model, level, "Adam")
+    optimizer = torch.optim.Adam(model.parameters())
+    assert estimate.categories == counted(model, optimizer, level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_without_an_optimizer(level: str) -> None:
+    estimate = preamp.estimate(Mixed(), level, None)
+    assert estimate.optimizer == "none"
+    assert (estimate.masters, estimate.optimizer_state, estimate.master_gradients) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_factory_and_the_meta_device_give_the_same(level: str) -> None:
+    expected = preamp.estimate(Mixed(), level)
+    assert preamp.estimate(Mixed, level) == expected
+    with torch.device("meta"):
+        model = Mixed()
+    assert preamp.estimate(model, level) == expected
+
+
+def test_a_large_factory_is_not_allocated() -> None:
+    large = functools.partial(nn.Linear, 10**6, 10**6)
+    estimate = preamp.estimate(large, "O2", "FusedAdam")
+    assert estimate.parameters == 10**12 + 10**6
+    assert estimate.weights == 2 * estimate.parameters
+
+
+HAND_COUNT = {  # weights, masters, gradients, Adam's two averages, in bytes per parameter
+    "O0": (4, 0, 4, 8),
+    "O1": (4, 0, 4, 8),
+    "O2": (2, 4, 2, 8),
+    "O3": (2, 0, 2, 8),  # FusedAdam's averages are float32 for half weights too
+    "O4": (4, 0, 4, 8),
+    "O5": (2, 4, 2, 8),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_number_of_parameters(level: str) -> None:
+    found = preamp.estimate(7e9, level, "FusedAdam")
+    count = 7 * 10**9
+    assert found.parameters == count
+    per_parameter = (found.weights, found.masters, found.gradients, found.optimizer_state)
+    assert per_parameter == tuple(count * size for size in HAND_COUNT[level])
+    assert (found.buffers, found.scaler) == (0, 12)
+
+
+def test_masters_gradients_are_made_for_optimizers_that_read_them() -> None:
+    assert preamp.estimate(1000, "O2", "AdamW").master_gradients == 4000
+    assert preamp.estimate(1000, "O2", "FusedAdam").master_gradients == 0
+    assert preamp.estimate(1000, "O1", "AdamW").master_gradients == 0
+
+
+def test_sharding() -> None:
+    def at(sharding: str) -> tuple[int, ...]:
+        found = preamp.estimate(
+            1001,
+            "O2",
+            "Adam",
+            world_size=4,
+            sharding=sharding,  # type: ignore[arg-type]
+        )
+        state = found.optimizer_state - 4  # the step counter is not shared out
+        return found.weights, found.masters, found.gradients, state, found.master_gradients
+
+    part = -(-1001 // 4)
+    assert at("none") == (2002, 4004, 2002, 8008, 4004)
+    assert at("zero1") == (2002, 4 * part, 2002, 8 * part, 4 * part)
+    assert at("fsdp") == (2 * part, 4 * part, 2 * part, 8 * part, 4 * part)
+
+
+def test_it_is_plain_data() -> None:
+    found = preamp.estimate(1000, "O5")
+    data = found.to_json()
+    assert data["total"] == found.total == sum(found.categories.values())
+    assert preamp.MemoryEstimate(**{k: v for k, v in data.items() if k != "total"}) == found
+
+
+HALF = nn.Linear(2, 2).half()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "parts"),
+    [
+        ({"model": "GPT"}, TypeError, ("Got str", "an nn.Module", "functools.partial")),
+        ({"model": lambda: 3}, TypeError, ("Got int", "an nn.Module", "functools.partial")),
+        ({"model": 0.5}, ValueError, ("0.5 is not a number", "whole number", "7e9")),
+        ({"model": HALF}, ValueError, ("'weight' is torch.float16", "in float32", "model.float()")),
+        ({"optimizer": "Adm"}, ValueError, ("'Adm' is not known", "FusedAdam", "module:Name")),
+        ({"optimizer": "Adam(0.1)"}, ValueError, ("without a name", "name=value", "lr=0.1")),
+        ({"optimizer": "Adam(lr=x)"}, ValueError, ("'Adam(lr=x)'", "numbers, strings", "Write")),
+        ({"optimizer": "Adam(lr=-1)"}, ValueError, ("-1", "state for each", "another optimizer")),
+        ({"optimizer": "LBFGS"}, ValueError, ("LBFGS keeps a history", "each parameter", "Pass")),
+        ({"optimizer": 3}, TypeError, ("Got int", "a class", "FusedAdam")),
+        ({"optimizer": "nowhere:Adam"}, ValueError, ("nowhere:Adam", "package.module", "Check")),
+        ({"world_size": 0}, ValueError, ("world_size=0", "from 1", "number of ranks")),
+        ({"sharding": "zero3"}, ValueError, ("'zero3'", "'fsdp'", "Choose one")),
+        ({"opt_level": "O9"}, preamp.PreampPolicyError, ("'O9'", "Choose one of", "letter O")),
+    ],
+)
+def test_refusals_say_what_is_allowed(
+    arguments: dict[str, Any], kind: type[Exception], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(kind) as caught:
+        preamp.estimate(**{"model": 10, **arguments})
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_state_of_other_sizes_is_refused() -> None:
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            del closure
+            for param in self.param_groups[0]["params"]:
+                self.state[param]["odd"] = torch.zeros(param.numel() + 1)
+
+    with pytest.raises(ValueError, match=re.escape("keeps a state of shape (7,)")):
+        preamp.estimate(nn.Linear(9, 9, bias=False), "O0", Odd)
+
+
+def test_counting_makes_nothing() -> None:
+    model = nn.Linear(8, 16, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    preamp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    with preamp.scale_loss(model(torch.ones(4, 8)).mean(), optimizer) as scaled:
+        scaled.backward()
+    engine = preamp.engine_of(model)
+    first = preamp.count_memory(engine)
+    assert first["gradients"] == 2 * 128
+    assert preamp.count_memory(engine) == first
+    (master,) = preamp.master_params(optimizer)
+    assert master.grad is not None  # now it exists, and is counted
+    assert preamp.count_memory(engine)["gradients"] == 6 * 128

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Verdicts on trainings whose trouble is known, and that planning leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import preamp
+from preamp.optimizers import FusedAdam
+from preamp.planning.cases import CASES, Case
+from preamp.planning.layout import slots_of
+from preamp.planning.traffic import optimizer_traffic
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, preamp.PlanReport]:
+    return {}
+
+
+def report_of(case: Case, reports: dict[str, preamp.PlanReport]) -> preamp.PlanReport:
+    if case.name not in reports:
+        reports[case.name] = preamp.plan(*case.make())
+    return reports[case.name]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_verdict_is_right(name: str, reports: dict[str, preamp.PlanReport]) -> None:
+    case = CASES[name]
+    report = report_of(case, reports)
+    assert report.recommended in case.recommended, str(report)
+    for level in case.fits:
+        assert report.levels[level].fits, str(report)
+    for level, (kind, part) in case.fails.items():
+        problems = report.levels[level].problems
+        assert any(p.kind == kind and part in p.name for p in problems), str(report)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_recommended_level_was_tried(name: str, reports: dict[str, preamp.PlanReport]) -> None:
+    report = report_of(CASES[name], reports)
+    for level in (report.recommended, report.runner_up):
+        tried = report.levels[str(level)].verification
+        assert tried is not None
+        assert tried.holds
+        assert len(tried.losses) == len(report.fp32_losses) == 8
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_gradient_overflows_at_the_recommended_scale(
+    name: str, reports: dict[str, preamp.PlanReport]
+) -> None:
+    report = report_of(CASES[name], reports)
+    best = report.levels[report.recommended]
+    assert best.verification is not None
+    assert best.verification.skipped == 0
+    gradients = [t for t in best.tensors if t.what == "gradient"]
+    assert gradients
+    assert not any(t.overflows for t in gradients)
+
+
+def test_tiny_gradients_need_a_scale_and_get_it(reports: dict[str, preamp.PlanReport]) -> None:
+    report = report_of(CASES["tiny-gradients"], reports)
+    gradients = [t for t in report.levels["O2"].tensors if t.what == "gradient"]
+    nonzero = sum(t.nonzero for t in gradients)
+    assert sum(t.lost_unscaled for t in gradients) > 0.5 * nonzero
+    assert sum(t.lost for t in gradients) < 0.001 * nonzero
+    assert report.loss_scale >= 2.0**20
+    assert any("would vanish" in reason for reason in report.reasons)
+
+
+def test_bfloat16_needs_no_scale(reports: dict[str, preamp.PlanReport]) -> None:
+    report = report_of(CASES["healthy-bfloat16"], reports)
+    assert report.loss_scale == 1.0
+    assert report.levels["O2"].is_tight
+    assert not report.levels["O5"].is_tight
+
+
+def test_a_float32_batch_norm_is_not_blamed(reports: dict[str, preamp.PlanReport]) -> None:
+    report = report_of(CASES["batch-norm"], reports)
+    held = {level: {t.name for t in plan.tensors} for level, plan in report.levels.items()}
+    assert "0.running_var" in held["O3"]
+    assert "0.running_var" not in held["O1"] | held["O2"]
+
+
+def test_text_and_json(reports: dict[str, preamp.PlanReport]) -> None:
+    report = report_of(CASES["attention-logits"], reports)
+    text = str(report)
+    assert text.startswith(f"Recommended: {report.recommended}\n")
+    assert f'opt_level="{report.recommended}"' in text
+    assert "bmm reaches 1.02e+05; float16 ends at 65504" in text
+    data = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert data["recommended"] == report.recommended
+    assert data["levels"]["O2"]["fits"] is False
+    assert data["levels"]["O2"]["problems"][0]["kind"] == "overflow"
+    assert data["levels"]["O5"]["memory"]["opt_level"] == "O5"
+
+
+class Noisy(nn.Module):
+    """Draws random numbers and changes buffers in its forward."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.dropout = nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.dropout(self.norm(self.linear(x * random.random() * np.random.rand())))
+
+
+def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).float().square().mean()
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    state: Any = copy.deepcopy(optimizer.state_dict())
+    return [
+        copy.deepcopy(model.state_dict()),
+        state["state"],
+        [{k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]],
+        torch.get_rng_state(),
+        list(random.getstate()[1]),
+        list(np.random.get_state()[1]),  # type: ignore[arg-type,index]
+        [p.grad for p in model.parameters()],
+        [id(p) for group in optimizer.param_groups for p in group["params"]],
+    ]
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        for key in value:
+            yield key
+            yield from leaves(value[key])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def assert_same(before: list[Any], after: list[Any]) -> None:
+    for one, other in zip(leaves(before), leaves(after), strict=True):
+        if isinstance(one, torch.Tensor):
+            assert one.dtype is other.dtype
+            assert torch.equal(one, other)
+        else:
+            assert one == other
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
+        for m in model.modules()
+    )
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_the_caller_keeps_everything(with_state: bool) -> None:
+    model = Noisy()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batch = torch.randn(8, 6)
+    if with_state:
+        mean_square(model, batch).backward()
+        optimizer.step()
+    before = snapshot(model, optimizer)
+    preamp.plan(model, mean_square, batch, optimizer, levels=["O1", "O2"], steps=2, verify_steps=2)
+    assert_same(before, snapshot(model, optimizer))
+    assert hooks_of(model) == 0
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("call", range(12))
+def test_the_caller_keeps_everything_when_a_forward_fails(call: int) -> None:
+    model = Noisy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    calls = 0
+
+    def failing(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        loss = mean_square(model, batch)
+        if calls > call:
+            raise KeyError("a forward fails")
+        return loss
+
+    batch = torch.randn(8, 6)
+    before = snapshot(model, optimizer)
+    softmax = F.softmax
+    with pytest.raises(KeyError, match="a forward fails"):
+        preamp.plan(model, failing, batch, optimizer, levels=["O1"], steps=2, verify_steps=20)
+    assert_same(before, snapshot(model, optimizer))
+    assert hooks_of(model) == 0
+    assert F.softmax is softmax
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_plan_is_repeatable() -> None:
+    model, batch = Noisy(), torch.randn(8, 6)
+    first = preamp.plan(model, mean_square, batch, levels=["O5"], steps=2, verify_steps=2)
+    again = preamp.plan(model, mean_square, batch, levels=["O5"], steps=2, verify_steps=2)
+    # Python's and numpy's random numbers are the same in both too.
+    assert first == again
+
+
+def test_a_forward_that_looks_at_values_can_be_planned() -> None:
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss = model(batch).float().square().mean()
+        return loss if loss.item() > 0 else -loss
+
+    report = preamp.plan(nn.Linear(4, 4), loss_fn, torch.randn(8, 4), levels=["O2"], verify_steps=2)
+    plan = report.levels["O2"]
+    assert plan.moved_by_passes is None
+    assert plan.memory.peak is None
+    assert report.recommended == "O2"
+
+
+def test_nothing_fits() -> None:
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch).float() * 1e-5).square().mean()
+
+    report = preamp.plan(nn.Linear(4, 4), loss_fn, 1e6 * torch.ones(8, 4), levels=["O2", "O3"])
+    assert report.recommended == "O0"
+    assert report.runner_up is None
+    assert report.loss_scale == 1.0
+    assert "No level fits" in str(report)
+
+
+def test_losses_that_leave_float32s_are_a_problem() -> None:
+    # Sums to something only while every digit of 1 + 2**-12 is there.
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1 + 2.0**-12)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch).float() - 1).square().mean() * 2.0**24
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    report = preamp.plan(model, loss_fn, torch.ones(4, 1), optimizer, levels=["O2", "O5"])
+    assert report.recommended == "O0"
+    for plan in report.levels.values():
+        assert [problem.kind for problem in plan.problems] == ["losses"]
+
+
+def test_an_optimizers_class_decides_about_traffic() -> None:
+    slots = slots_of(10**6)
+    state = 8 * 10**6
+    per_parameter = {  # as in the table of budgets in docs/design.md
+        ("O0", True): 28,  # its scale is static: nothing is looked for
+        ("O1", True): 40,
+        ("O2", True): 30,
+        ("O5", True): 28,
+        ("O5", False): 40,
+    }
+    for (level, is_fused), expected in per_parameter.items():
+        policy = preamp.OPT_LEVELS[level]
+        moved = optimizer_traffic(slots, policy, state, is_fused=is_fused)
+        assert moved == expected * 10**6, level
+
+
+def test_a_fused_optimizer_can_be_planned() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = FusedAdam(model.parameters())
+    report = preamp.plan(
+        model, mean_square, torch.randn(8, 4), optimizer, levels=["O5"], verify_steps=2
+    )
+    assert report.recommended == "O5"
+    assert report.levels["O5"].memory.master_gradients == 0
+
+
+def _initialized() -> nn.Module:
+    model = nn.Linear(4, 4)
+    preamp.initialize(model, opt_level="O1", verbosity=0)
+    return model
+
+
+def _elsewhere(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    del model
+    return batch.mean().requires_grad_()
+
+
+def _infinite(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).mean() / 0.0
+
+
+def _vector(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "parts"),
+    [
+        ({"model": nn.Linear}, TypeError, ("Got type", "nn.Module", "preamp.estimate")),
+        ({"model": nn.Linear(4, 4).half()}, ValueError, ("float16 already", "float32", "float()")),
+        ({"loss_fn": _elsewhere}, ValueError, ("No parameter", "is a copy", "Use the argument")),
+        ({"loss_fn": _infinite}, ValueError, ("inf in float32", "finite scalar", "Reduce")),
+        ({"loss_fn": _vector}, ValueError, ("shape (8, 4)", "finite scalar", "mean()")),
+        ({"levels": ["O9"]}, preamp.PreampPolicyError, ("'O9'", "Choose one of", "letter O")),
+        ({"levels": ["O0"]}, ValueError, ("levels=['O0']", "compared with", "at least one")),
+        ({"levels": []}, ValueError, ("levels=[]", "compared with", "at least one")),
+        ({"steps": 0}, ValueError, ("steps=0", "from 1", "Leave steps out")),
+        ({"verify_steps": -1}, ValueError, ("verify_steps=-1", "from 0", "Leave verify_steps")),
+    ],
+)
+def test_refusals_say_what_is_allowed(
+    arguments: dict[str, Any], kind: type[Exception], parts: tuple[str, ...]
+) -> None:
+    given = {"model": nn.Linear(4, 4), "loss_fn": mean_square, "batch": torch.ones(8, 4)}
+    with pytest.raises(kind) as caught:
+        preamp.plan(**{**given, **arguments})
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_an_initialized_model_is_refused() -> None:
+    with pytest.raises(preamp.PreampStateError, match="initialized already"):
+        preamp.plan(_initialized(), mean_square, torch.ones(8, 4))
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    model.lock = open(__file__)  # type: ignore[assignment]
+    with model.lock, pytest.raises(ValueError, match="cannot be copied"):  # type: ignore[union-attr]
+        preamp.plan(model, mean_square, torch.ones(8, 4))
