@@ -38,6 +38,9 @@ data = torch.ones(8, 4)
 def nothing():
     return model
 
+def broken():
+    raise ValueError("a bug of the script's own")
+
 if __name__ == "__main__":
     raise SystemExit("the training itself was run")
 """
@@ -125,6 +128,12 @@ def test_plan_of_a_case() -> None:
     assert done.exit_code == 0, done.output
     assert "Recommended: O5" in done.output
     assert "O2 does not fit" in done.output
+
+
+def test_errors_of_the_script_keep_their_traceback(script: str) -> None:
+    done = invoke("plan", script, "--names", "broken")
+    assert isinstance(done.exception, ValueError)
+    assert str(done.exception) == "a bug of the script's own"
 
 
 @pytest.mark.parametrize(

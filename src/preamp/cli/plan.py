@@ -43,7 +43,9 @@ def plan(
         parts = _parts(script, names, case)
         wanted = None if levels is None else re.split(r"[,\s]+", levels.strip(", "))
         report = preamp.plan(*parts, levels=wanted, steps=steps, verify_steps=verify_steps)
-    except (ValueError, TypeError, OSError, PreampError) as error:
+    except (ValueError, TypeError, PreampError) as error:
+        if not _is_ours(error):  # a bug in the script: its traceback tells more
+            raise
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
@@ -95,6 +97,14 @@ def _run(script: Path) -> ModuleType:
     sys.modules[_MODULE] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def _is_ours(error: BaseException) -> bool:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return name.startswith("preamp.")
 
 
 def _attribute(module: ModuleType, script: Path, name: str) -> Any:
