@@ -27,6 +27,7 @@ MODULES = (
     "preamp.normalization",
     "preamp.optimizers",
     "preamp.parallel",
+    "preamp.planning.records",
 )
 
 

@@ -33,13 +33,6 @@ from preamp.engine import load_state_dict as load_state_dict
 from preamp.engine import master_params as master_params
 from preamp.engine import scale_loss as scale_loss
 from preamp.engine import state_dict as state_dict
-from preamp.planning import PURE_BFLOAT16 as PURE_BFLOAT16
-from preamp.planning import LevelPlan as LevelPlan
-from preamp.planning import MemoryEstimate as MemoryEstimate
-from preamp.planning import PlanProblem as PlanProblem
-from preamp.planning import PlanReport as PlanReport
-from preamp.planning import TensorForecast as TensorForecast
-from preamp.planning import Verification as Verification
 from preamp.planning import count_memory as count_memory
 from preamp.planning import estimate as estimate
 from preamp.planning import plan as plan
@@ -49,21 +42,14 @@ from preamp.policy import Policy as Policy
 __version__ = "0.1.0.dev0"
 __all__ = [
     "OPT_LEVELS",
-    "PURE_BFLOAT16",
     "Engine",
-    "LevelPlan",
     "LossScaleError",
-    "MemoryEstimate",
     "OverflowCause",
-    "PlanProblem",
-    "PlanReport",
     "Policy",
     "PreampError",
     "PreampPolicyError",
     "PreampStateError",
     "PreampUnavailableError",
-    "TensorForecast",
-    "Verification",
     "__version__",
     "audit_casts",
     "bfloat16_function",

@@ -19,22 +19,23 @@ import preamp
 from preamp.optimizers import FusedAdam
 from preamp.planning.cases import CASES, Case
 from preamp.planning.layout import slots_of
+from preamp.planning.records import PlanReport
 from preamp.planning.traffic import optimizer_traffic
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, preamp.PlanReport]:
+def reports() -> dict[str, PlanReport]:
     return {}
 
 
-def report_of(case: Case, reports: dict[str, preamp.PlanReport]) -> preamp.PlanReport:
+def report_of(case: Case, reports: dict[str, PlanReport]) -> PlanReport:
     if case.name not in reports:
         reports[case.name] = preamp.plan(*case.make())
     return reports[case.name]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_verdict_is_right(name: str, reports: dict[str, preamp.PlanReport]) -> None:
+def test_the_verdict_is_right(name: str, reports: dict[str, PlanReport]) -> None:
     case = CASES[name]
     report = report_of(case, reports)
     assert report.recommended in case.recommended, str(report)
@@ -46,7 +47,7 @@ def test_the_verdict_is_right(name: str, reports: dict[str, preamp.PlanReport]) 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_recommended_level_was_tried(name: str, reports: dict[str, preamp.PlanReport]) -> None:
+def test_the_recommended_level_was_tried(name: str, reports: dict[str, PlanReport]) -> None:
     report = report_of(CASES[name], reports)
     for level in (report.recommended, report.runner_up):
         tried = report.levels[str(level)].verification
@@ -57,7 +58,7 @@ def test_the_recommended_level_was_tried(name: str, reports: dict[str, preamp.Pl
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_gradient_overflows_at_the_recommended_scale(
-    name: str, reports: dict[str, preamp.PlanReport]
+    name: str, reports: dict[str, PlanReport]
 ) -> None:
     report = report_of(CASES[name], reports)
     best = report.levels[report.recommended]
@@ -68,7 +69,7 @@ def test_no_gradient_overflows_at_the_recommended_scale(
     assert not any(t.overflows for t in gradients)
 
 
-def test_tiny_gradients_need_a_scale_and_get_it(reports: dict[str, preamp.PlanReport]) -> None:
+def test_tiny_gradients_need_a_scale_and_get_it(reports: dict[str, PlanReport]) -> None:
     report = report_of(CASES["tiny-gradients"], reports)
     gradients = [t for t in report.levels["O2"].tensors if t.what == "gradient"]
     nonzero = sum(t.nonzero for t in gradients)
@@ -78,21 +79,21 @@ def test_tiny_gradients_need_a_scale_and_get_it(reports: dict[str, preamp.PlanRe
     assert any("would vanish" in reason for reason in report.reasons)
 
 
-def test_bfloat16_needs_no_scale(reports: dict[str, preamp.PlanReport]) -> None:
+def test_bfloat16_needs_no_scale(reports: dict[str, PlanReport]) -> None:
     report = report_of(CASES["healthy-bfloat16"], reports)
     assert report.loss_scale == 1.0
     assert report.levels["O2"].is_tight
     assert not report.levels["O5"].is_tight
 
 
-def test_a_float32_batch_norm_is_not_blamed(reports: dict[str, preamp.PlanReport]) -> None:
+def test_a_float32_batch_norm_is_not_blamed(reports: dict[str, PlanReport]) -> None:
     report = report_of(CASES["batch-norm"], reports)
     held = {level: {t.name for t in plan.tensors} for level, plan in report.levels.items()}
     assert "0.running_var" in held["O3"]
     assert "0.running_var" not in held["O1"] | held["O2"]
 
 
-def test_text_and_json(reports: dict[str, preamp.PlanReport]) -> None:
+def test_text_and_json(reports: dict[str, PlanReport]) -> None:
     report = report_of(CASES["attention-logits"], reports)
     text = str(report)
     assert text.startswith(f"Recommended: {report.recommended}\n")

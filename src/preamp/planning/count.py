@@ -38,21 +38,7 @@ class _Seen:
 
 
 def count_memory(engine: Engine) -> dict[str, int]:
-    """Count the bytes that an engine's models and optimizers hold now, by category.
-
-    Storages are counted, each once, in the order of the categories: tied weights do not count
-    twice, and a view counts with the whole storage behind it. Nothing is made by looking: a
-    master's gradient that was never read is not there. Does not synchronise.
-
-    Args:
-        engine: Best between a backward and its step, and not before the second step: optimizers
-            make their state in the first one.
-
-    Returns:
-        Bytes by the names in `CATEGORIES`. ``"optimizer state"`` has the tensors in the
-        optimizers' state and in their groups, ``"loss scaler"`` each scaler's scale, counter and
-        overflow flag.
-    """
+    """Do what `preamp.count_memory` says."""
     weights = [param for model in engine.models for param in model.parameters()]
     buffers = [buffer for model in engine.models for buffer in model.buffers()]
     updated = [

@@ -64,35 +64,7 @@ def plan(
     steps: int = 4,
     verify_steps: int = 8,
 ) -> PlanReport:
-    """Recommend an opt level and a loss scale to start with, by watching and trying.
-
-    Some float32 steps on a copy record the magnitudes of module outputs, of what operations inside
-    of modules compute, of gradients, weights, buffers and updates. From these follows what would
-    overflow, vanish or stall at each level, since one forward at the level shows what is half
-    there. The best two levels are then tried on further copies and their losses compared with
-    float32's. Nothing of the caller's changes: model, optimizer, buffers and random states are as
-    before, also if the call raises.
-
-    Args:
-        model: A float32 module as it is before `initialize`, in training mode, on its device.
-        loss_fn: ``loss_fn(model, batch)`` returns a scalar loss; it uses the model it is given.
-        batch: Whatever ``loss_fn`` takes; used for every step, and not to be changed by it.
-        optimizer: Over the model's parameters; AdamW with a learning rate of 1e-3 if left out. Its
-            own state, learning rate included, is where the steps start.
-        levels: Which to look at; O1 to O5 and `PURE_BFLOAT16` if left out.
-        steps: float32 steps to watch.
-        verify_steps: Steps to try levels with; 0 tries none.
-
-    Returns:
-        The report; ``print`` shows it.
-
-    Raises:
-        ValueError: A half model, a loss that is no finite scalar, a model that cannot be copied
-            or that the loss does not use, or a wrong number of steps.
-        TypeError: ``model`` is no module.
-        PreampPolicyError: A level is not known.
-        PreampStateError: The model is initialized already.
-    """
+    """Do what `preamp.plan` says."""
     policies = _policies(levels)
     _check_counts(steps, verify_steps)
     slots_of(_checked_module(model))

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What `preamp.estimate` and `preamp.plan` return."""
+
+from preamp.planning.count import CATEGORIES as CATEGORIES
+from preamp.planning.forecast import TensorForecast as TensorForecast
+from preamp.planning.memory import MemoryEstimate as MemoryEstimate
+from preamp.planning.planner import PURE_BFLOAT16 as PURE_BFLOAT16
+from preamp.planning.report import LevelPlan as LevelPlan
+from preamp.planning.report import PlanProblem as PlanProblem
+from preamp.planning.report import PlanReport as PlanReport
+from preamp.planning.verify import Verification as Verification
+
+__all__ = [
+    "CATEGORIES",
+    "PURE_BFLOAT16",
+    "LevelPlan",
+    "MemoryEstimate",
+    "PlanProblem",
+    "PlanReport",
+    "TensorForecast",
+    "Verification",
+]
