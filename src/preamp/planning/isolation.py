@@ -21,11 +21,12 @@ SomeOptimizer = TypeVar("SomeOptimizer", bound="torch.optim.Optimizer | None")
 @contextmanager
 def untouched_random() -> Generator[None]:
     """Put the states of torch's, Python's and numpy's random numbers back at the end."""
+    kind, devices = _accelerators()
     python = random.getstate()
     numpy: Any = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state()
     try:
-        with cast("Any", torch.random).fork_rng(_devices(), device_type=_kind()):
+        with cast("Any", torch.random).fork_rng(devices, device_type=kind):
             yield
     finally:
         random.setstate(python)
@@ -33,13 +34,12 @@ def untouched_random() -> Generator[None]:
             numpy.random.set_state(state)
 
 
-def _kind() -> str:
-    accelerator = torch.accelerator.current_accelerator()
-    return "cuda" if accelerator is None else accelerator.type
-
-
-def _devices() -> list[int]:
-    return list(range(torch.accelerator.device_count()))
+def _accelerators() -> tuple[str, list[int]]:
+    """The kind and numbers of the accelerators; none on a machine that has none."""
+    if not torch.accelerator.is_available():  # torch 2.6 raises where it is asked for one then
+        return "cuda", []
+    kind = torch.accelerator.current_accelerator()
+    return "cuda" if kind is None else kind.type, list(range(torch.accelerator.device_count()))
 
 
 def copy_of(model: nn.Module, optimizer: SomeOptimizer) -> tuple[nn.Module, SomeOptimizer]:
