@@ -33,6 +33,7 @@ from preamp.engine import load_state_dict as load_state_dict
 from preamp.engine import master_params as master_params
 from preamp.engine import scale_loss as scale_loss
 from preamp.engine import state_dict as state_dict
+from preamp.engine import step_scheduler as step_scheduler
 from preamp.planning import count_memory as count_memory
 from preamp.planning import estimate as estimate
 from preamp.planning import plan as plan
@@ -73,4 +74,5 @@ __all__ = [
     "remove_apex_alias",
     "scale_loss",
     "state_dict",
+    "step_scheduler",
 ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from preamp.engine import session
+from preamp.engine import overflow, session
 from preamp.kernels import dispatch
 from preamp.optim.fused import on_device
 
@@ -45,3 +45,4 @@ def far_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "choose", choose)
     monkeypatch.setattr(on_device, "host_reaches", lambda _: False)
     monkeypatch.setattr(session, "host_reaches", lambda _: False)
+    monkeypatch.setattr(overflow, "host_reaches", lambda _: False)

@@ -590,7 +590,7 @@ def test_a_skip_prints_apex_line(capsys: pytest.CaptureFixture[str]) -> None:
     pair.optimizer.step()
     assert capsys.readouterr().out == (
         "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 8.0 "
-        "(first in 'b.weight')\n"
+        "(step 1: nan first in 'b.weight'; loss scale 16.0 to 8.0)\n"
     )
 
 

@@ -350,7 +350,7 @@ def test_the_parameter_that_overflows_is_named(capsys: pytest.CaptureFixture[str
     model, optimizer = wrapped(dynamic_loss_scale=True)
     optimizer.backward(model.loss(2.0**10))  # 2**26: beyond float16, not beyond float32
     optimizer.step()
-    assert "first in 'optimizers[0].param_groups[0][0]'" in capsys.readouterr().out
+    assert "inf first in 'optimizers[0].param_groups[0][0]'" in capsys.readouterr().out
 
 
 # -- clipping ------------------------------------------------------------------------------------

@@ -14,3 +14,4 @@ from preamp.engine.overflow import OverflowCause as OverflowCause
 from preamp.engine.params import master_params as master_params
 from preamp.engine.scale_loss import as_optimizers as as_optimizers
 from preamp.engine.scale_loss import scale_loss as scale_loss
+from preamp.engine.schedulers import step_scheduler as step_scheduler

@@ -16,14 +16,19 @@ from preamp.casting.modules import Conversion
 from preamp.core.errors import message
 from preamp.core.link import Link
 from preamp.core.undo import UndoStack
+from preamp.engine import refusals
+from preamp.engine.adjustments import Adjustments
 from preamp.engine.explain import explain_engine
 from preamp.engine.ledger import Ledger
 from preamp.engine.names import ParameterNames
+from preamp.engine.order import BackwardOrder
 from preamp.engine.overflow import OverflowCause
 from preamp.engine.params import first_device
 from preamp.engine.reductions import Reductions
 from preamp.engine.session import OptimizerSession, make_sessions
 from preamp.engine.state import load_scalers, make_scaler, scalers_state
+from preamp.engine.teardown import weights_given_back
+from preamp.engine.trace import Tracer
 from preamp.kernels import Ops
 from preamp.optim import Twin
 from preamp.policy import Policy
@@ -42,6 +47,9 @@ class Engine:
         optimizers: The optimizers, as given.
         scalers: One `LossScaler` per loss.
         ledger: What became of the optimizer steps.
+        adjustments: When loss scales react.
+        order: In which order backwards make gradients.
+        tracer: Watches the modules where that was asked for.
         device: Where loss scales and flags live: that of the first parameter.
         closed: Whether `close` was called.
         casts_functions: Whether functions are cast one by one (O1, O4).
@@ -83,17 +91,21 @@ class Engine:
         self.ops = ops
         self.device = first_device(self.models, self.optimizers)
         self.scalers = [make_scaler(policy, self.device) for _ in range(num_losses)]
+        self.order = BackwardOrder()
         self.ledger = Ledger(
             self.scalers,
             self.names.of,
             limit=policy.max_consecutive_skips,
             verbosity=verbosity,
+            order=self.order,
         )
+        self.tracer = Tracer(self.models)
+        self.ledger.on_skip.append(self.tracer.told)
         self.sessions = make_sessions(
             self.optimizers, ops, self.names.of, self.reductions, has_masters=policy.master_weights
         )
         self._on_close: list[Callable[[], None]] = []
-        self._unadjusted: dict[int, LossScaler] = {}
+        self.adjustments = Adjustments()
 
     # -- what users ask ----------------------------------------------------------------------
 
@@ -145,6 +157,21 @@ class Engine:
         self.ledger.settle(wait=True)
         return self.ledger.causes
 
+    def trace_overflow(self) -> None:
+        """Watch the modules of the models until an overflow, and tell the first to go wrong.
+
+        From the next forward on, hooks read what goes in and out of all modules, forward and
+        backward. The first module to turn finite values into infinite ones or nan is told with
+        the next skipped step, and is its cause's ``trace``; then the hooks go. Nothing is changed
+        and nobody waits. Inside of what is compiled or scripted nothing is seen.
+
+        Raises:
+            PreampStateError: No loss has a dynamic scale, so overflows are not looked for.
+        """
+        if self.policy.enabled:
+            refusals.check_can_trace(self.scalers)
+            self.tracer.arm()
+
     def explain(self) -> str:
         """Say what was decided, for which reason, and what was found; several lines of text."""
         return explain_engine(self)
@@ -157,8 +184,6 @@ class Engine:
     @verbosity.setter
     def verbosity(self, value: int) -> None:
         self.ledger.verbosity = value
-
-    # -- masters -----------------------------------------------------------------------------
 
     @property
     def scales_losses(self) -> bool:
@@ -241,52 +266,29 @@ class Engine:
         self.ledger.settle(wait=True, gives_up=False)
         for callback in self._on_close:
             callback()
-        claimed: set[int] = set()
-        for session in self.sessions.values():
-            session.settle_now(claimed)
-        twins = [twin for session in self.sessions.values() for twin in session.masters or ()]
-        grads = [(twin.half, twin.unscaled_gradient()) for twin in twins]
-        for twin in twins:
-            if twin.half.dtype is not torch.float32:  # not after model.float()
-                twin.absorb_external_write()
-        exact = {id(twin.half): twin.master.data for twin in twins}
-        self.closed = True
-        for stack in (self.undo, *self._model_undo.values()):
-            stack.unwind()
-        self._when_dropped.detach()
-        self.process_undo.unwind()
-        for session in self.sessions.values():
-            session.release_masters()
-        self.conversion.revert(exact)
-        for half, unscaled in grads:
-            half.grad = unscaled
-        for session in self.sessions.values():
-            session.recast_state()
+        with weights_given_back(self.sessions.values(), self.conversion):
+            self.closed = True
+            for stack in (self.undo, *self._model_undo.values()):
+                stack.unwind()
+            self._when_dropped.detach()
+            self.process_undo.unwind()
+        self.tracer.disarm()
         self.link.cut()
 
     # -- what blocks and hooks report (engine-internal) --------------------------------------
 
-    def adjust(self, scaler: LossScaler) -> None:
-        """Let ``scaler`` react to what was found since it last did."""
-        self._unadjusted.pop(id(scaler), None)
-        scaler.update()
-
-    def adjust_later(self, scaler: LossScaler) -> None:
-        """Let ``scaler`` react with the next block that does, at the latest with the next step."""
-        self._unadjusted[id(scaler)] = scaler
-
-    def _adjust_late(self) -> None:
-        for scaler in tuple(self._unadjusted.values()):
-            self.adjust(scaler)
+    def _end_step(self) -> None:
+        self.adjustments.catch_up()
+        self.tracer.end_step()
 
     def applied_step(self, session: OptimizerSession) -> None:
         """Take note of a step that updated the weights."""
-        self._adjust_late()
+        self._end_step()
         self.ledger.applied(session)
 
     def skip_step(self, session: OptimizerSession) -> OverflowCause:
         """Take note of a step not taken; see `Ledger.skipped`."""
-        self._adjust_late()
+        self._end_step()
         return self.ledger.skipped(session)
 
     def settle_steps(self) -> None:
@@ -295,5 +297,5 @@ class Engine:
 
     def step_decided_on_device(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
         """Take note of a step whose outcome the host does not know yet."""
-        self._adjust_late()
+        self._end_step()
         self.ledger.decided_on_device(session, found_inf)

@@ -38,8 +38,7 @@ def explain_engine(engine: Engine) -> str:
             f"{len(direct)} parameters updated directly; "
             + ("one host synchronisation per step" if waits else "no synchronisation")
         )
-        halves = [twin.half for twin in session.masters or ()]
-        unowned = engine.names.unowned([*direct, *halves])
+        unowned = engine.names.unowned(session.model_params())
         if unowned:
             lines.append(f"  trained but in no model, left as they are: {', '.join(unowned)}")
     for index, scaler in enumerate(engine.scalers):

@@ -178,7 +178,7 @@ class GradientBooks:
         )
         if census.norm is not None and not self._holds_earlier():
             self.known_norm.note(census.norm, grads)
-        note.add(params, census.max_abs)
+        note.add(params, grads, census)
         return census.found_inf
 
     def _holds_earlier(self) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import torch
@@ -31,7 +32,7 @@ from preamp.kernels import ForeachType, Ops, cpu_lacks_fp16_matmul
 from preamp.kernels import backend as ops_named
 from preamp.optim import MasterParameter
 from preamp.optim.fused.base import FusedOptimizer
-from preamp.policy import Policy, Scope, level_defaults, resolve
+from preamp.policy import OnOverflow, Policy, Scope, level_defaults, resolve
 
 
 def initialize(
@@ -56,6 +57,7 @@ def initialize(
     allow_half_model: bool = False,
     hard_override: bool = False,
     backend: str = "auto",
+    overflow: OnOverflow | None = None,
 ) -> Any:
     """Put models and optimizers into mixed precision, in place.
 
@@ -94,6 +96,9 @@ def initialize(
         hard_override: Warn instead of refusing an override that contradicts the level.
         backend: Kernels for gradients and fused updates: ``"triton"``, ``"cpu"``, ``"foreach"``,
             ``"reference"``, or ``"auto"`` for the fastest one on each device.
+        overflow: ``"skip"`` (default), or ``"trace"``: every forward and backward is watched
+            by module hooks, and a skipped step tells which module was the first to go wrong. See
+            `Engine.trace_overflow`, which does so once.
 
     Returns:
         The very objects passed in: ``models`` alone if ``optimizers`` is ``None``, else
@@ -128,6 +133,7 @@ def initialize(
             "max_loss_scale": max_loss_scale,
             "scope": scope,
             "max_consecutive_skips": max_consecutive_skips,
+            "overflow": overflow,
         }
         policy = resolve(opt_level, overrides, hard_override=hard_override)
         announce(level_defaults(opt_level), policy, verbosity)
@@ -200,10 +206,13 @@ def _attach(engine: Engine) -> None:
     _install_function_casts(engine)
     for session in engine.sessions.values():
         OptimizerHooks(engine, session).attach(engine.undo)
+    if policy.overflow == "trace":
+        engine.tracer.arm(stays=True)
 
 
 def _hook_model(engine: Engine, model: nn.Module) -> None:
     policy, undo = engine.policy, engine.undo_of(model)
+    undo.push(functools.partial(engine.tracer.release, model))
     target = policy.cast_model_type
     outputs = policy.cast_model_outputs
     if target is not None and outputs is None:

@@ -18,17 +18,16 @@ import torch
 from preamp.core.errors import LossScaleError
 from preamp.core.log import say
 from preamp.core.tensors import is_capturing
-from preamp.engine.overflow import (
-    GradientNote,
-    OverflowCause,
-    check_limits,
-    find_cause,
-    skip_message,
-)
+from preamp.engine.order import BackwardOrder
+from preamp.engine.overflow import GradientNote, OverflowCause, find_cause
+from preamp.engine.overflow_messages import check_limits, skip_message
 from preamp.engine.session import OptimizerSession
 from preamp.scaling import LossScaler
 
 _CAUSES_KEPT = 256
+
+OnSkip = Callable[[OptimizerSession, OverflowCause], None]
+OnStep = Callable[[OptimizerSession, int, bool], None]
 
 
 class _Flag:
@@ -62,16 +61,14 @@ class _Open:
     """A step that the host does not know the outcome of yet.
 
     Attributes:
-        number: Which one it is of the engine's steps.
         session: Its optimizer.
-        flag: Not zero if it was skipped.
+        flag: Not zero if it was skipped; ``None`` if it was certainly not.
         notes: What the backwards before it found.
         scales: The loss scales after it.
     """
 
-    number: int
     session: OptimizerSession
-    flag: _Flag
+    flag: _Flag | None
     notes: tuple[GradientNote, ...]
     scales: tuple[torch.Tensor, ...]
 
@@ -83,6 +80,9 @@ class Ledger:
         causes: The latest skipped steps with their causes, oldest first; bounded.
         last_skipped: Whether the latest step was skipped.
         verbosity: 0 tells nothing.
+        on_skip: Called with the session and the cause of each skipped step, before `on_step`.
+        on_step: Called with the session, the number of the step among its own, counted from 1,
+            and whether it was skipped: once for each step, in order, when its outcome is known.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class Ledger:
         *,
         limit: int | None,
         verbosity: int,
+        order: BackwardOrder | None = None,
     ) -> None:
         """Start without steps.
 
@@ -100,6 +101,7 @@ class Ledger:
             name_of: Names parameters.
             limit: Skipped steps in a row after which training stops.
             verbosity: See the attribute.
+            order: Of the gradients in a backward.
         """
         self.causes: deque[OverflowCause] = deque(maxlen=_CAUSES_KEPT)
         self.last_skipped = False
@@ -107,14 +109,18 @@ class Ledger:
         self._name_of = name_of
         self._limit = limit
         self.verbosity = verbosity
+        self.on_skip: list[OnSkip] = []
+        self.on_step: list[OnStep] = []
+        self._order = order
         self._open: deque[_Open] = deque()
-        self._steps = 0
-        self._latest_known = 0
 
     def applied(self, session: OptimizerSession) -> None:
         """Count a step that updated the weights."""
         session.finish_step()
-        self._count(session, self._next(), skipped=False)
+        if self._open:  # steps are counted in their order
+            self._open.append(_Open(session, None, (), ()))
+        else:
+            self._count(session, skipped=False)
 
     def skipped(self, session: OptimizerSession) -> OverflowCause:
         """Count a step not taken, tell why, and give up where scaling cannot go on.
@@ -122,17 +128,27 @@ class Ledger:
         Raises:
             LossScaleError: Too many skips in a row, or the scale reached its built-in minimum.
         """
+        self.settle(wait=True)  # the host has waited for this step's outcome anyway
         notes, scales = tuple(session.notes), [scaler.value() for scaler in self._scalers]
         session.finish_step()
-        return self._skip(session, self._next(), notes, scales)
+        return self._skip(session, notes, scales)
 
     def decided_on_device(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
         """Take note of a step that the device has taken unless ``found_inf`` is set."""
         if not is_capturing(found_inf.device):
             scales = tuple(scaler.scale.clone() for scaler in self._scalers)
             flag, notes = _Flag(found_inf), tuple(session.notes)
-            self._open.append(_Open(self._next(), session, flag, notes, scales))
+            self._open.append(_Open(session, flag, notes, scales))
         session.finish_step()
+
+    def latest_taken(self, session: OptimizerSession) -> bool | None:
+        """Whether the latest step of an optimizer was taken, ``None`` before the first.
+
+        Synchronises, and raises, as `settle`.
+        """
+        self.settle(wait=True)
+        steps = session.steps_applied + session.steps_skipped
+        return session.skips_in_row == 0 if steps else None
 
     def settle(self, *, wait: bool, gives_up: bool = True) -> None:
         """Count the steps whose outcome is known by now.
@@ -144,37 +160,35 @@ class Ledger:
         Raises:
             LossScaleError: See `skipped`; of an earlier step.
         """
-        while self._open and (wait or self._open[0].flag.has_come()):
+        while self._open:
+            flag = self._open[0].flag
+            if not (wait or flag is None or flag.has_come()):
+                return
             step = self._open.popleft()
-            if step.flag.read():
+            if flag is not None and flag.read():
                 scales = [float(scale.item()) for scale in step.scales]
                 with nullcontext() if gives_up else suppress(LossScaleError):
-                    self._skip(step.session, step.number, step.notes, scales)
+                    self._skip(step.session, step.notes, scales)
             else:
-                self._count(step.session, step.number, skipped=False)
-
-    def _next(self) -> int:
-        self._steps += 1
-        return self._steps
-
-    def _count(self, session: OptimizerSession, number: int, *, skipped: bool) -> None:
-        session.count(skipped=skipped)
-        if number > self._latest_known:  # outcomes of several optimizers do not come in order
-            self._latest_known, self.last_skipped = number, skipped
+                self._count(step.session, skipped=False)
 
     def _skip(
-        self,
-        session: OptimizerSession,
-        number: int,
-        notes: Sequence[GradientNote],
-        scales: Sequence[float],
+        self, session: OptimizerSession, notes: Sequence[GradientNote], scales: Sequence[float]
     ) -> OverflowCause:
         step = session.steps_applied + session.steps_skipped + 1
-        cause = find_cause(notes, step, scales, self._name_of)
-        self._count(session, number, skipped=True)
+        cause = find_cause(notes, step, scales, self._name_of, self._order)
         self.causes.append(cause)
         if self.verbosity > 0:
             say(skip_message(cause), every_rank=True)
+        for tell in tuple(self.on_skip):
+            tell(session, cause)
+        self._count(session, skipped=True)
         rule = self._scalers[cause.loss_id].rule
         check_limits(cause, session.skips_in_row, self._limit, rule)
         return cause
+
+    def _count(self, session: OptimizerSession, *, skipped: bool) -> None:
+        session.count(skipped=skipped)
+        self.last_skipped = skipped
+        for tell in tuple(self.on_step):
+            tell(session, session.steps_applied + session.steps_skipped, skipped)

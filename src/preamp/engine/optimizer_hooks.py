@@ -26,6 +26,7 @@ from preamp.engine.optimizer_methods import (
     previous_method,
     replace_closure,
 )
+from preamp.engine.order import BackwardOrder
 from preamp.engine.overflow import OverflowCause
 from preamp.engine.session import OptimizerSession
 
@@ -35,6 +36,7 @@ class StepOwner(Protocol):
 
     casts_functions: bool
     closed: bool
+    order: BackwardOrder
 
     @property
     def scales_losses(self) -> bool:
@@ -235,6 +237,7 @@ class OptimizerHooks:
                         if id(param) not in known:
                             param.grad = None
                 self._session.adopt()
+                self._owner.order.learn_again()
             return result
 
         copy_identity(inner, add_param_group)

@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is known about an overflow, and how it is told."""
+"""What is known about an overflow: noted with each backward, read when a step is skipped."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 
-from preamp.core.errors import LossScaleError, message
-from preamp.scaling import SMALLEST_SCALE, DynamicScale, ScaleRule
+from preamp.engine.finite import read_again
+from preamp.engine.order import BackwardOrder
+from preamp.kernels import Census
+from preamp.numerics import OverflowRecord, TraceRecord
+
+Kind = Literal["inf", "nan"]
+
+
+def host_reaches(tensor: torch.Tensor) -> bool:
+    """Whether reading ``tensor`` waits for no device."""
+    return tensor.device.type == "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +30,19 @@ class OverflowCause:
     Attributes:
         step: Number of the ``optimizer.step`` call, counted from 1, skipped ones included.
         loss_id: Which loss's backward overflowed.
-        parameters: Qualified names of the parameters with infinite or nan gradients, in the
-            order of the optimizer's groups.
+        parameters: Qualified names of the parameters with infinite or nan gradients. The one
+            whose gradient the backward makes first comes first; those whose place in the
+            backward is not known come last, in the order of the optimizer's groups.
+        largest: For each of them the largest finite magnitude in its gradient, loss scale
+            included, and 0 if nothing in it is finite; ``None`` where it is not known: on
+            devices other than the CPU only the Triton back end takes it along.
+        kinds: For each of them ``"nan"`` if there is one, else ``"inf"``.
         loss_was_finite: Whether the loss itself, before scaling, was finite. If not, no loss
             scale can help.
         old_scale: Loss scale of that backward.
         new_scale: Loss scale now.
+        was_watched: Whether the modules were watched, as `Engine.trace_overflow` asks.
+        trace: The first module whose values became infinite or nan, if that was found.
     """
 
     step: int
@@ -35,6 +51,10 @@ class OverflowCause:
     loss_was_finite: bool
     old_scale: float
     new_scale: float
+    largest: tuple[float | None, ...] = ()
+    kinds: tuple[Kind, ...] = ()
+    was_watched: bool = False
+    trace: TraceRecord | None = None
 
     def named(self) -> str:
         """The overflowing parameters in words: the first one, and how many more."""
@@ -42,6 +62,37 @@ class OverflowCause:
             return "no gradient of this optimizer"
         more = len(self.parameters) - 1
         return f"{self.parameters[0]!r}" + (f" and {more} more" if more else "")
+
+    def to_record(self) -> OverflowRecord:
+        """Return it as a line of a run's history."""
+        return OverflowRecord(
+            step=self.step,
+            loss_id=self.loss_id,
+            parameters=list(self.parameters),
+            largest=list(self.largest),
+            loss_was_finite=self.loss_was_finite,
+            old_scale=self.old_scale,
+            new_scale=self.new_scale,
+            trace=self.trace,
+            kinds=list(self.kinds),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Overflowing:
+    """One parameter with an infinite or nan gradient; see `OverflowCause`."""
+
+    param: torch.Tensor
+    kind: Kind
+    largest: float | None
+
+
+class Watched(Protocol):
+    """What was seen of the modules up to a backward; see ``engine/trace.py``."""
+
+    def find(self, *, loss_was_finite: bool) -> tuple[bool, TraceRecord | None]:
+        """Whether anything was watched, and the first module to go wrong. Synchronises."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -52,28 +103,52 @@ class GradientNote:
         loss_id: Which loss.
         loss_finite: Bool scalar tensor, whether the unscaled loss was finite.
         scale: float32 scalar tensor, the scale it was multiplied by.
-        found: Per optimizer, parameters and the largest magnitude of each one's gradient.
+        watched: What was seen of the modules, if they were watched.
+        found: Per optimizer, parameters, the largest magnitude of each one's gradient, and the
+            largest finite one, or nan, where it is known.
     """
 
     loss_id: int
     loss_finite: torch.Tensor
     scale: torch.Tensor
-    found: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = field(
-        default_factory=list[tuple[Sequence[torch.Tensor], torch.Tensor]]
+    watched: Watched | None = None
+    found: list[tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None]] = field(
+        default_factory=list[tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None]]
     )
 
-    def add(self, params: Sequence[torch.Tensor], max_abs: torch.Tensor | None) -> None:
-        """Note the gradients of one optimizer; nothing where they are known to be finite."""
-        if max_abs is not None:
-            self.found.append((params, max_abs))
+    def add(
+        self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], census: Census
+    ) -> None:
+        """Note the gradients of one optimizer; nothing where they are known to be finite.
 
-    def overflowing(self) -> list[torch.Tensor]:
+        Where the host is near, gradients that overflowed are read once more, since they may be
+        gone when somebody asks.
+
+        Args:
+            params: Parameters of the model.
+            grads: Their gradients, still scaled. Not kept.
+            census: What was found in these.
+        """
+        max_abs, max_finite = census.max_abs, census.max_finite
+        if max_abs is None:
+            return
+        if max_finite is None and host_reaches(census.found_inf) and bool(census.found_inf != 0):
+            max_abs, max_finite = read_again(grads, max_abs)
+        self.found.append((params, max_abs, max_finite))
+
+    def overflowing(self) -> Iterator[Overflowing]:
         """The parameters whose gradient was infinite or nan. Synchronises."""
-        overflowing: list[torch.Tensor] = []
-        for params, max_abs in self.found:
-            largest = cast("list[float]", cast("Any", max_abs).tolist())
-            overflowing += [p for p, x in zip(params, largest, strict=True) if not math.isfinite(x)]
-        return overflowing
+        for params, max_abs, max_finite in self.found:
+            magnitudes = _values(max_abs)
+            largest = [math.nan] * len(magnitudes) if max_finite is None else _values(max_finite)
+            for param, magnitude, finite in zip(params, magnitudes, largest, strict=True):
+                if not math.isfinite(magnitude):
+                    kind: Kind = "nan" if math.isnan(magnitude) else "inf"
+                    yield Overflowing(param, kind, finite if math.isfinite(finite) else None)
+
+
+def _values(tensor: torch.Tensor) -> list[float]:
+    return cast("list[float]", cast("Any", tensor).tolist())
 
 
 def find_cause(
@@ -81,6 +156,7 @@ def find_cause(
     step: int,
     scales: Sequence[float],
     name_of: Callable[[torch.Tensor], str],
+    order: BackwardOrder | None = None,
 ) -> OverflowCause:
     """Return the cause of a skipped step: the first overflowing backward. Synchronises.
 
@@ -90,6 +166,7 @@ def find_cause(
         step: Number of the skipped step.
         scales: The loss scales now, by loss.
         name_of: Names parameters.
+        order: Of the gradients in a backward, where it is known.
     """
     if not notes:
         return OverflowCause(
@@ -101,73 +178,26 @@ def find_cause(
             new_scale=scales[0],
         )
     for note in notes:
-        params = note.overflowing()
-        if params:  # an infinite loss may have finite gradients, and then skips nothing
+        found = list(note.overflowing())
+        if found:  # an infinite loss may have finite gradients, and then skips nothing
             break
     else:  # so many backwards ago that its note is gone
-        note, params = notes[0], []
+        note, found = notes[0], []
+    if order is not None:
+        found = order.sort(note.loss_id, found, lambda item: item.param)
+    loss_was_finite = bool(note.loss_finite.item())
+    was_watched, trace = False, None
+    if note.watched is not None:
+        was_watched, trace = note.watched.find(loss_was_finite=loss_was_finite)
     return OverflowCause(
         step=step,
         loss_id=note.loss_id,
-        parameters=tuple(map(name_of, params)),
-        loss_was_finite=bool(note.loss_finite.item()),
+        parameters=tuple(name_of(item.param) for item in found),
+        largest=tuple(item.largest for item in found),
+        kinds=tuple(item.kind for item in found),
+        loss_was_finite=loss_was_finite,
         old_scale=float(note.scale.item()),
         new_scale=scales[note.loss_id],
+        was_watched=was_watched,
+        trace=trace,
     )
-
-
-def skip_message(cause: OverflowCause) -> str:
-    """The line printed for a skipped step; its first sentences are the ones Apex printed."""
-    where = (
-        f"first in {cause.named()}" if cause.loss_was_finite else "the loss itself is not finite"
-    )
-    return (
-        f"Gradient overflow.  Skipping step, loss scaler {cause.loss_id} reducing loss scale to "
-        f"{cause.new_scale} ({where})"
-    )
-
-
-def scaling_gave_up(cause: OverflowCause, why: str) -> LossScaleError:
-    """Return the error for a loss scale that cannot go on, told by its real cause."""
-    if not cause.loss_was_finite:
-        return LossScaleError(
-            message(
-                f"{why}; the loss itself was infinite or nan before scaling "
-                f"(loss {cause.loss_id}), so no loss scale can help",
-                "The forward must yield a finite loss",
-                "Look for the first non-finite activation in the forward: a log or division by "
-                "zero, a float16 activation above 65504, a learning rate that is too high",
-            )
-        )
-    return LossScaleError(
-        message(
-            f"{why}; the loss is finite but gradients overflow in {cause.named()} at loss scale "
-            f"{cause.old_scale} (loss {cause.loss_id})",
-            "Dynamic loss scaling needs a clean backward now and then",
-            "Lower the learning rate or clip, run that layer in float32, or train in bfloat16 "
-            "(O4, O5); for weights pre-trained in bfloat16, float16 is often too narrow",
-        )
-    )
-
-
-def check_limits(
-    cause: OverflowCause, skips_in_row: int, limit: int | None, rule: ScaleRule
-) -> None:
-    """Give up where scaling cannot go on.
-
-    Args:
-        cause: Of the latest skipped step.
-        skips_in_row: Skipped steps since the last applied one.
-        limit: How many of them are too many; ``None`` for no limit.
-        rule: Of the scaler of the loss that overflowed.
-
-    Raises:
-        LossScaleError: Too many skips in a row, or the scale reached its built-in minimum.
-    """
-    if limit is not None and skips_in_row >= limit:
-        raise scaling_gave_up(cause, f"{skips_in_row} optimizer steps in a row skipped")
-    no_floor = isinstance(rule, DynamicScale) and rule.min_scale is None
-    if no_floor and cause.new_scale <= SMALLEST_SCALE:
-        raise scaling_gave_up(
-            cause, f"The loss scale fell to its minimum, {SMALLEST_SCALE} (2**-24)"
-        )

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 
 from preamp.core.errors import PreampStateError, message
 from preamp.optim import Masters
+from preamp.scaling import LossScaler
 
 
 def check_group(group: Any, masters: Masters, name_of: Callable[[torch.Tensor], str]) -> None:
@@ -85,3 +86,15 @@ def still_scaled() -> PreampStateError:
             "Call scale_loss without delay_unscale for the last backward before step()",
         )
     )
+
+
+def check_can_trace(scalers: Sequence[LossScaler]) -> None:
+    """Raise `PreampStateError` if overflows are not looked for."""
+    if not any(scaler.is_dynamic for scaler in scalers):
+        raise PreampStateError(
+            message(
+                "trace_overflow was called, and no loss has a dynamic scale",
+                "Overflows are looked for with a dynamic loss scale only",
+                "Pass loss_scale='dynamic' to preamp.initialize",
+            )
+        )

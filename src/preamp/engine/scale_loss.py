@@ -13,6 +13,7 @@ from preamp.casting import settle_thread
 from preamp.core.errors import PreampStateError, message
 from preamp.engine.engine import Engine
 from preamp.engine.lookup import bare, find_engine
+from preamp.engine.order import Watch
 from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import LOCAL, REDUCED
 from preamp.engine.session import OptimizerSession
@@ -103,8 +104,10 @@ class _Block:
             loss_id=loss_id,
             loss_finite=torch.isfinite(loss.detach()).all(),
             scale=self.scaler.scale.clone(),
+            watched=engine.tracer.watching(),
         )
         self._engine = engine
+        self._watch: Watch | None = None
         self._answers = engine.reductions.begin_block()
 
     def begin(self, *, will_delay: bool) -> None:
@@ -119,33 +122,46 @@ class _Block:
         try:
             for session in self._sessions:
                 session.begin_backward(plan, claimed)
+            if self.scaler.is_dynamic:
+                self._watch = self._engine.order.watch(self._note.loss_id, self._model_params)
         except BaseException:
             self.abort()
             raise
+
+    def _model_params(self) -> list[torch.Tensor]:
+        return [param for session in self._sessions for param in session.model_params()]
+
+    def _end_watch(self, *, has_failed: bool = False) -> None:
+        if self._watch is not None:
+            self._watch.end(has_failed=has_failed)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return self.scaler.scale_loss(loss, self._note.scale)
 
     def abort(self) -> None:
+        self._end_watch(has_failed=True)
         for session in self._sessions:
             session.gradients.abort()
 
     def delay(self) -> None:
+        self._end_watch()
         for session in self._sessions:
             session.gradients.delay(self.scaler, self._note, self._generation)
         self._engine.reductions.end_block()
 
     def finish(self, *, adjust: bool) -> None:
+        self._end_watch()
         if not self._sessions:
             return
         # Forwards inside the block were not known when it began.
         is_reduced = self._answers == REDUCED == self._engine.reductions.begin_block()
         unscale_and_commit(self._sessions, self.scaler, self._note, is_reduced=is_reduced)
         self._engine.reductions.end_block()
+        self._engine.tracer.end_backward()
         if adjust and self._answers == LOCAL:  # other ranks do not know of an overflow here yet
-            self._engine.adjust_later(self.scaler)
+            self._engine.adjustments.later(self.scaler)
         elif adjust:
-            self._engine.adjust(self.scaler)
+            self._engine.adjustments.now(self.scaler)
 
 
 def unscale_and_commit(

@@ -10,7 +10,7 @@ import torch
 
 from preamp.engine import refusals
 from preamp.engine.gradients import GradientBooks
-from preamp.engine.overflow import GradientNote
+from preamp.engine.overflow import GradientNote, host_reaches
 from preamp.engine.reductions import Reductions
 from preamp.engine.stage import Plan, Stage
 from preamp.kernels import Ops
@@ -19,11 +19,6 @@ from preamp.scaling import LossScaler
 
 NameOf = Callable[[torch.Tensor], str]
 _NOTES_KEPT = 64  # backwards between two steps that an overflow message can still look back on
-
-
-def host_reaches(tensor: torch.Tensor) -> bool:
-    """Whether reading ``tensor`` waits for no device."""
-    return tensor.device.type == "cpu"
 
 
 class OptimizerSession:
@@ -65,6 +60,10 @@ class OptimizerSession:
     def direct_params(self) -> list[torch.Tensor]:
         """The parameters that the optimizer updates without a master."""
         return self.gradients.direct_params()
+
+    def model_params(self) -> list[torch.Tensor]:
+        """What gets the gradients of everything that the optimizer updates."""
+        return [*self.direct_params(), *(twin.half for twin in self.masters or ())]
 
     def refuse_known(self, group: Any) -> None:
         """Refuse a new group with a parameter whose master the optimizer has already."""

@@ -39,19 +39,25 @@ class ByDevice:
             return self._of(next(iter(groups), device)).census(grads, device, **options)
         found_inf = torch.zeros((), dtype=torch.float32, device=device)
         largest: dict[int, torch.Tensor] = {}
+        finite: dict[int, torch.Tensor] = {}
+        knows_finite = False
         norms: list[torch.Tensor] = []
         for where, places in groups.items():
             own = [grads[place] for place in places]
             part = self._of(where).census(own, device, with_norm=with_norm)
             found_inf = torch.maximum(found_inf, part.found_inf)
-            max_abs = part.max_abs
-            if max_abs is None:
-                max_abs = torch.zeros(len(own), dtype=torch.float32, device=device)
+            zeros = torch.zeros(len(own), dtype=torch.float32, device=device)
+            max_abs = zeros if part.max_abs is None else part.max_abs
             largest.update(zip(places, max_abs.unbind(), strict=True))
+            max_finite = zeros + torch.nan if part.max_finite is None else part.max_finite
+            finite.update(zip(places, max_finite.unbind(), strict=True))
+            knows_finite = knows_finite or part.max_finite is not None
             if part.norm is not None:
                 norms.append(part.norm)
         norm = self._of(device).l2norm(norms, [None] * len(norms), device) if with_norm else None
-        return Census(found_inf, norm, _in_order(largest))
+        return Census(
+            found_inf, norm, _in_order(largest), _in_order(finite) if knows_finite else None
+        )
 
     def scale_add_(
         self, grads: Tensors, factor: torch.Tensor | float, addends: Sequence[torch.Tensor | None]

@@ -55,11 +55,15 @@ class Census:
         max_abs: float32, shape ``(n,)``: largest magnitude per tensor, in the order given;
             nan or inf marks the tensors that are not finite. May be ``None`` if it was not asked
             for and nothing was found.
+        max_finite: float32, shape ``(n,)``: largest finite magnitude per tensor, 0 if there is
+            none, nan where it was not looked for. ``None`` from back ends for which it would cost
+            another pass.
     """
 
     found_inf: torch.Tensor
     norm: torch.Tensor | None = None
     max_abs: torch.Tensor | None = None
+    max_finite: torch.Tensor | None = None
 
 
 class Ops(Protocol):

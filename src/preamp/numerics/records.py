@@ -9,7 +9,7 @@ are too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 VERSION = 1
@@ -88,7 +88,8 @@ class TraceRecord:
     Attributes:
         module: Qualified name; empty for the model itself.
         type: Class of the module.
-        phase: ``"forward"``: its output; ``"backward"``: the gradient of its input.
+        phase: ``"forward"``: its output; ``"backward"``: the gradient of its input or of one of
+            its parameters.
         input_max_abs: Largest finite magnitude that went in: forward input, or gradient of output.
         output_found: ``"inf"`` or ``"nan"``.
         dtype: Of what became non-finite.
@@ -118,6 +119,8 @@ class OverflowRecord:
         old_scale: Loss scale of that backward.
         new_scale: Loss scale afterwards.
         trace: What watching the modules found, if they were watched.
+        kinds: For each parameter ``"nan"`` if there is one in its gradient, else ``"inf"``; empty
+            in older files.
     """
 
     kind: ClassVar[str] = "overflow"
@@ -129,6 +132,7 @@ class OverflowRecord:
     old_scale: float
     new_scale: float
     trace: TraceRecord | None = None
+    kinds: list[Literal["inf", "nan"]] = field(default_factory=list[Literal["inf", "nan"]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

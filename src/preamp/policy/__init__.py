@@ -3,6 +3,7 @@
 
 from preamp.policy.levels import OPT_LEVELS as OPT_LEVELS
 from preamp.policy.policy import APEX_OPTIONS as APEX_OPTIONS
+from preamp.policy.policy import OnOverflow as OnOverflow
 from preamp.policy.policy import Policy as Policy
 from preamp.policy.policy import Scope as Scope
 from preamp.policy.resolve import describe_overrides as describe_overrides

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 Scope = Literal["thread", "model"]
+OnOverflow = Literal["skip", "trace"]
 
 APEX_OPTIONS = (
     "enabled",
@@ -46,6 +47,8 @@ class Policy:
         scope: Where function casts hold: in the whole thread, or in the models' forward only.
         max_consecutive_skips: Skipped steps in a row after which ``step`` raises; ``None`` for
             never.
+        overflow: What an overflow leads to: a step that is skipped and told; with ``"trace"`` the
+            modules are watched all the time, to tell the first to go wrong too.
     """
 
     opt_level: str
@@ -62,6 +65,7 @@ class Policy:
     cast_model_outputs: torch.dtype | None = None
     scope: Scope = "thread"
     max_consecutive_skips: int | None = 50
+    overflow: OnOverflow = "skip"
 
     @property
     def is_dynamic(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import torch
 
 from preamp.core.errors import PreampPolicyError, message
+from preamp.policy.choices import parse_choice
 from preamp.policy.levels import OPT_LEVELS
 from preamp.policy.policy import Policy
 
@@ -175,16 +176,11 @@ def _cast_outputs(_: Policy, value: object, __: _Refusal) -> dict[str, object]:
 
 
 def _scope(_: Policy, value: object, __: _Refusal) -> dict[str, object]:
-    if value in ("thread", "model"):
-        return {"scope": value}
-    raise ValueError(
-        message(
-            f"scope={value!r} is not known",
-            "Allowed are 'thread' (casts hold in the whole thread) and 'model' (casts hold "
-            "inside the models' forward only)",
-            "Choose one of the two",
-        )
-    )
+    return {"scope": parse_choice("scope", value)}
+
+
+def _overflow(_: Policy, value: object, __: _Refusal) -> dict[str, object]:
+    return {"overflow": parse_choice("overflow", value)}
 
 
 _CHECKS = {
@@ -197,6 +193,7 @@ _CHECKS = {
     "min_loss_scale": _min_loss_scale,
     "cast_model_outputs": _cast_outputs,
     "scope": _scope,
+    "overflow": _overflow,
 }
 
 
@@ -247,6 +244,14 @@ def _check_scale_range(policy: Policy) -> Policy:
                 f"max_consecutive_skips={limit!r} cannot be used",
                 "Allowed is a whole number from 1, or None for no limit",
                 "Pass the number of skipped steps in a row after which training should stop",
+            )
+        )
+    if not policy.is_dynamic and policy.overflow == "trace":
+        raise PreampPolicyError(
+            message(
+                f"overflow='trace' with the static loss scale {policy.loss_scale}",
+                "Overflows are looked for with a dynamic loss scale only",
+                "Pass loss_scale='dynamic', or leave overflow out",
             )
         )
     if not policy.is_dynamic:

@@ -100,8 +100,9 @@ class ScaledGradients:
         found = [(half.grad, owner) for half, owner in owners if half.grad is not None]
         if not found:
             return None
-        census = self._ops.census([grad for grad, _ in found], found[0][0].device)
-        note.add([owner for _, owner in found], census.max_abs)
+        grads = [grad for grad, _ in found]
+        census = self._ops.census(grads, grads[0].device)
+        note.add([owner for _, owner in found], grads, census)
         return census.found_inf
 
     def _fill_masters(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], inverse: float) -> None:

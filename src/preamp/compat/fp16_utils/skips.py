@@ -11,7 +11,8 @@ from preamp.compat.amp_state import amp_state
 from preamp.core.log import say
 from preamp.engine.names import ParameterNames
 from preamp.engine.optimizer_hooks import SCHEDULER_MARK
-from preamp.engine.overflow import GradientNote, check_limits, find_cause, skip_message
+from preamp.engine.overflow import GradientNote, find_cause
+from preamp.engine.overflow_messages import check_limits, skip_message
 from preamp.policy import OPT_LEVELS
 from preamp.scaling import LossScaler
 

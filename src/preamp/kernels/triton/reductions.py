@@ -28,10 +28,12 @@ def gather(
     *,
     largest: bool,
     found_inf: torch.Tensor | None = None,
+    finite: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Write the norm, or the ``largest`` magnitude, of each tensor to its place in ``results``.
 
-    ``found_inf`` becomes 1 if one of them is not finite, and is left alone otherwise.
+    ``found_inf`` becomes 1 if one of them is not finite, and is left alone otherwise. ``finite``
+    are further partial results, of the largest finite magnitudes, and where those go.
     """
     launch(
         gather_kernel,
@@ -40,9 +42,12 @@ def gather(
         partials=partials,
         results=results,
         found_inf=results if found_inf is None else found_inf,
+        finite_partials=partials if finite is None else finite[0],
+        finite_results=results if finite is None else finite[1],
         MATH=KINDS[partials.dtype],
         MAX=largest,
         FOUND_INF=found_inf is not None,
+        FINITE=finite is not None,
     )
 
 
@@ -60,9 +65,10 @@ def measure(
     *,
     largest: bool,
     squares: bool,
+    finite: bool = False,
     factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return per chunk the ``largest`` magnitude, the sum of ``squares``, or a row of each.
+    """Return per chunk what is asked for, a row of each in the order of the arguments.
 
     Args:
         entries: The table.
@@ -70,9 +76,10 @@ def measure(
         dtypes: That of the list, and that of the computation.
         largest: Take the largest magnitude.
         squares: Take the sum of squares.
+        finite: Take the largest finite magnitude.
         factor: Multiplies every value before anything else.
     """
-    shape = (largest + squares, entries.chunks)
+    shape = (largest + squares + finite, entries.chunks)
     partials = torch.empty(shape, dtype=dtypes[1], device=entries.layout.device)
     launch(
         measure_chunks,
@@ -85,6 +92,7 @@ def measure(
         ROW=row,
         MAX=largest,
         SUM=squares,
+        FINITE=finite,
         CHUNK=CHUNK,
     )
     return partials
@@ -103,24 +111,30 @@ def census(
     for group in groups:
         if group.device not in found:
             found[group.device] = torch.zeros(
-                1 + 2 * count, dtype=torch.float32, device=group.device
+                1 + 3 * count, dtype=torch.float32, device=group.device
             )
         results = found[group.device]
         entries = table(group.rows, group.positions)
-        partials = measure(entries, 0, _dtypes(group), largest=True, squares=with_norm)
-        gather(entries, partials[0], results[1:], largest=True, found_inf=results)
+        partials = measure(entries, 0, _dtypes(group), largest=True, squares=with_norm, finite=True)
+        finite = (partials[-1], results[1 + count :])
+        gather(entries, partials[0], results[1:], largest=True, found_inf=results, finite=finite)
         if with_norm:
-            gather(entries, partials[1], results[1 + count :], largest=False)
-    total = _merge(found, 1 + 2 * count, device)
+            gather(entries, partials[1], results[1 + 2 * count :], largest=False)
+    total = _merge(found, 1 + 3 * count, device)
     if others:
         own = pick(grads, others)
         part = reference.census(own, device)
         total[0] = torch.maximum(total[0], part.found_inf)
         _put(total[1:], others, part.max_abs)
+        unknown = torch.full((len(others),), torch.nan, dtype=torch.float32, device=device)
+        _put(total[1 + count :], others, unknown)
         if with_norm:
-            _put(total[1 + count :], others, reference.l2norms(own, None, device))
-    norm = _vector_norm(total[1 + count :], 2) if with_norm else None
-    return Census(found_inf=total[0], norm=norm, max_abs=total[1 : 1 + count])
+            _put(total[1 + 2 * count :], others, reference.l2norms(own, None, device))
+    norm = _vector_norm(total[1 + 2 * count :], 2) if with_norm else None
+    largest = total[1 : 1 + 2 * count]
+    return Census(
+        found_inf=total[0], norm=norm, max_abs=largest[:count], max_finite=largest[count:]
+    )
 
 
 @torch.no_grad()

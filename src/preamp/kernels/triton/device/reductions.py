@@ -18,6 +18,7 @@ from preamp.kernels.triton.device.walk import (
     bounds,
     factor_or_one,
     find_chunk,
+    infinity_bits,
     load,
     magnitude_bits,
     root,
@@ -39,32 +40,39 @@ def measure_chunks(
     FACTOR_AT: tl.constexpr,
     MAX: tl.constexpr,
     SUM: tl.constexpr,
+    FINITE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write the largest magnitude and the sum of squares of each chunk."""
+    """Write the largest magnitude, sum of squares, and largest finite magnitude of each chunk."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
     at = address(pointers, n, ROW, tensor)
     factor = factor_or_one(factor_at, FACTOR_AT, MATH)
     whole = whole_blocks(at, count)
     squares = tl.zeros([BLOCK], MATH)
     largest = magnitude_bits(squares, MATH)
+    finite = largest
     for EDGE in tl.static_range(2):
         first, end = bounds(whole, count, EDGE)
         while first < end:
             where = first + tl.arange(0, BLOCK)
             x = load(at, start, where, where < count, EDGE, X, MATH) * factor
+            bits = magnitude_bits(x, MATH)
             if MAX:
-                largest = tl.maximum(largest, magnitude_bits(x, MATH))
+                largest = tl.maximum(largest, bits)
+            if FINITE:
+                finite = tl.maximum(finite, tl.where(bits < infinity_bits(MATH), bits, 0))
             if SUM:
                 squares += x * x
             first += BLOCK
     chunk = tl.program_id(0).to(tl.int64)
     if MAX:
         tl.store(partials + chunk, value_of_bits(tl.max(largest, 0), MATH))
+        partials += tl.num_programs(0)
     if SUM:
-        if MAX:
-            partials += tl.num_programs(0)
         tl.store(partials + chunk, tl.sum(squares, 0))
+        partials += tl.num_programs(0)
+    if FINITE:
+        tl.store(partials + chunk, value_of_bits(tl.max(finite, 0), MATH))
 
 
 @kernel
@@ -75,9 +83,12 @@ def gather_kernel(
     partials,
     results,
     found_inf,
+    finite_partials,
+    finite_results,
     MATH: tl.constexpr,
     MAX: tl.constexpr,
     FOUND_INF: tl.constexpr,
+    FINITE: tl.constexpr,
 ):
     """Bring the partial results of one tensor together, at its position in ``results``."""
     tensor = tl.program_id(0).to(tl.int64)
@@ -85,6 +96,7 @@ def gather_kernel(
     last = tl.load(layout + n + tensor + 1)
     squares = tl.zeros([BLOCK], MATH)
     largest = magnitude_bits(squares, MATH)
+    finite = largest
     while first < last:
         chunks = first + tl.arange(0, BLOCK)
         values = tl.load(partials + chunks, mask=chunks < last, other=0)
@@ -92,6 +104,9 @@ def gather_kernel(
             largest = tl.maximum(largest, magnitude_bits(values, MATH))
         else:
             squares += values
+        if FINITE:
+            values = tl.load(finite_partials + chunks, mask=chunks < last, other=0)
+            finite = tl.maximum(finite, magnitude_bits(values, MATH))
         first += BLOCK
     if MAX:
         result = value_of_bits(tl.max(largest, 0), MATH)
@@ -99,6 +114,8 @@ def gather_kernel(
         result = root(tl.sum(squares, 0), MATH)
     position = tl.load(layout + 2 * n + 1 + tensor)
     tl.store(results + position, result)
+    if FINITE:
+        tl.store(finite_results + position, value_of_bits(tl.max(finite, 0), MATH))
     if FOUND_INF:
         if (result - result) != 0:  # nan for infinity and nan
             tl.store(found_inf, 1.0)  # whoever writes, writes the same

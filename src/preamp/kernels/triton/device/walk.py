@@ -251,6 +251,15 @@ def magnitude_bits(x, MATH: tl.constexpr):
 
 
 @triton.jit
+def infinity_bits(MATH: tl.constexpr):
+    """What `magnitude_bits` are below for finite values."""
+    if MATH == tl.float64:
+        return 0x7FF0000000000000
+    else:
+        return 0x7F800000
+
+
+@triton.jit
 def value_of_bits(bits, MATH: tl.constexpr):
     """The magnitude that `magnitude_bits` took apart."""
     return bits.to(MATH, bitcast=True)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How an overflow is told, and when enough is enough."""
+
+from __future__ import annotations
+
+from preamp.core.errors import LossScaleError, message
+from preamp.engine.overflow import OverflowCause
+from preamp.numerics import TraceRecord
+from preamp.scaling import SMALLEST_SCALE, DynamicScale, ScaleRule
+
+
+def skip_message(cause: OverflowCause) -> str:
+    """The line printed for a skipped step; its first sentences are the ones Apex printed."""
+    loss = "" if cause.loss_was_finite else "the loss itself is not finite; "
+    text = (
+        f"Gradient overflow.  Skipping step, loss scaler {cause.loss_id} reducing loss scale to "
+        f"{cause.new_scale} (step {cause.step}: {loss}{_where(cause)}; loss scale "
+        f"{cause.old_scale} to {cause.new_scale})"
+    )
+    return f"{text}. {_traced(cause.trace)}" if cause.was_watched else text
+
+
+def _where(cause: OverflowCause) -> str:
+    if not cause.parameters:
+        return f"in {cause.named()}"
+    kind = cause.kinds[0] if cause.kinds else "inf or nan"
+    text = f"{kind} first in {cause.parameters[0]!r}"
+    if cause.largest and cause.largest[0]:
+        text += f", largest finite value {cause.largest[0]:.4g},"
+    more = len(cause.parameters) - 1
+    return text.rstrip(",") if not more else f"{text} and in {more} more"
+
+
+def _traced(trace: TraceRecord | None) -> str:
+    if trace is None:
+        return (
+            "No module was seen to turn finite values into others: it happened outside of the "
+            "modules, in compiled code, or where gradients are added up."
+        )
+    where = f"{trace.module!r} ({trace.type})" if trace.module else f"the {trace.type} itself"
+    if trace.phase == "forward":
+        return (
+            f"The first to go wrong was the forward of {where}: {trace.output_found} in its "
+            f"{trace.dtype} output, from an input up to {trace.input_max_abs:.4g}."
+        )
+    return (
+        f"The first to go wrong was the backward of {where}: {trace.output_found} in a "
+        f"{trace.dtype} gradient, from an incoming one up to {trace.input_max_abs:.4g}."
+    )
+
+
+def scaling_gave_up(cause: OverflowCause, why: str) -> LossScaleError:
+    """Return the error for a loss scale that cannot go on, told by its real cause."""
+    if not cause.loss_was_finite:
+        return LossScaleError(
+            message(
+                f"{why}; the loss itself was infinite or nan before scaling "
+                f"(loss {cause.loss_id}), so no loss scale can help",
+                "The forward must yield a finite loss",
+                "Look for the first non-finite activation in the forward: a log or division by "
+                "zero, a float16 activation above 65504, a learning rate that is too high",
+            )
+        )
+    return LossScaleError(
+        message(
+            f"{why}; the loss is finite but gradients overflow in {cause.named()} at loss scale "
+            f"{cause.old_scale} (loss {cause.loss_id})",
+            "Dynamic loss scaling needs a clean backward now and then",
+            "Lower the learning rate or clip, run that layer in float32, or train in bfloat16 "
+            "(O4, O5); for weights pre-trained in bfloat16, float16 is often too narrow",
+        )
+    )
+
+
+def check_limits(
+    cause: OverflowCause, skips_in_row: int, limit: int | None, rule: ScaleRule
+) -> None:
+    """Give up where scaling cannot go on.
+
+    Args:
+        cause: Of the latest skipped step.
+        skips_in_row: Skipped steps since the last applied one.
+        limit: How many of them are too many; ``None`` for no limit.
+        rule: Of the scaler of the loss that overflowed.
+
+    Raises:
+        LossScaleError: Too many skips in a row, or the scale reached its built-in minimum.
+    """
+    if limit is not None and skips_in_row >= limit:
+        raise scaling_gave_up(cause, f"{skips_in_row} optimizer steps in a row skipped")
+    no_floor = isinstance(rule, DynamicScale) and rule.min_scale is None
+    if no_floor and cause.new_scale <= SMALLEST_SCALE:
+        raise scaling_gave_up(
+            cause, f"The loss scale fell to its minimum, {SMALLEST_SCALE} (2**-24)"
+        )

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Give models and optimizers back as they came, with what training has made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
+
+import torch
+
+from preamp.casting.modules import Conversion
+from preamp.engine.session import OptimizerSession
+
+
+@contextmanager
+def weights_given_back(
+    sessions: Collection[OptimizerSession], conversion: Conversion
+) -> Generator[None]:
+    """Before the body, in which hooks are removed, take stock; afterwards give back.
+
+    Args:
+        sessions: Of all optimizers; gradients left scaled are unscaled.
+        conversion: Of the models: half parameters become float32 again, with the exact values of
+            their masters, and optimizer state moves back to them.
+    """
+    claimed: set[int] = set()
+    for session in sessions:
+        session.settle_now(claimed)
+    twins = [twin for session in sessions for twin in session.masters or ()]
+    grads = [(twin.half, twin.unscaled_gradient()) for twin in twins]
+    for twin in twins:
+        if twin.half.dtype is not torch.float32:  # not after model.float()
+            twin.absorb_external_write()
+    exact = {id(twin.half): twin.master.data for twin in twins}
+    yield
+    for session in sessions:
+        session.release_masters()
+    conversion.revert(exact)
+    for half, unscaled in grads:
+        half.grad = unscaled
+    for session in sessions:
+        session.recast_state()
