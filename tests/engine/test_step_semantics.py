@@ -590,7 +590,7 @@ def test_a_skip_prints_apex_line(capsys: pytest.CaptureFixture[str]) -> None:
     pair.optimizer.step()
     assert capsys.readouterr().out == (
         "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 8.0 "
-        "(step 1: nan first in 'b.weight'; loss scale 16.0 to 8.0)\n"
+        "(step 1: nan first in 'b.weight', largest finite value 0.1406; loss scale 16.0 to 8.0)\n"
     )
 
 
@@ -761,7 +761,7 @@ def test_causes_name_the_overflowing_parameters() -> None:
         Damage(pair.model.get_parameter(name), math.inf).armed = True
     _skip(pair)
     (cause,) = pair.engine.overflow_causes
-    assert cause.parameters == ("a.bias", "b.weight")
+    assert cause.parameters == ("b.weight", "a.bias")  # as the backward makes them
     assert cause.loss_was_finite
     assert (cause.loss_id, cause.step) == (0, 1)
 

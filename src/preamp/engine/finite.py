@@ -23,12 +23,12 @@ def read_again(
             infinite for finite float64 values beyond float32.
 
     Returns:
-        ``max_abs`` without that exception, and the largest finite magnitudes: nan where they are
-        not known, which includes all gradients that did not overflow. Synchronises only with
-        the device of ``max_abs``.
+        ``max_abs`` without that exception, and in float64 the largest finite magnitudes: nan
+        where they are not known, which includes all gradients that did not overflow. Synchronises
+        only with the device of ``max_abs``.
     """
     max_abs = max_abs.clone()
-    largest = torch.full_like(max_abs, torch.nan)
+    largest = torch.full_like(max_abs, torch.nan, dtype=torch.float64)
     overflowed = cast("Any", (~torch.isfinite(max_abs)).nonzero().flatten()).tolist()
     for place in cast("list[int]", overflowed):
         grad = grads[place]

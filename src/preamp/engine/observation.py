@@ -13,6 +13,7 @@ import torch
 
 from preamp.core.dtypes import dtype_name
 from preamp.kernels.extremes import extremes
+from preamp.kernels.joining import stack
 from preamp.numerics import TraceRecord
 
 _KEPT = 1 << 16  # calls of modules, and as many of their backwards, in one step
@@ -24,11 +25,14 @@ class Place:
 
     Attributes:
         module: Qualified name; empty for the model itself.
-        type: Its class.
+        type: Its class; empty for what runs outside of all modules.
     """
 
     module: str
     type: str
+
+
+OUTSIDE = Place("", "")
 
 
 class Reading:
@@ -119,7 +123,7 @@ class Observation:
                 groups.setdefault((low.device, low.dtype), []).append(reading)
         for readings in groups.values():
             numbers = [number for reading in readings for number in reading.parts or ()]
-            table = torch.stack(numbers).reshape(-1, 2)
+            table = stack(numbers).reshape(-1, 2)
             for row, reading in enumerate(readings):
                 reading.store(table, row)
 

@@ -136,7 +136,9 @@ class _Block:
             self._watch.end(has_failed=has_failed)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        return self.scaler.scale_loss(loss, self._note.scale)
+        scaled = self.scaler.scale_loss(loss, self._note.scale)
+        self._engine.tracer.watch_loss(scaled)
+        return scaled
 
     def abort(self) -> None:
         self._end_watch(has_failed=True)

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from preamp.core.link import Link
 from preamp.core.pytree import map_leaves
 from preamp.core.undo import Removable
-from preamp.engine.observation import Observation, Pass, Place, Reading, read
+from preamp.engine.observation import OUTSIDE, Observation, Pass, Place, Reading, read
 from preamp.engine.overflow import OverflowCause
 from preamp.numerics import TraceRecord
 
@@ -126,6 +126,11 @@ class Tracer:
         for handle in self._handles.pop(id(model), ()):
             handle.remove()
 
+    def watch_loss(self, loss: torch.Tensor) -> None:
+        """Watch the backward of what lies between the modules and ``loss``."""
+        if self.is_armed:
+            _watch_nodes([loss], _Call(self, OUTSIDE, self.observation, is_ignored=False))
+
     def saw_backward(
         self, place: Place, grad_outputs: Sequence[Any], grad_inputs: Sequence[Any]
     ) -> None:
@@ -162,19 +167,17 @@ class Tracer:
 
 
 def _watchable(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """All modules with their names, but not what is inside of scripted ones: it runs no hooks."""
+    """All modules with their names, but scripted ones, which take no hooks, and what is in them."""
     seen: set[int] = set()
     pending: list[tuple[str, nn.Module]] = [("", model)]
     while pending:
         name, module = pending.pop()
-        if id(module) in seen:
+        if id(module) in seen or isinstance(module, torch.jit.ScriptModule):
             continue
         seen.add(id(module))
         yield name, module
-        if not isinstance(module, torch.jit.ScriptModule):
-            prefix = f"{name}." if name else ""
-            children = [(prefix + own, child) for own, child in module.named_children()]
-            pending += reversed(children)
+        prefix = f"{name}." if name else ""
+        pending += [(prefix + own, child) for own, child in module.named_children()][::-1]
 
 
 class _Hook:

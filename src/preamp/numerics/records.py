@@ -87,7 +87,7 @@ class TraceRecord:
 
     Attributes:
         module: Qualified name; empty for the model itself.
-        type: Class of the module.
+        type: Class of the module; empty for what runs outside of all modules, as loss functions do.
         phase: ``"forward"``: its output; ``"backward"``: the gradient of its input or of one of
             its parameters.
         input_max_abs: Largest finite magnitude that went in: forward input, or gradient of output.

@@ -1,0 +1,529 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which parameter overflowed first: the named cause is right wherever the bad value came in."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import preamp
+from cases.host_reads import far_from_the_host
+from cases.models import Damage
+from preamp.engine import Engine, ledger
+from preamp.engine.finite import read_again
+from preamp.numerics import OverflowRecord, from_json, to_json
+from preamp.optimizers import FusedAdam
+
+levels = pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+WORDS = 16
+
+
+class Model(nn.Module):
+    """Words to a number; the gradients are made from the last line to the first."""
+
+    def __init__(self, *, sparse: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WORDS, 4, sparse=sparse)
+        self.first = nn.Linear(4, 4, bias=False)
+        self.middle = nn.Linear(4, 4, bias=False)
+        self.last = nn.Linear(4, 1, bias=False)
+        self.spoil: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.words(words))
+        return self.last(self.spoil(self.middle(x)))
+
+
+BACKWARD = ("last.weight", "middle.weight", "first.weight", "words.weight")
+"""The order in which a backward makes the gradients."""
+
+
+class Run:
+    """A model with an engine, its scale low enough for nothing to overflow by itself."""
+
+    def __init__(
+        self, level: str = "O2", model: Any = None, make: Any = torch.optim.SGD, **options: Any
+    ) -> None:
+        self.model: Any = Model() if model is None else model
+        self.optimizer = make(self.model.parameters(), lr=0.125)
+        settings: dict[str, Any] = {"loss_scale": "dynamic", "verbosity": 0, **options}
+        preamp.initialize(self.model, self.optimizer, opt_level=level, **settings)
+        self.engine: Engine = preamp.engine_of(self.model)
+        for scaler in self.engine.scalers:
+            scaler.set_scale(16.0)
+
+    def loss(self) -> torch.Tensor:
+        return self.model(torch.arange(3)).float().sum()
+
+    def backward(self, *, factor: float = 1.0, **scaling: Any) -> None:
+        with preamp.scale_loss(self.loss() * factor, self.optimizer, **scaling) as scaled:
+            scaled.backward()
+
+    def step(self, **scaling: Any) -> None:
+        self.backward(**scaling)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def damage(self, name: str, value: float = math.inf) -> None:
+        Damage(self.model.get_parameter(name), value).armed = True
+
+    @property
+    def cause(self) -> preamp.OverflowCause:
+        return self.engine.overflow_causes[-1]
+
+
+def hooks_on(model: nn.Module) -> int:
+    return sum(
+        len(getattr(param, "_post_accumulate_grad_hooks") or ())  # noqa: B009
+        for param in model.parameters()
+    )
+
+
+# -- where the value came in -------------------------------------------------------------------
+
+
+@levels
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", BACKWARD)
+def test_one_parameter(level: str, name: str, value: float) -> None:
+    run = Run(level)
+    run.step()
+    run.damage(name, value)
+    run.step()
+    cause = run.cause
+    assert cause.parameters == (name,)
+    assert cause.kinds == ("nan" if math.isnan(value) else "inf",)
+    assert (cause.step, cause.loss_id, cause.loss_was_finite) == (2, 0, True)
+    assert (cause.old_scale, cause.new_scale) == (16.0, 8.0)
+
+
+@levels
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("names", list(itertools.combinations(BACKWARD, 2)))
+def test_the_first_in_the_backward_comes_first(
+    level: str, names: Sequence[str], steps_before: int
+) -> None:
+    run = Run(level)
+    for _ in range(steps_before):
+        run.step()
+    for name in names:
+        run.damage(name)
+    run.step()
+    assert run.cause.parameters == tuple(names)
+
+
+@levels
+def test_an_activation(level: str) -> None:
+    """A value in the forward reaches the gradients of all it is multiplied with."""
+    run = Run(level)
+    run.step()
+    run.model.spoil = lambda x: x * torch.full_like(x, math.inf)
+    run.step()
+    assert not run.cause.loss_was_finite
+    assert run.cause.parameters == BACKWARD
+
+
+@levels
+def test_the_loss(level: str) -> None:
+    run = Run(level)
+    run.step(factor=math.nan)
+    assert not run.cause.loss_was_finite
+    assert run.cause.parameters == BACKWARD
+    assert run.cause.kinds == ("nan",) * 4
+
+
+@levels
+def test_a_gradient_between_modules(level: str) -> None:
+    """Nothing is wrong with the loss, nor with what is nearer to it."""
+    run = Run(level)
+
+    def spoil(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1.0
+        y.register_hook(lambda grad: torch.full_like(grad, math.inf))
+        return y
+
+    run.model.spoil = spoil
+    run.step()
+    assert run.cause.loss_was_finite
+    assert run.cause.parameters == BACKWARD[1:]
+
+
+@pytest.mark.parametrize("row", [0, 2])
+@pytest.mark.parametrize(
+    ("level", "sparse"),
+    [("O1", False), ("O1", True), ("O2", False), ("O4", False), ("O4", True), ("O5", False)],
+)
+def test_a_row_of_an_embedding(level: str, sparse: bool, row: int) -> None:
+    run = Run(level, Model(sparse=sparse))
+
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        if not grad.is_sparse:
+            grad = grad.clone()
+            grad[row, 0] = math.inf
+            return grad
+        values = grad.coalesce().values().clone()
+        values[row, 0] = math.inf
+        return torch.sparse_coo_tensor(
+            grad.coalesce().indices(), values, grad.shape, check_invariants=False
+        )
+
+    handle = run.model.words.weight.register_hook(spoil)
+    run.backward()
+    handle.remove()
+    run.optimizer.step()
+    assert run.cause.parameters == ("words.weight",)
+    assert run.cause.largest[0] is not None
+    assert 0 < run.cause.largest[0] < math.inf
+
+
+# -- magnitudes --------------------------------------------------------------------------------
+
+
+@levels
+@pytest.mark.parametrize("scale", [1.0, 16.0, 1024.0, 3.0])
+def test_the_largest_finite_value_has_the_scale_on(level: str, scale: float) -> None:
+    run = Run(level)
+    run.engine.scaler(0).set_scale(scale)
+    grads: list[torch.Tensor] = []
+
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        grads.append(grad.clone())
+        spoilt = grad.clone()
+        spoilt.view(-1)[0] = math.inf
+        spoilt.view(-1)[1] = math.nan
+        return spoilt
+
+    run.model.first.weight.register_hook(spoil)
+    run.step()
+    assert run.cause.largest == (grads[0].view(-1)[2:].abs().max().item(),)
+    assert run.cause.kinds == ("nan",)
+
+
+def test_nothing_finite() -> None:
+    run = Run()
+    run.model.first.weight.register_hook(lambda grad: torch.full_like(grad, math.nan))
+    run.step()
+    assert run.cause.largest == (0.0,)
+
+
+def test_float64_beyond_float32_is_no_overflow() -> None:
+    model = Model().double()
+    run = Run("O0", model, cast_model_type=torch.float64)
+    run.model.first.weight.register_hook(lambda grad: torch.full_like(grad, 1e300))
+    run.damage("last.weight")
+    run.step()
+    assert run.cause.parameters == ("last.weight",)
+
+
+dtypes = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
+magnitudes = st.floats(allow_nan=True, allow_infinity=True, width=64)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(st.lists(magnitudes, min_size=1, max_size=6), max_size=4), dtype=dtypes)
+def test_reading_again(rows: list[list[float]], dtype: torch.dtype) -> None:
+    grads = [torch.tensor(row, dtype=torch.float64).to(dtype) for row in rows]
+    wide = [grad.double() for grad in grads]
+    max_abs = torch.tensor([float(grad.abs().max()) for grad in wide])
+    again, largest = read_again(grads, max_abs)
+    for grad, old, new, found in zip(wide, max_abs, again, largest, strict=True):
+        finite = grad[grad.isfinite()].abs()
+        if not old.isfinite():
+            assert found == max([0.0, *finite.tolist()])
+            assert bool(new == 0) == bool(grad.isfinite().all())
+        else:
+            assert found.isnan()
+            assert new == old
+
+
+# -- several backwards -------------------------------------------------------------------------
+
+
+@levels
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("delay", [False, True])
+def test_accumulation(level: str, which: int, delay: bool) -> None:
+    run = Run(level)
+    for index in range(3):
+        if index == which:
+            run.damage("middle.weight")
+        run.backward(delay_unscale=delay and index < 2)
+    run.optimizer.step()
+    assert run.cause.parameters == ("middle.weight",)
+    assert run.cause.loss_was_finite
+
+
+@levels
+def test_several_losses_and_optimizers(level: str) -> None:
+    """Each loss has its own order, each optimizer its own causes."""
+    models = [Model(), Model()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.125) for model in models]
+    preamp.initialize(
+        models, optimizers, opt_level=level, num_losses=3, loss_scale="dynamic", verbosity=0
+    )
+    engine = preamp.engine_of(optimizers[0])
+    for scaler in engine.scalers:
+        scaler.set_scale(16.0)
+
+    def backward(loss_id: int) -> None:
+        words = torch.arange(3)
+        outputs = [model(words).float().sum() for model in models]
+        uses = (0, 1) if loss_id == 2 else (loss_id,)
+        with preamp.scale_loss(
+            sum((outputs[use] for use in uses), torch.zeros(())),
+            [optimizers[use] for use in uses],
+            loss_id,
+        ) as scaled:
+            scaled.backward()
+
+    for loss_id in range(3):
+        backward(loss_id)
+    for name in ("words.weight", "middle.weight"):
+        Damage(models[1].get_parameter(name), math.inf).armed = True
+    backward(1)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    (cause,) = engine.overflow_causes
+    assert (cause.loss_id, cause.parameters) == (1, ("1.middle.weight", "1.words.weight"))
+    Damage(models[0].get_parameter("last.weight"), math.nan).armed = True
+    Damage(models[1].get_parameter("first.weight"), math.nan).armed = True
+    backward(2)
+    for optimizer in optimizers:
+        optimizer.step()
+    last = list(engine.overflow_causes)[-2:]
+    # Of a sum the later term's gradients are made first.
+    assert [cause.parameters for cause in last] == [("1.first.weight", "0.last.weight")] * 2
+
+
+def test_a_parameter_outside_of_the_usual_backward_is_learned_after_its_overflow() -> None:
+    """At first its place is unknown, and such come last; from then on it is known."""
+    run = Run()
+    head = nn.Parameter(torch.ones(1))
+    run.optimizer.add_param_group({"params": [head]})
+    run.backward()  # the hooks were asked for by the new group
+    assert hooks_on(run.model) == 0
+
+    def step() -> tuple[str, ...]:
+        Damage(head, math.inf).armed = True
+        run.damage("last.weight")
+        with preamp.scale_loss((run.loss() * head).sum(), run.optimizer) as scaled:
+            scaled.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        return run.cause.parameters
+
+    own = "optimizers[0].param_groups[1][0]"
+    assert step() == ("last.weight", own)
+    assert step() == (own, "last.weight")
+
+
+# -- the hooks that learn the order ------------------------------------------------------------
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Counts the hooks put on parameters."""
+    counts: list[int] = []
+    register = torch.Tensor.register_post_accumulate_grad_hook
+
+    def counting(self: torch.Tensor, hook: Any) -> Any:
+        counts.append(id(self))
+        return register(self, hook)
+
+    monkeypatch.setattr(torch.Tensor, "register_post_accumulate_grad_hook", counting)
+    return iter([counts])
+
+
+@levels
+def test_only_the_first_backward_has_hooks(level: str, registered: Iterator[list[int]]) -> None:
+    counts = next(registered)
+    run = Run(level)
+    with preamp.scale_loss(run.loss(), run.optimizer) as scaled:
+        assert hooks_on(run.model) == 4
+        scaled.backward()
+    assert hooks_on(run.model) == 0
+    assert len(counts) == 4
+    for _ in range(3):
+        run.step()
+    run.damage("first.weight")
+    run.step()
+    assert len(counts) == 4
+
+
+def test_a_static_scale_needs_no_order(registered: Iterator[list[int]]) -> None:
+    run = Run("O2", loss_scale=128.0)
+    run.step()
+    assert next(registered) == []
+
+
+def test_a_backward_that_fails_teaches_nothing() -> None:
+    run = Run()
+    with pytest.raises(ValueError, match="stop"), preamp.scale_loss(run.loss(), run.optimizer):
+        raise ValueError("stop")
+    assert hooks_on(run.model) == 0
+    run.damage("first.weight")
+    run.damage("last.weight")
+    run.step()
+    assert run.cause.parameters == ("last.weight", "first.weight")
+
+
+def test_copies_and_pickles_are_as_before() -> None:
+    run = Run()
+    run.step()
+    twin = copy.deepcopy(run.model)
+    assert hooks_on(twin) == 0
+    assert pickle.loads(pickle.dumps(run.model.state_dict())).keys() == twin.state_dict().keys()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints(reentrant: bool) -> None:
+    class Checkpointed(Model):
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            x = self.first(self.words(words))
+            return self.last(checkpoint(self.middle, x, use_reentrant=reentrant))
+
+    run = Run("O2", Checkpointed())
+    for name in ("words.weight", "middle.weight", "last.weight"):
+        run.damage(name)
+    run.step()
+    assert run.cause.parameters == ("last.weight", "middle.weight", "words.weight")
+
+
+# -- what is made of a cause -------------------------------------------------------------------
+
+
+def test_a_cause_as_a_record() -> None:
+    run = Run()
+    run.damage("first.weight", math.nan)
+    run.damage("last.weight")
+    run.step()
+    record = run.cause.to_record()
+    assert isinstance(record, OverflowRecord)
+    shared = {field.name for field in dataclasses.fields(record)}
+    for name in shared:
+        value = getattr(run.cause, name)
+        assert getattr(record, name) == (list(value) if isinstance(value, tuple) else value)
+    assert from_json(to_json(record)) == record
+
+
+def test_old_records_have_no_kinds() -> None:
+    line = to_json(
+        OverflowRecord(
+            step=1,
+            loss_id=0,
+            parameters=["a"],
+            largest=[None],
+            loss_was_finite=True,
+            old_scale=2.0,
+            new_scale=1.0,
+        )
+    )
+    del line["kinds"]
+    record = from_json(line)
+    assert isinstance(record, OverflowRecord)
+    assert record.kinds == []
+
+
+def test_causes_are_bounded() -> None:
+    run = Run(max_consecutive_skips=None, min_loss_scale=1.0)
+    for _ in range(ledger._CAUSES_KEPT + 3):
+        run.engine.ledger.causes.append(dataclasses.replace(_ANY, step=1))
+    run.damage("first.weight")
+    run.step()
+    assert len(run.engine.overflow_causes) == ledger._CAUSES_KEPT
+    assert run.cause.parameters == ("first.weight",)
+
+
+_ANY = preamp.OverflowCause(
+    step=1, loss_id=0, parameters=(), loss_was_finite=True, old_scale=2.0, new_scale=1.0
+)
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (("first.weight",), "inf first in 'first.weight', largest finite value 8; loss scale"),
+        (
+            ("first.weight", "last.weight", "middle.weight"),
+            "inf first in 'last.weight', largest finite value 8, and in 2 more; loss scale",
+        ),
+    ],
+)
+def test_the_message(
+    names: Sequence[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(verbosity=1)
+    capsys.readouterr()
+
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        spoilt = torch.full_like(grad, 8.0)
+        spoilt.view(-1)[0] = math.inf
+        return spoilt
+
+    run.step()
+    for name in names:
+        run.model.get_parameter(name).register_hook(spoil)
+    run.step()
+    assert capsys.readouterr().out == (
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 8.0 "
+        f"(step 2: {text} 16.0 to 8.0)\n"
+    )
+
+
+# -- listeners ---------------------------------------------------------------------------------
+
+
+class Heard:
+    """Everything a ledger tells."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.events: list[tuple[Any, ...]] = []
+        index = {id(session): i for i, session in enumerate(engine.sessions.values())}
+        engine.ledger.on_skip.append(
+            lambda session, cause: self.events.append((index[id(session)], "cause", cause.step))
+        )
+        engine.ledger.on_step.append(
+            lambda session, step, skipped: self.events.append((index[id(session)], step, skipped))
+        )
+
+
+def test_listeners() -> None:
+    run = Run()
+    heard = Heard(run.engine)
+    run.step()
+    run.damage("first.weight")
+    run.step()
+    run.step()
+    assert heard.events == [(0, 1, False), (0, "cause", 2), (0, 2, True), (0, 3, False)]
+
+
+def test_listeners_hear_in_order_where_the_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose outcome is known at once waits for those before it."""
+    far_from_the_host(monkeypatch)
+    monkeypatch.setattr(ledger._Flag, "has_come", lambda _: False)
+    run = Run(make=FusedAdam)
+    heard = Heard(run.engine)
+    run.damage("first.weight")
+    run.step()
+    run.optimizer.step()  # without gradients: nothing to skip
+    run.step()
+    assert heard.events == []
+    assert (run.engine.steps_skipped, run.engine.steps_applied) == (1, 2)
+    assert heard.events == [(0, "cause", 1), (0, 1, True), (0, 2, False), (0, 3, False)]
+    assert run.cause.parameters == ("first.weight",)
+    assert run.cause.largest == (None,)  # reading again would have waited
+    assert run.cause.kinds == ("inf",)

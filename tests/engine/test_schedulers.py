@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Schedulers pause while steps are skipped, and nobody warns of an order."""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as S
+
+import preamp
+from cases.host_reads import far_from_the_host
+from preamp.fp16_utils import FP16_Optimizer, network_to_half
+from preamp.optimizers import FusedAdam
+from preamp.parallel.LARC import LARC
+
+# Warnings are errors in all tests, so torch's warning of a wrong order would fail them.
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda o: S.StepLR(o, 1, 0.5),
+    "LambdaLR": lambda o: S.LambdaLR(o, lambda step: min(1.0, (step + 1) / 4)),
+    "OneCycleLR": lambda o: S.OneCycleLR(o, 0.1, total_steps=8, cycle_momentum=False),
+    "CosineAnnealingWarmRestarts": lambda o: S.CosineAnnealingWarmRestarts(o, 3),
+    "SequentialLR": lambda o: S.SequentialLR(
+        o, [S.LinearLR(o, 0.25, total_iters=3), S.ExponentialLR(o, 0.5)], [3]
+    ),
+    "ChainedScheduler": lambda o: S.ChainedScheduler(
+        [S.ConstantLR(o, 0.5, 2), S.ExponentialLR(o, 0.5)]
+    ),
+}
+
+
+class Run:
+    """A model, an optimizer and a scheduler."""
+
+    def __init__(
+        self,
+        make: Callable[[Any], Any] = SCHEDULERS["StepLR"],
+        level: str = "O2",
+        *,
+        early: bool = True,
+        optimizer: Any = torch.optim.SGD,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 2)
+        self.optimizer = optimizer(self.model.parameters(), lr=0.1)
+        inner = getattr(self.optimizer, "optim", self.optimizer)
+        if early:
+            self.scheduler = make(inner)
+        settings: dict[str, Any] = {"loss_scale": "dynamic", "verbosity": 0, **options}
+        preamp.initialize(self.model, self.optimizer, opt_level=level, **settings)
+        if not early:
+            self.scheduler = make(inner)
+
+    def train(self, *, overflow: bool = False) -> None:
+        self.optimizer.zero_grad()
+        loss = self.model(torch.ones(3, 4)).float().sum() * 1e-3
+        with preamp.scale_loss(loss, self.optimizer) as scaled:
+            (scaled * math.inf if overflow else scaled).backward()
+        self.optimizer.step()
+
+    @property
+    def lr(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
+
+def plain_rates(make: Callable[[Any], Any], steps: int) -> list[float]:
+    """The rates that a run without overflows goes through."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    scheduler = make(optimizer)
+    rates = [optimizer.param_groups[0]["lr"]]
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # torch's, of its own
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_schedule_counts_the_steps_that_were_taken(name: str, level: str, early: bool) -> None:
+    run = Run(SCHEDULERS[name], level, early=early)
+    rates, taken = [run.lr], []
+    for overflow in (True, True, False, False, True, False, False):
+        run.train(overflow=overflow)
+        taken.append(preamp.step_scheduler(run.scheduler, run.optimizer))
+        if taken[-1]:
+            rates.append(run.lr)
+    assert taken == [False, False, True, True, False, True, True]
+    assert rates == plain_rates(SCHEDULERS[name], 4)
+
+
+def test_a_plateau_gets_its_metric() -> None:
+    run = Run(lambda o: S.ReduceLROnPlateau(o, factor=0.5, patience=0))
+    rates = []
+    for metric in (1.0, 2.0, 3.0):
+        run.train()
+        assert preamp.step_scheduler(run.scheduler, run.optimizer, metric)
+        rates.append(run.lr)
+    assert rates == [0.1, 0.05, 0.025]
+    run.train(overflow=True)
+    assert not preamp.step_scheduler(run.scheduler, run.optimizer, 9.0)
+    assert run.lr == 0.025
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_several_schedulers(kind: Any) -> None:
+    run = Run()
+    other = S.ExponentialLR(run.optimizer, 0.5)
+    for overflow in (True, False):
+        run.train(overflow=overflow)
+        preamp.step_scheduler(kind([run.scheduler, other]), run.optimizer)
+    assert run.lr == 0.1 * 0.25
+
+
+def test_anything_with_a_step() -> None:
+    run = Run()
+    calls: list[tuple[Any, ...]] = []
+    schedule = types.SimpleNamespace(step=lambda *args: calls.append(args))
+    run.train()
+    assert preamp.step_scheduler(schedule, run.optimizer, 7)
+    run.train(overflow=True)
+    assert not preamp.step_scheduler(schedule, run.optimizer, 8)
+    assert calls == [(7,)]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_larc(early: bool) -> None:
+    run = Run(
+        optimizer=lambda params, lr: LARC(torch.optim.SGD(params, lr=lr)), early=early
+    )
+    for overflow, wanted in ((True, 0.1), (False, 0.05)):
+        run.train(overflow=overflow)
+        assert preamp.step_scheduler(run.scheduler, run.optimizer) != overflow
+        assert run.lr == wanted
+    assert preamp.step_scheduler(run.scheduler, run.optimizer.optim)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_bound_before_initialize(level: str) -> None:
+    """It cannot be kept from running, and changes nothing then; that is a skipped step too."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = S.StepLR(optimizer, 1, 0.5)
+    step = optimizer.step
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    for overflow in (True, False):
+        optimizer.zero_grad()
+        with preamp.scale_loss(model(torch.ones(3, 4)).float().sum() * 1e-3, optimizer) as scaled:
+            (scaled * math.nan if overflow else scaled).backward()
+        step()
+        assert preamp.step_scheduler(scheduler, optimizer) != overflow
+
+
+def test_where_the_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    far_from_the_host(monkeypatch)
+    run = Run(optimizer=FusedAdam)
+    taken = []
+    for overflow in (True, False, True):
+        run.train(overflow=overflow)
+        taken.append(preamp.step_scheduler(run.scheduler, run.optimizer))
+    assert taken == [False, True, False]
+    assert run.lr == 0.05
+
+
+def test_each_optimizer_by_itself() -> None:
+    models = [nn.Linear(4, 2), nn.Linear(4, 2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    preamp.initialize(models, optimizers, opt_level="O2", num_losses=2, verbosity=0)
+    schedulers = [S.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
+    for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        loss = model(torch.ones(3, 4)).float().sum() * 1e-3
+        with preamp.scale_loss(loss, optimizer, index) as scaled:
+            (scaled * math.inf if index == 0 else scaled).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    taken = [preamp.step_scheduler(*pair) for pair in zip(schedulers, optimizers, strict=True)]
+    assert taken == [False, True]
+
+
+def test_fp16_optimizer() -> None:
+    model = network_to_half(nn.Linear(4, 2))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = FP16_Optimizer(inner, dynamic_loss_scale=True, verbose=False)
+    scheduler = S.StepLR(inner, 1, 0.5)
+    for overflow, wanted in ((True, 0.1), (False, 0.05)):
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4)).float().sum() * 1e-3
+        optimizer.backward(loss * math.inf if overflow else loss)
+        optimizer.step()
+        assert preamp.step_scheduler(scheduler, optimizer) != overflow
+        assert inner.param_groups[0]["lr"] == wanted
+
+
+def test_preamp_off() -> None:
+    run = Run(enabled=False)
+    run.optimizer.step()
+    assert preamp.step_scheduler(run.scheduler, run.optimizer)
+    assert run.lr == 0.05
+
+
+@pytest.mark.parametrize("level", ["O3", "O4", "O5"])
+def test_static_scales_skip_nothing(level: str) -> None:
+    run = Run(level=level, loss_scale=1.0)
+    run.train()
+    assert preamp.step_scheduler(run.scheduler, run.optimizer)
+
+
+def test_training_that_cannot_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device decides, asking is when the end is noticed."""
+    far_from_the_host(monkeypatch)
+    run = Run(optimizer=FusedAdam, max_consecutive_skips=1)
+    run.train(overflow=True)
+    with pytest.raises(preamp.LossScaleError, match="1 optimizer steps in a row skipped"):
+        preamp.step_scheduler(run.scheduler, run.optimizer)
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+def test_before_the_first_step() -> None:
+    run = Run()
+    text = (
+        "step_scheduler was called before the first step of this SGD. It asks whether the "
+        "optimizer's latest step was taken. Call optimizer.step() first, then "
+        "step_scheduler(scheduler, optimizer)."
+    )
+    with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}$"):
+        preamp.step_scheduler(run.scheduler, run.optimizer)
+
+
+def test_an_optimizer_without_engine() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    text = (
+        "step_scheduler was given a SGD that has no engine. Whether a step was taken is known of "
+        "optimizers that went through preamp.initialize, and of FP16_Optimizer. Pass that very "
+        "optimizer, or step the scheduler directly."
+    )
+    with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}$"):
+        preamp.step_scheduler(S.StepLR(optimizer, 1), optimizer)
+
+
+@pytest.mark.parametrize("wrong", [None, "StepLR", [None]])
+def test_no_scheduler(wrong: Any) -> None:
+    run = Run()
+    run.train()
+    kind = "str" if isinstance(wrong, str) else "NoneType"
+    text = (
+        f"step_scheduler was given a {kind} as a scheduler. A scheduler has a method step; a list "
+        "of them is allowed too. Pass the scheduler first and the optimizer second."
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        preamp.step_scheduler(wrong, run.optimizer)
+
+
+def test_a_scheduler_that_is_none_stops_all() -> None:
+    run = Run()
+    run.train()
+    with pytest.raises(TypeError):
+        preamp.step_scheduler([run.scheduler, None], run.optimizer)
+    assert run.lr == 0.1

@@ -1,0 +1,590 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Watching the modules: the first to go wrong is named, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import re
+import weakref
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import preamp
+from cases.host_reads import NoHostReads, far_from_the_host
+from cases.tolerances import assert_same
+from preamp.engine import Engine
+from preamp.numerics import TraceRecord
+from preamp.optimizers import FusedAdam
+
+levels = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+Pair = namedtuple("Pair", ["kept", "nothing"])
+
+
+class Spoil(nn.Module):
+    """Multiplies by one, forward and backward, until it is told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward_by = self.backward_by = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.forward_by
+        by = self.backward_by
+        if by != 1.0 and y.requires_grad:
+            y.grad_fn.register_hook(lambda got, _: tuple(g if g is None else g * by for g in got))  # type: ignore[union-attr]
+        return y
+
+
+class Block(nn.Module):
+    """A residual block with a module that writes in place, and a value that is handed through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.act = nn.ReLU(inplace=True)
+        self.outer = nn.Linear(4, 4)
+        self.own = 1.0
+
+    def forward(self, x: torch.Tensor, extra: Any = None) -> Any:
+        return Pair((x + self.outer(self.act(self.inner(x)))) * self.own, extra)
+
+
+class Model(nn.Module):
+    """Blocks that are called by keyword, one of them twice, and an activation used three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.spoil = Spoil()
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in (*self.blocks, self.blocks[0]):
+            x = x + x.tanh() + block(x, extra=None).kept
+        return self.last(self.spoil(x))
+
+
+class Run:
+    """A model with an engine, its scale low enough for nothing to overflow by itself."""
+
+    def __init__(self, level: str = "O2", model: Any = None, **options: Any) -> None:
+        self.model: Any = Model() if model is None else model
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=2.0**-6)
+        settings: dict[str, Any] = {"loss_scale": "dynamic", "verbosity": 0, **options}
+        preamp.initialize(self.model, self.optimizer, opt_level=level, **settings)
+        self.engine: Engine = preamp.engine_of(self.model)
+        self.engine.scaler(0).set_scale(2.0)
+        self.forward: Callable[[torch.Tensor], torch.Tensor] = self.model
+
+    def step(self, index: int = 0, *, factor: float = 1.0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(3, 4, generator=generator)
+        loss = self.forward(x).float().square().mean() * factor
+        with preamp.scale_loss(loss, self.optimizer) as scaled:
+            scaled.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    @property
+    def trace(self) -> TraceRecord:
+        (cause,) = self.engine.overflow_causes
+        assert cause.was_watched
+        assert cause.trace is not None
+        return cause.trace
+
+    @property
+    def where(self) -> tuple[str, str]:
+        return self.trace.module, self.trace.phase
+
+
+def hooks_of(model: nn.Module) -> list[int]:
+    return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+
+
+# -- what is named -----------------------------------------------------------------------------
+
+
+@levels
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("name", ["first", "blocks.0.inner", "blocks.1.outer", "last"])
+def test_a_weight(level: str, name: str, value: float) -> None:
+    run = Run(level)
+    run.engine.trace_overflow()
+    run.step()
+    with torch.no_grad():
+        run.model.get_parameter(f"{name}.bias").fill_(value)
+    run.step()
+    assert run.where == (name, "forward")
+    assert (run.trace.type, run.trace.output_found) == ("Linear", "nan" if value != value else "inf")
+    assert 0 < run.trace.input_max_abs < 100
+
+
+@levels
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_forward(level: str, value: float) -> None:
+    run = Run(level)
+    run.engine.trace_overflow()
+    run.model.spoil.forward_by = value
+    run.step()
+    assert run.where == ("spoil", "forward")
+
+
+@levels
+def test_a_backward(level: str) -> None:
+    run = Run(level)
+    run.engine.trace_overflow()
+    run.step()
+    run.model.spoil.backward_by = math.inf
+    run.step()
+    assert run.where in {("spoil", "backward"), ("", "backward"), ("blocks.0", "backward")}
+    assert not math.isnan(run.trace.input_max_abs)
+
+
+@levels
+def test_what_a_container_does_itself(level: str) -> None:
+    run = Run(level)
+    run.engine.trace_overflow()
+    run.model.blocks[1].own = math.inf
+    run.step()
+    assert run.where == ("blocks.1", "forward")
+    assert run.trace.type == "Block"
+
+
+def test_a_float16_overflow_in_the_forward() -> None:
+    run = Run("O2")
+    run.engine.trace_overflow()
+    with torch.no_grad():
+        run.model.first.weight.fill_(30000.0)
+        run.model.first.bias.fill_(0.0)
+    run.forward = lambda x: run.model(torch.full_like(x, 2.0))
+    run.step()
+    assert run.trace == TraceRecord(
+        module="first",
+        type="Linear",
+        phase="forward",
+        input_max_abs=2.0,
+        output_found="inf",
+        dtype="float16",
+    )
+
+
+def test_a_float16_overflow_in_the_backward() -> None:
+    """The weights' gradient is the sum over the batch: 3 · 2 · 16384."""
+    run = Run("O2", nn.Linear(4, 2, bias=False))
+    run.engine.scaler(0).set_scale(2.0**14)
+    run.engine.trace_overflow()
+    loss = run.model(torch.full((3, 4), 2.0)).float().sum()
+    with preamp.scale_loss(loss, run.optimizer) as scaled:
+        scaled.backward()
+    run.optimizer.step()
+    assert (run.trace.phase, run.trace.type, run.trace.output_found) == ("backward", "Linear", "inf")
+    assert run.trace.dtype == "float16"
+    (cause,) = run.engine.overflow_causes
+    assert cause.parameters == ("weight",)
+
+
+def test_the_loss_function() -> None:
+    """The gradient of the loss is too large for the half output of the last layer."""
+    run = Run("O1", nn.Linear(4, 2))
+    run.engine.scaler(0).set_scale(2.0**15)
+    run.engine.trace_overflow()
+    run.forward = lambda x: run.model(torch.full_like(x, 4.0)) * 64.0
+    run.step()
+    assert (run.trace.module, run.trace.type, run.trace.phase) == ("", "", "backward")
+    assert 65504 <= run.trace.input_max_abs < math.inf
+
+
+def test_a_loss_that_is_not_finite_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(verbosity=1)
+    run.engine.trace_overflow()
+    capsys.readouterr()
+    run.step(factor=math.nan)
+    (cause,) = run.engine.overflow_causes
+    assert (cause.was_watched, cause.loss_was_finite) == (True, False)
+    assert "the loss itself is not finite" in capsys.readouterr().out
+    assert cause.trace is None or cause.trace.type == ""
+
+
+class Masked(nn.Module):
+    """Attention scores with a mask of minus infinity, made by one module and used by the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(4, 4)
+        self.mask = Mask()
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(4, dtype=x.dtype)
+        mask[2] = -math.inf
+        return self.last(self.mask(self.scores(x), mask).softmax(-1))
+
+
+class Mask(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x + mask
+
+
+@pytest.mark.parametrize("name", ["scores", "last"])
+def test_masks_are_no_overflow(name: str) -> None:
+    run = Run("O2", Masked())
+    run.engine.trace_overflow()
+    run.step()
+    assert not run.engine.overflow_causes
+    getattr(run.model, name).weight.register_hook(lambda grad: grad * math.inf)
+    run.step()
+    (cause,) = run.engine.overflow_causes
+    assert cause.parameters == (f"{name}.weight",)
+    # No module has made that value; all there is to be seen is the mask.
+    assert cause.trace is None or cause.trace.module == "mask"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_activation_checkpoints(reentrant: bool, way: str) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.part = nn.Sequential(nn.Linear(4, 4), Spoil(), nn.Linear(4, 4))
+            self.last = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(checkpoint(self.part, self.first(x), use_reentrant=reentrant))
+
+    run = Run("O2", Checkpointed())
+    run.engine.trace_overflow()
+    for index in range(2):
+        run.step(index)
+    assert not run.engine.overflow_causes
+    setattr(run.model.part[1], f"{way}_by", math.inf)
+    run.step()
+    assert run.trace.phase == way
+    if way == "forward":
+        assert run.trace.module == "part.1"
+
+
+def test_several_models_are_told_apart() -> None:
+    models = [Model(), Model()]
+    optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.1)
+    preamp.initialize(models, optimizer, opt_level="O2", verbosity=0)
+    engine = preamp.engine_of(optimizer)
+    engine.trace_overflow()
+    models[1].spoil.forward_by = math.inf
+    loss = sum((model(torch.ones(3, 4)).float().sum() for model in models), torch.zeros(()))
+    with preamp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert engine.overflow_causes[0].trace is not None
+    assert engine.overflow_causes[0].trace.module == "1.spoil"
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_accumulation(delay: bool) -> None:
+    run = Run("O2")
+    run.engine.trace_overflow()
+    x = torch.ones(3, 4)
+    for index in range(3):
+        run.model.spoil.forward_by = math.inf if index == 1 else 1.0
+        loss = run.model(x).float().sum()
+        delayed = delay and index < 2
+        with preamp.scale_loss(loss, run.optimizer, delay_unscale=delayed) as scaled:
+            scaled.backward()
+    run.optimizer.step()
+    assert run.where == ("spoil", "forward")
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_recurrent_and_embedding_layers(sparse: bool) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(8, 4, sparse=sparse)
+            self.rnn = nn.LSTM(4, 4)
+            self.last = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(self.words(x), [3, 2])
+            outputs, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0])
+            return self.last(outputs)
+
+    run = Run("O1", Words())
+    run.forward = lambda _: run.model(torch.tensor([[1, 2], [3, 4], [5, 0]]))
+    run.engine.trace_overflow()
+    run.step()
+    with torch.no_grad():
+        run.model.words.weight[4, 1] = math.nan
+    run.step()
+    assert run.where == ("words", "forward")
+
+
+# -- the message -------------------------------------------------------------------------------
+
+
+def test_the_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(verbosity=1)
+    run.engine.trace_overflow()
+    capsys.readouterr()
+    run.model.spoil.forward_by = math.inf
+    run.step()
+    out = capsys.readouterr().out
+    assert out.startswith("Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to")
+    assert re.search(
+        r"\)\. The first to go wrong was the forward of 'spoil' \(Spoil\): \w+ in its float16 "
+        r"output, from an input up to \S+\.\n$",
+        out,
+    )
+
+
+# -- when it begins and ends -------------------------------------------------------------------
+
+
+@levels
+def test_hooks_go_after_an_overflow(level: str) -> None:
+    run = Run(level)
+    before = hooks_of(run.model)
+    run.engine.trace_overflow()
+    run.engine.trace_overflow()
+    assert hooks_of(run.model) == [count + 2 for count in before]
+    run.step()
+    run.model.spoil.forward_by = math.inf
+    run.step()
+    assert hooks_of(run.model) == before
+    run.step()
+    assert [cause.was_watched for cause in run.engine.overflow_causes] == [True, False]
+
+
+def test_hooks_stay_on_request() -> None:
+    run = Run(overflow="trace")
+    before = hooks_of(run.model)
+    for _ in range(2):
+        run.model.spoil.forward_by = math.inf
+        run.step()
+        run.model.spoil.forward_by = 1.0
+        run.step()
+    assert [cause.was_watched for cause in run.engine.overflow_causes] == [True, True]
+    assert hooks_of(run.model) == before
+    run.engine.close()
+    assert set(hooks_of(run.model)) == {0}
+
+
+def test_an_overflow_whose_forward_was_not_watched_does_not_count() -> None:
+    run = Run()
+    run.model.spoil.forward_by = math.inf
+    loss = run.model(torch.ones(3, 4)).float().sum()
+    run.engine.trace_overflow()
+    with preamp.scale_loss(loss, run.optimizer) as scaled:
+        scaled.backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    assert not run.engine.overflow_causes[0].was_watched
+    run.step()
+    assert run.engine.overflow_causes[1].trace is not None
+
+
+def test_closing_removes_the_hooks() -> None:
+    run = Run()
+    run.engine.trace_overflow()
+    run.engine.close()
+    assert set(hooks_of(run.model)) == {0}
+
+
+def test_a_model_that_changes_engines_is_let_go() -> None:
+    run = Run("O1", overflow="trace")
+    preamp.initialize(run.model, opt_level="O0", verbosity=0)
+    other = preamp.engine_of(run.model)
+    assert other is not run.engine
+    other.close()
+    assert set(hooks_of(run.model)) == {0}
+
+
+def test_static_scales_are_refused() -> None:
+    run = Run(loss_scale=128.0)
+    text = (
+        "trace_overflow was called, and no loss has a dynamic scale. Overflows are looked for with "
+        "a dynamic loss scale only. Pass loss_scale='dynamic' to preamp.initialize."
+    )
+    with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}$"):
+        run.engine.trace_overflow()
+
+
+def test_static_scales_are_refused_by_initialize() -> None:
+    text = (
+        "overflow='trace' with the static loss scale 1.0. Overflows are looked for with a dynamic "
+        "loss scale only. Pass loss_scale='dynamic', or leave overflow out."
+    )
+    model = Model()
+    with pytest.raises(preamp.PreampPolicyError, match=f"^{re.escape(text)}$"):
+        preamp.initialize(model, opt_level="O5", overflow="trace")
+    assert set(hooks_of(model)) == {0}
+
+
+@pytest.mark.parametrize("value", ["stop", True, []])
+def test_other_words_are_refused(value: Any) -> None:
+    text = (
+        f"overflow={value!r} is not known. Allowed are 'skip' (the step is skipped and told) and "
+        "'trace' (modules are watched too, to tell the first to go wrong). Choose one of the two."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        preamp.initialize(Model(), opt_level="O2", overflow=value)
+
+
+def test_preamp_off() -> None:
+    model = Model()
+    preamp.initialize(model, enabled=False)
+    preamp.engine_of(model).trace_overflow()
+    assert set(hooks_of(model)) == {0}
+
+
+# -- nothing changes ---------------------------------------------------------------------------
+
+
+@levels
+def test_numbers_are_the_same_to_the_bit(level: str) -> None:
+    plain, watched = Run(level), Run(level, overflow="trace")
+    for index in range(6):
+        for run in (plain, watched):
+            run.model.spoil.forward_by = math.inf if index == 3 else 1.0
+        assert_same(watched.step(index), plain.step(index))
+        for ours, theirs in zip(
+            preamp.master_params(watched.optimizer),
+            preamp.master_params(plain.optimizer),
+            strict=True,
+        ):
+            assert_same(ours.detach(), theirs.detach())
+    assert watched.engine.state_dict() == plain.engine.state_dict()
+
+
+def test_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    far_from_the_host(monkeypatch)
+    model = Model()
+    optimizer = FusedAdam(model.parameters(), lr=0.01)
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, overflow="trace")
+    x = torch.ones(3, 4)
+    for _ in range(2):
+        with NoHostReads():
+            loss = model(x).float().sum()
+            with preamp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@levels
+def test_evaluations_are_not_kept(level: str) -> None:
+    run = Run(level, overflow="trace")
+    run.step()
+    with torch.no_grad():
+        run.model(torch.ones(3, 4))
+    assert len(run.engine.tracer.observation._calls) == 0
+    run.model(torch.ones(3, 4))
+    assert len(run.engine.tracer.observation._calls) > 0
+
+
+def test_no_activation_is_kept() -> None:
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    class Keep(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 1.0
+            kept.append(weakref.ref(y))
+            return y.clone()
+
+    run = Run("O2", nn.Sequential(nn.Linear(4, 4), Keep(), nn.Linear(4, 2)), overflow="trace")
+    run.step()
+    gc.collect()
+    assert kept[0]() is None
+
+
+def test_a_dropped_engine_is_collected_and_its_hooks_sleep() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, overflow="trace")
+    tracer = weakref.ref(preamp.engine_of(model).tracer)
+    twin = copy.deepcopy(model)
+    del model, optimizer
+    gc.collect()
+    assert tracer() is None
+    twin(torch.ones(3, 4))
+
+
+def test_a_copy_and_a_saved_model_watch_nothing() -> None:
+    run = Run("O1", overflow="trace")
+    twin = copy.deepcopy(run.model)
+    file = io.BytesIO()
+    torch.save(run.model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for model in (twin, loaded):
+        model(torch.ones(3, 4))
+        assert len(run.engine.tracer.observation._calls) == 0
+
+
+def test_an_exception_in_a_forward_leaves_nothing_behind() -> None:
+    run = Run("O2", overflow="trace")
+    with pytest.raises(RuntimeError, match="shape"):
+        run.model(torch.ones(3, 5))
+    run.model.spoil.forward_by = math.inf
+    run.step()
+    assert run.where == ("spoil", "forward")
+
+
+# -- compiled and scripted models --------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    "ignore:.*torch.jit.script_method:DeprecationWarning",
+)
+def test_a_compiled_part_is_seen_from_outside() -> None:
+    """And watching does not break its graph."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Spoil()), nn.Linear(4, 2))
+    run = Run("O1", model, overflow="trace")
+    model[1].compile(backend="aot_eager", fullgraph=True)
+    loss_of = torch.compile(lambda x: F.relu(model(x)), backend="aot_eager", fullgraph=True)
+    loss_of(torch.ones(3, 4)).float().sum().backward()
+    run.optimizer.zero_grad()
+    run.step()
+    assert not torch._dynamo.utils.counters["graph_break"]
+    spoil: Any = model[1]
+    spoil[1].forward_by = math.inf
+    run.step()
+    (cause,) = run.engine.overflow_causes
+    assert cause.was_watched
+    assert cause.trace is not None
+    assert not cause.trace.module.startswith("1.")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_scripted_part() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4))))
+    run = Run("O1", model, overflow="trace")
+    run.step()
+    with torch.no_grad():
+        model[1].get_parameter("0.bias").fill_(math.inf)
+    run.step()
+    assert run.where == ("", "forward")  # what it is in
