@@ -463,9 +463,7 @@ _ANY = preamp.OverflowCause(
         ),
     ],
 )
-def test_the_message(
-    names: Sequence[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_message(names: Sequence[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(verbosity=1)
     capsys.readouterr()
 

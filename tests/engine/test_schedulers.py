@@ -137,9 +137,7 @@ def test_anything_with_a_step() -> None:
 
 @pytest.mark.parametrize("early", [True, False])
 def test_larc(early: bool) -> None:
-    run = Run(
-        optimizer=lambda params, lr: LARC(torch.optim.SGD(params, lr=lr)), early=early
-    )
+    run = Run(optimizer=lambda params, lr: LARC(torch.optim.SGD(params, lr=lr)), early=early)
     for overflow, wanted in ((True, 0.1), (False, 0.05)):
         run.train(overflow=overflow)
         assert preamp.step_scheduler(run.scheduler, run.optimizer) != overflow
