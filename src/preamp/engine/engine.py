@@ -160,10 +160,9 @@ class Engine:
     def trace_overflow(self) -> None:
         """Watch the modules of the models until an overflow, and tell the first to go wrong.
 
-        From the next forward on, hooks read what goes in and out of all modules, forward and
-        backward. The first module to turn finite values into infinite ones or nan is told with
-        the next skipped step, and is its cause's ``trace``; then the hooks go. Nothing is changed
-        and nobody waits. Inside of what is compiled or scripted nothing is seen.
+        From the next forward on, hooks read what goes in and out of all modules. The first to
+        turn finite values into others is its skipped step's `OverflowCause.trace`; then the hooks
+        go. Changes nothing, waits for nobody. What is compiled or scripted is not looked into.
 
         Raises:
             PreampStateError: No loss has a dynamic scale, so overflows are not looked for.
