@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What to say about a run: one rule for each thing that is worth saying.
+
+A rule has words, and a measurement from `evidence` that yields the numbers for them whenever there is
+something to say. A new rule is a row of `RULES` and a measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+from preamp.report import evidence
+from preamp.report.gather import Run
+
+
+class Severity(IntEnum):
+    """How much something matters."""
+
+    NOTE = 1
+    WARNING = 2
+    CRITICAL = 3
+
+    @property
+    def word(self) -> str:
+        """The severity in a word."""
+        return {1: "Note", 2: "Warning", 3: "Critical"}[int(self)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One thing that is worth saying.
+
+    Attributes:
+        id: Stable name.
+        severity: How much it matters.
+        measure: Yields the numbers, once for each finding.
+        title: What was found, as a format string.
+        number: The numbers that led to it, as a format string.
+        do: What can be done, as a format string.
+    """
+
+    id: str
+    severity: Severity
+    measure: Callable[[Run], Iterable[evidence.Values]]
+    title: str
+    number: str
+    do: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A rule that applies, in words.
+
+    Attributes:
+        id: Of the rule.
+        severity: How much it matters.
+        title: What was found.
+        number: The numbers that led to it.
+        do: What can be done.
+    """
+
+    id: str
+    severity: Severity
+    title: str
+    number: str
+    do: str
+
+
+RULES: Final = (
+    Rule(
+        id="weights-not-finite",
+        severity=Severity.CRITICAL,
+        measure=evidence.weights_not_finite,
+        title="Weights are infinite or nan",
+        number="{values} at the latest look, the first in {name}.",
+        do="No step can repair them. Go back to a checkpoint from before, and look at the step and "
+        "the learning rate at which it happened.",
+    ),
+    Rule(
+        id="loss-not-finite",
+        severity=Severity.CRITICAL,
+        measure=evidence.losses_not_finite,
+        title="The loss itself was infinite or nan",
+        number="In {steps}, for the first time at step {first}.",
+        do="No loss scale can help, because the forward had failed already. "
+        'Run with overflow="trace" to learn which module was the first.',
+    ),
+    Rule(
+        id="scale-at-floor",
+        severity=Severity.CRITICAL,
+        measure=evidence.scale_at_floor,
+        title="The loss scale has come down to its floor",
+        number="Loss {loss} ends at a scale of {scale}.",
+        do="Gradients overflow whatever the scale is. Lower the learning rate or clip, run the layer "
+        "that overflows first in float32, or train in bfloat16 (O4, O5).",
+    ),
+    Rule(
+        id="overflow-in-one-place",
+        severity=Severity.WARNING,
+        measure=evidence.overflows_in_one_place,
+        title="Overflows keep beginning in {name}",
+        number="It came first in {count} of {total}.",
+        do="Keep that module in float32, or look at what it computes: large logits, a division by a "
+        "small number, or an exponential.",
+    ),
+    Rule(
+        id="many-skips",
+        severity=Severity.WARNING,
+        measure=evidence.many_skips,
+        title="Many steps were skipped",
+        number="{skipped} of {steps}: {share}. Finding a scale takes about one in 2,000.",
+        do="Gradients vary more than the scale can follow. Clip them, lower the learning rate, or train "
+        "in bfloat16 (O4, O5). Learning-rate schedules count skipped steps unless told not to.",
+    ),
+    Rule(
+        id="skips-in-a-row",
+        severity=Severity.WARNING,
+        measure=evidence.skips_in_a_row,
+        title="Many steps in a row were skipped",
+        number="{row} in a row, up to step {end}.",
+        do="At the start of a run this is a loss scale that begins too high: pass a lower one. Later it "
+        "is a training that is about to diverge.",
+    ),
+    Rule(
+        id="gradients-lost",
+        severity=Severity.WARNING,
+        measure=evidence.gradients_lost,
+        title="Gradients vanish below the smallest {form} number",
+        number="{share} of the values that are not zero in {name} are lost at a loss scale of {scale}"
+        "{more}.",
+        do="{room}",
+    ),
+    Rule(
+        id="updates-stalled",
+        severity=Severity.WARNING,
+        measure=evidence.updates_stalled,
+        title="Updates round to nothing",
+        number="{share} of the half weights stayed as they were although they have a gradient; "
+        "{worst} in {name}.",
+        do="Keep float32 masters (O2, O5), or float32 weights (O1, O4).",
+    ),
+    Rule(
+        id="little-headroom",
+        severity=Severity.WARNING,
+        measure=evidence.little_headroom,
+        title="Values come close to the largest {form} number",
+        number="The {what} {name} reaches {max}, {headroom} powers of two below it{more}.",
+        do="A little growth overflows. Scale or normalise the values, keep the module in float32, or use "
+        "bfloat16 (O4, O5).",
+    ),
+    Rule(
+        id="scale-at-ceiling",
+        severity=Severity.NOTE,
+        measure=evidence.scale_at_ceiling,
+        title="The loss scale stays at its ceiling",
+        number="Loss {loss} is at {scale} for {share} of the steps.",
+        do="Gradients would bear a larger scale. That is harmless unless the heat map shows underflow; "
+        "then raise max_loss_scale.",
+    ),
+    Rule(
+        id="gradients-always-zero",
+        severity=Severity.NOTE,
+        measure=evidence.gradients_always_zero,
+        title="A gradient is always zero",
+        number="{name} had no value other than zero in {looks}{more}.",
+        do="Check that it is used, and that what comes before it is not saturated.",
+    ),
+    Rule(
+        id="casts-of-one-line",
+        severity=Severity.NOTE,
+        measure=evidence.casts_of_one_line,
+        title="One line of source does most of the casting",
+        number="{where} has {bytes} cast: {share} of all.",
+        do="Cast its input once, outside a loop, or run the module at the precision of its input.",
+    ),
+)
+"""All rules, the gravest first."""
+
+
+def advise(run: Run) -> list[Finding]:
+    """Apply all rules.
+
+    Args:
+        run: What is known of the run.
+
+    Returns:
+        What was found, the gravest first; empty if there is nothing to say.
+    """
+    return [
+        Finding(
+            id=rule.id,
+            severity=rule.severity,
+            title=rule.title.format(**values),
+            number=rule.number.format(**values),
+            do=rule.do.format(**values),
+        )
+        for rule in RULES
+        for values in rule.measure(run)
+    ]

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The records of one run, sorted by what they tell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from preamp.numerics import (
+    CastsRecord,
+    History,
+    MemoryRecord,
+    NumericsRecord,
+    OverflowRecord,
+    Record,
+    ResumeRecord,
+    RunRecord,
+    StepRecord,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What is known of one run.
+
+    Attributes:
+        name: What to call it; empty if there is only one.
+        start: How it was set up, when it was started last; ``None`` if that is not recorded.
+        steps: Calls of ``optimizer.step``, oldest first.
+        overflows: Causes of skipped steps, oldest first.
+        numerics: Statistics of tensors, oldest first.
+        casts: The latest cast audit.
+        memory: The latest count of bytes.
+        restarts: How often it went on from a checkpoint.
+    """
+
+    name: str = ""
+    start: RunRecord | None = None
+    steps: list[StepRecord] = field(default_factory=list[StepRecord])
+    overflows: list[OverflowRecord] = field(default_factory=list[OverflowRecord])
+    numerics: list[NumericsRecord] = field(default_factory=list[NumericsRecord])
+    casts: CastsRecord | None = None
+    memory: MemoryRecord | None = None
+    restarts: int = 0
+
+    @property
+    def skipped(self) -> list[StepRecord]:
+        """Steps that left the weights as they were."""
+        return [step for step in self.steps if step.skipped]
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the loss scale follows overflows, as far as the records tell."""
+        if self.start is not None and "loss_scale" in self.start.policy:
+            return self.start.policy["loss_scale"] == "dynamic"
+        return len({value for step in self.steps for value in step.scales.values()}) > 1
+
+    def losses(self) -> dict[int, list[tuple[int, float]]]:
+        """Step and loss, by loss id."""
+        found: dict[int, list[tuple[int, float]]] = {}
+        for step in self.steps:
+            for loss_id, loss in step.losses.items():
+                found.setdefault(loss_id, []).append((step.step, loss))
+        return dict(sorted(found.items()))
+
+    def scales(self) -> dict[int, list[tuple[int, float]]]:
+        """Step and loss scale after it, by loss id."""
+        found: dict[int, list[tuple[int, float]]] = {}
+        for step in self.steps:
+            for loss_id, value in step.scales.items():
+                if value > 0 and math.isfinite(value):
+                    found.setdefault(loss_id, []).append((step.step, value))
+        return dict(sorted(found.items()))
+
+
+def gather(records: History | Iterable[Record], name: str = "") -> Run:
+    """Sort the records of one run.
+
+    Args:
+        records: A history, or records in the order in which they were written. What a checkpoint
+            took back is left out.
+        name: What to call the run.
+    """
+    history = records if isinstance(records, History) else _replay(list(records))
+    starts = history.of(RunRecord)
+    casts, memory = history.of(CastsRecord), history.of(MemoryRecord)
+    return Run(
+        name=name,
+        start=starts[-1] if starts else None,
+        steps=history.of(StepRecord),
+        overflows=history.of(OverflowRecord),
+        numerics=history.of(NumericsRecord),
+        casts=casts[-1] if casts else None,
+        memory=memory[-1] if memory else None,
+        restarts=len(history.of(ResumeRecord)),
+    )
+
+
+def _replay(records: list[Record]) -> History:
+    history = History(kept=max(1, len(records)))
+    for record in records:
+        history.add(record)
+    return history

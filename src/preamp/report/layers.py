@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Statistics of parameters, summed up by module and by time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from preamp.numerics import NumericsRecord, TensorStatistics
+from preamp.report.gather import Run
+
+ROWS = 24
+"""Modules that are shown; the others are summed up."""
+
+DETAILS = 300
+"""Modules in the full list."""
+
+TIMES = 96
+"""Columns of a heat map."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Underflow:
+    """Counts of a module's gradients at one time; all but ``elements`` are of elements not zero.
+
+    Attributes:
+        elements: How many there are.
+        nonzero: How many are not exactly zero.
+        below_normal: Below the format's smallest normal value: digits are lost.
+        below_subnormal: Below its smallest value of all: lost.
+    """
+
+    elements: int = 0
+    nonzero: int = 0
+    below_normal: int = 0
+    below_subnormal: int = 0
+
+    @property
+    def share(self) -> float:
+        """Part of the values that are not zero that lose digits, or all."""
+        return self.below_normal / self.nonzero if self.nonzero else 0.0
+
+    @property
+    def lost(self) -> float:
+        """Part of the values that are not zero that are lost altogether."""
+        return self.below_subnormal / self.nonzero if self.nonzero else 0.0
+
+    @property
+    def zeros(self) -> float:
+        """Part of all elements that are exactly zero."""
+        return 1 - self.nonzero / self.elements if self.elements else 0.0
+
+    def add(self, tensor: TensorStatistics) -> None:
+        """Count one more tensor."""
+        self.elements += tensor.elements
+        self.nonzero += tensor.elements - tensor.zeros - tensor.nonfinite
+        self.below_normal += tensor.below_normal
+        self.below_subnormal += tensor.below_subnormal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One row of the heat map.
+
+    Attributes:
+        name: Qualified name of the module.
+        cells: Share of underflow by column, the worst of what falls into it; ``None`` where
+            nothing does.
+        worst: The highest share.
+        worst_step: Its step.
+        latest: The counts at the end.
+    """
+
+    name: str
+    cells: tuple[float | None, ...]
+    worst: float
+    worst_step: int
+    latest: Underflow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeatMap:
+    """Underflow of all modules over time.
+
+    Attributes:
+        first: First step looked at.
+        last: Last step looked at.
+        layers: Worst first.
+        form: Format that the shares are taken against.
+    """
+
+    first: int
+    last: int
+    layers: tuple[Layer, ...]
+    form: str
+
+
+def module_of(name: str) -> str:
+    """Return the module that a parameter belongs to."""
+    return name.rpartition(".")[0] or name
+
+
+def heat_map(run: Run, times: int = TIMES) -> HeatMap | None:
+    """Sum up the underflow of gradients by module.
+
+    Args:
+        run: What is known of the run.
+        times: Columns, at most.
+
+    Returns:
+        The rows, or ``None`` if no gradient was looked at.
+    """
+    looks = [record for record in run.numerics if gradients_of([record])]
+    if not looks:
+        return None
+    steps = sorted({record.step for record in looks})
+    columns = {step: index * min(times, len(steps)) // len(steps) for index, step in enumerate(steps)}
+    rows: dict[str, dict[int, Underflow]] = {}
+    for record in looks:
+        for tensor in gradients_of([record]):
+            row = rows.setdefault(module_of(tensor.name), {})
+            row.setdefault(record.step, Underflow()).add(tensor)
+    layers = [_layer(name, row, columns) for name, row in rows.items()]
+    layers.sort(key=lambda layer: (-layer.worst, -layer.latest.share))
+    form = gradients_of(looks[-1:])[0].form
+    return HeatMap(first=steps[0], last=steps[-1], layers=tuple(layers), form=form)
+
+
+def _layer(name: str, row: dict[int, Underflow], columns: dict[int, int]) -> Layer:
+    cells: list[float | None] = [None] * (max(columns.values()) + 1)
+    for step, counts in row.items():
+        before = cells[columns[step]]
+        cells[columns[step]] = counts.share if before is None else max(before, counts.share)
+    worst_step = max(row, key=lambda step: row[step].share)
+    return Layer(
+        name=name,
+        cells=tuple(cells),
+        worst=row[worst_step].share,
+        worst_step=worst_step,
+        latest=row[max(row)],
+    )
+
+
+def gradients_of(records: Iterable[NumericsRecord]) -> list[TensorStatistics]:
+    """Return the statistics of gradients."""
+    return [t for record in records for t in record.tensors if t.what == "gradient"]
+
+
+def latest(run: Run) -> list[TensorStatistics]:
+    """Return the latest statistics of each tensor, in the order of the last record that has it."""
+    found: dict[tuple[str, str], TensorStatistics] = {}
+    for record in run.numerics:
+        for tensor in record.tensors:
+            found.pop((tensor.what, tensor.name), None)
+            found[tensor.what, tensor.name] = tensor
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """Weights of one module whose latest update rounded to nothing.
+
+    Attributes:
+        name: Qualified name of the module.
+        stalled: Elements that a step left as they were although they have a gradient.
+        elements: All elements that were looked at.
+    """
+
+    name: str
+    stalled: int
+    elements: int
+
+    @property
+    def share(self) -> float:
+        """Part of the elements."""
+        return self.stalled / self.elements if self.elements else 0.0
+
+
+def stalls(run: Run) -> list[Stall]:
+    """Sum up the stall meter by module, the largest share first; empty if it was not on."""
+    rows: dict[str, tuple[int, int]] = {}
+    for tensor in latest(run):
+        if tensor.stalled is not None:
+            stalled, elements = rows.get(module_of(tensor.name), (0, 0))
+            rows[module_of(tensor.name)] = (stalled + tensor.stalled, elements + tensor.elements)
+    found = [Stall(name=name, stalled=s, elements=n) for name, (s, n) in rows.items()]
+    return sorted(found, key=lambda stall: -stall.share)
+
+
+def total_stall(rows: Sequence[Stall]) -> Stall:
+    """Add modules up."""
+    stalled, elements = sum(row.stalled for row in rows), sum(row.elements for row in rows)
+    return Stall(name="", stalled=stalled, elements=elements)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A run, or several side by side, as one HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from preamp.core.errors import message
+from preamp.numerics import History, Record
+from preamp.report import memory, tables, timeline, words
+from preamp.report.advice import advise
+from preamp.report.atomic import replace_file
+from preamp.report.blocks import Block, Chapter, Figure, Page, Section
+from preamp.report.gather import Run, gather
+from preamp.report.sections import memory_section, sections_of
+from preamp.report.template import fill
+from preamp.report.verdict import judge
+
+Records = History | Iterable[Record]
+Runs = Records | Mapping[str, Records]
+
+
+def render(
+    records: Runs, *, title: str = "Training report", intro: str = "", extra: Sequence[Section] = ()
+) -> str:
+    """Write what is known of a run as one HTML page that refers to nothing outside itself.
+
+    Args:
+        records: A history, or the records of a file in their order; several of them, by name, are
+            compared.
+        title: Heading of the page.
+        intro: A paragraph below it.
+        extra: Parts that come before all others.
+
+    Returns:
+        The page. What is not recorded is named on it, with what to switch on.
+
+    Raises:
+        ValueError: A mapping without runs.
+        PreampUnavailableError: jinja2 is missing.
+    """
+    runs = _runs(records)
+    verdicts = [
+        (f"run{i}", words.shown(run.name), judge(run, advise(run))) for i, run in enumerate(runs)
+    ]
+    if len(runs) == 1:
+        sections, chapters = [*extra, *sections_of(runs[0], "")], list[Chapter]()
+    else:
+        sections = [*extra, *_comparison(runs)]
+        chapters = [
+            Chapter(
+                name=name,
+                title=words.shown(run.name),
+                verdict=verdict,
+                facts=_facts(run),
+                sections=sections_of(run, f"{name}-", with_memory=False),
+            )
+            for run, (name, _, verdict) in zip(runs, verdicts, strict=True)
+        ]
+    page = Page(
+        title=title,
+        verdicts=verdicts,
+        facts=_facts(runs[0]) if len(runs) == 1 else [],
+        sections=sections,
+        chapters=chapters,
+        patterns=memory.patterns(),
+        made=_made(runs),
+        intro=intro,
+    )
+    return fill(page)
+
+
+def write(
+    path: Path,
+    records: Runs,
+    *,
+    title: str = "Training report",
+    intro: str = "",
+    extra: Sequence[Section] = (),
+) -> Path:
+    """Write the page of `render` to a file, all of it or nothing.
+
+    Args:
+        path: The file; its folder is made where it does not exist.
+        records: See `render`.
+        title: See `render`.
+        intro: See `render`.
+        extra: See `render`.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: See `render`.
+        PreampUnavailableError: See `render`.
+        OSError: The file cannot be written; what was there before still is.
+    """
+    path = Path(path)
+    replace_file(path, render(records, title=title, intro=intro, extra=extra))
+    return path
+
+
+def _runs(records: Runs) -> list[Run]:
+    if not isinstance(records, Mapping):
+        return [gather(records)]
+    named = cast("Mapping[str, Records]", records)
+    if not named:
+        raise ValueError(
+            message(
+                "Got no run",
+                "A report is on one run or on several",
+                "Pass a history, or a mapping from names to histories",
+            )
+        )
+    return [gather(one, name) for name, one in named.items()]
+
+
+def _comparison(runs: Sequence[Run]) -> list[Section]:
+    blocks: list[Block] = [tables.comparison(runs, "compare")]
+    loss = timeline.loss_comparison(runs, "compare-loss")
+    scale = timeline.scale_comparison(runs, "compare-scale")
+    if loss is not None:
+        text = "Running means. Lines that lie on each other train equally well."
+        blocks.append(Figure(title="Loss by step", body=loss, caption=text))
+    if scale is not None:
+        text = "Marks at the top are steps that were skipped, a row for each run that has any."
+        blocks.append(Figure(title="Loss scale by step", body=scale, caption=text))
+    return [
+        Section(name="compare", title="Side by side", blocks=blocks),
+        memory_section(list(runs), "memory"),
+    ]
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    facts: list[tuple[str, str]] = []
+    start = run.start
+    if start is not None:
+        facts += [
+            ("opt level", words.shown(start.opt_level, 16)),
+            ("device", words.shown(start.device, 48)),
+            ("parameters", f"{sum(start.parameters.values()):,}"),
+        ]
+    scales = next(iter(run.scales().values()), [])
+    if run.steps:
+        facts.append(("steps", f"{len(run.steps):,}"))
+        facts.append(("skipped", f"{len(run.skipped):,}"))
+    if scales:
+        facts.append(("loss scale at the end", words.scale(scales[-1][1])))
+    if run.memory:
+        facts.append(("memory", words.size(sum(run.memory.categories.values()))))
+    if run.restarts:
+        facts.append(("went on from a checkpoint", words.counted(run.restarts, "time")))
+    if start is not None:
+        facts.append(("started", words.shown(start.started, 32)))
+    return facts
+
+
+def _made(runs: Sequence[Run]) -> str:
+    versions = {(run.start.preamp, run.start.torch) for run in runs if run.start is not None}
+    recorded = " and ".join(
+        f"preamp {words.shown(ours, 24)} on torch {words.shown(torchs, 24)}"
+        for ours, torchs in sorted(versions)
+    )
+    return f"Recorded by {recorded}." if recorded else "The records do not say what wrote them."

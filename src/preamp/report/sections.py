@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The parts of a report on one run."""
+
+from __future__ import annotations
+
+from preamp.report import exponents, heat, memory, tables, timeline, words
+from preamp.report.advice import advise
+from preamp.report.blocks import (
+    Advice,
+    Block,
+    Column,
+    Facts,
+    Figure,
+    Gallery,
+    Missing,
+    Section,
+    Table,
+    Text,
+)
+from preamp.report.gather import Run
+from preamp.report.layers import DETAILS, ROWS, HeatMap, Layer, heat_map, stalls, total_stall
+from preamp.report.tables import name
+
+STALL_ROWS = 12
+
+_NUMERICS = 'Pass `numerics="full"` to `preamp.initialize` to have it in the next run'
+
+
+def sections_of(run: Run, prefix: str, *, with_memory: bool = True) -> list[Section]:
+    """Make all parts of a report on one run, those that say what is missing included.
+
+    Args:
+        run: What is known of it.
+        prefix: Of all ids.
+        with_memory: Whether memory has a part; a comparison shows it for all runs at once.
+    """
+    parts = [
+        _advice(run, f"{prefix}advice"),
+        _timeline(run, f"{prefix}timeline"),
+        _skips(run, f"{prefix}skips"),
+        _underflow(run, f"{prefix}underflow"),
+        _exponents(run, f"{prefix}exponents"),
+        _stall(run, f"{prefix}stall"),
+        *([memory_section([run], f"{prefix}memory")] if with_memory else []),
+        _casts(run, f"{prefix}casts"),
+        _setup(run, f"{prefix}setup"),
+    ]
+    return [part for part in parts if part is not None]
+
+
+def _advice(run: Run, prefix: str) -> Section:
+    findings = advise(run)
+    block: Block = Advice(findings=findings) if findings else Text(text="Nothing to report.")
+    return Section(name=prefix, title="What to do", blocks=[block])
+
+
+def _timeline(run: Run, prefix: str) -> Section:
+    loss = timeline.loss_chart(run, f"{prefix}-loss")
+    scale = timeline.scale_chart(run, f"{prefix}-scale")
+    blocks: list[Block] = []
+    if loss is not None:
+        text = "The strong line is a running mean. Marks at the top are steps that were skipped."
+        blocks.append(Figure(title="Loss by step", body=loss, caption=text))
+    if scale is not None:
+        text = "It halves at each overflow and doubles after a row of steps without one."
+        caption = text if run.is_dynamic else "It is constant."
+        blocks.append(Figure(title="Loss scale by step", body=scale, caption=caption))
+    if not blocks:
+        do = "Pass a `history` to `preamp.initialize`, and call `optimizer.step`"
+        blocks.append(Missing(what="No loss was recorded", do=do))
+    return Section(name=prefix, title="Loss and loss scale", blocks=blocks)
+
+
+def _skips(run: Run, prefix: str) -> Section:
+    listed = tables.skips(run, prefix)
+    lead = (
+        "A step is skipped when a gradient is infinite or not a number; the loss scale then falls."
+        " Named is the parameter whose gradient was the first, in the order of the backward pass."
+    )
+    if not listed:
+        return Section(
+            name=prefix, title="Skipped steps", blocks=[Text(text="No step was skipped.")]
+        )
+    return Section(name=prefix, title="Skipped steps", lead=lead, blocks=listed)
+
+
+def _underflow(run: Run, prefix: str) -> Section:
+    found = heat_map(run)
+    title = "Underflow by layer"
+    if found is None:
+        missing = Missing(what="Gradients were not looked at", do=_NUMERICS)
+        return Section(name=prefix, title=title, blocks=[missing])
+    lead = (
+        f"Part of a layer's gradient, with the loss scale on, that is below the smallest normal"
+        f" {found.form} number and so loses digits, or all of them. Worst layers first; time runs"
+        f" from left to right, {heat.axis(found)}."
+    )
+    blocks: list[Block] = [_heat_table(found, prefix)]
+    if len(found.layers) > 1:
+        blocks.append(_heat_details(found, prefix))
+    return Section(name=prefix, title=title, lead=lead, blocks=blocks)
+
+
+def _heat_table(found: HeatMap, prefix: str) -> Table:
+    rows = [
+        [name(layer.name, 48), words.share(layer.worst), words.share(layer.latest.share),
+         heat.strip(layer, found, f"{prefix}-{index}")]
+        for index, layer in enumerate(found.layers[:ROWS])
+    ]
+    rest = found.layers[ROWS:]
+    if rest:
+        cells = [layer.cells for layer in rest]
+        width = max(map(len, cells))
+        worst = max(rest, key=lambda layer: layer.worst)
+        summed = Layer(
+            name="others",
+            cells=tuple(_worst_cell(cells, column) for column in range(width)),
+            worst=worst.worst,
+            worst_step=worst.worst_step,
+            latest=max((layer.latest for layer in rest), key=lambda latest: latest.share),
+        )
+        strip = heat.strip(summed, found, f"{prefix}-rest")
+        label = f"the worst of {len(rest):,} others"
+        rows.append([label, words.share(summed.worst), words.share(summed.latest.share), strip])
+    return Table(
+        name=f"{prefix}-map",
+        caption=f"Share of underflow by layer, {heat.axis(found)}",
+        columns=(
+            Column(title="layer"),
+            Column(title="worst", is_number=True),
+            Column(title="latest", is_number=True),
+            Column(title="over time", is_wide=True),
+        ),
+        rows=rows,
+        is_fluid=True,
+        after=heat.legend(),
+    )
+
+
+def _worst_cell(rows: list[tuple[float | None, ...]], column: int) -> float | None:
+    cells = [row[column] for row in rows if column < len(row)]
+    return max((cell for cell in cells if cell is not None), default=None)
+
+
+def _heat_details(found: HeatMap, prefix: str) -> Table:
+    numbers = ("worst", "at step", "latest", "lost", "zeros")
+    shown = found.layers[:DETAILS]
+    more = f", the worst {DETAILS} of them" if len(found.layers) > DETAILS else ""
+    return Table(
+        name=f"{prefix}-all",
+        summary=f"The numbers of all {len(found.layers):,} layers{more}",
+        caption="Worst and latest: below the smallest normal number. Lost: below the smallest number"
+        " of all. Zeros: exactly zero. The last three are of the latest look",
+        columns=(
+            Column(title="layer", is_wide=True),
+            *(Column(title=title, is_number=True) for title in numbers),
+        ),
+        rows=[[name(layer.name), *heat.numbers(layer)] for layer in shown],
+    )
+
+
+def _exponents(run: Run, prefix: str) -> Section:
+    chosen = exponents.choose(run)
+    title = "Exponents of tensors"
+    if not chosen:
+        missing = Missing(what="No histogram was recorded", do=_NUMERICS)
+        return Section(name=prefix, title=title, blocks=[missing])
+    lead = (
+        "How many values have which power of two, above the ranges of number formats. What lies left"
+        " of a format's range becomes zero in it, what lies right of it infinite."
+    )
+    figures = [
+        Figure(
+            title=words.shown(item.tensor.name, 48),
+            body=exponents.draw(item, f"{prefix}-{index}"),
+            caption=exponents.caption(item),
+        )
+        for index, item in enumerate(chosen)
+    ]
+    from_legend = exponents.legend(with_outline=exponents.uses_scale(chosen))
+    return Section(
+        name=prefix, title=title, lead=lead, blocks=[Gallery(figures=figures, legend=from_legend)]
+    )
+
+
+def _stall(run: Run, prefix: str) -> Section:
+    rows = stalls(run)
+    title = "Stalled updates"
+    if not rows:
+        missing = Missing(
+            what="Updates of half weights were not looked at, or there are no half weights",
+            do=_NUMERICS,
+        )
+        return Section(name=prefix, title=title, blocks=[missing])
+    total = total_stall(rows)
+    lead = (
+        f"At the latest look {words.share(total.share)} of {total.elements:,} half weights stayed as"
+        " they were although they have a gradient: the update was too small for their last digit."
+    )
+    table = Table(
+        name=f"{prefix}-list",
+        caption="Half weights whose update rounded to nothing, by layer",
+        columns=(
+            Column(title="layer", is_wide=True),
+            Column(title="stalled", is_number=True),
+            Column(title="share", is_number=True),
+        ),
+        rows=[
+            [name(row.name), f"{row.stalled:,}", words.share(row.share)] for row in rows[:STALL_ROWS]
+        ],
+        is_fluid=True,
+    )
+    return Section(name=prefix, title=title, lead=lead, blocks=[table])
+
+
+def memory_section(runs: list[Run], prefix: str) -> Section:
+    """Make the part about memory, of one run or of several.
+
+    Args:
+        runs: In the order of the bars.
+        prefix: Of all ids.
+    """
+    drawn = memory.bars(runs, f"{prefix}-bars")
+    if drawn is None:
+        missing = Missing(
+            what="Bytes were not counted", do="Pass a `history` to `preamp.initialize`"
+        )
+        return Section(name=prefix, title="Memory", blocks=[missing])
+    categories = memory.categories_of(runs)
+    table = Table(
+        name=f"{prefix}-table",
+        caption="Bytes by category",
+        summary="The same as a table",
+        columns=(
+            Column(title="run" if len(runs) > 1 else ""),
+            *(Column(title=words.shown(category, 32), is_number=True) for category in categories),
+            Column(title="all", is_number=True),
+        ),
+        rows=[
+            [words.shown(run.name) or "bytes", *_bytes(run.memory.categories, categories)]
+            for run in runs
+            if run.memory
+        ],
+    )
+    figure = Figure(title="Bytes held, by category", body=drawn)
+    return Section(name=prefix, title="Memory", blocks=[figure, table])
+
+
+def _bytes(counts: dict[str, int], categories: list[str]) -> list[str]:
+    return [*(f"{counts.get(c, 0):,}" for c in categories), f"{sum(counts.values()):,}"]
+
+
+def _casts(run: Run, prefix: str) -> Section:
+    table = tables.casts(run, prefix)
+    if table is not None:
+        lead = "What function casts changed the dtype of, and where the function was called."
+        return Section(name=prefix, title="Cast audit", lead=lead, blocks=[table])
+    if run.casts is not None:
+        block: Block = Text(text="Nothing was cast.")
+    else:
+        do = "Train at O1 or O4 with `numerics=\"full\"` to have it in the next run"
+        block = Missing(what="Casts of functions were not recorded", do=do)
+    return Section(name=prefix, title="Cast audit", blocks=[block])
+
+
+def _setup(run: Run, prefix: str) -> Section | None:
+    if run.start is None:
+        return None
+    facts = [(words.shown(k, 40), words.shown(v)) for k, v in run.start.policy.items()]
+    return Section(name=prefix, title="Settings", blocks=[Facts(facts=facts)]) if facts else None
+
+

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""HTML and SVG elements whose text and attributes are always escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+
+class Html(str):
+    """Text that is HTML already; templates take it as it is."""
+
+    __slots__ = ()
+
+    def __html__(self) -> str:
+        """Return it, as the protocol of template engines has it."""
+        return str(self)
+
+
+def tag(name: str, *children: str, **attributes: str | float | None) -> Html:
+    """Build an element.
+
+    Args:
+        name: Of the element.
+        *children: Its content; what is not `Html` is escaped.
+        **attributes: A trailing underscore is dropped, the others become hyphens; ``None`` leaves
+            the attribute out.
+    """
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Html(f"<{name}{written}>{joined(children)}</{name}>")
+
+
+def joined(parts: Iterable[str]) -> Html:
+    """Join content; what is not `Html` is escaped."""
+    return Html("".join(part if isinstance(part, Html) else escape(part) for part in parts))
+
+
+def coordinate(value: float) -> str:
+    """Write a number as short as a picture allows: one digit behind the point."""
+    text = f"{value:.1f}"
+    return text[:-2] if text.endswith(".0") else text
+
+
+def percent(part: float) -> str:
+    """Write a place between 0 and 1 as a percentage of the picture's width."""
+    return f"{100 * part:.2f}".rstrip("0").rstrip(".") + "%"
+
+
+def picture(
+    name: str, title: str, description: str, *children: str, height: float, class_: str = "plot"
+) -> Html:
+    """Build a picture that says what it shows.
+
+    Args:
+        name: Of the picture; its ids begin with it, so no other on the page may have it.
+        title: What it shows.
+        description: What there is to see in it, for those who do not see it.
+        *children: Its content.
+        height: In CSS pixels; the width is the page's.
+        class_: Of the element.
+    """
+    return tag(
+        "svg",
+        tag("title", title, id=f"{name}-title"),
+        tag("desc", description, id=f"{name}-desc"),
+        *children,
+        class_=class_,
+        role="img",
+        aria_labelledby=f"{name}-title {name}-desc",
+        width="100%",
+        height=height,
+    )
+
+
+def stretched(*children: str, width: float, height: float, y: float = 0) -> Html:
+    """Build a part of a picture that is as wide as the picture, whatever that is.
+
+    Args:
+        *children: Drawn in a box of the given size, then stretched sideways; lines keep their width
+            if their style says ``vector-effect: non-scaling-stroke``. Text does not belong here.
+        width: Of the box.
+        height: Of the box, which is not stretched.
+        y: Where its upper end is in the picture.
+    """
+    return tag(
+        "svg",
+        *children,
+        y=coordinate(y),
+        width="100%",
+        height=coordinate(height),
+        viewBox=f"0 0 {coordinate(width)} {coordinate(height)}",
+        preserveAspectRatio="none",
+    )
+
+
+def _value(value: str | float) -> str:
+    return escape(value if isinstance(value, str) else coordinate(value), quote=True)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The template, and the package that fills it."""
+
+from __future__ import annotations
+
+from preamp.core.errors import PreampUnavailableError, message
+from preamp.report.blocks import Page
+from preamp.report.svg import Html
+
+
+def fill(page: Page) -> str:
+    """Write a page as HTML.
+
+    Raises:
+        PreampUnavailableError: jinja2 is missing.
+    """
+    # Late, because the library is imported without jinja2 and must not need it.
+    try:
+        import jinja2
+    except ImportError:
+        raise PreampUnavailableError(
+            message(
+                "Cannot import jinja2",
+                "A report is written with it; the rest of the library does not need it",
+                'Install it with: pip install "preamp[report]"',
+            )
+        ) from None
+    loader = jinja2.PackageLoader("preamp.report", "templates")
+    environment = jinja2.Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    style = loader.get_source(environment, "style.css")[0]
+    return environment.get_template("report.html.j2").render(page=page, style=Html(style))

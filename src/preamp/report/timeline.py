@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Loss and loss scale by step, of one run or of several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from preamp.report import words
+from preamp.report.chart import Chart, Line, Marks, draw, legend
+from preamp.report.gather import Run
+from preamp.report.scales import Scale, decades, finite_range, linear, powers_of_two
+from preamp.report.svg import Html, joined
+from preamp.report.thinning import Point, smooth
+
+_WIDE_RANGE = 30.0  # losses that differ by more than this factor get a logarithmic scale
+_NAMED_STEPS = 12  # skipped steps that a description names one by one
+
+
+def loss_chart(run: Run, name: str) -> Html | None:
+    """Draw the losses of one run, with skipped steps and losses that were not finite marked.
+
+    Args:
+        run: What is known of it.
+        name: Prefix of ids.
+
+    Returns:
+        Picture and legend, or ``None`` if no loss is recorded.
+    """
+    rows = run.losses()
+    y = loss_scale_of([value for points in rows.values() for _, value in points])
+    if y is None:
+        return None
+    lines: list[Line] = []
+    for style, (loss_id, points) in enumerate(rows.items()):
+        label = f"loss {loss_id}" if len(rows) > 1 else ""
+        lines.append(Line(points=points, style=style, faint=True))
+        lines.append(Line(name=label, points=smoothed(points), style=style))
+    bad = sorted({x for points in rows.values() for x, loss in points if not math.isfinite(loss)})
+    chart = Chart(
+        name=name,
+        title="Loss by step",
+        description=" ".join(
+            [*(_describe_loss(f"Loss {i}", points) for i, points in rows.items()), _skips(run)]
+        ),
+        lines=lines,
+        x=step_axis([run]),
+        y=y,
+        x_name="step",
+        marks=(_skip_marks(run), Marks(name="not finite", xs=bad, kind="bad")),
+    )
+    return joined([draw(chart), legend((x.name, x.style) for x in lines if x.name)])
+
+
+def scale_chart(run: Run, name: str) -> Html | None:
+    """Draw the loss scales of one run as powers of two, with skipped steps marked.
+
+    Args:
+        run: What is known of it.
+        name: Prefix of ids.
+
+    Returns:
+        Picture and legend, or ``None`` if no scale is recorded.
+    """
+    rows = run.scales()
+    y = power_axis([value for points in rows.values() for _, value in points])
+    if y is None:
+        return None
+    lines = [
+        Line(name=f"loss {i}" if len(rows) > 1 else "", points=points, style=style, steps=True)
+        for style, (i, points) in enumerate(rows.items())
+    ]
+    chart = Chart(
+        name=name,
+        title="Loss scale by step",
+        description=" ".join([*(_describe_scale(i, p) for i, p in rows.items()), _skips(run)]),
+        lines=lines,
+        x=step_axis([run]),
+        y=y,
+        x_name="step",
+        marks=(_skip_marks(run),),
+        height=120,
+    )
+    return joined([draw(chart), legend((x.name, x.style) for x in lines if x.name)])
+
+
+def loss_comparison(runs: Sequence[Run], name: str) -> Html | None:
+    """Draw the first loss of several runs over each other.
+
+    Args:
+        runs: In the order of the legend.
+        name: Prefix of ids.
+    """
+    rows = [(run, smoothed(next(iter(run.losses().values()), []))) for run in runs]
+    y = loss_scale_of([value for _, points in rows for _, value in points])
+    if y is None:
+        return None
+    lines = [Line(name=run.name, points=p, style=i) for i, (run, p) in enumerate(rows) if p]
+    chart = Chart(
+        name=name,
+        title="Loss by step, all runs",
+        description=" ".join(_describe_loss(words.shown(run.name), p) for run, p in rows if p)
+        + " Lines that lie on each other train equally well.",
+        lines=lines,
+        x=step_axis(runs),
+        y=y,
+        x_name="step",
+        height=240,
+    )
+    return joined([draw(chart), legend((words.shown(x.name), x.style) for x in lines)])
+
+
+def scale_comparison(runs: Sequence[Run], name: str) -> Html | None:
+    """Draw the first loss scale of several runs over each other, with a row of skips for each.
+
+    Args:
+        runs: In the order of the legend.
+        name: Prefix of ids.
+    """
+    rows = [(run, next(iter(run.scales().values()), [])) for run in runs]
+    y = power_axis([value for _, points in rows for _, value in points])
+    if y is None:
+        return None
+    lines = [
+        Line(name=run.name, points=p, style=i, steps=True) for i, (run, p) in enumerate(rows) if p
+    ]
+    chart = Chart(
+        name=name,
+        title="Loss scale by step, all runs",
+        description=" ".join(
+            f"{words.shown(run.name)}: {_describe_scale(0, p)} {_skips(run)}" for run, p in rows if p
+        ),
+        lines=lines,
+        x=step_axis(runs),
+        y=y,
+        x_name="step",
+        marks=[
+            Marks(name=words.shown(run.name, 8), xs=[s.step for s in run.skipped], kind="skip")
+            for run in runs
+        ],
+        height=140,
+    )
+    return joined([draw(chart), legend((words.shown(x.name), x.style) for x in lines)])
+
+
+def smoothed(points: Sequence[Point]) -> list[Point]:
+    """Average losses over a fortieth of the run."""
+    values = smooth([y for _, y in points], len(points) / 40)
+    return [(x, y) for (x, _), y in zip(points, values, strict=True)]
+
+
+def step_axis(runs: Sequence[Run]) -> Scale:
+    """Return the scale of the steps of all runs."""
+    low, high = finite_range(s.step for run in runs for s in run.steps) or (0.0, 1.0)
+    return linear(low, high, lambda value: f"{value:,.0f}" if value == int(value) else "")
+
+
+def loss_scale_of(losses: Sequence[float]) -> Scale | None:
+    """Return the scale of losses: by their logarithm where they span a wide range."""
+    ends = finite_range(losses)
+    if ends is None:
+        return None
+    low, high = ends
+    if low > 0 and high / low > _WIDE_RANGE:
+        return decades(low, high, words.magnitude)
+    pad = (high - low) * 0.04
+    return linear(low - pad, high + pad, words.magnitude)
+
+
+def power_axis(values: Sequence[float]) -> Scale | None:
+    """Return the scale of loss scales, or ``None`` if there are none."""
+    return powers_of_two(min(values), max(values), words.power, count=4) if values else None
+
+
+def _skip_marks(run: Run) -> Marks:
+    return Marks(name="skipped", xs=[step.step for step in run.skipped], kind="skip")
+
+
+def _skips(run: Run) -> str:
+    steps = [f"{step.step:,}" for step in run.skipped]
+    if not steps:
+        return "No step was skipped."
+    if len(steps) > _NAMED_STEPS:
+        return f"{len(steps):,} steps were skipped, from step {steps[0]} to step {steps[-1]}."
+    return f"Skipped: {'step' if len(steps) == 1 else 'steps'} {', '.join(steps)}."
+
+
+def _describe_loss(name: str, points: Sequence[Point]) -> str:
+    finite = [(x, y) for x, y in points if math.isfinite(y)]
+    if not finite:
+        return f"{name} was never finite."
+    (first, start), (last, end) = finite[0], finite[-1]
+    return (
+        f"{name} goes from {words.magnitude(start)} at step {first:,.0f} to"
+        f" {words.magnitude(end)} at step {last:,.0f}."
+    )
+
+
+def _describe_scale(loss_id: int, points: Sequence[Point]) -> str:
+    values = [y for _, y in points]
+    return (
+        f"The loss scale of loss {loss_id} starts at {words.scale(values[0])}, ends at"
+        f" {words.scale(values[-1])}, and lies between {words.scale(min(values))} and"
+        f" {words.scale(max(values))}."
+    )
