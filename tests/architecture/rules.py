@@ -45,6 +45,7 @@ PRIVATE_TORCH_UNDER = ("preamp.kernels",)
 LATE_IMPORTS_IN = (
     "preamp.kernels.dispatch",
     "preamp.planning.entry",  # planning would be a quarter of the time of importing preamp
+    "preamp.report.template",  # jinja2, which the library is imported without
 )
 
 

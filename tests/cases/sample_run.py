@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from preamp.numerics import (
     CastsRecord,
     History,
     MemoryRecord,
+    NumberFormat,
     NumericsRecord,
     OverflowRecord,
     RunRecord,
@@ -46,7 +48,7 @@ def train(
     """
     torch.manual_seed(0)
     widths = [16] + [WIDTH] * LAYERS
-    blocks = [nn.Sequential(nn.Linear(a, b), nn.Sigmoid()) for a, b in zip(widths, widths[1:])]
+    blocks = [nn.Sequential(nn.Linear(a, b), nn.Sigmoid()) for a, b in pairwise(widths)]
     model: nn.Module = nn.Sequential(*blocks, nn.Linear(WIDTH, 3))
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer = preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -67,9 +69,11 @@ def train(
             with preamp.scale_loss(loss, optimizer) as scaled:
                 scaled.backward()  # pyright: ignore[reportUnknownMemberType]
                 looks = step % look_every == 1
-                seen = _look(model, names, scale, engine.policy.half_dtype) if looks else []
+                seen = _gradients(model, names, scale, engine) if looks else []
             memory = _memory(model, optimizer) if step == steps else None
+            before = {n: (p.detach().clone(), p.grad) for n, p in model.named_parameters()}
             optimizer.step()
+            seen += _weights(model, names, before, engine) if looks else []
             optimizer.zero_grad()
             history.add(_step(step, loss.item(), engine))
             if engine.last_step_skipped:
@@ -84,9 +88,7 @@ def train(
     return history
 
 
-def _start(
-    level: str, engine: preamp.Engine, model: nn.Module, names: dict[str, str]
-) -> RunRecord:
+def _start(level: str, engine: preamp.Engine, model: nn.Module, names: dict[str, str]) -> RunRecord:
     policy = engine.policy
     fields = ("opt_level", "loss_scale", "min_loss_scale", "max_loss_scale", "master_weights")
     return RunRecord(
@@ -111,22 +113,35 @@ def _step(step: int, loss: float, engine: preamp.Engine) -> StepRecord:
     )
 
 
-def _look(
-    model: nn.Module, names: dict[str, str], scale: float, half: torch.dtype | None
+def _gradients(
+    model: nn.Module, names: dict[str, str], scale: float, engine: preamp.Engine
 ) -> list[TensorStatistics]:
-    form = FORMATS[str(half or torch.float16).removeprefix("torch.")]
+    return [
+        measure(p.grad).read(
+            names[name], "gradient", _form(engine), scale=scale, with_histogram=True
+        )
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    ]
+
+
+def _weights(
+    model: nn.Module,
+    names: dict[str, str],
+    before: dict[str, tuple[torch.Tensor, torch.Tensor | None]],
+    engine: preamp.Engine,
+) -> list[TensorStatistics]:
     found: list[TensorStatistics] = []
     for name, param in model.named_parameters():
-        if param.grad is not None:
-            grad = measure(param.grad)
-            found.append(
-                grad.read(names[name], "gradient", form, scale=scale, with_histogram=True)
-            )
-        if param.dtype is not torch.float32:
-            small = (param.detach().abs() > 1).sum() + param.numel() // 7
-            weight = measure(param)
-            found.append(weight.read(names[name], "weight", form, stalled=int(small)))
+        old, grad = before[name]
+        if param.dtype is not torch.float32 and grad is not None:
+            stalled = int(((param.detach() == old) & (grad != 0)).sum())
+            found.append(measure(param).read(names[name], "weight", _form(engine), stalled=stalled))
     return found
+
+
+def _form(engine: preamp.Engine) -> NumberFormat:
+    return FORMATS[str(engine.policy.half_dtype or torch.float16).removeprefix("torch.")]
 
 
 def _cause(step: int, cause: Any, names: dict[str, str]) -> OverflowRecord:
@@ -144,7 +159,9 @@ def _cause(step: int, cause: Any, names: dict[str, str]) -> OverflowRecord:
 def _memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     weights = list(model.parameters())
     own = {id(p) for p in weights}
-    state = [v for entry in optimizer.state.values() for v in cast("dict[str, Any]", entry).values()]
+    state = [
+        v for entry in optimizer.state.values() for v in cast("dict[str, Any]", entry).values()
+    ]
     return {
         "weights": _bytes(weights),
         "masters": _bytes([p for p in preamp.master_params(optimizer) if id(p) not in own]),

@@ -14,6 +14,7 @@ from preamp.cli.demo import demo
 from preamp.cli.estimate import estimate
 from preamp.cli.levels import levels
 from preamp.cli.plan import plan
+from preamp.cli.report import report
 
 app = typer.Typer(
     name="preamp",
@@ -27,6 +28,7 @@ app.command()(convert_checkpoint)
 app.command()(levels)
 app.command()(estimate)
 app.command()(plan)
+app.command()(report)
 app.add_typer(bench)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A run as files: ``report.html`` for people, ``results.json`` for programs."""
+"""A run as files: ``report.html`` for people, ``results.json`` and records for programs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pathlib import Path
 
 from preamp.core.errors import PreampUnavailableError, message
 from preamp.demo.records import DemoResult, to_json
+from preamp.numerics import to_json as record_to_json
 
-NEEDS = ("jinja2", "matplotlib")
+NEEDS = ("jinja2",)
 
 
 def require_packages() -> None:
     """Refuse before the training, not after it, where the report cannot be written.
 
     Raises:
-        PreampUnavailableError: jinja2 or matplotlib is missing.
+        PreampUnavailableError: jinja2 is missing.
     """
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
@@ -32,7 +33,7 @@ def require_packages() -> None:
 
 
 def write(result: DemoResult, folder: Path) -> tuple[Path, Path]:
-    """Write both files.
+    """Write the report, the data, and the records of each level under ``runs``.
 
     Args:
         result: The run.
@@ -45,8 +46,18 @@ def write(result: DemoResult, folder: Path) -> tuple[Path, Path]:
     data = folder / "results.json"
     text = json.dumps(to_json(result), indent=1, allow_nan=False)
     data.write_text(text + "\n", encoding="utf-8")
+    _write_records(result, folder / "runs")
     page = folder / "report.html"
     # By name and late: the data are safe before the packages for the page are imported.
     render = importlib.import_module("preamp.demo.report").render
     page.write_text(render(result), encoding="utf-8")
     return page, data
+
+
+def _write_records(result: DemoResult, folder: Path) -> None:
+    """Write what ``preamp report`` reads, one file for each level that has any."""
+    for row in result.levels:
+        if row.records:
+            folder.mkdir(exist_ok=True)
+            lines = (json.dumps(record_to_json(r), allow_nan=False) + "\n" for r in row.records)
+            (folder / f"{row.level}.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Literal, cast
 
 from preamp.demo.config import DemoConfig
+from preamp.numerics import Record
 
 SCHEMA_VERSION = 1
 
@@ -72,6 +73,7 @@ class LevelResult:
         memory: Bytes per parameter; None when the optimizer never stepped.
         activation_bytes: What autograd kept for one backward besides the parameters.
         peak_bytes: Highest allocation on the device; None where torch does not count it.
+        records: What happened to the numbers, as the report reads it; not in ``results.json``.
     """
 
     level: str
@@ -89,6 +91,7 @@ class LevelResult:
     memory: Memory | None
     activation_bytes: int | None
     peak_bytes: int | None
+    records: tuple[Record, ...] = ()
 
     @property
     def timed_seconds(self) -> tuple[float, ...]:
@@ -150,7 +153,7 @@ def to_json(result: DemoResult) -> dict[str, Any]:
     Returns:
         The content of ``results.json``; :mod:`preamp.demo.schema` says what is in it.
     """
-    document = {"schema_version": SCHEMA_VERSION, **asdict(result)}
+    document = {"schema_version": SCHEMA_VERSION, **asdict(replace(result, levels=()))}
     document["levels"] = [_level_to_json(row, result.baseline) for row in result.levels]
     return _plain(document)
 
@@ -169,7 +172,9 @@ def ratio(value: float | None, base: float | None) -> float | None:
 
 
 def _level_to_json(row: LevelResult, base: LevelResult | None) -> dict[str, Any]:
-    return asdict(row) | {
+    plain = asdict(replace(row, records=()))
+    del plain["records"]
+    return plain | {
         "memory": row.memory and asdict(row.memory) | {"total": row.memory.total},
         "best_seconds": row.best_seconds,
         "median_seconds": row.median_seconds,

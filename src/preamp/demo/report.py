@@ -1,15 +1,27 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A run as one HTML page."""
+"""A run as one HTML page: the report on the records of all levels, and what only the demo knows."""
 
 from __future__ import annotations
 
-import jinja2
-from markupsafe import Markup
+import math
+from itertools import accumulate
 
+from preamp import report
 from preamp.demo import notes
-from preamp.demo.curves import pictures_of
-from preamp.demo.records import DemoResult
-from preamp.demo.table import columns_of
+from preamp.demo.records import DemoResult, LevelResult
+from preamp.demo.table import Cell, columns_of
+from preamp.report.blocks import Block, Column, Facts, Figure, Section, Table, Text
+from preamp.report.chart import Chart, Line, draw, legend
+from preamp.report.scales import finite_range, linear
+from preamp.report.svg import Html, joined, tag
+from preamp.report.timeline import loss_scale_of, smoothed
+
+_INTRO = (
+    "A byte-level GPT with {parameters:,} parameters, trained on the Python standard library's"
+    " source text once for each opt level, from the same initial weights and on the same batches."
+    " Losses are in bits per byte."
+)
+_INTERRUPTED = " Interrupted: this is what was measured until then."
 
 
 def render(result: DemoResult) -> str:
@@ -21,25 +33,92 @@ def render(result: DemoResult) -> str:
     Returns:
         The page.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("preamp.demo", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    intro = _INTRO.format(parameters=result.parameters)
+    return report.render(
+        {row.level: row.records for row in result.levels} or [],
+        title="preamp demo",
+        intro=intro + _INTERRUPTED * result.interrupted,
+        before=[_results(result)],
+        after=[_settings(result)],
     )
+
+
+def _results(result: DemoResult) -> Section:
+    blocks: list[Block] = [_table(result)]
+    picture = _loss_by_time(result)
+    if picture is not None:
+        text = "A line further to the left got there faster."
+        blocks.append(Figure(title="Loss by time", body=picture, caption=text))
+    blocks += [Text(text=text) for text in (notes.HELD_OUT, notes.TIMING, notes.MEMORY)]
+    return Section(name="results", title="Results", blocks=blocks)
+
+
+def _table(result: DemoResult) -> Table:
     columns = columns_of(result)
     rows = [
-        {
-            "cells": [column.cell(row, result.baseline) for column in columns],
-            "note": notes.note_of(row, result),
-        }
+        [
+            *(_cell(column.cell(row, result.baseline)) for column in columns),
+            notes.note_of(row, result),
+        ]
         for row in result.levels
     ]
-    return environment.get_template("report.html.j2").render(
-        result=result,
-        columns=columns,
+    return Table(
+        name="results-table",
+        caption="Small print below a number is its ratio to O0, or its parts",
+        columns=(
+            *(Column(title=c.title, unit=c.unit, is_number=c.is_number) for c in columns),
+            Column(title="note", is_wide=True),
+        ),
         rows=rows,
-        pictures=[(p, Markup(p.svg)) for p in pictures_of(result)],
-        remarks=(notes.HELD_OUT, notes.TIMING, notes.MEMORY),
     )
+
+
+def _cell(cell: Cell) -> Html:
+    detail = [tag("small", cell.detail)] if cell.detail else []
+    return joined([cell.value, *detail])
+
+
+def _loss_by_time(result: DemoResult) -> Html | None:
+    rows = [(row, _points(row)) for row in result.levels]
+    y = loss_scale_of([loss for _, points in rows for _, loss in points])
+    if y is None:
+        return None
+    _, longest = finite_range(x for _, points in rows for x, _ in points) or (0.0, 1.0)
+    lines = [Line(name=row.level, points=p, style=i) for i, (row, p) in enumerate(rows) if p]
+    ends = (f"{row.level} took {points[-1][0]:.3g} seconds" for row, points in rows if points)
+    chart = Chart(
+        name="loss-by-time",
+        title="Training loss by seconds of training",
+        description="; ".join(ends) + ".",
+        lines=lines,
+        x=linear(0.0, longest, lambda value: f"{value:g}"),
+        y=y,
+        x_name="seconds",
+        height=220,
+    )
+    return joined([draw(chart), legend((line.name, line.style) for line in lines)])
+
+
+def _points(row: LevelResult) -> list[tuple[float, float]]:
+    seconds = accumulate(row.step_seconds)
+    points = smoothed(list(zip(seconds, row.losses, strict=True)))
+    return points if any(math.isfinite(loss) for _, loss in points) else []
+
+
+def _settings(result: DemoResult) -> Section:
+    config, model, optimizer = result.config, result.config.model, result.config.optimizer
+    betas = ", ".join(map(str, optimizer.betas))
+    facts = [
+        ("device", result.device),
+        *result.versions.items(),
+        ("levels", ", ".join(config.levels)),
+        ("steps", f"{config.steps} of {config.batch} × {model.context} bytes"),
+        ("model", f"{model.layers} layers, width {model.width}, {model.heads} heads"),
+        ("optimizer", "AdamW"),
+        ("learning rate", f"{optimizer.learning_rate}, decay {optimizer.weight_decay}"),
+        ("betas and eps", f"{betas}; {optimizer.eps}"),
+        ("clipped to", str(optimizer.max_norm)),
+        ("seed", str(config.seed)),
+        ("text", f"{result.train_bytes:,} bytes to learn from, {result.held_out_bytes:,} held out"),
+    ]
+    return Section(name="demo-settings", title="Settings of the demo", blocks=[Facts(facts=facts)])

@@ -14,6 +14,7 @@ import preamp
 from preamp.core.errors import message
 from preamp.demo.config import DemoConfig
 from preamp.demo.data import Batch, Corpus, held_out_batches, training_batches
+from preamp.demo.history import note_start, records_of
 from preamp.demo.measure import activation_bytes, dtypes_of, held_out_bits
 from preamp.demo.model import GPT
 from preamp.demo.records import DemoResult, LevelResult, Status
@@ -151,6 +152,7 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
     model, optimizer = preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
     engine = preamp.engine_of(optimizer)
     tape = Tape(level=level)
+    note_start(tape.history, model, engine, describe_device(setting.device))
     try:
         status, reason = outcome_of(
             lambda: train(
@@ -173,6 +175,7 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
             memory=tape.memory,
             activation_bytes=None,
             peak_bytes=peak_of(setting.device),
+            records=records_of(tape.history, engine),
         )
         return row if status == "interrupted" else look_closer(row, setting, model, optimizer)
     finally:

@@ -13,10 +13,12 @@ import torch
 import preamp
 from preamp.demo.config import DemoConfig, OptimizerConfig
 from preamp.demo.data import Batch
+from preamp.demo.history import note_memory, note_step
 from preamp.demo.measure import loss_of, memory_of
 from preamp.demo.model import GPT
 from preamp.demo.records import Memory
 from preamp.demo.watch import Progress, Watcher
+from preamp.numerics import History
 
 PATIENCE = 5
 """Losses in a row that may be non-finite: a loss scaler recovers from one, no model from five."""
@@ -35,12 +37,14 @@ class Tape:
         losses: Bits per byte of each step.
         seconds: Duration of each step.
         memory: Bytes per parameter, from the second step that was taken on.
+        history: What happened to the numbers.
     """
 
     level: str
     losses: list[float] = field(default_factory=list[float])
     seconds: list[float] = field(default_factory=list[float])
     memory: Memory | None = None
+    history: History = field(default_factory=History)
 
 
 def make_optimizer(model: GPT, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -103,7 +107,9 @@ def train(
         optimizer.zero_grad()
 
         wait_for(loss.device)
-        record_step(tape, loss.item(), time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        note_step(tape.history, len(tape.losses) + 1, bits_of(loss.item()), optimizer)
+        record_step(tape, loss.item(), seconds)
         report_step(tape, optimizer, batch, watcher)
 
 
@@ -144,6 +150,19 @@ def count_bytes_once(model: GPT, optimizer: torch.optim.Optimizer, tape: Tape) -
     """
     if tape.memory is None and optimizer.state:
         tape.memory = memory_of(model, optimizer)
+        note_memory(tape.history, len(tape.losses) + 1, tape.memory, model)
+
+
+def bits_of(nats: float) -> float:
+    """Convert a loss.
+
+    Args:
+        nats: Per byte.
+
+    Returns:
+        Bits per byte.
+    """
+    return nats / math.log(2)
 
 
 def record_step(tape: Tape, loss: float, seconds: float) -> None:
@@ -157,7 +176,7 @@ def record_step(tape: Tape, loss: float, seconds: float) -> None:
     Raises:
         DivergedError: This is one non-finite loss too many.
     """
-    tape.losses.append(loss / math.log(2))
+    tape.losses.append(bits_of(loss))
     tape.seconds.append(seconds)
     latest = tape.losses[-PATIENCE:]
     if len(latest) == PATIENCE and not any(map(math.isfinite, latest)):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What to say about a run: one rule for each thing that is worth saying.
 
-A rule has words, and a measurement from `evidence` that yields the numbers for them whenever there is
-something to say. A new rule is a row of `RULES` and a measurement.
+A rule has words, and a measurement from `evidence` that yields the numbers for them whenever there
+is something to say. A new rule is a row of `RULES` and a measurement.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ RULES: Final = (
         measure=evidence.scale_at_floor,
         title="The loss scale has come down to its floor",
         number="Loss {loss} ends at a scale of {scale}.",
-        do="Gradients overflow whatever the scale is. Lower the learning rate or clip, run the layer "
-        "that overflows first in float32, or train in bfloat16 (O4, O5).",
+        do="Gradients overflow whatever the scale is. Lower the learning rate or clip, run the "
+        "layer that overflows first in float32, or train in bfloat16 (O4, O5).",
     ),
     Rule(
         id="overflow-in-one-place",
@@ -103,8 +103,8 @@ RULES: Final = (
         measure=evidence.overflows_in_one_place,
         title="Overflows keep beginning in {name}",
         number="It came first in {count} of {total}.",
-        do="Keep that module in float32, or look at what it computes: large logits, a division by a "
-        "small number, or an exponential.",
+        do="Keep that module in float32, or look at what it computes: large logits, a division by "
+        "a small number, or an exponential.",
     ),
     Rule(
         id="many-skips",
@@ -112,8 +112,8 @@ RULES: Final = (
         measure=evidence.many_skips,
         title="Many steps were skipped",
         number="{skipped} of {steps}: {share}. Finding a scale takes about one in 2,000.",
-        do="Gradients vary more than the scale can follow. Clip them, lower the learning rate, or train "
-        "in bfloat16 (O4, O5). Learning-rate schedules count skipped steps unless told not to.",
+        do="Gradients vary more than the scale can follow. Clip them, lower the learning rate, or "
+        "train in bfloat16 (O4, O5). Schedules of the learning rate count skipped steps as well.",
     ),
     Rule(
         id="skips-in-a-row",
@@ -121,16 +121,16 @@ RULES: Final = (
         measure=evidence.skips_in_a_row,
         title="Many steps in a row were skipped",
         number="{row} in a row, up to step {end}.",
-        do="At the start of a run this is a loss scale that begins too high: pass a lower one. Later it "
-        "is a training that is about to diverge.",
+        do="At the start of a run this is a loss scale that begins too high: pass a lower one. "
+        "Later it is a training that is about to diverge.",
     ),
     Rule(
         id="gradients-lost",
         severity=Severity.WARNING,
         measure=evidence.gradients_lost,
         title="Gradients vanish below the smallest {form} number",
-        number="{share} of the values that are not zero in {name} are lost at a loss scale of {scale}"
-        "{more}.",
+        number="{share} of the values that are not zero in {name} are lost at a loss scale of "
+        "{scale}{more}.",
         do="{room}",
     ),
     Rule(
@@ -148,8 +148,8 @@ RULES: Final = (
         measure=evidence.little_headroom,
         title="Values come close to the largest {form} number",
         number="The {what} {name} reaches {max}, {headroom} powers of two below it{more}.",
-        do="A little growth overflows. Scale or normalise the values, keep the module in float32, or use "
-        "bfloat16 (O4, O5).",
+        do="A little growth overflows. Scale or normalise the values, keep the module in float32, "
+        "or use bfloat16 (O4, O5).",
     ),
     Rule(
         id="scale-at-ceiling",
@@ -157,8 +157,8 @@ RULES: Final = (
         measure=evidence.scale_at_ceiling,
         title="The loss scale stays at its ceiling",
         number="Loss {loss} is at {scale} for {share} of the steps.",
-        do="Gradients would bear a larger scale. That is harmless unless the heat map shows underflow; "
-        "then raise max_loss_scale.",
+        do="Gradients would bear a larger scale. That is harmless unless the heat map shows "
+        "underflow; then raise max_loss_scale.",
     ),
     Rule(
         id="gradients-always-zero",

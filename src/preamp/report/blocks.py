@@ -80,7 +80,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     summary: str = ""
     is_fluid: bool = False
-    after: Html = Html()
+    after: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +178,7 @@ class Page:
         facts: Tiles of the header.
         sections: Parts that belong to no run in particular, or to the only one.
         chapters: One for each run of several.
+        closing: Parts that come last.
         patterns: Patterns that pictures refer to.
         made: What made the page, and when.
         intro: A paragraph below the heading; may be empty.
@@ -188,6 +189,7 @@ class Page:
     facts: Sequence[tuple[str, str]]
     sections: Sequence[Section]
     chapters: Sequence[Chapter]
+    closing: Sequence[Section]
     patterns: Html
     made: str
     intro: str = ""

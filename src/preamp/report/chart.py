@@ -107,9 +107,7 @@ def legend(entries: Iterable[tuple[str, int]]) -> Html:
     Args:
         entries: Name and style of each line.
     """
-    items = [
-        tag("li", _sample(style), tag("bdi", name)) for name, style in entries
-    ]
+    items = [tag("li", _sample(style), tag("bdi", name)) for name, style in entries]
     return tag("ul", *items, class_="legend") if items else Html()
 
 
@@ -153,9 +151,7 @@ def _rug(marks: Marks, x: Scale, row: int) -> list[Html]:
     path = "".join(f"M{coordinate((column + 0.5) * width)} 0v8" for column in columns)
     return [
         tag("text", marks.name, x=-8, y=y + 8, text_anchor="end", class_=f"unit {marks.kind}"),
-        stretched(
-            tag("path", d=path, class_=f"mark {marks.kind}"), width=_BOX, height=8, y=y
-        ),
+        stretched(tag("path", d=path, class_=f"mark {marks.kind}"), width=_BOX, height=8, y=y),
     ]
 
 

@@ -58,8 +58,13 @@ def weights_not_finite(run: Run) -> Iterator[Values]:
 
 
 def overflows_in_one_place(run: Run) -> Iterator[Values]:
-    """Yield the parameter that most skipped steps begin in, if it is most of them."""
-    first = Counter(o.parameters[0] for o in run.overflows if o.parameters and o.loss_was_finite)
+    """Yield the parameter that most skipped steps begin in, if it is most of them.
+
+    Skips before the first step that was taken are left out: the scale is still being found.
+    """
+    found = min((step.step for step in run.steps if not step.skipped), default=0)
+    causes = [o for o in run.overflows if o.parameters and o.loss_was_finite and o.step > found]
+    first = Counter(overflow.parameters[0] for overflow in causes)
     for name, count in first.most_common(1):
         if count >= SAME_PARAMETER and 2 * count > sum(first.values()):
             total = words.counted(sum(first.values()), "skipped step")
@@ -114,7 +119,7 @@ def little_headroom(run: Run) -> Iterator[Values]:
     """
     near = [
         t
-        for t in latest(run)
+        for t in (latest(run) if uses_half(run) else ())
         if t.headroom is not None
         and t.headroom < HEADROOM
         and not (run.is_dynamic and t.what == "gradient")
@@ -132,7 +137,7 @@ def little_headroom(run: Run) -> Iterator[Values]:
 
 def gradients_lost(run: Run) -> Iterator[Values]:
     """Yield the gradient that loses the largest share of its values at the present scale."""
-    gradients = [t for t in latest(run) if t.what == "gradient"]
+    gradients = [t for t in latest(run) if t.what == "gradient" and uses_half(run)]
     losing = [t for t in gradients if lost_share(t) > LOST_SHARE]
     for tensor in sorted(losing, key=lost_share, reverse=True)[:1]:
         room = min((_headroom(t) for t in gradients if t.headroom is not None), default=0.0)
@@ -147,8 +152,8 @@ def gradients_lost(run: Run) -> Iterator[Values]:
 
 
 def updates_stalled(run: Run) -> Iterator[Values]:
-    """Yield the share of the weights whose update rounded to nothing."""
-    rows = stalls(run)
+    """Yield the share of the weights whose update rounded to nothing, and is kept nowhere else."""
+    rows = [] if has_masters(run) else stalls(run)
     if rows and total_stall(rows).share > STALLED_SHARE:
         yield {
             "share": words.share(total_stall(rows).share),
@@ -189,6 +194,16 @@ def lost_share(tensor: TensorStatistics) -> float:
     return tensor.below_subnormal / nonzero if nonzero else 0.0
 
 
+def uses_half(run: Run) -> bool:
+    """Whether anything is in a half format, as far as the records tell."""
+    return run.start is None or run.start.opt_level != "O0"
+
+
+def has_masters(run: Run) -> bool:
+    """Whether float32 masters keep what half weights round away."""
+    return run.start is not None and run.start.policy.get("master_weights") == "True"
+
+
 def _headroom(tensor: TensorStatistics) -> float:
     return math.inf if tensor.headroom is None else tensor.headroom
 
@@ -203,7 +218,7 @@ def _room(headroom: float) -> str:
     if powers >= 1:
         return (
             f"The largest gradient has {headroom:.1f} powers of two of headroom, so the scale could"
-            f" be {2**min(powers, 60):,} times as large."
+            f" be {2 ** min(powers, 60):,} times as large."
         )
     return (
         f"The largest gradient has only {headroom:.1f} powers of two of headroom, so a larger scale"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import floor, log2
+from math import floor, inf, log2
 
 from preamp.numerics import FORMATS, NumberFormat, TensorStatistics
 from preamp.report import words
@@ -79,7 +79,7 @@ def draw(chosen: Chosen, name: str) -> Html:
     """
     tensor = chosen.tensor
     counts = tensor.histogram or {}
-    shift = floor(log2(tensor.scale))
+    shift = floor(log2(tensor.scale)) if 0 < tensor.scale < inf else 0
     axis = _axis(counts, shift)
     foot = _BARS + 8 + _ROW * len(_SHORT)
     rows = [
@@ -91,9 +91,9 @@ def draw(chosen: Chosen, name: str) -> Html:
         name,
         f"Exponents of {words.shown(tensor.name)}, {tensor.what}",
         _describe(chosen, shift),
+        *_labels(axis, foot),
         _bars(counts, axis, shift),
         *rows,
-        *_labels(axis, foot),
         height=foot + _FOOT,
     )
 
@@ -133,9 +133,9 @@ def _axis(counts: dict[int, int], shift: int) -> Scale:
 def _bars(counts: dict[int, int], axis: Scale, shift: int) -> Html:
     """Draw a bar for each exponent, and the outline of the same without the loss scale."""
     width = axis.high - axis.low
-    top = max(counts.values())
+    top, foot = max(counts.values()), f"{_BARS:.0f}"
     solid = "".join(
-        f"M{coordinate(e - axis.low + 0.1)} {_BARS:.0f}v{coordinate(-_tall(n, top))}h.8V{_BARS:.0f}z"
+        f"M{coordinate(e - axis.low + 0.1)} {foot}v{coordinate(-_tall(n, top))}h.8V{foot}z"
         for e, n in sorted(counts.items())
     )
     parts = [tag("path", d=solid, class_="bars")]
@@ -159,9 +159,7 @@ def _range(form: NumberFormat, axis: Scale, y: float, *, is_own: bool) -> list[H
     ends = (form.subnormal_exponent, form.min_exponent, form.max_exponent + 1)
     lost, small, large = (axis.place(float(end)) for end in ends)
     own = " own" if is_own else ""
-    label = tag(
-        "text", _short(form.name), x=-8, y=y + 9, text_anchor="end", class_=f"unit{own}"
-    )
+    label = tag("text", _short(form.name), x=-8, y=y + 9, text_anchor="end", class_=f"unit{own}")
     bars = [
         tag("rect", x=percent(a), width=percent(b - a), y=y + 1, height=_ROW - 5, class_=c + own)
         for a, b, c in ((lost, small, "subnormal"), (small, large, "normal"))
@@ -199,8 +197,17 @@ def legend(*, with_outline: bool) -> Html:
     if with_outline:
         entries.insert(1, ("outline", "the same without the loss scale"))
     items = [
-        tag("li", tag("svg", tag("rect", x=1, y=1, width=18, height=8, class_=c), width=20,
-            height=10, aria_hidden="true"), name)
+        tag(
+            "li",
+            tag(
+                "svg",
+                tag("rect", x=1, y=1, width=18, height=8, class_=c),
+                width=20,
+                height=10,
+                aria_hidden="true",
+            ),
+            name,
+        )
         for c, name in entries
     ]
     return tag("ul", joined(items), class_="legend")

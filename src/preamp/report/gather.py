@@ -56,6 +56,16 @@ class Run:
             return self.start.policy["loss_scale"] == "dynamic"
         return len({value for step in self.steps for value in step.scales.values()}) > 1
 
+    @property
+    def first_losses(self) -> list[tuple[int, float]]:
+        """Step and loss of the first loss id; empty if there is none."""
+        return next(iter(self.losses().values()), list[tuple[int, float]]())
+
+    @property
+    def first_scales(self) -> list[tuple[int, float]]:
+        """Step and loss scale of the first loss id; empty if there is none."""
+        return next(iter(self.scales().values()), list[tuple[int, float]]())
+
     def losses(self) -> dict[int, list[tuple[int, float]]]:
         """Step and loss, by loss id."""
         found: dict[int, list[tuple[int, float]]] = {}

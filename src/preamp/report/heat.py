@@ -18,7 +18,7 @@ SHADES: tuple[tuple[float, str], ...] = (
     (0.5, "20 to 50 %"),
     (float("inf"), "50 % or more"),
 )
-"""Upper end of each shade, itself left out, and what to call it. The first one is exactly nothing."""
+"""Upper end of each shade, left out itself, and its name. The first one is exactly nothing."""
 
 _HEIGHT = 18.0
 
@@ -40,8 +40,8 @@ def strip(layer: Layer, heat: HeatMap, name: str) -> Html:
     """
     title = f"Underflow in {words.shown(layer.name)}"
     description = (
-        f"From step {heat.first:,} to step {heat.last:,}; at most {words.share(layer.worst)}, at step"
-        f" {layer.worst_step:,}; at the end {words.share(layer.latest.share)}."
+        f"From step {heat.first:,} to step {heat.last:,}; at most {words.share(layer.worst)}, at"
+        f" step {layer.worst_step:,}; at the end {words.share(layer.latest.share)}."
     )
     return _strip(layer.cells, name, title, description)
 
@@ -61,9 +61,7 @@ def _strip(cells: Sequence[float | None], name: str, title: str, description: st
     for shade, group in groupby(cells, lambda cell: None if cell is None else shade_of(cell)):
         width = len(list(group))
         if shade is not None:
-            parts.append(
-                tag("rect", x=left, width=width, height=_HEIGHT, class_=f"h{shade}")
-            )
+            parts.append(tag("rect", x=left, width=width, height=_HEIGHT, class_=f"h{shade}"))
         left += width
     box = stretched(*parts, width=len(cells), height=_HEIGHT)
     return picture(name, title, description, box, height=_HEIGHT, class_="strip")
@@ -85,5 +83,3 @@ def numbers(layer: Layer) -> tuple[str, ...]:
         words.share(layer.latest.lost),
         words.share(layer.latest.zeros),
     )
-
-

@@ -114,7 +114,9 @@ def heat_map(run: Run, times: int = TIMES) -> HeatMap | None:
     if not looks:
         return None
     steps = sorted({record.step for record in looks})
-    columns = {step: index * min(times, len(steps)) // len(steps) for index, step in enumerate(steps)}
+    columns = {
+        step: index * min(times, len(steps)) // len(steps) for index, step in enumerate(steps)
+    }
     rows: dict[str, dict[int, Underflow]] = {}
     for record in looks:
         for tensor in gradients_of([record]):

@@ -94,9 +94,7 @@ def _bar(
     for style, category in enumerate(categories):
         width = counts.get(category, 0)
         if width > 0:
-            drawn += _fill(
-                percent(left / largest), percent(width / largest), y + 17, _BAR, style
-            )
+            drawn += _fill(percent(left / largest), percent(width / largest), y + 17, _BAR, style)
         left += width
     return drawn
 

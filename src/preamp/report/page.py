@@ -23,7 +23,12 @@ Runs = Records | Mapping[str, Records]
 
 
 def render(
-    records: Runs, *, title: str = "Training report", intro: str = "", extra: Sequence[Section] = ()
+    records: Runs,
+    *,
+    title: str = "Training report",
+    intro: str = "",
+    before: Sequence[Section] = (),
+    after: Sequence[Section] = (),
 ) -> str:
     """Write what is known of a run as one HTML page that refers to nothing outside itself.
 
@@ -32,7 +37,8 @@ def render(
             compared.
         title: Heading of the page.
         intro: A paragraph below it.
-        extra: Parts that come before all others.
+        before: Parts that come before all others.
+        after: Parts that come after all others.
 
     Returns:
         The page. What is not recorded is named on it, with what to switch on.
@@ -46,9 +52,9 @@ def render(
         (f"run{i}", words.shown(run.name), judge(run, advise(run))) for i, run in enumerate(runs)
     ]
     if len(runs) == 1:
-        sections, chapters = [*extra, *sections_of(runs[0], "")], list[Chapter]()
+        sections, chapters = [*before, *sections_of(runs[0], "")], list[Chapter]()
     else:
-        sections = [*extra, *_comparison(runs)]
+        sections = [*before, *_comparison(runs)]
         chapters = [
             Chapter(
                 name=name,
@@ -65,6 +71,7 @@ def render(
         facts=_facts(runs[0]) if len(runs) == 1 else [],
         sections=sections,
         chapters=chapters,
+        closing=after,
         patterns=memory.patterns(),
         made=_made(runs),
         intro=intro,
@@ -78,7 +85,8 @@ def write(
     *,
     title: str = "Training report",
     intro: str = "",
-    extra: Sequence[Section] = (),
+    before: Sequence[Section] = (),
+    after: Sequence[Section] = (),
 ) -> Path:
     """Write the page of `render` to a file, all of it or nothing.
 
@@ -87,7 +95,8 @@ def write(
         records: See `render`.
         title: See `render`.
         intro: See `render`.
-        extra: See `render`.
+        before: See `render`.
+        after: See `render`.
 
     Returns:
         The path.
@@ -98,7 +107,8 @@ def write(
         OSError: The file cannot be written; what was there before still is.
     """
     path = Path(path)
-    replace_file(path, render(records, title=title, intro=intro, extra=extra))
+    page = render(records, title=title, intro=intro, before=before, after=after)
+    replace_file(path, page)
     return path
 
 
@@ -122,7 +132,8 @@ def _comparison(runs: Sequence[Run]) -> list[Section]:
     loss = timeline.loss_comparison(runs, "compare-loss")
     scale = timeline.scale_comparison(runs, "compare-scale")
     if loss is not None:
-        text = "Running means. Lines that lie on each other train equally well."
+        mean = "Running means. " if any(map(timeline.is_smoothed, runs)) else ""
+        text = f"{mean}Lines that lie on each other train equally well."
         blocks.append(Figure(title="Loss by step", body=loss, caption=text))
     if scale is not None:
         text = "Marks at the top are steps that were skipped, a row for each run that has any."
@@ -142,7 +153,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
             ("device", words.shown(start.device, 48)),
             ("parameters", f"{sum(start.parameters.values()):,}"),
         ]
-    scales = next(iter(run.scales().values()), [])
+    scales = run.first_scales
     if run.steps:
         facts.append(("steps", f"{len(run.steps):,}"))
         facts.append(("skipped", f"{len(run.skipped):,}"))
@@ -153,7 +164,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     if run.restarts:
         facts.append(("went on from a checkpoint", words.counted(run.restarts, "time")))
     if start is not None:
-        facts.append(("started", words.shown(start.started, 32)))
+        facts.append(("started", words.moment(start.started)))
     return facts
 
 

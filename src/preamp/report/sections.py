@@ -17,6 +17,7 @@ from preamp.report.blocks import (
     Table,
     Text,
 )
+from preamp.report.evidence import has_masters, uses_half
 from preamp.report.gather import Run
 from preamp.report.layers import DETAILS, ROWS, HeatMap, Layer, heat_map, stalls, total_stall
 from preamp.report.tables import name
@@ -59,7 +60,9 @@ def _timeline(run: Run, prefix: str) -> Section:
     scale = timeline.scale_chart(run, f"{prefix}-scale")
     blocks: list[Block] = []
     if loss is not None:
-        text = "The strong line is a running mean. Marks at the top are steps that were skipped."
+        mean = "The strong line is a running mean." if timeline.is_smoothed(run) else ""
+        marks = "Marks at the top are steps that were skipped." if run.skipped else ""
+        text = f"{mean} {marks}".strip()
         blocks.append(Figure(title="Loss by step", body=loss, caption=text))
     if scale is not None:
         text = "It halves at each overflow and doubles after a row of steps without one."
@@ -95,6 +98,8 @@ def _underflow(run: Run, prefix: str) -> Section:
         f" {found.form} number and so loses digits, or all of them. Worst layers first; time runs"
         f" from left to right, {heat.axis(found)}."
     )
+    if not uses_half(run):
+        lead += f" This run is in float32: the shares say what {found.form} would lose."
     blocks: list[Block] = [_heat_table(found, prefix)]
     if len(found.layers) > 1:
         blocks.append(_heat_details(found, prefix))
@@ -103,8 +108,12 @@ def _underflow(run: Run, prefix: str) -> Section:
 
 def _heat_table(found: HeatMap, prefix: str) -> Table:
     rows = [
-        [name(layer.name, 48), words.share(layer.worst), words.share(layer.latest.share),
-         heat.strip(layer, found, f"{prefix}-{index}")]
+        [
+            name(layer.name, 48),
+            words.share(layer.worst),
+            words.share(layer.latest.share),
+            heat.strip(layer, found, f"{prefix}-{index}"),
+        ]
         for index, layer in enumerate(found.layers[:ROWS])
     ]
     rest = found.layers[ROWS:]
@@ -149,8 +158,8 @@ def _heat_details(found: HeatMap, prefix: str) -> Table:
     return Table(
         name=f"{prefix}-all",
         summary=f"The numbers of all {len(found.layers):,} layers{more}",
-        caption="Worst and latest: below the smallest normal number. Lost: below the smallest number"
-        " of all. Zeros: exactly zero. The last three are of the latest look",
+        caption="Worst and latest: below the smallest normal number. Lost: below the smallest"
+        " number of all. Zeros: exactly zero. The last three are of the latest look",
         columns=(
             Column(title="layer", is_wide=True),
             *(Column(title=title, is_number=True) for title in numbers),
@@ -166,8 +175,8 @@ def _exponents(run: Run, prefix: str) -> Section:
         missing = Missing(what="No histogram was recorded", do=_NUMERICS)
         return Section(name=prefix, title=title, blocks=[missing])
     lead = (
-        "How many values have which power of two, above the ranges of number formats. What lies left"
-        " of a format's range becomes zero in it, what lies right of it infinite."
+        "How many values have which power of two, above the ranges of number formats. What lies"
+        " left of a format's range becomes zero in it, what lies right of it infinite."
     )
     figures = [
         Figure(
@@ -194,9 +203,11 @@ def _stall(run: Run, prefix: str) -> Section:
         return Section(name=prefix, title=title, blocks=[missing])
     total = total_stall(rows)
     lead = (
-        f"At the latest look {words.share(total.share)} of {total.elements:,} half weights stayed as"
-        " they were although they have a gradient: the update was too small for their last digit."
+        f"At the latest look {words.share(total.share)} of {total.elements:,} half weights stayed"
+        " as they were although they have a gradient: the update was too small for their last digit."
     )
+    if has_masters(run):
+        lead += " That is harmless here: float32 masters keep the updates until they add up."
     table = Table(
         name=f"{prefix}-list",
         caption="Half weights whose update rounded to nothing, by layer",
@@ -206,7 +217,8 @@ def _stall(run: Run, prefix: str) -> Section:
             Column(title="share", is_number=True),
         ),
         rows=[
-            [name(row.name), f"{row.stalled:,}", words.share(row.share)] for row in rows[:STALL_ROWS]
+            [name(row.name), f"{row.stalled:,}", words.share(row.share)]
+            for row in rows[:STALL_ROWS]
         ],
         is_fluid=True,
     )
@@ -258,7 +270,7 @@ def _casts(run: Run, prefix: str) -> Section:
     if run.casts is not None:
         block: Block = Text(text="Nothing was cast.")
     else:
-        do = "Train at O1 or O4 with `numerics=\"full\"` to have it in the next run"
+        do = 'Train at O1 or O4 with `numerics="full"` to have it in the next run'
         block = Missing(what="Casts of functions were not recorded", do=do)
     return Section(name=prefix, title="Cast audit", blocks=[block])
 
@@ -268,5 +280,3 @@ def _setup(run: Run, prefix: str) -> Section | None:
         return None
     facts = [(words.shown(k, 40), words.shown(v)) for k, v in run.start.policy.items()]
     return Section(name=prefix, title="Settings", blocks=[Facts(facts=facts)]) if facts else None
-
-

@@ -201,8 +201,8 @@ def comparison(runs: Sequence[Run], prefix: str) -> Table:
 
 
 def _compared(run: Run, index: int) -> list[str]:
-    losses = smoothed(next(iter(run.losses().values()), []))
-    scales = next(iter(run.scales().values()), [])
+    losses = smoothed(run.first_losses)
+    scales = run.first_scales
     memory = sum(run.memory.categories.values()) if run.memory else None
     findings = "; ".join(f"{f.severity.word}: {f.title}" for f in advise(run))
     return [

@@ -14,6 +14,7 @@ from preamp.report.svg import Html, joined
 from preamp.report.thinning import Point, smooth
 
 _WIDE_RANGE = 30.0  # losses that differ by more than this factor get a logarithmic scale
+_SMOOTHED_FROM = 100  # steps; a mean of fewer lags more than it calms
 _NAMED_STEPS = 12  # skipped steps that a description names one by one
 
 
@@ -34,7 +35,8 @@ def loss_chart(run: Run, name: str) -> Html | None:
     lines: list[Line] = []
     for style, (loss_id, points) in enumerate(rows.items()):
         label = f"loss {loss_id}" if len(rows) > 1 else ""
-        lines.append(Line(points=points, style=style, faint=True))
+        if len(points) >= _SMOOTHED_FROM:
+            lines.append(Line(points=points, style=style, faint=True))
         lines.append(Line(name=label, points=smoothed(points), style=style))
     bad = sorted({x for points in rows.values() for x, loss in points if not math.isfinite(loss)})
     chart = Chart(
@@ -91,7 +93,7 @@ def loss_comparison(runs: Sequence[Run], name: str) -> Html | None:
         runs: In the order of the legend.
         name: Prefix of ids.
     """
-    rows = [(run, smoothed(next(iter(run.losses().values()), []))) for run in runs]
+    rows = [(run, smoothed(run.first_losses)) for run in runs]
     y = loss_scale_of([value for _, points in rows for _, value in points])
     if y is None:
         return None
@@ -117,7 +119,7 @@ def scale_comparison(runs: Sequence[Run], name: str) -> Html | None:
         runs: In the order of the legend.
         name: Prefix of ids.
     """
-    rows = [(run, next(iter(run.scales().values()), [])) for run in runs]
+    rows = [(run, run.first_scales) for run in runs]
     y = power_axis([value for _, points in rows for _, value in points])
     if y is None:
         return None
@@ -128,7 +130,9 @@ def scale_comparison(runs: Sequence[Run], name: str) -> Html | None:
         name=name,
         title="Loss scale by step, all runs",
         description=" ".join(
-            f"{words.shown(run.name)}: {_describe_scale(0, p)} {_skips(run)}" for run, p in rows if p
+            f"{words.shown(run.name)}: {_describe_scale(0, p)} {_skips(run)}"
+            for run, p in rows
+            if p
         ),
         lines=lines,
         x=step_axis(runs),
@@ -144,7 +148,9 @@ def scale_comparison(runs: Sequence[Run], name: str) -> Html | None:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Average losses over a fortieth of the run."""
+    """Average losses over a fortieth of the run; those of a short one stay as they are."""
+    if len(points) < _SMOOTHED_FROM:
+        return list(points)
     values = smooth([y for _, y in points], len(points) / 40)
     return [(x, y) for (x, _), y in zip(points, values, strict=True)]
 
@@ -169,7 +175,14 @@ def loss_scale_of(losses: Sequence[float]) -> Scale | None:
 
 def power_axis(values: Sequence[float]) -> Scale | None:
     """Return the scale of loss scales, or ``None`` if there are none."""
-    return powers_of_two(min(values), max(values), words.power, count=4) if values else None
+    if not values:
+        return None
+    return powers_of_two(min(values) / 2, max(values) * 2, words.power, count=4)
+
+
+def is_smoothed(run: Run) -> bool:
+    """Whether the strong lines of a run's losses are running means."""
+    return any(len(points) >= _SMOOTHED_FROM for points in run.losses().values())
 
 
 def _skip_marks(run: Run) -> Marks:

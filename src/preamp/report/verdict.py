@@ -64,14 +64,19 @@ def _skips(run: Run) -> str:
     if not skipped:
         return f"{steps}, none of them skipped."
     verb = "was" if skipped == 1 else "were"
-    text = f"{steps}, of which {skipped:,} {verb} skipped ({words.share(skipped / len(run.steps))})."
-    if run.is_dynamic and skipped <= max(2, len(run.steps) // 100):
+    text = (
+        f"{steps}, of which {skipped:,} {verb} skipped ({words.share(skipped / len(run.steps))})."
+    )
+    begun = next((i for i, step in enumerate(run.steps) if not step.skipped), len(run.steps))
+    if run.is_dynamic and 1 < begun == skipped < len(run.steps):
+        text += " All of them came first, while the loss scale was being found."
+    elif run.is_dynamic and skipped <= max(2, len(run.steps) // 100):
         text += " A few skips are how dynamic loss scaling finds its scale."
     return text
 
 
 def _loss(run: Run) -> str:
-    points = next(iter(run.losses().values()), [])
+    points = run.first_losses
     finite = [loss for _, loss in points if math.isfinite(loss)]
     if len(finite) < 2:
         return ""
@@ -82,4 +87,6 @@ def _loss(run: Run) -> str:
 def _unseen(run: Run) -> str:
     if run.numerics:
         return ""
-    return "The tensors themselves were not looked at, so under- and overflow in them is not judged."
+    return (
+        "The tensors themselves were not looked at, so under- and overflow in them is not judged."
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
+from datetime import datetime
 
 MISSING = "–"
 NAME_LIMIT = 72
@@ -43,12 +44,12 @@ def _spell(character: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Write a number and its noun, in the plural where it takes one: ``"1 step"``, ``"2 steps"``."""
+    """Write a number and its noun: ``"1 step"``, ``"2 steps"``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def share(value: float) -> str:
-    """Write a share between 0 and 1 in per cent, such that only nothing is 0 and only all is 100."""
+    """Write a share between 0 and 1 in per cent; only nothing is 0, and only all is 100."""
     percent = 100 * value
     if math.isnan(percent):
         return MISSING
@@ -95,3 +96,13 @@ def size(count: float) -> str:
         unit += 1
     digits = 0 if unit == 0 or count >= 100 else 1
     return f"{count:,.{digits}f} {_UNITS[unit]}"
+
+
+def moment(text: str) -> str:
+    """Write a date and time of ISO 8601 for people; other text stays as it is."""
+    try:
+        when = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        return shown(text, 32)
+    zone = when.tzname() or ""
+    return f"{when:%Y-%m-%d %H:%M} {zone}".strip()

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``preamp report``: records of runs in, one HTML page out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from preamp import report as pages
+from preamp.cli.console import make_console
+from preamp.core.errors import PreampUnavailableError, message
+from preamp.numerics import Record, read_history
+from preamp.report.words import size
+
+
+def report(
+    files: Annotated[list[Path], typer.Argument(metavar="run.jsonl ...", help="Records of runs.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Heading of the page.")] = "Training report",
+) -> None:
+    """Write what happened to the numbers of a run as one HTML page; of several, side by side.
+
+    The page needs no network and no script.
+    """
+    try:
+        _require_apart(files, output)
+        runs = {name: _read(path) for name, path in zip(names_of(files), files, strict=True)}
+        pages.write(output, runs, title=title)
+    except (ValueError, OSError, PreampUnavailableError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from None
+    make_console().print(
+        f"Report: {output} ({size(output.stat().st_size)})",
+        markup=False,
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+def names_of(files: Sequence[Path]) -> list[str]:
+    """Name runs after their files, with as many folders as it takes to tell them apart.
+
+    Args:
+        files: Where the records are.
+
+    Raises:
+        ValueError: A file is named twice.
+    """
+    paths = [path.resolve().with_suffix("") for path in files]
+    twice = [path for path, count in Counter(path.resolve() for path in files).items() if count > 1]
+    if twice:
+        raise ValueError(
+            message(f"{twice[0]} is named twice", "Each run is shown once", "Name each file once")
+        )
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in files]  # they differ in the suffix only
+
+
+def _read(path: Path) -> list[Record]:
+    records = read_history(path)
+    if not records:
+        raise ValueError(
+            message(
+                f"{path} holds no record",
+                "A report needs at least one line that preamp wrote",
+                "Pass the file that a history of a run was written to",
+            )
+        )
+    return records
+
+
+def _require_apart(files: Sequence[Path], output: Path) -> None:
+    if output.resolve() in [path.resolve() for path in files]:
+        raise ValueError(
+            message(
+                f"The page would replace {output}, which holds records",
+                "The page goes to a file of its own",
+                "Pass for example -o report.html",
+            )
+        )

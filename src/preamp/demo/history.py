@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What happened to the numbers of one training, as records that the report reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import datetime, timezone
+
+import torch
+from torch import nn
+
+import preamp
+from preamp.demo.records import Memory
+from preamp.numerics import (
+    History,
+    MemoryRecord,
+    OverflowRecord,
+    Record,
+    RunRecord,
+    StepRecord,
+)
+
+
+def note_start(history: History, model: nn.Module, engine: preamp.Engine, device: str) -> None:
+    """Write down how a training is set up.
+
+    Args:
+        history: Gets the record.
+        model: An initialised model.
+        engine: Its engine.
+        device: Where it trains, in words.
+    """
+    policy = {
+        f.name: str(getattr(engine.policy, f.name)) for f in dataclasses.fields(engine.policy)
+    }
+    del policy["brief"]
+    history.add(
+        RunRecord(
+            preamp=preamp.__version__,
+            torch=torch.__version__,
+            device=device,
+            opt_level=engine.policy.opt_level,
+            policy={name: value.removeprefix("torch.") for name, value in policy.items()},
+            parameters={name: p.numel() for name, p in model.named_parameters()},
+            dtypes={
+                name: str(p.dtype).removeprefix("torch.") for name, p in model.named_parameters()
+            },
+            started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+    )
+
+
+def note_step(history: History, step: int, loss: float, optimizer: torch.optim.Optimizer) -> None:
+    """Write down a step, and if it was skipped, why.
+
+    Args:
+        history: Gets the records.
+        step: Number of the step, counted from 1.
+        loss: Bits per byte.
+        optimizer: Has just stepped, or has not.
+
+    Syncs:
+        Waits until it is known whether the step was skipped.
+    """
+    engine = preamp.engine_of(optimizer)
+    skipped = engine.last_step_skipped
+    rate = optimizer.param_groups[0]["lr"]
+    scales = {0: engine.loss_scale(0)}
+    history.add(StepRecord(step=step, losses={0: loss}, scales=scales, skipped=skipped, lr=rate))
+    if skipped and engine.overflow_causes:
+        cause = engine.overflow_causes[-1]
+        history.add(
+            OverflowRecord(
+                step=step,
+                loss_id=cause.loss_id,
+                parameters=list(cause.parameters),
+                largest=[None] * len(cause.parameters),
+                loss_was_finite=cause.loss_was_finite,
+                old_scale=cause.old_scale,
+                new_scale=cause.new_scale,
+            )
+        )
+
+
+def note_memory(history: History, step: int, memory: Memory, model: nn.Module) -> None:
+    """Write down what is held.
+
+    Args:
+        history: Gets the record.
+        step: Number of the step.
+        memory: Bytes per parameter.
+        model: Has the parameters.
+    """
+    count = sum(p.numel() for p in model.parameters())
+    held = {
+        name.replace("_", " "): round(part * count)
+        for name, part in dataclasses.asdict(memory).items()
+    }
+    history.add(MemoryRecord(step=step, categories=held))
+
+
+def records_of(history: History, engine: preamp.Engine) -> tuple[Record, ...]:
+    """Return all records of a training, with those that its engine kept.
+
+    Args:
+        history: What the loop has written down.
+        engine: Of the training, before it is closed.
+    """
+    return (*history, *_kept_by(engine))
+
+
+def _kept_by(_engine: preamp.Engine) -> tuple[Record, ...]:
+    """Return what the engine itself has recorded about tensors and casts: nothing yet.
+
+    This is the one place where `engine.history` comes in: its records of kinds ``numerics`` and
+    ``casts`` belong here. Steps, overflows and memory the loop has written down already, in its
+    own units.
+    """
+    return ()
