@@ -10,6 +10,7 @@ import torch
 from preamp.demo.config import DemoConfig, ModelConfig
 from preamp.demo.data import Corpus
 from preamp.demo.records import DemoResult, Dtypes, LevelResult, Memory
+from preamp.numerics import Record, StepRecord
 
 MODEL = ModelConfig(layers=1, width=16, heads=2, context=8)
 
@@ -40,7 +41,15 @@ def row(level: str = "O0", **changes: object) -> LevelResult:
         activation_bytes=2**20,
         peak_bytes=None,
     )
-    return replace(made, **changes)
+    changed = replace(made, **changes)
+    return replace(changed, records=changed.records or records(changed.losses))
+
+
+def records(losses: tuple[float, ...]) -> tuple[Record, ...]:
+    return tuple(
+        StepRecord(step=step, losses={0: loss}, scales={0: 65536.0}, skipped=False)
+        for step, loss in enumerate(losses, 1)
+    )
 
 
 def result(*rows: LevelResult, interrupted: bool = False) -> DemoResult:

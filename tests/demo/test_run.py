@@ -14,12 +14,14 @@ import torch
 import preamp
 from cases.demo import CORPUS, config
 from preamp.demo import run as run_module
+from preamp.demo import train as train_module
 from preamp.demo.config import DEFAULT_LEVELS, OptimizerConfig
 from preamp.demo.data import Batch
 from preamp.demo.model import GPT
 from preamp.demo.run import prepare, run, warmup_steps
 from preamp.demo.train import DivergedError, Tape, record_step, set_learning_rate
 from preamp.demo.watch import Progress, Unwatched
+from preamp.numerics import History, MemoryRecord, OverflowRecord, RunRecord, StepRecord
 
 
 class Interrupter(Unwatched):
@@ -193,3 +195,29 @@ def test_learning_rate_rises_to_the_top_and_falls_to_the_floor() -> None:
 @pytest.mark.parametrize(("steps", "expected"), [(2, 1), (4, 2), (10, 5), (300, 5)])
 def test_first_steps_are_not_timed(steps: int, expected: int) -> None:
     assert warmup_steps(steps) == expected
+
+
+def test_records_tell_what_the_row_tells() -> None:
+    (row,) = run(prepare(config("O2"), CORPUS), Unwatched()).levels
+    history = History()
+    for record in row.records:
+        history.add(record)
+    (start,), steps, (held,) = (history.of(k) for k in (RunRecord, StepRecord, MemoryRecord))
+    assert (start.opt_level, start.policy["loss_scale"]) == ("O2", "dynamic")
+    assert [step.losses[0] for step in steps] == list(row.losses)
+    assert sum(step.skipped for step in steps) == row.steps_skipped
+    assert steps[-1].scales == {0: row.loss_scale}
+    assert row.memory is not None
+    assert sum(held.categories.values()) == round(row.memory.total * sum(start.parameters.values()))
+
+
+def test_records_name_the_cause_of_a_skipped_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss_of = train_module.loss_of
+    scales = iter([1.0, 1e36, 1.0, 1.0])
+    monkeypatch.setattr(train_module, "loss_of", lambda *args: loss_of(*args) * next(scales))
+    (row,) = run(prepare(config("O1", steps=4), CORPUS), Unwatched()).levels
+    (cause,) = (record for record in row.records if isinstance(record, OverflowRecord))
+    assert (cause.step, cause.loss_was_finite, cause.old_scale) == (2, True, 65536.0)
+    assert cause.parameters
+    skipped = [r.step for r in row.records if isinstance(r, StepRecord) and r.skipped]
+    assert skipped == [2]

@@ -44,7 +44,8 @@ def render(result: DemoResult) -> str:
 
 
 def _results(result: DemoResult) -> Section:
-    blocks: list[Block] = [_table(result)]
+    remarks = [(row.level, notes.note_of(row, result)) for row in result.levels]
+    blocks: list[Block] = [_table(result), Facts(facts=remarks)]
     picture = _loss_by_time(result)
     if picture is not None:
         text = "A line further to the left got there faster."
@@ -56,19 +57,12 @@ def _results(result: DemoResult) -> Section:
 def _table(result: DemoResult) -> Table:
     columns = columns_of(result)
     rows = [
-        [
-            *(_cell(column.cell(row, result.baseline)) for column in columns),
-            notes.note_of(row, result),
-        ]
-        for row in result.levels
+        [_cell(column.cell(row, result.baseline)) for column in columns] for row in result.levels
     ]
     return Table(
         name="results-table",
         caption="Small print below a number is its ratio to O0, or its parts",
-        columns=(
-            *(Column(title=c.title, unit=c.unit, is_number=c.is_number) for c in columns),
-            Column(title="note", is_wide=True),
-        ),
+        columns=[Column(title=c.title, unit=c.unit, is_number=c.is_number) for c in columns],
         rows=rows,
     )
 

@@ -204,7 +204,7 @@ def _stall(run: Run, prefix: str) -> Section:
     total = total_stall(rows)
     lead = (
         f"At the latest look {words.share(total.share)} of {total.elements:,} half weights stayed"
-        " as they were although they have a gradient: the update was too small for their last digit."
+        " as they were although they have a gradient: the update was below their last digit."
     )
     if has_masters(run):
         lead += " That is harmless here: float32 masters keep the updates until they add up."

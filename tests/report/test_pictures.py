@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Scales, paths, thinning: what is drawn lies where it should, and nothing that matters is left out."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cases import records as made
+from preamp.report import exponents, heat, memory
+from preamp.report.chart import Chart, Line, Marks, draw
+from preamp.report.gather import Run, gather
+from preamp.report.layers import Underflow, heat_map, stalls
+from preamp.report.scales import decades, linear, multiples, powers_of_two, tick_step
+from preamp.report.svg import Html, tag
+from preamp.report.thinning import COLUMNS, column_of, columns_hit, smooth, thin
+
+FINITE = st.floats(-1e30, 1e30)
+
+
+def test_elements_escape_what_is_not_html() -> None:
+    assert tag("a", "<b>", Html("<i></i>"), href='"&', data_x=1.25) == (
+        '<a href="&quot;&amp;" data-x="1.2">&lt;b&gt;<i></i></a>'
+    )
+    assert tag("a", title=None) == "<a></a>"
+
+
+@given(FINITE, st.floats(1e-6, 1e30))
+def test_a_linear_scale_keeps_order_and_ends(low: float, span: float) -> None:
+    scale = linear(low, low + span, str)
+    assert scale.place(scale.low) == 0
+    assert scale.place(scale.high) == 1
+    places = [scale.place(value) for value, _ in scale.ticks]
+    assert places == sorted(places)
+    assert len(places) <= 7
+
+
+@pytest.mark.parametrize(
+    ("span", "count", "step"), [(60, 5, 20), (100_000, 5, 20_000), (0.35, 5, 0.1), (1, 5, 0.2)]
+)
+def test_ticks_are_1_2_5_times_powers_of_ten(span: float, count: int, step: float) -> None:
+    assert tick_step(span, count) == pytest.approx(step)
+
+
+def test_ticks_are_exact_decimals() -> None:
+    assert multiples(0.0, 0.5, 0.1) == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
+    assert multiples(1, 60, 20) == [20, 40, 60]
+
+
+def test_a_scale_of_powers_has_whole_ones_at_its_ends() -> None:
+    scale = powers_of_two(3.0, 70.0, lambda e: f"2^{e}")
+    assert (scale.low, scale.high) == (2.0, 128.0)
+    assert scale.place(16.0) == pytest.approx(0.5)
+    assert powers_of_two(8.0, 8.0, str).low == 4.0
+    assert [label for _, label in decades(1.0, 100.0, str).ticks][0] == "1.0"
+
+
+@given(st.lists(st.one_of(FINITE, st.just(math.nan), st.just(math.inf)), max_size=300))
+def test_thinning_keeps_the_extremes_of_every_column(values: list[float]) -> None:
+    points = list(enumerate(values))
+    last = max(len(values) - 1, 1)
+    kept = [point for line in thin(points, 0, last, columns=20) for point in line]
+    assert kept == sorted(kept)
+    assert set(kept) <= set(points)
+    assert len(kept) <= 40
+    for column in range(20):
+        inside = [y for x, y in points if column_of(x, 0, last, 20) == column and math.isfinite(y)]
+        found = [y for x, y in kept if column_of(x, 0, last, 20) == column]
+        assert (min(found, default=None), max(found, default=None)) == (
+            min(inside, default=None),
+            max(inside, default=None),
+        )
+
+
+def test_a_line_ends_where_nothing_is_finite() -> None:
+    points = [(0, 1.0), (1, math.nan), (2, 3.0)]
+    assert thin(points, 0, 2) == [[(0, 1.0)], [(2, 3.0)]]
+    assert thin([], 0, 1) == []
+
+
+@given(st.sets(st.integers(1, 100_000), min_size=1, max_size=200))
+def test_every_mark_has_a_column(steps: set[int]) -> None:
+    columns = columns_hit(steps, 1, 100_000)
+    assert {column_of(step, 1, 100_000) for step in steps} == set(columns)
+    assert 0 <= columns[0] <= columns[-1] < COLUMNS
+
+
+def test_smoothing_leaves_out_what_is_not_finite() -> None:
+    assert smooth([2.0, 2.0, 2.0], 3) == [2.0, 2.0, 2.0]
+    first, second, third = smooth([1.0, math.inf, 3.0], 1)
+    assert (first, second) == (1.0, math.inf)
+    assert 1.5 < third < 3.0
+
+
+def chart(*points: tuple[float, float], xs: tuple[float, ...] = ()) -> str:
+    return draw(
+        Chart(
+            name="c",
+            title="T",
+            description="D",
+            lines=[Line(points=points)],
+            x=linear(0, 10, str),
+            y=linear(0, 100, str),
+            x_name="step",
+            marks=[Marks(name="skipped", xs=xs, kind="skip")],
+            height=100,
+        )
+    )
+
+
+def test_a_path_goes_through_its_points() -> None:
+    assert 'd="M0 100L500 50 1000 0"' in chart((0, 0), (5, 50), (10, 100))
+    assert 'd="M500 50h0"' in chart((5, 50))
+
+
+def test_marks_are_drawn_where_the_steps_are() -> None:
+    assert re.search(r'd="M0\.7 0v8M999\.3 0v8"', chart((0, 0), xs=(0, 10)))
+    assert "skipped" not in chart((0, 0))
+
+
+def test_shades_begin_at_their_limits() -> None:
+    assert [heat.shade_of(share) for share in (0, 1e-9, 0.01, 0.05, 0.2, 0.5, 1)] == list(
+        (0, 1, 2, 3, 4, 5, 5)
+    )
+
+
+def test_underflow_is_a_share_of_what_is_not_zero() -> None:
+    counts = Underflow()
+    counts.add(made.tensor(elements=100, zeros=50, below_normal=20, below_subnormal=10))
+    assert (counts.share, counts.lost, counts.zeros) == (0.4, 0.2, 0.5)
+    assert (Underflow().share, Underflow().lost, Underflow().zeros) == (0, 0, 0)
+
+
+def test_heat_map_groups_by_module_and_keeps_the_worst_of_a_column() -> None:
+    looks = [
+        made.look(
+            number,
+            made.tensor("a.weight", below_normal=number),
+            made.tensor("a.bias", below_normal=0),
+            made.tensor("b.weight", below_normal=50 if number == 7 else 0),
+        )
+        for number in range(1, 11)
+    ]
+    found = heat_map(gather(looks), times=5)
+    assert found is not None
+    worst, other = found.layers
+    assert (worst.name, worst.worst, worst.worst_step) == ("b", 0.5, 7)
+    assert worst.cells == (0, 0, 0, 0.5, 0)
+    assert (other.name, other.worst, other.worst_step) == ("a", 0.05, 10)
+    assert other.cells == (0.01, 0.02, 0.03, 0.04, 0.05)
+
+
+def test_stalls_take_the_latest_look() -> None:
+    looks = [
+        made.look(1, made.tensor("a.w", what="weight", stalled=90)),
+        made.look(2, made.tensor("a.w", what="weight", stalled=10), made.tensor("b.w")),
+    ]
+    (row,) = stalls(gather(looks))
+    assert (row.name, row.stalled, row.elements) == ("a", 10, 100)
+
+
+def test_histograms_of_the_worst_and_the_largest_are_chosen() -> None:
+    tensors = [
+        made.tensor(f"t{i}.w", below_normal=i, max_abs=2.0**-i, histogram={-i: 100})
+        for i in range(10)
+    ]
+    chosen = exponents.choose(gather([made.look(4, *tensors)]))
+    assert [item.tensor.name for item in chosen] == ["t9.w", "t8.w", "t7.w", "t0.w", "t1.w", "t2.w"]
+    assert exponents.choose(gather([made.look(4, made.tensor())])) == []
+
+
+def test_histogram_shows_the_shift_of_the_loss_scale() -> None:
+    seen = made.tensor(histogram={-4: 3, -3: 1}, scale=2.0**10)
+    (item,) = exponents.choose(gather([made.look(1, seen)]))
+    drawn = exponents.draw(item, "h")
+    assert 'class="outline"' in drawn
+    assert "Without the loss scale all lie 10 powers of two lower." in drawn
+    plain = made.tensor(histogram={-4: 3}, scale=1.0)
+    (item,) = exponents.choose(gather([made.look(1, plain)]))
+    assert "outline" not in exponents.draw(item, "h")
+
+
+def test_memory_bars_fill_the_width_of_the_largest() -> None:
+    runs = [
+        Run(name="a", memory=made.MemoryRecord(step=1, categories={"weights": 50, "masters": 50})),
+        Run(name="b", memory=made.MemoryRecord(step=1, categories={"weights": 25, "other": 0})),
+        Run(name="c"),
+    ]
+    drawn = memory.bars(runs, "m")
+    assert drawn is not None
+    widths = re.findall(
+        r'<rect x="([\d.]+%)" y="\d+" width="([\d.]+%)" height="18" class="m', drawn
+    )
+    assert widths == [("0%", "50%"), ("50%", "50%"), ("0%", "25%")]
+    assert memory.categories_of(runs) == ["weights", "masters"]
+    assert memory.bars([Run()], "m") is None
