@@ -18,6 +18,7 @@ from preamp.cli.app import app
 from preamp.cli.progress import Bars
 from preamp.demo.schema import read_results
 from preamp.demo.watch import Progress
+from preamp.numerics import History, StepRecord
 
 TINY = ("--layers", "1", "--width", "16", "--heads", "2", "--context", "8", "--batch", "2")
 
@@ -144,3 +145,60 @@ def test_module_is_the_command(
         runpy.run_module("preamp", run_name="__main__")
     assert not caught.value.code
     assert "O5" in capsys.readouterr().out
+
+
+def write_run(path: Path, *losses: float) -> Path:
+    history = History(path)
+    for number, loss in enumerate(losses, 1):
+        history.add(StepRecord(step=number, losses={0: loss}, scales={0: 1.0}, skipped=False))
+    return path
+
+
+def test_report_writes_a_page_for_one_run(tmp_path: Path) -> None:
+    run, page = write_run(tmp_path / "run.jsonl", 3.0, 2.0), tmp_path / "new" / "page.html"
+    done = invoke("report", str(run), "-o", str(page), "--title", "My <run>")
+    assert done.exit_code == 0, done.output
+    assert f"Report: {page} (" in done.output
+    text = page.read_text(encoding="utf-8")
+    assert "My &lt;run&gt;" in text
+    assert "The loss went from 3 to 2." in text
+
+
+def test_report_compares_several_runs_by_the_names_of_their_files(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name / "run.jsonl", 3.0, 2.0) for name in ("a", "b")]
+    done = invoke("report", *map(str, runs), "-o", str(tmp_path / "page.html"))
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "a/run" in text
+    assert "b/run" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("none.jsonl",), ("No such file", "none.jsonl")),
+        (("empty.jsonl",), ("empty.jsonl holds no record", "at least one line", "Pass the file")),
+        (("text.jsonl",), ("Line 1 of", "is not a record of a run", "Pass another file")),
+        (("run.jsonl", "run.jsonl"), ("is named twice", "shown once", "Name each file once")),
+        (
+            ("run.jsonl", "-o", "run.jsonl"),
+            ("would replace run.jsonl", "a file of its own", "Pass for example -o report.html"),
+        ),
+    ],
+)
+def test_report_refuses_what_it_cannot_read(
+    arguments: tuple[str, ...],
+    parts: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = write_run(Path("run.jsonl"), 1.0).read_text(encoding="utf-8")
+    Path("empty.jsonl").write_text("", encoding="utf-8")
+    Path("text.jsonl").write_text("hello\n", encoding="utf-8")
+    done = invoke("report", *arguments)
+    assert done.exit_code == 2
+    for part in parts:
+        assert part in done.output
+    assert not Path("report.html").exists()
+    assert Path("run.jsonl").read_text(encoding="utf-8") == run

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""HTML and SVG elements whose text and attributes are always escaped."""
+"""HTML and SVG elements whose text and attributes are always visible and escaped."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
+
+from preamp.report.words import visible
 
 
 class Html(str):
@@ -36,7 +38,9 @@ def tag(name: str, *children: str, **attributes: str | float | None) -> Html:
 
 def joined(parts: Iterable[str]) -> Html:
     """Join content; what is not `Html` is escaped."""
-    return Html("".join(part if isinstance(part, Html) else escape(part) for part in parts))
+    return Html(
+        "".join(part if isinstance(part, Html) else escape(visible(part)) for part in parts)
+    )
 
 
 def coordinate(value: float) -> str:
@@ -98,4 +102,4 @@ def stretched(*children: str, width: float, height: float, y: float = 0) -> Html
 
 
 def _value(value: str | float) -> str:
-    return escape(value if isinstance(value, str) else coordinate(value), quote=True)
+    return escape(visible(value) if isinstance(value, str) else coordinate(value), quote=True)

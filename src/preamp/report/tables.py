@@ -207,7 +207,7 @@ def _compared(run: Run, index: int) -> list[str]:
     findings = "; ".join(f"{f.severity.word}: {f.title}" for f in advise(run))
     return [
         tag("a", tag("bdi", words.shown(run.name)), href=f"#run{index}"),
-        run.start.opt_level if run.start else words.MISSING,
+        words.shown(run.start.opt_level, 16) if run.start else words.MISSING,
         f"{len(run.steps):,}",
         f"{len(run.skipped):,}",
         words.magnitude(losses[-1][1]) if losses else words.MISSING,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from preamp.core.errors import PreampUnavailableError, message
 from preamp.report.blocks import Page
 from preamp.report.svg import Html
+from preamp.report.words import visible
 
 
 def fill(page: Page) -> str:
@@ -30,8 +31,14 @@ def fill(page: Page) -> str:
         loader=loader,
         autoescape=True,
         undefined=jinja2.StrictUndefined,
+        finalize=_visible,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     style = loader.get_source(environment, "style.css")[0]
     return environment.get_template("report.html.j2").render(page=page, style=Html(style))
+
+
+def _visible(value: object) -> object:
+    """Spell what is invisible in text from outside; HTML is left alone."""
+    return visible(value) if type(value) is str else value

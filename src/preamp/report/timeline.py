@@ -49,7 +49,7 @@ def loss_chart(run: Run, name: str) -> Html | None:
         x=step_axis([run]),
         y=y,
         x_name="step",
-        marks=(_skip_marks(run), Marks(name="not finite", xs=bad, kind="bad")),
+        marks=(_skip_marks(run), Marks(name="inf, nan", xs=bad, kind="bad")),
     )
     return joined([draw(chart), legend((x.name, x.style) for x in lines if x.name)])
 
@@ -139,7 +139,7 @@ def scale_comparison(runs: Sequence[Run], name: str) -> Html | None:
         y=y,
         x_name="step",
         marks=[
-            Marks(name=words.shown(run.name, 8), xs=[s.step for s in run.skipped], kind="skip")
+            Marks(name=words.shown(run.name, 6), xs=[s.step for s in run.skipped], kind="skip")
             for run in runs
         ],
         height=140,

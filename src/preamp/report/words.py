@@ -30,11 +30,18 @@ def shown(name: str, limit: int = NAME_LIMIT) -> str:
     """
     # More than is shown of either end need not be looked at.
     ends = name if len(name) <= 2 * limit else f"{name[:limit]}…{name[-limit:]}"
-    spelled = "".join(_spell(character) for character in ends)
+    spelled = visible(ends)
     if len(spelled) <= limit:
         return spelled
     tail = (limit - 1) // 2
     return f"{spelled[: limit - 1 - tail]}…{spelled[len(spelled) - tail :]}"
+
+
+def visible(text: str) -> str:
+    """Spell what is invisible in a text, or cannot be written, as Python escapes it."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_spell(character) for character in text)
 
 
 def _spell(character: str) -> str:

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The page: complete, escaped, accessible, small, and written all or not at all."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import math
+import os
+import random
+import re
+import sys
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases import records as made
+from preamp.core.errors import PreampUnavailableError
+from preamp.numerics import History, Record, ResumeRecord, read_history, to_json
+from preamp.report import render, write
+from preamp.report.gather import gather
+
+MEGABYTE = 10**6
+VOID = frozenset({"meta"})
+
+
+class Outline(HTMLParser):
+    """Collects elements and text, and checks that elements close in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def check_accessible(text: str) -> Outline:
+    page = Outline(text)
+    levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch(r"h[1-6]", tag)]
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for tag, attributes in page.elements:
+        for name in ("aria-labelledby", "aria-describedby"):
+            assert set((attributes.get(name) or "").split()) <= set(ids), (tag, attributes)
+    for landmark in ("header", "nav", "main", "footer"):
+        assert len(page.all(landmark)) == 1
+    for picture in page.all("svg"):
+        named = picture.get("role") == "img" and picture.get("aria-labelledby")
+        inner = picture.get("preserveaspectratio") == "none"
+        assert named or inner or picture.get("aria-hidden") == "true"
+    assert len(page.all("caption")) == len(page.all("table"))
+    assert all(cell.get("scope") in ("col", "row") for cell in page.all("th"))
+    regions = [a for _, a in page.elements if "scroll" in (a.get("class") or "").split()]
+    assert len(regions) == len(page.all("table"))
+    for region in regions:
+        assert (region["role"], region["tabindex"]) == ("region", "0")
+        assert region["aria-labelledby"]
+    targets = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', text)
+    assert {first or second for first, second in targets} <= set(ids)
+    return page
+
+
+def full() -> list[Record]:
+    return made.named("blocks.0.attention.weight")
+
+
+@pytest.mark.parametrize("records", [full(), [], [made.step(1)], [made.look(1)]])
+def test_page_is_accessible_whatever_is_recorded(records: list[Record]) -> None:
+    check_accessible(render(records))
+    check_accessible(render({"a": records, "b": full(), "c": []}))
+
+
+def test_page_refers_to_nothing_outside_itself() -> None:
+    page = Outline(render(full()))
+    assert not {"script", "link", "img", "iframe", "object", "image"} & {
+        t for t, _ in page.elements
+    }
+    for tag, attributes in page.elements:
+        assert not [name for name in attributes if name.startswith("on") or name == "src"], tag
+        assert (attributes.get("href") or "#").startswith("#")
+    policy = [meta.get("content") for meta in page.all("meta")]
+    assert "default-src 'none'; style-src 'unsafe-inline'" in policy
+
+
+@pytest.mark.parametrize("name", made.HOSTILE, ids=range(len(made.HOSTILE)))
+def test_hostile_names_are_text(name: str) -> None:
+    calm = Outline(render({"run": made.named("calm"), "other": made.named("calm")}))
+    text = render(
+        {f"{name}1": made.named(name), f"{name}2": made.named(name)}, title=name, intro=name
+    )
+    page = check_accessible(text)
+    text.encode("utf-8")
+    assert {tag for tag, _ in page.elements} <= {tag for tag, _ in calm.elements} | {"p"}
+    assert not [a for _, a in page.elements if any(n.startswith("on") for n in a)]
+    assert len(text) < MEGABYTE
+    body = text[text.index("<header>") :]
+    if "\u202e" in name or "\x00" in name:
+        assert not {"\u202e", "\u2066", "\x00", "\x1b"} & set(body)
+
+
+def test_missing_parts_say_what_to_switch_on() -> None:
+    words = " ".join("".join(Outline(render([made.start(), made.step(1)])).words).split())
+    assert 'Gradients were not looked at. Pass numerics="full" to preamp.initialize' in words
+    assert "No histogram was recorded." in words
+    assert "Bytes were not counted. Pass a history to preamp.initialize." in words
+    assert "Casts of functions were not recorded." in words
+
+
+def test_everything_recorded_is_on_the_page() -> None:
+    words = " ".join("".join(Outline(render(full())).words).split())
+    assert "2¹⁶ → 2¹⁵" in words
+    assert "and 2 more" in words
+    assert "forward: output in float16 became inf; what went in reached 7" in words
+    assert "4 casts, 8.0 KiB read and written" in words
+    assert "9 %" in words
+    assert "Recorded by preamp blocks.0.att…tion.weight on torch" in words
+
+
+def test_runs_are_compared() -> None:
+    slow = [made.start(opt_level="O0"), *(made.step(n, 2.0) for n in range(1, 5))]
+    text = render({"fast": full(), "slow": slow}, title="Two runs")
+    words = " ".join(Outline(text).words)
+    for part in ("Two runs", "Side by side", "fast", "slow"):
+        assert part in words
+    assert 'id="compare-loss-title"' in text
+    assert 'href="#run1"' in text
+    with pytest.raises(ValueError, match=re.escape("Got no run. A report is on one run or on")):
+        render({})
+
+
+def test_history_and_its_file_make_the_same_page(tmp_path: Path) -> None:
+    history = History(tmp_path / "run.jsonl")
+    for record in [*(made.step(n, 1 / n) for n in range(1, 9)), ResumeRecord(step=4)]:
+        history.add(record)
+    history.add(made.step(5, 7.0))
+    from_file = read_history(tmp_path / "run.jsonl")
+    assert [step.step for step in gather(from_file).steps] == [1, 2, 3, 4, 5]
+    assert render(history) == render(from_file)
+    assert "1 time" in render(history)
+
+
+def test_pages_of_long_runs_stay_small_and_keep_every_skip() -> None:
+    random.seed(0)
+    steps, every = 100_000, 9973
+    records: list[Record] = [made.start()]
+    for number in range(1, steps + 1):
+        skipped = number % every == 0
+        loss = math.nan if number == 777 else 3 * math.exp(-number / 3e4) + random.random() / 5
+        scale = 2.0 ** random.randint(10, 16)
+        records.append(made.step(number, loss, skipped=skipped, scales={0: scale}))
+        if skipped:
+            records.append(made.overflow(number, f"blocks.{number % 7}.weight"))
+        if number % 1000 == 0:
+            tensors = [
+                made.tensor(f"b.{i}.w", below_normal=random.randint(0, 100), histogram={-i: 5})
+                for i in range(150)
+            ]
+            records.append(made.look(number, *tensors))
+    text = render(records)
+    assert len(text.encode()) < MEGABYTE
+    (marks, *_) = re.findall(r'<path d="([^"]*)" class="mark skip"', text)
+    assert marks.count("M") == steps // every
+    for number in range(every, steps, every):
+        assert f">{number:,}</th>" in text
+    assert "the worst of 126 others" in text
+
+
+def test_many_skips_are_summed_up_by_cause() -> None:
+    records: list[Record] = [made.step(n, skipped=True) for n in range(1, 5001)]
+    records += [made.overflow(n, f"p{n % 50}") for n in range(1, 5001)]
+    text = render(records)
+    assert "The first 20 and the last 30 of 5,000 skipped steps" in text
+    assert "10 others" in text
+    (marks, *_) = re.findall(r'<path d="([^"]*)" class="mark skip"', text)
+    assert marks.count("M") == 720  # one in every column
+
+
+def test_write_replaces_the_file_or_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "new" / "report.html"
+    assert write(path, full()) == path
+    before = path.read_text(encoding="utf-8")
+    assert before == render(full())
+    path.chmod(0o640)
+    write(path, [made.step(1)])
+    assert path.stat().st_mode & 0o777 == 0o640
+    changed = path.read_text(encoding="utf-8")
+    assert changed != before
+
+    def fail(*_args: Any) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        write(path, full())
+    assert path.read_text(encoding="utf-8") == changed
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_missing_jinja_is_said_in_three_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = builtins.__import__
+
+    def refuse(name: str, *args: Any, **rest: Any) -> Any:
+        if name == "jinja2":
+            raise ImportError(name)
+        return load(name, *args, **rest)
+
+    monkeypatch.delitem(sys.modules, "jinja2", raising=False)
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    match = re.escape(
+        "Cannot import jinja2. A report is written with it; the rest of the library does not need "
+        'it. Install it with: pip install "preamp[report]".'
+    )
+    with pytest.raises(PreampUnavailableError, match=match):
+        render(full())
+
+
+def test_infinite_and_odd_numbers_do_not_stop_the_page(tmp_path: Path) -> None:
+    odd: list[Record] = [
+        made.step(1, math.inf, scales={0: math.inf, 1: 0.0}),
+        made.step(2, -math.inf, scales={0: math.nan}),
+        made.overflow(2, largest=[math.inf], old_scale=math.inf, new_scale=0.0),
+        made.overflow(3, parameters=[], largest=[]),
+        made.look(2, made.tensor(elements=0, headroom=None, histogram={200: 1}, scale=math.inf)),
+    ]
+    check_accessible(render(odd))
+    lines = "".join(json.dumps(to_json(record)) + "\n" for record in odd)
+    (tmp_path / "run.jsonl").write_text(lines, encoding="utf-8")
+    check_accessible(render(read_history(tmp_path / "run.jsonl")))
+
+
+CSS = (Path(__file__).parents[2] / "src/preamp/report/templates/style.css").read_text("utf-8")
+TEXT = ("ink", "quiet", "link", "good", "note", "warning", "critical")
+
+
+def luminance(colour: str) -> float:
+    digits = colour if len(colour) == 6 else "".join(2 * c for c in colour)
+    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", [0, 1, 2], ids=["light", "dark", "print"])
+def test_colours_contrast(theme: int) -> None:
+    blocks = re.findall(r":root \{(.*?)\}", CSS, re.DOTALL)
+    colours = dict(re.findall(r"--(\w+): #([0-9a-f]{3,6});", blocks[theme]))
+    for ground in ("paper", "raised"):
+        for name in TEXT:
+            bright, dim = sorted(map(luminance, (colours[name], colours[ground])), reverse=True)
+            assert (bright + 0.05) / (dim + 0.05) >= 4.5, (name, ground)
+    for line in range(8):  # lines and areas: 3 is enough
+        bright, dim = sorted(map(luminance, (colours[f"c{line}"], colours["paper"])), reverse=True)
+        assert (bright + 0.05) / (dim + 0.05) >= 3
+    shades = [luminance(colours[f"h{shade}"]) for shade in range(6)]
+    assert shades in (sorted(shades), sorted(shades, reverse=True))
