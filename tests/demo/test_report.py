@@ -38,7 +38,7 @@ RUN = result(
 class Page(HTMLParser):
     """Collects elements, and checks that they close in order."""
 
-    VOID = frozenset({"meta"})
+    VOID = frozenset({"meta", "wbr"})
 
     def __init__(self, text: str) -> None:
         super().__init__()

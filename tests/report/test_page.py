@@ -24,7 +24,7 @@ from preamp.report import render, write
 from preamp.report.gather import gather
 
 MEGABYTE = 10**6
-VOID = frozenset({"meta"})
+VOID = frozenset({"meta", "wbr"})
 
 
 class Outline(HTMLParser):

@@ -43,6 +43,11 @@ def joined(parts: Iterable[str]) -> Html:
     )
 
 
+def breakable(name: str) -> Html:
+    """Write a qualified name such that a line may end after each of its points."""
+    return Html(escape(visible(name)).replace(".", ".<wbr>"))
+
+
 def coordinate(value: float) -> str:
     """Write a number as short as a picture allows: one digit behind the point."""
     text = f"{value:.1f}"

@@ -11,7 +11,7 @@ from preamp.report import words
 from preamp.report.advice import advise
 from preamp.report.blocks import Column, Table
 from preamp.report.gather import Run
-from preamp.report.svg import Html, joined, tag
+from preamp.report.svg import Html, breakable, joined, tag
 from preamp.report.timeline import smoothed
 
 FIRST, LAST = 20, 30
@@ -29,7 +29,7 @@ CASTS = 40
 
 def name(text: str, limit: int = words.NAME_LIMIT) -> Html:
     """Write a name from outside: in the font of code, isolated from the text around it."""
-    return tag("code", tag("bdi", words.shown(text, limit)))
+    return tag("code", tag("bdi", breakable(words.shown(text, limit))))
 
 
 def skips(run: Run, prefix: str) -> list[Table]:

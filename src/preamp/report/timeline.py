@@ -158,7 +158,14 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
 def step_axis(runs: Sequence[Run]) -> Scale:
     """Return the scale of the steps of all runs."""
     low, high = finite_range(s.step for run in runs for s in run.steps) or (0.0, 1.0)
-    return linear(low, high, lambda value: f"{value:,.0f}" if value == int(value) else "")
+    return linear(low, high, _step_name)
+
+
+def _step_name(step: float) -> str:
+    """Name a step beside its axis, short enough for five of them on a phone."""
+    if step != int(step):
+        return ""
+    return f"{step / 1000:g}k" if step >= 10_000 and step % 1000 == 0 else f"{step:.0f}"
 
 
 def loss_scale_of(losses: Sequence[float]) -> Scale | None:

@@ -61,10 +61,12 @@ def share(value: float) -> str:
     if math.isnan(percent):
         return MISSING
     if 0 < percent < 0.1:
-        return "<0.1 %"
-    if 99.9 < percent < 100:
-        return ">99.9 %"
-    return f"{percent:.1f} %" if percent < 10 and percent != round(percent) else f"{percent:.0f} %"
+        number = "<0.1"
+    elif 99.9 < percent < 100:
+        number = ">99.9"
+    else:
+        number = f"{percent:.{int(percent < 10 and percent != round(percent))}f}"
+    return f"{number}\u00a0%"  # a space that no line ends at
 
 
 def magnitude(value: float | None) -> str:
