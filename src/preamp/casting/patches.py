@@ -37,6 +37,8 @@ class Rank(enum.IntEnum):
     # What prints the casts of the layers below, or of torch's autocast; replaced likewise.
     REPORT = 3
     REGISTERED_REPORT = 4
+    # Looks on from outside and changes nothing.
+    PROBE = 5
 
 
 _REPLACED_BY: Final = {Rank.TABLE: Rank.REGISTERED, Rank.REPORT: Rank.REGISTERED_REPORT}

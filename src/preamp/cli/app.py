@@ -11,6 +11,7 @@ from preamp.cli import run as program
 from preamp.cli.bench import bench
 from preamp.cli.convert import convert_checkpoint
 from preamp.cli.demo import demo
+from preamp.cli.doctor import run_doctor
 from preamp.cli.estimate import estimate
 from preamp.cli.levels import levels
 from preamp.cli.plan import plan
@@ -43,3 +44,16 @@ def run(
 ) -> None:
     """Run a program written for Apex, unchanged."""
     program.run(arguments or [])
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def doctor(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[options] script.py | -m module [argument ...]")
+    ] = None,
+) -> None:
+    """Run a training program and report usage bugs of mixed precision."""
+    run_doctor(arguments or [])

@@ -7,20 +7,24 @@ import importlib
 import importlib.util
 import sys
 
+from preamp.cli.doctor import run_doctor
 from preamp.cli.run import run
 from preamp.core.errors import message
 
 NEEDS = ("rich", "typer")
+RUNNING_PROGRAMS = {"run": run, "doctor": run_doctor}
+"""Commands that need neither, and end as the program ends that they run."""
 
 
 def main() -> None:
     """Run the command line, or say what it needs.
 
     Raises:
-        SystemExit: Always; status 1 where rich or typer is missing, which ``run`` does not need.
+        SystemExit: Always; status 1 where rich or typer is missing.
     """
-    if sys.argv[1:2] == ["run"]:
-        run(sys.argv[2:])
+    command = RUNNING_PROGRAMS.get(sys.argv[1] if len(sys.argv) > 1 else "")
+    if command is not None:
+        command(sys.argv[2:])
         raise SystemExit(0)
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:

@@ -59,17 +59,43 @@ def run(arguments: list[str]) -> None:
         return
     if arguments[:1] == ["--"]:
         arguments = arguments[1:]
+    execute(prepare(arguments))
+
+
+def prepare(arguments: list[str]) -> Program:
+    """Read a script or a module, and set up the process for it.
+
+    Args:
+        arguments: The script's file and its arguments, or ``-m``, the module and its arguments.
+
+    Raises:
+        SystemExit: It could not be read (status 2), or is no Python (status 1).
+
+    Mutates:
+        ``sys.argv``, ``sys.path``, and what `preamp.install_apex_alias` does.
+    """
     if arguments[:1] == ["-m"] and len(arguments) > 1:
         _start("-m", os.getcwd(), arguments[2:])
         program = _read_module(arguments[1])
         sys.argv[0] = program.attributes["__file__"]
-    elif arguments and not arguments[0].startswith("-"):
+        return program
+    if arguments and not arguments[0].startswith("-"):
         if not os.path.isfile(arguments[0]):
             _stop(f"There is no file {arguments[0]!r}")
         _start(arguments[0], os.path.dirname(os.path.realpath(arguments[0])), arguments[1:])
-        program = _read_script(os.path.abspath(arguments[0]))
-    else:
-        _stop(f"Got {' '.join(arguments[:1]) or 'nothing'} in place of a program")
+        return _read_script(os.path.abspath(arguments[0]))
+    _stop(f"Got {' '.join(arguments[:1]) or 'nothing'} in place of a program")
+
+
+def execute(program: Program) -> None:
+    """Run ``program`` as ``__main__``.
+
+    Raises:
+        BaseException: Whatever the program raised.
+
+    Mutates:
+        ``sys.modules["__main__"]`` and ``sys.excepthook``.
+    """
     main = ModuleType("__main__")
     vars(main).update(program.attributes, __builtins__=builtins)
     sys.modules["__main__"] = main

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a detector is told, and how it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from preamp.doctor.places import current_place
+from preamp.doctor.rule import Finding, Place, Rule, Severity
+from preamp.doctor.seen import Seen
+
+_HERE = Place("", 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        module: Which.
+        inputs: Its positional arguments.
+        output: What it returned.
+        autocast: The dtype that autocast had for the output's device; ``None`` if it was off.
+    """
+
+    module: nn.Module
+    inputs: tuple[Any, ...]
+    output: Any
+    autocast: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class CastCount:
+    """Bytes that one training step moved, and how many of them by casts.
+
+    Attributes:
+        moved: Bytes read and written by all operations.
+        casts: Bytes read and written by casts, by line of the script and kind of cast.
+    """
+
+    moved: int
+    casts: Mapping[tuple[Place | None, str], int]
+
+
+class Findings:
+    """What was found so far, once for each bug."""
+
+    def __init__(self, selected: Iterable[Rule]) -> None:
+        """Take findings of the ``selected`` rules, and drop others."""
+        self._selected = {rule.id for rule in selected}
+        self._known: set[tuple[str, object]] = set()
+        self.found: list[Finding] = []
+
+    def is_new(self, rule: Rule, key: object) -> bool:
+        """Whether a finding of ``rule`` under ``key`` is wanted and was not reported."""
+        return rule.id in self._selected and (rule.id, key) not in self._known
+
+    def add(self, finding: Finding, key: object) -> None:
+        """Keep a finding, unless there is one under the same key."""
+        if self.is_new(finding.rule, key):
+            self._known.add((finding.rule.id, key))
+            self.found.append(finding)
+
+
+class Detector:
+    """Looks for the bugs of a few rules; told of everything that happens in the run.
+
+    A detector reads and never changes what it is handed. It is called with the gradient mode as
+    the script has it, so it detaches what it computes with.
+    """
+
+    RULES: ClassVar[tuple[Rule, ...]] = ()
+
+    def __init__(self, seen: Seen, findings: Findings) -> None:
+        """Start with nothing noted."""
+        self.seen = seen
+        self._findings = findings
+
+    def is_new(self, rule: Rule, key: object) -> bool:
+        """Whether looking further for this is worth it."""
+        return self._findings.is_new(rule, key)
+
+    def report(
+        self,
+        rule: Rule,
+        key: object,
+        what: str,
+        *,
+        where: Place | None = _HERE,
+        severity: Severity | None = None,
+        **numbers: Any,
+    ) -> None:
+        """Report a bug; a second report under the same key is dropped.
+
+        Args:
+            rule: Which.
+            key: What tells this case from others of the rule, such as the optimizer's ``id``.
+            what: What was seen, numbers included.
+            where: The line to blame; the one that is being executed if left out.
+            severity: If not the rule's.
+            numbers: The numbers in ``what``, by name, as plain data.
+        """
+        finding = Finding(
+            rule=rule,
+            severity=severity or rule.severity,
+            what=what,
+            where=current_place() if where is _HERE else where,
+            numbers=numbers,
+        )
+        self._findings.add(finding, key)
+
+    # -- what happens in a run ---------------------------------------------------------------
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has been built."""
+
+    def module_called(self, call: ModuleCall) -> None:
+        """A module has returned; told for the first few steps only."""
+
+    def module_cast(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """``module.to(dtype)`` or ``module.half()`` is about to run."""
+
+    def loss_made(self, loss: torch.Tensor) -> None:
+        """A backward from ``loss`` is about to run; it carries no loss scale."""
+
+    def gradients_clipped(self, params: Sequence[torch.Tensor], name: str) -> None:
+        """The clipping function ``name`` is about to run."""
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` is about to update weights."""
+
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has updated weights."""
+
+    def schedule_stepped(self, scheduler: Any) -> None:
+        """A learning-rate scheduler is about to step."""
+
+    def casts_counted(self, count: CastCount) -> None:
+        """The bytes of one training step have been counted."""
+
+    def run_ended(self) -> None:
+        """The script has ended, in whatever way."""

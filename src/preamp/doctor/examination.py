@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Watching a run: probes on, detectors told, probes off."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from preamp.core.undo import UndoStack
+from preamp.doctor.catalogue import DETECTORS
+from preamp.doctor.detector import Detector, Findings
+from preamp.doctor.probes.casts import CastProbes
+from preamp.doctor.probes.modules import ModuleProbes
+from preamp.doctor.probes.scalers import ScalerProbes
+from preamp.doctor.probes.training import TrainingProbes
+from preamp.doctor.rule import Finding, Rule
+from preamp.doctor.seen import Seen
+
+T = TypeVar("T")
+
+
+class EnoughSteps(BaseException):
+    """Ends a script after the steps that were asked for; not an error, so no ``Exception``."""
+
+
+class Examination:
+    """One run under the doctor's eyes.
+
+    Attributes:
+        seen: What has been seen so far.
+    """
+
+    def __init__(self, rules: Sequence[Rule], *, steps: int | None = None) -> None:
+        """Prepare; nothing is installed yet.
+
+        Args:
+            rules: What to look for.
+            steps: Optimizer steps after which `EnoughSteps` ends the script; ``None`` for all.
+        """
+        self.seen = Seen()
+        self._findings = Findings(rules)
+        self._steps = steps
+        wanted = {rule.id for rule in rules}
+        self._detectors = [
+            kind(self.seen, self._findings)
+            for kind in DETECTORS
+            if wanted & {rule.id for rule in kind.RULES}
+        ]
+        self._undo = UndoStack()
+        self._lock = threading.RLock()
+        self._process: int | None = None
+        self._failed: set[int] = set()
+        self._looking = 0
+        self._modules: ModuleProbes | None = None
+        self._casts: CastProbes | None = None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the calling process is the examined one; a fork of it is not."""
+        return self._process == os.getpid()
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Keep the probes on in the body.
+
+        Whatever ends the body, `EnoughSteps` excepted, goes on to the caller.
+
+        Mutates:
+            Methods and functions of torch, all put back at the end. Models, optimizers, gradients
+            and random numbers stay as they are.
+        """
+        self._process = os.getpid()
+        try:
+            TrainingProbes(self, self._undo)
+            ScalerProbes(self, self._undo)
+            self._modules = ModuleProbes(self, self._undo)
+            self._casts = CastProbes(self, self._undo)
+            yield
+        except EnoughSteps:
+            if not self.is_active:
+                raise
+        finally:
+            if self.is_active:
+                self.tell("run_ended")
+            self._process = None
+            self._undo.unwind()
+
+    def tell(self, event: str, *values: Any) -> None:
+        """Hand an event to the detectors.
+
+        A detector that fails is not told of anything again, and `notes` say so: a bug of the doctor
+        must not become one of the script.
+        """
+        with self._lock:
+            self._looking += 1
+            try:
+                for detector in self._detectors:
+                    if id(detector) not in self._failed:
+                        self._tell_one(detector, event, values)
+            finally:
+                self._looking -= 1
+
+    def _tell_one(self, detector: Detector, event: str, values: tuple[Any, ...]) -> None:
+        try:
+            getattr(detector, event)(*values)
+        except Exception as error:
+            self._failed.add(id(detector))
+            self._note_failure(", ".join(rule.id for rule in detector.RULES), error)
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the doctor itself is computing, and not the script."""
+        return self._looking > 0
+
+    def attempt(self, look: Callable[..., T], *values: Any) -> T | None:
+        """Return ``look(*values)``; ``None`` with a note if that failed."""
+        with self._lock:
+            self._looking += 1
+            try:
+                return look(*values)
+            except Exception as error:
+                self._note_failure("A probe", error)
+                return None
+            finally:
+                self._looking -= 1
+
+    def _note_failure(self, who: str, error: Exception) -> None:
+        note = (
+            f"{who}: the doctor itself failed ({type(error).__name__}: {error}) and missed "
+            "something. The run was not affected; please report this."
+        )
+        if note not in self.seen.notes:
+            self.seen.notes.append(note)
+
+    def step_taken(self) -> None:
+        """Count an optimizer step.
+
+        Raises:
+            EnoughSteps: It was the last one wanted, or one after it.
+        """
+        self.seen.steps += 1
+        if self._modules is not None and self._casts is not None:
+            self._modules.step_taken()
+            self._casts.step_taken()
+        if self._steps is not None and self.seen.steps >= self._steps:
+            raise EnoughSteps
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found, the worst first, then by rule."""
+        return sorted(self._findings.found, key=lambda f: (-f.severity.rank, f.rule.id))
+
+    @property
+    def notes(self) -> list[str]:
+        """What could not be looked at, in sentences."""
+        return list(self.seen.notes)

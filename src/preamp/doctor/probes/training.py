@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Probes on optimizers, schedulers, clipping, and the backward."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from preamp.core.undo import UndoStack
+from preamp.doctor.gradients import Origin
+from preamp.doctor.places import current_place
+from preamp.doctor.probes.watch import Watch, around
+
+Function = Callable[..., Any]
+_CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+
+
+class TrainingProbes:
+    """Everything around an optimizer's step."""
+
+    def __init__(self, watch: Watch, undo: UndoStack) -> None:
+        """Install the probes; ``undo`` takes them off."""
+        self._watch = watch
+        undo.hold(
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        )
+        around(torch.optim.Optimizer, "__init__", self._make_optimizer, undo)
+        around(torch.autograd, "backward", self._backward, undo)
+        for kind in (lr_scheduler.LRScheduler, lr_scheduler.CosineAnnealingWarmRestarts):
+            around(kind, "step", self._step_schedule, undo)
+        for name in _CLIPPING:
+            for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+                around(owner, name, self._clip, undo)
+
+    # -- optimizers --------------------------------------------------------------------------
+
+    def _make_optimizer(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if self._watch.is_active:
+            self._watch.seen.facts(args[0]).made = self._watch.attempt(current_place)
+            self._watch.tell("optimizer_made", args[0])
+        return result
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        del args, kwargs
+        if not self._watch.is_active:
+            return
+        facts = self._watch.seen.facts(optimizer)
+        if facts.is_inside:  # a subclass has called its parent's step
+            return
+        facts.is_inside = True
+        facts.begun += 1
+        self._watch.tell("step_begins", optimizer)
+
+    def _after_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        del args, kwargs
+        if not self._watch.is_active:
+            return
+        facts = self._watch.seen.facts(optimizer)
+        if not facts.is_inside:
+            return
+        facts.is_inside = facts.unscaled = False
+        # Asked for only where it matters to a schedule, since it waits for the device.
+        if facts.has_schedule and self._watch.attempt(_skipped_by_itself, optimizer):
+            facts.skipped += 1
+        else:
+            facts.applied += 1
+        self._watch.tell("step_ended", optimizer)
+        self._watch.step_taken()
+
+    def _step_schedule(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        if self._watch.is_active:
+            optimizer = getattr(args[0], "optimizer", None)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                self._watch.seen.facts(optimizer).has_schedule = True
+            self._watch.tell("schedule_stepped", args[0])
+        return function(*args, **kwargs)
+
+    # -- gradients ---------------------------------------------------------------------------
+
+    def _clip(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else kwargs.get("parameters")
+        if not self._watch.is_active or given is None:
+            return function(*args, **kwargs)
+        given, params = _read_twice(given)
+        self._watch.tell("gradients_clipped", params, function.__name__)
+        if args:
+            return function(given, *args[1:], **kwargs)
+        return function(**{**kwargs, "parameters": given})
+
+    def _backward(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        if not self._watch.is_active:
+            return function(*args, **kwargs)
+        origin = self._watch.attempt(self._before_backward, args, kwargs)
+        result = function(*args, **kwargs)
+        if origin is not None:
+            seen = self._watch.seen
+            self._watch.attempt(seen.gradients.backward_ends, seen.all_params(), *origin)
+        return result
+
+    def _before_backward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Origin, object]:
+        """Find out what kind of backward this is; the scaler if it is a ``GradScaler``'s."""
+        seen = self._watch.seen
+        given = args[0] if args else kwargs.get("tensors")
+        seed = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
+        roots = [given] if isinstance(given, torch.Tensor) else list(_tensors(given))
+        seen.gradients.backward_begins(seen.all_params())
+        scaler = seen.take_scaler(roots)
+        if scaler is not None:
+            is_torchs = isinstance(scaler, torch.amp.GradScaler)
+            return (Origin.GRAD_SCALER, scaler) if is_torchs else (Origin.OTHER, None)
+        for root in roots:
+            self._watch.tell("loss_made", root)
+        if seed is not None or any(map(_is_multiplied, roots)):
+            return Origin.OTHER, None
+        return Origin.PLAIN, None
+
+
+def _skipped_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer was handed an overflow flag, and the flag was set."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return isinstance(found_inf, torch.Tensor) and bool(found_inf.sum() != 0)
+
+
+def _read_twice(given: Any) -> tuple[Any, list[torch.Tensor]]:
+    """What to pass on, and the tensors in it; an iterator can be read only once."""
+    if isinstance(given, torch.Tensor):
+        return given, [given]
+    if isinstance(given, (list, tuple)):
+        return cast("Any", given), list(_tensors(given))
+    items: list[Any] = list(given)
+    # torch tells an exhausted generator from an empty list.
+    is_generator = isinstance(given, types.GeneratorType)
+    return (item for item in items) if is_generator else items, list(_tensors(items))
+
+
+def _tensors(given: Any) -> Iterable[torch.Tensor]:
+    items = cast("Iterable[Any]", given) if isinstance(given, Iterable) else ()
+    return (item for item in items if isinstance(item, torch.Tensor))
+
+
+def _is_multiplied(loss: torch.Tensor) -> bool:
+    """Whether the last thing done to the loss was a product, perhaps with a scale."""
+    return loss.grad_fn is not None and loss.grad_fn.name().startswith("MulBackward")

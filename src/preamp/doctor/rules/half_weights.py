@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""PA2xx: weights in half precision, and optimizers that update them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from preamp.core.dtypes import dtype_name, is_half
+from preamp.core.tensors import stored_grad
+from preamp.doctor.detector import Detector, Findings
+from preamp.doctor.rule import Rule, Severity
+from preamp.doctor.seen import Seen
+from preamp.doctor.weights import WeightRange, weight_range
+from preamp.numerics import FORMATS
+
+EPS_IS_ZERO = Rule(
+    id="PA201",
+    severity=Severity.ERROR,
+    title="The optimizer's eps is zero in float16",
+    why=(
+        "torch's optimizers compute in the dtype of the parameter. Adam's default eps of 1e-8 is "
+        "less than the smallest positive float16, 6e-8, so it is zero there. A weight whose "
+        "gradient is zero, or small enough for its square to be, is then divided by zero and "
+        "becomes nan."
+    ),
+    how=(
+        "An optimizer of torch.optim that divides by a root plus eps updates float16 parameters, "
+        "and 0 <= eps < 2**-24. Fused optimizers compute in float32 and are left out."
+    ),
+    do=(
+        "Update float32 masters (preamp's O2), or keep the weights in float32 and use autocast. "
+        "Where float16 weights are wanted, pass eps=1e-4 or a fused optimizer."
+    ),
+)
+UPDATE_IS_LOST = Rule(
+    id="PA202",
+    severity=Severity.WARNING,
+    title="Updates are below the resolution of half weights",
+    why=(
+        "A half weight can change only in steps of its last digit: about 1/2000 of itself in "
+        "float16, 1/256 in bfloat16. An update of less than half of that rounds away, every time "
+        "anew, however many steps are taken. Training slows down or stops without an error."
+    ),
+    how=(
+        "Up to a million half weights without a master are compared before and after steps 1, 2, "
+        "4, 8 and so on. Reported if in the majority of these steps, and in the last of them, more than half "
+        "of the weights with a gradient stayed bit for bit what they were, at a learning rate "
+        "that is not zero. Optimizers other than torch's and preamp's may keep what is rounded "
+        "away, and are left out."
+    ),
+    do=(
+        "Update float32 masters (preamp's O2, or O5 for bfloat16), or keep the weights in float32 "
+        "and use autocast. A larger learning rate helps only while training can bear it."
+    ),
+)
+BFLOAT16_WEIGHTS = Rule(
+    id="PA203",
+    severity=Severity.WARNING,
+    title="Weights trained in bfloat16 are used in float16",
+    why=(
+        "bfloat16 reaches from 1e-38 to 3e38, float16 from 6e-8 to 65504. Networks trained in the "
+        "first may have weights and activations that the second cannot hold: small ones "
+        "become zero, large ones infinite, in the first forward or after thousands of steps."
+    ),
+    how=(
+        "A heuristic. Practically all weights of matrices have eight significant bits at most, which "
+        "does not happen by chance in float32 or float16, they meet float16 (by a cast, "
+        "autocast, or an opt level), and one weight in a thousand vanishes there or one is at "
+        "least 1024. Activations are not looked at."
+    ),
+    do="Train in bfloat16: preamp's O4 or O5, or autocast with dtype=torch.bfloat16.",
+)
+
+_DIVIDE_BY_ROOT = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+)
+_LARGE = 1024.0
+_VANISHING_SHARE = 1e-3
+_SAMPLED = 1 << 20
+
+
+class Eps(Detector):
+    """Finds PA201."""
+
+    RULES = (EPS_IS_ZERO,)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the groups; their options may change between steps."""
+        if not isinstance(optimizer, _DIVIDE_BY_ROOT) or not self.is_new(
+            EPS_IS_ZERO, id(optimizer)
+        ):
+            return
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            if group.get("fused") or not isinstance(eps, float | int):
+                continue
+            half = [p for p in group["params"] if _has_half_gradient(p)]
+            smallest = FORMATS["float16"].smallest_subnormal
+            if half and 0 <= eps < smallest:
+                count = sum(param.numel() for param in half)
+                self.report(
+                    EPS_IS_ZERO,
+                    id(optimizer),
+                    f"{type(optimizer).__name__} updates {count:,} float16 weights with "
+                    f"eps={eps:g}; the smallest positive float16 is {smallest:.3g}.",
+                    eps=eps,
+                    smallest_positive=smallest,
+                    weights=count,
+                )
+
+
+def _has_half_gradient(param: torch.Tensor) -> bool:
+    return param.dtype is torch.float16 and stored_grad(param) is not None
+
+
+@dataclass(slots=True)
+class _Watched:
+    """Samples of one optimizer's half weights."""
+
+    before: list[tuple[torch.Tensor, torch.Tensor, float]] = field(
+        default_factory=list[tuple[torch.Tensor, torch.Tensor, float]]
+    )
+    shares: list[float] = field(default_factory=list[float])
+    largest_lr: float = 0.0
+    weights: int = 0
+    dtype: torch.dtype = torch.float16
+
+
+class LostUpdates(Detector):
+    """Finds PA202."""
+
+    RULES = (UPDATE_IS_LOST,)
+
+    def __init__(self, seen: Seen, findings: Findings) -> None:
+        """Start without samples."""
+        super().__init__(seen, findings)
+        self._watched: dict[int, _Watched] = {}
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy some half weights, at steps that are powers of two."""
+        number = self.seen.facts(optimizer).begun
+        if number & (number - 1) or not _is_known(optimizer):
+            return
+        watched = self._watched.setdefault(id(optimizer), _Watched())
+        watched.before.clear()
+        room = _SAMPLED
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                grad = stored_grad(param)
+                rate = float(group.get("lr", 1.0))
+                if room <= 0 or not is_half(param) or grad is None or rate == 0:
+                    continue
+                if grad.layout is not torch.strided or not param.is_contiguous():
+                    continue
+                sample = param.detach().view(-1)[:room].clone()
+                room -= sample.numel()
+                watched.before.append((param, sample, rate))
+
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the weights that stayed what they were."""
+        watched = self._watched.get(id(optimizer))
+        if watched is None or not watched.before:
+            return
+        moved_by = stayed = 0
+        for param, sample, rate in watched.before:
+            grad = stored_grad(param)
+            if grad is None or grad.shape != param.shape:
+                continue
+            has_gradient = grad.detach().reshape(-1)[: sample.numel()] != 0
+            same = param.detach().view(-1)[: sample.numel()] == sample
+            moved_by += int(has_gradient.sum())
+            stayed += int((has_gradient & same).sum())
+            watched.largest_lr = max(watched.largest_lr, rate)
+            watched.dtype = param.dtype
+        watched.before.clear()
+        if moved_by:
+            watched.shares.append(stayed / moved_by)
+            watched.weights = max(watched.weights, moved_by)
+
+    def run_ended(self) -> None:
+        """Report optimizers most of whose updates were lost."""
+        for key, watched in self._watched.items():
+            shares = watched.shares
+            if len(shares) < 2 or median(shares) <= 0.5 or shares[-1] <= 0.5:
+                continue
+            share = median(shares)
+            self.report(
+                UPDATE_IS_LOST,
+                key,
+                f"{share:.0%} of {watched.weights:,} {dtype_name(watched.dtype)} weights with a "
+                f"gradient did not change in a step, at learning rates up to {watched.largest_lr:g}; "
+                f"median of {len(shares)} steps.",
+                where=self._place(key),
+                stalled_share=share,
+                weights=watched.weights,
+                lr=watched.largest_lr,
+                steps_looked_at=len(shares),
+            )
+
+    def _place(self, key: int) -> Any:
+        made = (facts.made for opt, facts in self.seen.optimizers.items() if id(opt) == key)
+        return next(made, None)
+
+
+def _is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's update is a plain one: torch's or preamp's, or built on them."""
+    owners = {
+        kind.__module__.partition(".")[0]
+        for kind in type(optimizer).__mro__
+        if kind is not torch.optim.Optimizer and kind is not object
+    }
+    return bool(owners & {"torch", "preamp"})
+
+
+class BFloat16Weights(Detector):
+    """Finds PA203."""
+
+    RULES = (BFLOAT16_WEIGHTS,)
+
+    def __init__(self, seen: Seen, findings: Findings) -> None:
+        """Start without optimizers."""
+        super().__init__(seen, findings)
+        self._looked_at: set[int] = set()
+
+    def module_cast(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Look at the weights before they become float16."""
+        if dtype is torch.float16 and self.is_new(BFLOAT16_WEIGHTS, "weights"):
+            self._check([p for p in module.parameters() if p.dtype is not torch.float16], "a cast")
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the weights before their first update."""
+        if id(optimizer) in self._looked_at or not self.is_new(BFLOAT16_WEIGHTS, "weights"):
+            return
+        self._looked_at.add(id(optimizer))
+        own = [param for group in optimizer.param_groups for param in group["params"]]
+        models = list(self.seen.params(optimizer))
+        if torch.float16 in self.seen.half_autocast:
+            self._check(own, "autocast")
+        elif any(param.dtype is torch.float16 for param in models):
+            self._check(own, "a float16 model")
+
+    def _check(self, params: Sequence[torch.Tensor], meets: str) -> None:
+        found: WeightRange | None = weight_range(params)
+        if found is None:
+            return
+        vanishing = found.vanishing / max(found.nonzero, 1)
+        if vanishing < _VANISHING_SHARE and found.max_abs < _LARGE:
+            return
+        self.report(
+            BFLOAT16_WEIGHTS,
+            "weights",
+            f"{found.elements:,} weights with the digits of bfloat16 meet float16 through {meets}; "
+            f"the largest is {found.max_abs:.4g}, and {vanishing:.2%} vanish in float16.",
+            weights=found.elements,
+            max_abs=found.max_abs,
+            vanishing_share=vanishing,
+        )

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""PA1xx: the loss scale is left on, left out, or passed by."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from preamp.core.tensors import stored_grad
+from preamp.doctor.detector import Detector, Findings
+from preamp.doctor.gradients import Origin
+from preamp.doctor.places import current_place
+from preamp.doctor.rule import Place, Rule, Severity
+from preamp.doctor.seen import Seen
+from preamp.engine import find_engine
+
+CLIPPED_SCALED = Rule(
+    id="PA101",
+    severity=Severity.ERROR,
+    title="Gradients are clipped while they carry the loss scale",
+    why=(
+        "A scaled gradient is many thousand times its real size, so its norm is above any sensible "
+        "limit and every step is clipped. Unscaled afterwards, the update is smaller than intended "
+        "by about the loss scale, and training seems to stand still."
+    ),
+    how=(
+        "The gradients given to a clipping function of torch.nn.utils are the ones that a backward "
+        "from a scaled loss has left, and nobody has written to them since. Inside a scale_loss "
+        "block, and for half gradients whose float32 masters carry the unscaled values, the "
+        "engine is asked. Clipping written by hand is not seen."
+    ),
+    do=(
+        "With torch.amp call scaler.unscale_(optimizer) before clipping. With scale_loss clip after "
+        "the block: preamp.clip_grad_norm_(optimizer, max_norm), or torch's function on "
+        "master_params(optimizer)."
+    ),
+)
+NOT_SCALED = Rule(
+    id="PA102",
+    severity=Severity.WARNING,
+    title="float16 training without a loss scale",
+    why=(
+        "Gradients in float16 below 6e-8 become zero, and below 6.1e-5 they lose digits. Most "
+        "networks have many of these. Without a loss scale they are lost before the optimizer "
+        "sees them."
+    ),
+    how=(
+        "An optimizer step used gradients as a backward without a loss scale had left them, and "
+        "its parameters are float16, or autocast computed the forward in float16. A loss that the "
+        "script multiplies by hand, or gradients that it changes afterwards, are left out."
+    ),
+    do=(
+        "With torch.amp use torch.amp.GradScaler. With preamp or apex call backward inside "
+        "scale_loss. Or train in bfloat16, which needs no loss scale."
+    ),
+)
+BYPASSED = Rule(
+    id="PA103",
+    severity=Severity.ERROR,
+    title="optimizer.step() passes by the GradScaler",
+    why=(
+        "GradScaler.step unscales the gradients and leaves the step out if they overflowed. A "
+        "direct call of optimizer.step does neither: weights move by an update that is as many "
+        "times too large as the loss scale says, or become infinite with the first overflow."
+    ),
+    how=(
+        "optimizer.step ran outside scaler.step on gradients that carry the scale, or that "
+        "scaler.unscale_ had unscaled for a step that was to follow."
+    ),
+    do="Call scaler.step(optimizer) and then scaler.update() in place of optimizer.step().",
+)
+SCHEDULED_SKIP = Rule(
+    id="PA104",
+    severity=Severity.WARNING,
+    title="The learning-rate schedule advances on skipped steps",
+    why=(
+        "After an overflow the optimizer's step is left out, and the first steps of a dynamic loss "
+        "scale often are. A schedule that goes on all the same runs ahead of the training: warm-up "
+        "ends too early, and its first, smallest rates are never used."
+    ),
+    how=(
+        "scheduler.step was called when since its last call the optimizer had skipped steps and "
+        "applied none. Steps that an FP16_Optimizer leaves out are not seen."
+    ),
+    do=(
+        "Step the schedule only if the optimizer stepped. With torch.amp the scale has shrunk after "
+        "a skip: compare scaler.get_scale() before and after scaler.update(). With preamp ask "
+        "engine.last_step_skipped."
+    ),
+)
+
+
+class Clipping(Detector):
+    """Finds PA101."""
+
+    RULES = (CLIPPED_SCALED,)
+
+    def gradients_clipped(self, params: Sequence[torch.Tensor], name: str) -> None:
+        """Look whether any of the gradients is scaled."""
+        scaled = self.seen.gradients.of(params, Origin.GRAD_SCALER)
+        if scaled:
+            scaler = self.seen.gradients.scaler_of(scaled[0])
+            scale = float(scaler.get_scale()) if scaler is not None else float("nan")
+            self._report(name, scaled, params, scale, "before scaler.unscale_(optimizer)")
+            return
+        present = [param for param in params if stored_grad(param) is not None]
+        for engine in self.seen.engines() if present else ():
+            if not engine.scales_losses:
+                continue
+            for session in engine.sessions.values():
+                books, masters = session.gradients, session.masters
+                own = {id(param) for param in books.params()}
+                direct = [param for param in present if id(param) in own]
+                halves = [p for p in present if masters and masters.of_half(p) is not None]
+                scale = engine.loss_scale()
+                if books.is_open and (direct or halves):
+                    self._report(name, direct or halves, params, scale, "inside a scale_loss block")
+                elif books.is_delayed and (direct or halves):
+                    what = "left scaled by delay_unscale=True"
+                    self._report(name, direct or halves, params, scale, what)
+                elif halves:
+                    what = "that are the model's half ones, not those of the masters"
+                    self._report(name, halves, params, scale, what)
+
+    def _report(
+        self,
+        name: str,
+        scaled: Sequence[torch.Tensor],
+        params: Sequence[torch.Tensor],
+        scale: float,
+        how: str,
+    ) -> None:
+        place = current_place()
+        self.report(
+            CLIPPED_SCALED,
+            place,
+            f"{name} clips {len(scaled)} of {len(params)} gradients {how}; "
+            f"the loss scale on them is {scale:g}.",
+            where=place,
+            loss_scale=scale,
+            scaled_gradients=len(scaled),
+            gradients=len(params),
+        )
+
+
+class Stepping(Detector):
+    """Finds PA102 and PA103."""
+
+    RULES = (NOT_SCALED, BYPASSED)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at where the gradients of this step come from."""
+        if any(optimizer is other for other in self.seen.stepping):
+            return
+        params = list(self.seen.params(optimizer))
+        self._check_bypass(optimizer, params)
+        self._check_plain(optimizer, params)
+
+    def _check_bypass(
+        self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
+    ) -> None:
+        if not self.is_new(BYPASSED, id(optimizer)):
+            return
+        gradients, name = self.seen.gradients, type(optimizer).__name__
+        scaled = gradients.of(params, Origin.GRAD_SCALER)
+        if scaled:
+            scaler = gradients.scaler_of(scaled[0])
+            scale = float(scaler.get_scale()) if scaler is not None else float("nan")
+            what = f"{name}.step used {len(scaled)} gradients that carry the scale {scale:g}."
+            numbers = {"loss_scale": scale, "scaled_gradients": len(scaled)}
+            self.report(BYPASSED, id(optimizer), what, **numbers)
+        elif self.seen.facts(optimizer).unscaled:
+            what = f"{name}.step was called after scaler.unscale_; an overflow would be applied."
+            self.report(BYPASSED, id(optimizer), what)
+
+    def _check_plain(
+        self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
+    ) -> None:
+        if not self.is_new(NOT_SCALED, id(optimizer)):
+            return
+        engine = find_engine(optimizer)
+        if engine is not None and not engine.scales_losses:
+            return  # asked for: the policy's loss scale is 1
+        plain = self.seen.gradients.of(params, Origin.PLAIN)
+        half = [param for param in plain if param.dtype is torch.float16]
+        in_autocast = bool(plain) and torch.float16 in self.seen.half_autocast
+        if not half and not in_autocast:
+            return
+        how = (
+            f"{len(half)} float16 gradients"
+            if half
+            else f"{len(plain)} gradients of a forward under float16 autocast"
+        )
+        around = "outside scale_loss" if engine is not None else "without a loss scale"
+        self.report(
+            NOT_SCALED,
+            id(optimizer),
+            f"{type(optimizer).__name__}.step used {how}, from a backward {around}.",
+            float16_gradients=len(half),
+            gradients=len(plain),
+        )
+
+
+@dataclass(slots=True)
+class _Schedule:
+    name: str
+    counted: tuple[int, int]
+    calls: int = 0
+    after_skips: int = 0
+    where: Place | None = None
+
+
+class Scheduling(Detector):
+    """Finds PA104."""
+
+    RULES = (SCHEDULED_SKIP,)
+
+    def __init__(self, seen: Seen, findings: Findings) -> None:
+        """Start without schedules."""
+        super().__init__(seen, findings)
+        self._known: weakref.WeakKeyDictionary[Any, _Schedule] = weakref.WeakKeyDictionary()
+        self._schedules: list[_Schedule] = []
+
+    def schedule_stepped(self, scheduler: Any) -> None:
+        """Compare the steps since the last call with what became of them."""
+        optimizer = getattr(scheduler, "optimizer", None)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return
+        counts = self._counts(optimizer)
+        schedule = self._known.get(scheduler)
+        if schedule is None:  # its constructor, which sets the first learning rate
+            schedule = _Schedule(type(scheduler).__name__, counts)
+            self._known[scheduler] = schedule
+            self._schedules.append(schedule)
+            return
+        applied, skipped = counts
+        before_applied, before_skipped = schedule.counted
+        schedule.counted = applied, skipped
+        schedule.calls += 1
+        if skipped > before_skipped and applied == before_applied:
+            schedule.after_skips += 1
+            schedule.where = schedule.where or current_place()
+
+    def _counts(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+        engine = find_engine(optimizer)
+        session = None if engine is None else engine.sessions.get(id(optimizer))
+        if session is not None:
+            return session.steps_applied, session.steps_skipped
+        facts = self.seen.facts(optimizer)
+        return facts.applied, facts.skipped
+
+    def run_ended(self) -> None:
+        """Report every schedule that ran ahead."""
+        for schedule in self._schedules:
+            if schedule.after_skips:
+                self.report(
+                    SCHEDULED_SKIP,
+                    schedule.where,
+                    f"{schedule.name}.step was called {schedule.calls} times, "
+                    f"{schedule.after_skips} of them after a step that was skipped.",
+                    where=schedule.where,
+                    calls=schedule.calls,
+                    after_skipped_steps=schedule.after_skips,
+                )

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""PA4xx: what the optimizer updates is not what the model has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from preamp.core.tensors import stored_grad
+from preamp.doctor.detector import Detector, Findings
+from preamp.doctor.rule import Place, Rule, Severity
+from preamp.doctor.seen import Seen
+from preamp.engine import find_engine
+
+MISSING = Rule(
+    id="PA401",
+    severity=Severity.WARNING,
+    title="Trainable parameters are in no optimizer",
+    why=(
+        "They keep their initial values, while their gradients are computed, stored and summed up "
+        "step after step, and under a GradScaler never unscaled or checked for overflow."
+    ),
+    how=(
+        "A model that the script calls has parameters with requires_grad that no optimizer was "
+        "given, while others of the same model are in one. Without a gradient it is an info, "
+        "since the parameter may be unused. A model none of whose parameters is in an "
+        "optimizer is taken for one that is not to be trained, or has copies of them trained."
+    ),
+    do=(
+        "Pass them to the optimizer (add_param_group for layers made later), or say that they "
+        "stay as they are: requires_grad_(False)."
+    ),
+)
+REPLACED = Rule(
+    id="PA402",
+    severity=Severity.ERROR,
+    title="The optimizer updates parameters that the model no longer has",
+    why=(
+        "The optimizer was built first, and then the model's parameters were replaced: by a copy "
+        "of the model, a new layer, a parametrization, or a conversion that makes new Parameter "
+        "objects. Its steps change tensors that nobody reads, and the model does not learn."
+    ),
+    how=(
+        "In its first steps the optimizer has parameters that never have a gradient and belong to "
+        "no model that was called, and the model has as many trainable ones of the same shapes, "
+        "with gradients, that are in no optimizer."
+    ),
+    do="Build the optimizer after the model has its final device, dtype and layers.",
+)
+
+_STEPS = 3
+_NAMED = 3
+
+
+class Membership(Detector):
+    """Finds PA401 and PA402."""
+
+    RULES = (MISSING, REPLACED)
+
+    def __init__(self, seen: Seen, findings: Findings) -> None:
+        """Start without parameters."""
+        super().__init__(seen, findings)
+        self._got_gradient: set[int] = set()
+        self._replaced: set[int] = set()
+        # What was in an optimizer once counts: wrappers put float32 copies in its place.
+        self._owned: set[int] = set()
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note what it was given."""
+        self._owned.update(id(param) for param in self.seen.params(optimizer))
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note which parameters have a gradient, in the first few steps."""
+        facts = self.seen.facts(optimizer)
+        self._note_owned()
+        if facts.begun > _STEPS:
+            return
+        trainable = list(self._trainable())
+        missing = [param for param in trainable if id(param) not in self._owned]
+        self._got_gradient |= {id(p) for p in missing if stored_grad(p) is not None}
+        if facts.begun == _STEPS or facts.begun == 1:
+            self._check_replaced(optimizer, trainable, missing)
+
+    def _note_owned(self) -> None:
+        for optimizer in tuple(self.seen.optimizers):
+            self._owned.update(id(param) for param in self.seen.params(optimizer))
+
+    def _trainable(self) -> Iterator[torch.Tensor]:
+        done: set[int] = set()
+        for root in tuple(self.seen.roots):
+            for param in root.parameters():
+                if param.requires_grad and id(param) not in done:
+                    done.add(id(param))
+                    yield param
+
+    def _check_replaced(
+        self,
+        optimizer: torch.optim.Optimizer,
+        trainable: Iterable[torch.Tensor],
+        missing: Iterable[torch.Tensor],
+    ) -> None:
+        if find_engine(optimizer) is not None:  # engines look at this themselves
+            return
+        in_models = {id(param) for param in trainable}
+        own = [param for group in optimizer.param_groups for param in group["params"]]
+        orphans = [p for p in own if id(p) not in in_models and stored_grad(p) is None]
+        lost: dict[torch.Size, list[torch.Tensor]] = {}
+        for param in missing:
+            if stored_grad(param) is not None:
+                lost.setdefault(param.shape, []).append(param)
+        pairs = [
+            (orphan, lost[orphan.shape].pop())
+            for orphan in orphans
+            if orphan.requires_grad and lost.get(orphan.shape)
+        ]
+        if not pairs or 2 * len(pairs) < len(orphans):
+            return
+        self._replaced |= {id(param) for _, param in pairs}
+        name = self.seen.name(pairs[0][1])
+        self.report(
+            REPLACED,
+            id(optimizer),
+            f"{len(pairs)} of {len(own)} parameters of {type(optimizer).__name__} have no gradient "
+            f"and are in no model; the model trains others of these shapes, such as {name}.",
+            where=self.seen.facts(optimizer).made,
+            parameters=len(own),
+            without_model=len(pairs),
+        )
+
+    def run_ended(self) -> None:
+        """Report the models of which some parameters are trained and some are not."""
+        if not self.seen.steps:
+            return
+        self._note_owned()
+        for root in tuple(self.seen.roots):
+            named = [(n, p) for n, p in root.named_parameters() if p.requires_grad]
+            if any(id(param) in self._owned for _, param in named):
+                self._report_missing(
+                    root,
+                    [
+                        (name, param)
+                        for name, param in named
+                        if id(param) not in self._owned and id(param) not in self._replaced
+                    ],
+                )
+
+    def _report_missing(self, root: nn.Module, missing: list[tuple[str, torch.Tensor]]) -> None:
+        if not missing:
+            return
+        names = [name for name, _ in missing]
+        with_gradient = [name for name, param in missing if id(param) in self._got_gradient]
+        elements = sum(param.numel() for _, param in missing)
+        shown = ", ".join((with_gradient or names)[:_NAMED])
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        self.report(
+            MISSING,
+            names[0],
+            f"{len(names)} trainable parameters of {type(root).__name__} ({elements:,} weights, "
+            f"{len(with_gradient)} parameters with a gradient) are in no optimizer: {shown}{more}.",
+            where=self._place(root),
+            severity=None if with_gradient else Severity.INFO,
+            parameters=names,
+            with_gradient=with_gradient,
+            weights=elements,
+        )
+
+    def _place(self, root: nn.Module) -> Place | None:
+        own = {id(param) for param in root.parameters()}
+        for optimizer, facts in tuple(self.seen.optimizers.items()):
+            if own & {id(param) for param in self.seen.params(optimizer)}:
+                return facts.made
+        return None

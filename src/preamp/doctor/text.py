@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Findings and rules in plain text and as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from preamp.doctor.examination import Examination
+from preamp.doctor.rule import Finding, Rule, Severity
+
+WIDTH = 96
+_VERSION = 1
+
+
+def report_text(examination: Examination) -> str:
+    """The report of a run, ending in a line break."""
+    seen, findings = examination.seen, examination.findings
+    steps = f"{seen.steps} optimizer step{'' if seen.steps == 1 else 's'}"
+    lines = [f"preamp doctor: {_count(findings)} in {steps}"]
+    if not seen.steps:
+        lines.append("  The script took no optimizer step, so most rules had nothing to look at.")
+    for finding in findings:
+        lines += ["", *_finding_lines(finding)]
+    if findings:
+        lines += ["", f"More about a rule: preamp doctor --explain {findings[0].rule.id}"]
+    lines += [f"Note: {note}" for note in examination.notes]
+    return "\n".join(lines) + "\n"
+
+
+def _count(findings: Sequence[Finding]) -> str:
+    if not findings:
+        return "no findings"
+    kinds = [finding.severity for finding in findings]
+    words = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "info"}
+    return ", ".join(
+        f"{kinds.count(kind)} {word}{'s' if kinds.count(kind) > 1 and word != 'info' else ''}"
+        for kind, word in words.items()
+        if kind in kinds
+    )
+
+
+def _finding_lines(finding: Finding) -> list[str]:
+    where = f"{finding.where}: " if finding.where is not None else ""
+    return [
+        f"{where}{finding.rule.id} {finding.severity.value}: {finding.rule.title}",
+        *_paragraph(finding.what, indent="  "),
+        *_paragraph(f"Do: {finding.rule.do}", indent="  "),
+    ]
+
+
+def _paragraph(text: str, *, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def report_json(examination: Examination) -> dict[str, Any]:
+    """The report of a run as plain data that JSON has words for."""
+    return _plain(
+        {
+            "version": _VERSION,
+            "steps": examination.seen.steps,
+            "findings": [finding.to_json() for finding in examination.findings],
+            "notes": examination.notes,
+        }
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}  # pyright: ignore
+    if isinstance(value, list):
+        return [_plain(item) for item in value]  # pyright: ignore
+    is_odd = isinstance(value, float) and (value != value or value in (float("inf"), -float("inf")))
+    return str(value) if is_odd else value
+
+
+def list_text(rules: Sequence[Rule]) -> str:
+    """One line for each rule."""
+    return "".join(f"{rule.id}  {rule.severity.value:<7}  {rule.title}\n" for rule in rules)
+
+
+def explain_text(rule: Rule) -> str:
+    """All that is known about a rule."""
+    parts = (("Why", rule.why), ("How it is seen", rule.how), ("What to do", rule.do))
+    lines = [f"{rule.id} ({rule.severity.value}): {rule.title}"]
+    for heading, text in parts:
+        lines += ["", heading, *_paragraph(text, indent="  ")]
+    return "\n".join(lines) + "\n"
+
+
+def rules_page(rules: Sequence[Rule]) -> str:
+    """The sections of docs/doctor.md, one for each rule."""
+    sections = [
+        f"### {rule.id}\n\n**{rule.title}** ({rule.severity.value})\n\n{rule.why}\n\n"
+        f"*How it is seen.* {rule.how}\n\n*What to do.* {rule.do}\n"
+        for rule in rules
+    ]
+    return "\n".join(sections)
