@@ -47,8 +47,8 @@ HALF_LOSS = Rule(
         "bfloat16; or a loss module of torch.nn returned one."
     ),
     do=(
-        "Hand the loss function float32: criterion(output.float(), target). Loss functions of torch "
-        "run in float32 under autocast and at preamp's O1 and O4 by themselves."
+        "Hand the loss function float32: criterion(output.float(), target). Loss functions of "
+        "torch run in float32 under autocast and at preamp's O1 and O4 by themselves."
     ),
 )
 
@@ -130,7 +130,7 @@ class HalfLoss(Detector):
         self.report(
             HALF_LOSS,
             "loss",
-            f"{text}; its value is {value:.4g}, where neighbouring numbers are {spacing:.2g} apart.",
+            f"{text}; its value is {value:.4g}, where neighbours are {spacing:.2g} apart.",
             dtype=form.name,
             loss=value,
             spacing=spacing,

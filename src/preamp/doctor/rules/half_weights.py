@@ -49,9 +49,9 @@ UPDATE_IS_LOST = Rule(
     ),
     how=(
         "Up to a million half weights without a master are compared before and after steps 1, 2, "
-        "4, 8 and so on. Reported if in the majority of these steps, and in the last of them, more than half "
-        "of the weights with a gradient stayed bit for bit what they were, at a learning rate "
-        "that is not zero. Optimizers other than torch's and preamp's may keep what is rounded "
+        "4, 8 and so on. Reported if in the majority of these steps, and in the last of them, more "
+        "than half of the weights with a gradient stayed bit for bit what they were, at a learning "
+        "rate that is not zero. Optimizers other than torch's and preamp's may keep what is rounded "
         "away, and are left out."
     ),
     do=(
@@ -69,8 +69,8 @@ BFLOAT16_WEIGHTS = Rule(
         "become zero, large ones infinite, in the first forward or after thousands of steps."
     ),
     how=(
-        "A heuristic. Practically all weights of matrices have eight significant bits at most, which "
-        "does not happen by chance in float32 or float16, they meet float16 (by a cast, "
+        "A heuristic. Nine tenths of the weights in matrices have eight significant bits at most, "
+        "which does not happen by chance in float32 or float16, they meet float16 (by a cast, "
         "autocast, or an opt level), and one weight in a thousand vanishes there or one is at "
         "least 1024. Activations are not looked at."
     ),
@@ -201,8 +201,8 @@ class LostUpdates(Detector):
                 UPDATE_IS_LOST,
                 key,
                 f"{share:.0%} of {watched.weights:,} {dtype_name(watched.dtype)} weights with a "
-                f"gradient did not change in a step, at learning rates up to {watched.largest_lr:g}; "
-                f"median of {len(shares)} steps.",
+                f"gradient did not change in a step, at learning rates up to "
+                f"{watched.largest_lr:g}; median of {len(shares)} steps.",
                 where=self._place(key),
                 stalled_share=share,
                 weights=watched.weights,

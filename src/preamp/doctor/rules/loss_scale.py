@@ -34,8 +34,8 @@ CLIPPED_SCALED = Rule(
         "engine is asked. Clipping written by hand is not seen."
     ),
     do=(
-        "With torch.amp call scaler.unscale_(optimizer) before clipping. With scale_loss clip after "
-        "the block: preamp.clip_grad_norm_(optimizer, max_norm), or torch's function on "
+        "With torch.amp call scaler.unscale_(optimizer) before clipping. With scale_loss clip "
+        "after the block: preamp.clip_grad_norm_(optimizer, max_norm), or torch's function on "
         "master_params(optimizer)."
     ),
 )
@@ -87,8 +87,8 @@ SCHEDULED_SKIP = Rule(
         "applied none. Steps that an FP16_Optimizer leaves out are not seen."
     ),
     do=(
-        "Step the schedule only if the optimizer stepped. With torch.amp the scale has shrunk after "
-        "a skip: compare scaler.get_scale() before and after scaler.update(). With preamp ask "
+        "Step the schedule only if the optimizer stepped. With torch.amp the scale has shrunk "
+        "after a skip: compare scaler.get_scale() before and after scaler.update(). With preamp ask "
         "engine.last_step_skipped."
     ),
 )

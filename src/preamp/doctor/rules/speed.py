@@ -38,7 +38,7 @@ ODD_SHAPES = Rule(
 CASTS_DOMINATE = Rule(
     id="PA502",
     severity=Severity.INFO,
-    title="Casts move a large part of all bytes",
+    title="Casts move more bytes than everything else",
     why=(
         "A cast reads and writes a whole tensor and computes nothing. Where tensors go back and "
         "forth between float32 and half, or where weights are cast again for a small batch, half "
@@ -46,7 +46,7 @@ CASTS_DOMINATE = Rule(
     ),
     how=(
         "The second training step is counted operation by operation: bytes read and written. "
-        "Reported if casts between floating dtypes move 30 % of them and at least 16 MiB, with "
+        "Reported if casts between floating dtypes move more than half of them, and at least 16 MiB, with "
         "the lines that cast most; casts in the backward belong to the line that calls it. "
         "Scripts that use torch.compile are not counted, since compiled code fuses casts."
     ),
@@ -61,7 +61,7 @@ CASTS_DOMINATE = Rule(
 _TILE = 8
 _FEWEST_PRODUCTS = 1 << 24
 _LEAST_SHARE = 0.05
-_LEAST_CAST_SHARE = 0.3
+_LEAST_CAST_SHARE = 0.5
 _LEAST_CAST_BYTES = 16 << 20
 _SHOWN = 3
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

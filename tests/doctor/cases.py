@@ -1,0 +1,538 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Healthy training scripts, and the edits that plant one bug each.
+
+The line to be named is marked; everything else about a script with a bug is as in the healthy one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+START = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+x, y = torch.randn(8, 16), torch.randint(4, (8,))
+"""
+
+GRAD_SCALER = (
+    START
+    + """
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+for step in range(4):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        output = model(x)
+        loss = F.cross_entropy(output, y)
+    if step == 2:
+        loss = loss * float("inf")
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    before = scaler.get_scale()
+    scaler.update()
+    if scaler.get_scale() >= before:
+        scheduler.step()
+"""
+)
+
+SCALE_LOSS = (
+    "from apex import amp\n"
+    + START
+    + """
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+model, optimizer = amp.initialize(
+    model, optimizer, opt_level="{level}", verbosity=0, loss_scale="dynamic"
+)
+amp._amp_state.loss_scalers[0]._loss_scale = 1024.0
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+for step in range(4):
+    optimizer.zero_grad()
+    output = model(x)
+    loss = F.cross_entropy(output.float(), y)
+    if step == 2:
+        loss = loss * float("inf")
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    params = amp.master_params(optimizer)
+    torch.nn.utils.clip_grad_norm_(params, 1.0)
+    optimizer.step()
+    if step != 2:
+        scheduler.step()
+"""
+)
+
+O1 = SCALE_LOSS.replace("{level}", "O1")
+O2 = SCALE_LOSS.replace("{level}", "O2")
+O3 = SCALE_LOSS.replace("{level}", "O3")
+
+BF16 = (
+    START
+    + """
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range(4):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+)
+
+FLOAT32 = (
+    START
+    + """
+model = model.to("cpu")
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+for step in range(4):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+)
+
+# Half by hand: weights in float16, no masters, gradients scaled by hand.
+BY_HAND = (
+    START
+    + """
+model.half()
+model[1].float()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for step in range(4):
+    optimizer.zero_grad()
+    hidden = model[1](model[0](x.half()).float())
+    loss = F.cross_entropy(model[3](model[2](hidden).half()).float(), y)
+    (loss * 128.0).backward()
+    for p in model.parameters():
+        p.grad.div_(128.0)
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    optimizer.step()
+"""
+)
+
+# Float32 masters by hand, as in the years before amp.
+MASTERS = (
+    START
+    + """
+model = nn.Sequential(model[0], model[2], model[3]).half()
+masters = [p.detach().clone().float().requires_grad_() for p in model.parameters()]
+optimizer = torch.optim.Adam(masters, lr=1e-3)
+for step in range(4):
+    model.zero_grad()
+    loss = F.cross_entropy(model(x.half()).float(), y)
+    (loss * 128.0).backward()
+    for master, p in zip(masters, model.parameters()):
+        master.grad = p.grad.float() / 128.0
+    nn.utils.clip_grad_norm_(masters, 1.0)
+    optimizer.step()
+    for master, p in zip(masters, model.parameters()):
+        p.data.copy_(master.data)
+"""
+)
+
+WIDE = (
+    START
+    + """
+model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
+x, y = torch.randn(64, 1024), torch.randn(64, 1024)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+for step in range(3):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(x)
+        loss = F.mse_loss(output.float(), y)
+    loss.backward()
+    optimizer.step()
+"""
+)
+
+PRETRAINED = (
+    START
+    + """
+model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+with torch.no_grad():
+    for p in model.parameters():
+        p.copy_(p.bfloat16())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
+)
+
+HEALTHY = {
+    "GradScaler": GRAD_SCALER,
+    "O1": O1,
+    "O2": O2,
+    "bfloat16": BF16,
+    "float32": FLOAT32,
+    "by hand": BY_HAND,
+    "masters by hand": MASTERS,
+    "wide": WIDE,
+    "pre-trained in bfloat16": PRETRAINED,
+    "no training": "print('hello')",
+}
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A healthy script with one bug planted.
+
+    Attributes:
+        rule: What must be found.
+        healthy: The script without it.
+        edits: What is replaced by what; each must be in the script.
+        numbers: Some of the finding's numbers.
+        says: Part of the finding's text.
+        also: Rules that this bug breaks as well.
+        raises: The end of a script that preamp itself stops.
+    """
+
+    rule: str
+    healthy: str
+    edits: tuple[tuple[str, str], ...]
+    numbers: dict[str, object] = field(default_factory=dict)
+    says: str = ""
+    also: tuple[str, ...] = ()
+    raises: type[Exception] | None = None
+
+    @property
+    def text(self) -> str:
+        text = self.healthy
+        for old, new in self.edits:
+            assert old in text, old
+            text = text.replace(old, new)
+        return text
+
+
+CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+IN_BLOCK = (
+    "        scaled_loss.backward()\n",
+    "        scaled_loss.backward()\n"
+    "        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)  # <-\n",
+)
+NO_SCALER = (
+    ("    scaler.scale(loss).backward()\n    scaler.unscale_(optimizer)\n", "    loss.backward()\n"),
+    ("    scaler.step(optimizer)\n", "    optimizer.step()  # <-\n"),
+    ("    before = scaler.get_scale()\n    scaler.update()\n", ""),
+    ("    if scaler.get_scale() >= before:\n        scheduler.step()\n", ""),
+    ("    if step == 2:\n        loss = loss * float('inf')\n".replace("'", '"'), ""),
+    (f"    {CLIP}\n", ""),
+)
+PLAIN_BACKWARD = (
+    (
+        "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n",
+        "    loss.backward()\n",
+    ),
+    ("    if step == 2:\n        loss = loss * float('inf')\n".replace("'", '"'), ""),
+    ("    torch.nn.utils.clip_grad_norm_(params, 1.0)\n", ""),
+    ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
+)
+BAD_WEIGHTS = (
+    "        p.copy_(p.bfloat16())\n",
+    "        p.copy_((p * 10.0 ** -(16 * torch.rand_like(p))).bfloat16())\n",
+)
+
+BUGS = {
+    "clipping without unscale_": Bug(
+        rule="PA101",
+        healthy=GRAD_SCALER,
+        edits=(("    scaler.unscale_(optimizer)\n", ""), (CLIP, f"{CLIP}  # <-")),
+        numbers={"loss_scale": 1024.0, "scaled_gradients": 6, "gradients": 6},
+        says="the loss scale on them is 1024",
+    ),
+    "clipping values without unscale_": Bug(
+        rule="PA101",
+        healthy=GRAD_SCALER,
+        edits=(
+            ("    scaler.unscale_(optimizer)\n", ""),
+            (CLIP, "nn.utils.clip_grad_value_(model.parameters(), 1.0)  # <-"),
+        ),
+        says="clip_grad_value_ clips 6 of 6 gradients",
+    ),
+    "clipping in the block, O1": Bug(
+        rule="PA101",
+        healthy=O1,
+        edits=(IN_BLOCK,),
+        numbers={"loss_scale": 1024.0},
+        says="inside a scale_loss block",
+    ),
+    "clipping the halves, O2": Bug(
+        rule="PA101",
+        healthy=O2,
+        edits=(
+            ("    params = amp.master_params(optimizer)\n", ""),
+            ("clip_grad_norm_(params, 1.0)", "clip_grad_norm_(model.parameters(), 1.0)  # <-"),
+        ),
+        says="not those of the masters",
+        raises=RuntimeError,
+    ),
+    "autocast without a scaler": Bug(
+        rule="PA102",
+        healthy=GRAD_SCALER,
+        edits=NO_SCALER,
+        says="under float16 autocast, from a backward without a loss scale",
+    ),
+    "backward outside scale_loss, O1": Bug(rule="PA102", healthy=O1, edits=PLAIN_BACKWARD),
+    "backward outside scale_loss, O2": Bug(
+        rule="PA102",
+        healthy=O2,
+        edits=PLAIN_BACKWARD,
+        says="from a backward outside scale_loss",
+    ),
+    "half by hand without a scale": Bug(
+        rule="PA102",
+        healthy=BY_HAND,
+        edits=(
+            ("    (loss * 128.0).backward()\n", "    loss.backward()\n"),
+            ("    for p in model.parameters():\n        p.grad.div_(128.0)\n", ""),
+            ("    nn.utils.clip_grad_value_(model.parameters(), 1.0)\n", ""),
+            ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
+        ),
+        numbers={"float16_gradients": 4},
+    ),
+    "a step on scaled gradients": Bug(
+        rule="PA103",
+        healthy=GRAD_SCALER,
+        edits=(
+            ("    scaler.unscale_(optimizer)\n", ""),
+            (f"    {CLIP}\n", ""),
+            ("    scaler.step(optimizer)\n", "    optimizer.step()  # <-\n"),
+            ("    before = scaler.get_scale()\n    scaler.update()\n", "    before = 0\n"),
+        ),
+        numbers={"loss_scale": 1024.0, "scaled_gradients": 6},
+    ),
+    "a step past the overflow check": Bug(
+        rule="PA103",
+        healthy=GRAD_SCALER,
+        edits=(("    scaler.step(optimizer)\n", "    optimizer.step()  # <-\n"),),
+        says="an overflow would be applied",
+    ),
+    "a schedule on a skipped step, GradScaler": Bug(
+        rule="PA104",
+        healthy=GRAD_SCALER,
+        edits=(
+            (
+                "    if scaler.get_scale() >= before:\n        scheduler.step()\n",
+                "    scheduler.step()  # <-\n",
+            ),
+        ),
+        numbers={"calls": 4, "after_skipped_steps": 1},
+    ),
+    "a schedule on a skipped step, fused": Bug(
+        rule="PA104",
+        healthy=GRAD_SCALER.replace("lr=1e-3)", "lr=1e-3, fused=True)"),
+        edits=(
+            (
+                "    if scaler.get_scale() >= before:\n        scheduler.step()\n",
+                "    scheduler.step()  # <-\n",
+            ),
+        ),
+        numbers={"calls": 4, "after_skipped_steps": 1},
+    ),
+    "a schedule on a skipped step, O2": Bug(
+        rule="PA104",
+        healthy=O2,
+        edits=(
+            ("    if step != 2:\n        scheduler.step()\n", "    scheduler.step()  # <-\n"),
+        ),
+        numbers={"calls": 4, "after_skipped_steps": 1},
+    ),
+    "eps by hand": Bug(
+        rule="PA201",
+        healthy=BY_HAND,
+        edits=(
+            ("SGD(model.parameters(), lr=0.5)", "Adam(model.parameters(), lr=0.1)"),
+            ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
+        ),
+        numbers={"eps": 1e-8, "smallest_positive": 2.0**-24, "weights": 16 * 32 + 32 + 32 * 4 + 4},
+    ),
+    "eps at O3": Bug(
+        rule="PA201",
+        healthy=O3.replace('"O3"', '"O3", keep_batchnorm_fp32=True').replace(
+            "SGD(model.parameters(), lr=1e-2, momentum=0.9)", "Adam(model.parameters(), eps=1e-4)"
+        ),
+        edits=(("eps=1e-4", "eps=1e-8"), ("    optimizer.step()\n", "    optimizer.step()  # <-\n")),
+        also=("PA104",),  # the weights become nan
+    ),
+    "a small learning rate": Bug(
+        rule="PA202",
+        healthy=BY_HAND,
+        edits=(
+            (
+                "torch.optim.SGD(model.parameters(), lr=0.5)",
+                "torch.optim.SGD(model.parameters(), lr=1e-5)  # <-",
+            ),
+        ),
+        numbers={"lr": 1e-5, "steps_looked_at": 3},
+    ),
+    "a small learning rate in bfloat16": Bug(
+        rule="PA202",
+        healthy=BY_HAND.replace("model.half()", "model.bfloat16()")
+        .replace(".half()", ".bfloat16()")
+        .replace("lr=0.5", "lr=2.0"),
+        edits=(("lr=2.0)", "lr=1e-4)  # <-"),),
+        says="bfloat16 weights",
+    ),
+    "bfloat16 weights under autocast": Bug(
+        rule="PA203",
+        healthy=PRETRAINED,
+        edits=(
+            BAD_WEIGHTS,
+            ("torch.bfloat16", "torch.float16"),
+            ("loss.backward()", "(loss * 128.0).backward()"),
+            ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
+        ),
+        numbers={"weights": 16 * 64 + 64 * 64 + 64 * 4},
+    ),
+    "bfloat16 weights cast to half": Bug(
+        rule="PA203",
+        healthy=MASTERS,
+        edits=(
+            (
+                "masters = [",
+                "with torch.no_grad():\n"
+                "    for p in model.float().parameters():\n"
+                "        p.copy_((p * 20000).bfloat16())\n"
+                "model.half()  # <-\n"
+                "masters = [",
+            ),
+        ),
+        says="through a cast",
+    ),
+    "batch norm in half by hand": Bug(
+        rule="PA301",
+        healthy=BY_HAND,
+        edits=(
+            ("model[1].float()\n", ""),
+            (
+                "    hidden = model[1](model[0](x.half()).float())\n",
+                "    hidden = model[1](model[0](x.half()))  # <-\n",
+            ),
+        ),
+        numbers={"layers": ["BatchNorm1d"], "dtype": "float16"},
+    ),
+    "batch norm in half at O2": Bug(
+        rule="PA301",
+        healthy=O2,
+        edits=(
+            ('opt_level="O2"', 'opt_level="O2", keep_batchnorm_fp32=False'),
+            ("output = model(x)", "output = model(x)  # <-"),
+        ),
+        numbers={"layers": ["1"]},
+    ),
+    "a half loss by hand": Bug(
+        rule="PA302",
+        healthy=BY_HAND,
+        edits=(
+            (
+                "    loss = F.cross_entropy(model[3](model[2](hidden).half()).float(), y)\n",
+                "    loss = nn.CrossEntropyLoss()(model[3](model[2](hidden).half()), y)  # <-\n",
+            ),
+        ),
+        numbers={"dtype": "float16"},
+        says="What CrossEntropyLoss returned is float16",
+    ),
+    "a half loss under autocast": Bug(
+        rule="PA302",
+        healthy=GRAD_SCALER,
+        edits=(
+            ("loss = F.cross_entropy(output, y)", "loss = output.sum()"),
+            (
+                "    scaler.scale(loss).backward()\n",
+                "    scaler.scale(loss.half()).backward()  # <-\n",
+            ),
+        ),
+    ),
+    "a half loss in scale_loss": Bug(
+        rule="PA302",
+        healthy=O1,
+        edits=(
+            ("with amp.scale_loss(loss, ", "with amp.scale_loss(loss.half(), "),
+            ("as scaled_loss:\n", "as scaled_loss:  # <-\n"),
+        ),
+    ),
+    "a missing layer": Bug(
+        rule="PA401",
+        healthy=FLOAT32,
+        edits=(("Adam(model.parameters(), lr=1e-3)", "Adam(model[:3].parameters())  # <-"),),
+        numbers={
+            "parameters": ["3.weight", "3.bias"],
+            "with_gradient": ["3.weight", "3.bias"],
+            "weights": 32 * 4 + 4,
+        },
+    ),
+    "a missing layer, GradScaler": Bug(
+        rule="PA401",
+        healthy=GRAD_SCALER,
+        edits=(("Adam(model.parameters(), lr=1e-3)", "Adam(model[:3].parameters())  # <-"),),
+    ),
+    "a missing layer, O2": Bug(
+        rule="PA401",
+        healthy=O2,
+        edits=(
+            (
+                "SGD(model.parameters(), lr=1e-2, momentum=0.9)",
+                "SGD(model[:3].parameters(), lr=1e-2, momentum=0.9)  # <-",
+            ),
+        ),
+    ),
+    "a copy of the model": Bug(
+        rule="PA402",
+        healthy=FLOAT32,
+        edits=(
+            ("model = model.to", "import copy\nmodel = model.to"),
+            (
+                "optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)",
+                "optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)  # <-\n"
+                "model = copy.deepcopy(model)",
+            ),
+        ),
+        numbers={"parameters": 6, "without_model": 6},
+    ),
+    "a conversion that makes new parameters": Bug(
+        rule="PA402",
+        healthy=FLOAT32,
+        edits=(
+            (
+                "optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)",
+                "optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)  # <-\n"
+                "torch.__future__.set_overwrite_module_params_on_conversion(True)\n"
+                "model.bfloat16().float()\n"
+                "torch.__future__.set_overwrite_module_params_on_conversion(False)",
+            ),
+        ),
+    ),
+    "sizes that are no multiples of 8": Bug(
+        rule="PA501",
+        healthy=WIDE,
+        edits=(
+            ("nn.Linear(1024, 1024))", "nn.Linear(1024, 1021))"),
+            ("torch.randn(64, 1024)\n", "torch.randn(64, 1021)\n"),
+            ("output = model(x)", "output = model(x)  # <-"),
+        ),
+        says="2 multiplies (64, 1024) by (1024, 1021): 1021 features out",
+    ),
+    "casts back and forth": Bug(
+        rule="PA502",
+        healthy=WIDE,
+        edits=(
+            (
+                "        output = model(x)\n",
+                "        output = model(x)\n"
+                "        for _ in range(40):\n"
+                "            output = output.float().half().float()  # <-\n",
+            ),
+        ),
+        says="MiB from float32 to float16 at",
+    ),
+}

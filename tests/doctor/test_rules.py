@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Each rule finds its bug at its line, and nothing in the same script without the bug."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import preamp
+from doctor.cases import BUGS, HEALTHY, Bug
+from doctor.harness import HERE, examine, marked_line, where
+from preamp.doctor import RULES, Examination, select_rules
+
+
+@pytest.fixture(autouse=True)
+def alias() -> Iterator[None]:
+    preamp.install_apex_alias()
+    yield
+    preamp.remove_apex_alias()
+
+
+def ids(examination: Examination) -> list[str]:
+    return [finding.rule.id for finding in examination.findings]
+
+
+@pytest.mark.parametrize("text", HEALTHY.values(), ids=HEALTHY)
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_healthy_script_is_clean(text: str, tmp_path: Path) -> None:
+    examination, _ = examine(text, tmp_path)
+    assert examination.findings == []
+    assert examination.notes == []
+
+
+@pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_bug_is_found_where_it_is(bug: Bug, tmp_path: Path) -> None:
+    examination = Examination(select_rules())
+    path = tmp_path / "script.py"
+    path.write_text(bug.text, "utf-8")
+    names = {"__name__": "__main__"}
+    code = compile(bug.text, str(path), "exec")
+    if bug.raises is None:
+        with examination.watching():
+            exec(code, names)
+    else:
+        with pytest.raises(bug.raises), examination.watching():
+            exec(code, names)
+    assert set(ids(examination)) == {bug.rule, *bug.also}
+    assert examination.notes == []
+    finding = next(f for f in examination.findings if f.rule.id == bug.rule)
+    assert where(finding) == ("script.py", marked_line(bug.text))
+    assert bug.says in finding.what
+    assert {name: finding.numbers[name] for name in bug.numbers} == bug.numbers
+
+
+@pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_it_is_the_bug_that_is_found(bug: Bug, tmp_path: Path) -> None:
+    """Without the edits the same script has nothing."""
+    assert HERE not in bug.healthy
+    if bug.healthy not in HEALTHY.values():
+        assert ids(examine(bug.healthy, tmp_path)[0]) == []
+
+
+def test_every_rule_has_a_bug() -> None:
+    assert {bug.rule for bug in BUGS.values()} == set(RULES)
