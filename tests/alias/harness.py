@@ -43,10 +43,19 @@ class Zygote:
 
     def preamp_run(self, arguments: Sequence[str], folder: Path) -> Done:
         """Call ``preamp run`` in a process of its own, in ``folder``."""
+        return self.preamp(("run", *arguments), folder)
+
+    def preamp(self, arguments: Sequence[str], folder: Path) -> Done:
+        """Call ``preamp`` in a process of its own, in ``folder``."""
         out, err = folder / ".out", folder / ".err"
         out.write_text("", "utf-8")
         err.write_text("", "utf-8")
-        job = {"arguments": arguments, "folder": str(folder), "out": str(out), "err": str(err)}
+        job = {
+            "arguments": list(arguments),
+            "folder": str(folder),
+            "out": str(out),
+            "err": str(err),
+        }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")

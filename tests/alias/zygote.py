@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A process that has imported preamp and torch, and forks a ``preamp run`` for each line it reads.
+"""A process that has imported preamp and torch, and forks a ``preamp`` for each line it reads.
 
 Importing takes longer than everything that these runs do. A fork ends by leaving this file, so
 the interpreter treats its exceptions and exit handlers as always.
@@ -27,6 +27,6 @@ for line in sys.stdin:
         for number, (path, mode) in enumerate(files):
             os.dup2(os.open(path, mode), number)
         os.chdir(job["folder"])
-        sys.argv = ["preamp", "run", *job["arguments"]]
+        sys.argv = ["preamp", *job["arguments"]]
         main()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

@@ -221,7 +221,10 @@ IN_BLOCK = (
     "        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)  # <-\n",
 )
 NO_SCALER = (
-    ("    scaler.scale(loss).backward()\n    scaler.unscale_(optimizer)\n", "    loss.backward()\n"),
+    (
+        "    scaler.scale(loss).backward()\n    scaler.unscale_(optimizer)\n",
+        "    loss.backward()\n",
+    ),
     ("    scaler.step(optimizer)\n", "    optimizer.step()  # <-\n"),
     ("    before = scaler.get_scale()\n    scaler.update()\n", ""),
     ("    if scaler.get_scale() >= before:\n        scheduler.step()\n", ""),
@@ -230,7 +233,8 @@ NO_SCALER = (
 )
 PLAIN_BACKWARD = (
     (
-        "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n",
+        "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
+        "        scaled_loss.backward()\n",
         "    loss.backward()\n",
     ),
     ("    if step == 2:\n        loss = loss * float('inf')\n".replace("'", '"'), ""),
@@ -342,9 +346,7 @@ BUGS = {
     "a schedule on a skipped step, O2": Bug(
         rule="PA104",
         healthy=O2,
-        edits=(
-            ("    if step != 2:\n        scheduler.step()\n", "    scheduler.step()  # <-\n"),
-        ),
+        edits=(("    if step != 2:\n        scheduler.step()\n", "    scheduler.step()  # <-\n"),),
         numbers={"calls": 4, "after_skipped_steps": 1},
     ),
     "eps by hand": Bug(
@@ -354,14 +356,17 @@ BUGS = {
             ("SGD(model.parameters(), lr=0.5)", "Adam(model.parameters(), lr=0.1)"),
             ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
         ),
-        numbers={"eps": 1e-8, "smallest_positive": 2.0**-24, "weights": 16 * 32 + 32 + 32 * 4 + 4},
+        numbers={"eps": 1e-8, "smallest_positive": 2.0**-24, "weights": 16 * 32 + 32 + 132},
     ),
     "eps at O3": Bug(
         rule="PA201",
         healthy=O3.replace('"O3"', '"O3", keep_batchnorm_fp32=True').replace(
             "SGD(model.parameters(), lr=1e-2, momentum=0.9)", "Adam(model.parameters(), eps=1e-4)"
         ),
-        edits=(("eps=1e-4", "eps=1e-8"), ("    optimizer.step()\n", "    optimizer.step()  # <-\n")),
+        edits=(
+            ("eps=1e-4", "eps=1e-8"),
+            ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
+        ),
         also=("PA104",),  # the weights become nan
     ),
     "a small learning rate": Bug(

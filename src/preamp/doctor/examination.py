@@ -13,6 +13,7 @@ from preamp.core.undo import UndoStack
 from preamp.doctor.catalogue import DETECTORS
 from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.probes.casts import CastProbes
+from preamp.doctor.probes.compiling import CompileProbe
 from preamp.doctor.probes.modules import ModuleProbes
 from preamp.doctor.probes.scalers import ScalerProbes
 from preamp.doctor.probes.training import TrainingProbes
@@ -78,6 +79,7 @@ class Examination:
             ScalerProbes(self, self._undo)
             self._modules = ModuleProbes(self, self._undo)
             self._casts = CastProbes(self, self._undo)
+            CompileProbe(self, self._undo, self._modules, self._casts)
             yield
         except EnoughSteps:
             if not self.is_active:

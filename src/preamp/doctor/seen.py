@@ -53,7 +53,7 @@ class Seen:
         gradients: Where gradients come from.
         scaled: Scaled losses, with the scaler, whose backward has not run.
         stepping: Optimizers inside ``GradScaler.step``.
-        steps: Optimizer steps so far, skipped ones included.
+        steps: Optimizer steps so far; those that an engine skips are not among them.
         notes: What could not be looked at, in sentences.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from preamp.core.undo import UndoStack
 from preamp.doctor.detector import CastCount
 from preamp.doctor.places import current_place
-from preamp.doctor.probes.watch import Watch, around
+from preamp.doctor.probes.watch import Watch
 from preamp.doctor.rule import Place
 from preamp.doctor.rules.speed import kind_of_cast
 from preamp.kernels.dispatch_modes import OperationListener
@@ -30,16 +30,15 @@ class CastProbes:
         self._mode: OperationListener | None = None
         self._thread = 0
         self._is_counting = False
-        self._compiles = False
+        self._is_over = False
         self._moved = 0
         self._casts: Counter[tuple[Place | None, str]] = Counter()
         undo.push(self._stop)
-        around(torch, "compile", self._compile, undo)
 
     def step_taken(self) -> None:
         """Start after the first step, and stop after the second."""
         steps = self._watch.seen.steps
-        if steps == 1 and not self._compiles:
+        if steps == 1 and not self._is_over:
             self._thread = threading.get_ident()
             self._mode = OperationListener(self._count)
             self._is_counting = True
@@ -56,15 +55,10 @@ class CastProbes:
         if self._mode is not None and threading.get_ident() == self._thread and self._mode.stop():
             self._mode = None
 
-    def _compile(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._watch.is_active and not self._compiles:
-            self._compiles = True
-            # Compiled code would not run as such below a mode.
-            self._stop()
-            self._watch.seen.notes.append(
-                "Casts were not counted (PA502), since the script uses torch.compile."
-            )
-        return function(*args, **kwargs)
+    def leave_alone(self) -> None:
+        """Count nothing any more."""
+        self._is_over = True
+        self._stop()
 
     def _count(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         if not self._is_counting or self._watch.is_looking or getattr(func, "is_view", False):

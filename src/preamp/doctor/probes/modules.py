@@ -42,7 +42,11 @@ class ModuleProbes:
     def step_taken(self) -> None:
         """Leave modules alone once enough steps have been seen."""
         if self._watch.seen.steps >= STEPS:
-            self._hooks.unwind()
+            self.leave_alone()
+
+    def leave_alone(self) -> None:
+        """Look at no calls any more."""
+        self._hooks.unwind()
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling() or not self._watch.is_active:

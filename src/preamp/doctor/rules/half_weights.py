@@ -51,8 +51,8 @@ UPDATE_IS_LOST = Rule(
         "Up to a million half weights without a master are compared before and after steps 1, 2, "
         "4, 8 and so on. Reported if in the majority of these steps, and in the last of them, more "
         "than half of the weights with a gradient stayed bit for bit what they were, at a learning "
-        "rate that is not zero. Optimizers other than torch's and preamp's may keep what is rounded "
-        "away, and are left out."
+        "rate that is not zero. Optimizers other than torch's and preamp's may keep what is "
+        "rounded away, and are left out."
     ),
     do=(
         "Update float32 masters (preamp's O2, or O5 for bfloat16), or keep the weights in float32 "

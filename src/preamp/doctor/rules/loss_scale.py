@@ -88,8 +88,8 @@ SCHEDULED_SKIP = Rule(
     ),
     do=(
         "Step the schedule only if the optimizer stepped. With torch.amp the scale has shrunk "
-        "after a skip: compare scaler.get_scale() before and after scaler.update(). With preamp ask "
-        "engine.last_step_skipped."
+        "after a skip: compare scaler.get_scale() before and after scaler.update(). With preamp "
+        "ask engine.last_step_skipped."
     ),
 )
 

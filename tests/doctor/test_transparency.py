@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A run under the doctor computes the same, ends the same, and leaves torch as it was."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import preamp
+from doctor.cases import BF16, BUGS, FLOAT32, GRAD_SCALER, HEALTHY, O1, START
+from doctor.harness import examine
+from preamp.doctor import Examination, select_rules
+from preamp.doctor.detector import Detector
+from preamp.doctor.rules.loss_scale import Stepping
+from preamp.scaling import LossScaler
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+
+
+@pytest.fixture(autouse=True)
+def alias() -> Iterator[None]:
+    preamp.install_apex_alias()
+    yield
+    preamp.remove_apex_alias()
+
+
+WATCHED = (
+    torch,
+    torch.autograd,
+    torch.nn.utils,
+    torch.nn.utils.clip_grad,
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.optim.lr_scheduler.CosineAnnealingWarmRestarts,
+    torch.amp.GradScaler,
+    LossScaler,
+)
+
+
+def attributes() -> list[dict[str, int]]:
+    return [{name: id(value) for name, value in vars(owner).items()} for owner in WATCHED]
+
+
+def weights(names: dict[str, Any]) -> list[torch.Tensor]:
+    model = names["model"]
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def plain(text: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, "plain.py", "exec"), names)
+    return names
+
+
+SAME = {**{k: v for k, v in HEALTHY.items() if "model" in v}}
+SAME |= {name: bug.text for name, bug in BUGS.items() if bug.raises is None}
+
+
+@pytest.mark.parametrize("text", SAME.values(), ids=SAME)
+def test_weights_and_random_numbers_are_the_same(text: str, tmp_path: Path) -> None:
+    expected = weights(plain(text))
+    before = attributes()
+    state = torch.get_rng_state()
+    got = weights(examine(text, tmp_path)[1])
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    if "amp.initialize" not in text:
+        assert attributes() == before
+
+
+def test_torch_is_left_as_it_was(tmp_path: Path) -> None:
+    plain(GRAD_SCALER)  # torch imports parts of itself at the first step
+    before = attributes()
+    examine(GRAD_SCALER, tmp_path)
+    assert attributes() == before
+    with pytest.raises(ZeroDivisionError):
+        examine(START + "1 / 0", tmp_path)
+    assert attributes() == before
+
+
+def test_an_exception_goes_through_and_findings_stay(tmp_path: Path) -> None:
+    text = BUGS["clipping without unscale_"].text + "\nraise KeyboardInterrupt\n"
+    examination = Examination(select_rules())
+    with pytest.raises(KeyboardInterrupt), examination.watching():
+        exec(compile(text, str(tmp_path / "s.py"), "exec"), {"__name__": "__main__"})
+    assert [finding.rule.id for finding in examination.findings] == ["PA101"]
+
+
+@pytest.mark.parametrize("text", [GRAD_SCALER, O1, BF16], ids=["GradScaler", "O1", "bf16"])
+def test_the_run_ends_after_the_steps_asked_for(text: str, tmp_path: Path) -> None:
+    examination, names = examine(text.replace("range(4)", "range(10**9)"), tmp_path, steps=2)
+    assert examination.seen.steps == 2
+    assert names["step"] == 1
+
+
+def test_a_script_that_swallows_everything_is_stopped_again(tmp_path: Path) -> None:
+    body = FLOAT32.replace(
+        "    optimizer.step()\n",
+        "    try:\n        optimizer.step()\n    except BaseException:\n        caught = step\n",
+    )
+    examination, names = examine(body + "optimizer.step()\nnever = 1\n", tmp_path, steps=3)
+    assert names["caught"] == 3
+    assert "never" not in names
+    assert examination.seen.steps == 5
+
+
+def test_generators_are_clipped(tmp_path: Path) -> None:
+    clip = "nn.utils.clip_grad_norm_((p for p in model.parameters()), 1e-3)"
+    text = GRAD_SCALER.replace("nn.utils.clip_grad_norm_(model.parameters(), 1.0)", clip)
+    expected = weights(plain(text))
+    got = weights(examine(text, tmp_path)[1])
+    assert all(map(torch.equal, got, expected))
+
+
+def test_a_failing_detector_does_not_touch_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(self: Detector, optimizer: torch.optim.Optimizer) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(Stepping, "step_begins", fail)
+    examination, names = examine(FLOAT32, tmp_path)
+    assert names["step"] == 3
+    assert len(examination.notes) == 1
+    assert examination.notes[0].startswith("PA102, PA103: the doctor itself failed (ValueError: a")
+
+
+def test_compiled_models_run_compiled(tmp_path: Path) -> None:
+    text = FLOAT32.replace(
+        "optimizer = ", "whole, model = model, torch.compile(model, backend='eager')\noptimizer = "
+    )
+    expected = plain(text)["whole"].state_dict()
+    examination, names = examine(text, tmp_path)
+    assert all(torch.equal(names["whole"].state_dict()[name], expected[name]) for name in expected)
+    assert examination.findings == []
+    assert [note[:32] for note in examination.notes] == ["The script uses torch.compile. F"]
+
+
+def test_a_missing_layer_of_a_compiled_model(tmp_path: Path) -> None:
+    text = BUGS["a missing layer"].text.replace(
+        "optimizer = ", "model.compile(backend='eager')\noptimizer = "
+    )
+    examination, _ = examine(text, tmp_path)
+    assert [finding.rule.id for finding in examination.findings] == ["PA401"]
+
+
+class _Looks(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_the_script_stay_in_order(tmp_path: Path) -> None:
+    """A mode that is on around the second step only keeps the doctor's from ending there."""
+    lines = FLOAT32.splitlines()
+    start = lines.index("for step in range(4):")
+    body = [f"    {line}" for line in lines[start + 1 :]]
+    text = "\n".join(
+        [*lines[: start + 1], "    with Mode() if step == 1 else nullcontext():", *body]
+    )
+    text = f"from contextlib import nullcontext\n{text}\n"
+    names: dict[str, Any] = {"__name__": "__main__", "Mode": _Looks}
+    examination = Examination(select_rules())
+    with examination.watching():
+        exec(compile(text, str(tmp_path / "s.py"), "exec"), names)
+    assert examination.seen.steps == 4
+    x = torch.ones(2)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert x.sum() == 2
+
+
+def test_a_fork_is_not_watched(tmp_path: Path) -> None:
+    text = FLOAT32 + (
+        "import os\nchild = os.fork()\nif child == 0:\n"
+        "    optimizer.step()\n    os._exit(7)\n"
+        "status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of threads, which torch has started
+        examination, names = examine(text, tmp_path)
+    assert names["status"] == 7
+    assert examination.seen.steps == 4
+
+
+def test_training_in_a_thread(tmp_path: Path) -> None:
+    lines = GRAD_SCALER.splitlines()
+    start = lines.index("for step in range(4):")
+    body = [f"    {line}" for line in lines[start:]]
+    run = ["import threading", "thread = threading.Thread(target=train)"]
+    ends = ["thread.start()", "thread.join()"]
+    text = "\n".join([*lines[:start], "def train():", *body, *run, *ends])
+    examination, _ = examine(text, tmp_path)
+    assert examination.seen.steps == 4
+    assert examination.findings == []
+    assert examination.notes == []
+
+
+def test_models_and_optimizers_are_not_kept_alive(tmp_path: Path) -> None:
+    examination, names = examine(FLOAT32, tmp_path)
+    names.clear()
+    assert not list(examination.seen.optimizers)
+    assert not list(examination.seen.roots)
+
+
+def test_a_loop_that_trains_nothing(tmp_path: Path) -> None:
+    text = START + "with torch.no_grad():\n    out = model(x)\n"
+    examination, _ = examine(text, tmp_path)
+    assert examination.findings == []
+    assert examination.seen.steps == 0
+
+
+def test_modules_still_work_where_nothing_is_a_tensor(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def forward(self) -> None:
+            return None
+
+    with Examination(select_rules()).watching():
+        assert Odd()() is None
