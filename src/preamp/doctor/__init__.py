@@ -16,4 +16,3 @@ from preamp.doctor.text import explain_text as explain_text
 from preamp.doctor.text import list_text as list_text
 from preamp.doctor.text import report_json as report_json
 from preamp.doctor.text import report_text as report_text
-from preamp.doctor.text import rules_page as rules_page

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import sysconfig
@@ -40,7 +41,7 @@ def current_place() -> Place | None:
 
 
 def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         yield frame
         frame = frame.f_back

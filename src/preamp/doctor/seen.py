@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -119,9 +119,8 @@ class Seen:
     def name(self, thing: torch.Tensor | nn.Module) -> str:
         """The qualified name of a parameter or module below the roots."""
         for root in tuple(self.roots):
-            named = (
-                root.named_modules() if isinstance(thing, nn.Module) else root.named_parameters()
-            )
+            named: list[tuple[str, object]] = [*root.named_parameters()]
+            named += cast("list[tuple[str, object]]", [*root.named_modules()])
             for name, own in named:
                 if own is thing:
                     return name or type(root).__name__

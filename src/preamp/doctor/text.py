@@ -94,13 +94,3 @@ def explain_text(rule: Rule) -> str:
     for heading, text in parts:
         lines += ["", heading, *_paragraph(text, indent="  ")]
     return "\n".join(lines) + "\n"
-
-
-def rules_page(rules: Sequence[Rule]) -> str:
-    """The sections of docs/doctor.md, one for each rule."""
-    sections = [
-        f"### {rule.id}\n\n**{rule.title}** ({rule.severity.value})\n\n{rule.why}\n\n"
-        f"*How it is seen.* {rule.how}\n\n*What to do.* {rule.do}\n"
-        for rule in rules
-    ]
-    return "\n".join(sections)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
@@ -70,7 +71,7 @@ def weight_range(params: Iterable[torch.Tensor]) -> WeightRange | None:
 
 def _has_many_values(matrix: torch.Tensor) -> bool:
     sample = matrix.reshape(-1)[:_SAMPLE]
-    return torch.unique(sample.float()).numel() >= _FEWEST_VALUES
+    return len(set(cast("Any", sample.float()).tolist())) >= _FEWEST_VALUES
 
 
 def _is_exact(values: torch.Tensor) -> bool:

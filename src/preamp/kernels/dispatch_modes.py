@@ -23,7 +23,7 @@ class OperationListener(_python_dispatch.TorchDispatchMode):
             listener: Called after each operation with the overload, its positional arguments, and
                 its result. Must not raise.
         """
-        super().__init__()
+        cast("Any", super()).__init__()
         self._listener = listener
 
     def __torch_dispatch__(
@@ -50,5 +50,5 @@ class OperationListener(_python_dispatch.TorchDispatchMode):
         """
         if cast("Any", _python_dispatch)._get_current_dispatch_mode() is not self:
             return False
-        self.__exit__(None, None, None)
+        cast("Any", self).__exit__(None, None, None)
         return True

@@ -26,9 +26,9 @@ class ScalerProbes:
         around(torch.amp.GradScaler, "step", self._step, undo)
         around(LossScaler, "scale_loss", self._scale, undo)
 
-    def _scale(self, function: Function, *args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        scaler, losses = args[0], args[1] if len(args) > 1 else next(iter(kwargs.values()), None)
+    def _scale(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(scaler, *args, **kwargs)
+        losses = args[0] if args else next(iter(kwargs.values()), None)
         if self._watch.is_active and (isinstance(scaler, LossScaler) or scaler.is_enabled()):
             for loss in _tensors_in(losses):
                 self._watch.tell("loss_made", loss)
@@ -38,30 +38,30 @@ class ScalerProbes:
                     self._watch.seen.scaled[scaled] = scaler
         return result
 
-    def _unscale(self, function: Function, *args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        optimizer = args[1] if len(args) > 1 else kwargs.get("optimizer")
+    def _unscale(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(scaler, *args, **kwargs)
+        optimizer = args[0] if args else kwargs.get("optimizer")
         if self._watch.is_active and isinstance(optimizer, torch.optim.Optimizer):
-            if args[0].is_enabled():
+            if scaler.is_enabled():
                 seen = self._watch.seen
                 self._watch.attempt(seen.gradients.forget, seen.params(optimizer))
                 seen.facts(optimizer).unscaled = True
         return result
 
-    def _step(self, function: Function, *args: Any, **kwargs: Any) -> Any:
-        optimizer = args[1] if len(args) > 1 else kwargs.get("optimizer")
+    def _step(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = args[0] if args else kwargs.get("optimizer")
         if (
             not self._watch.is_active
             or not isinstance(optimizer, torch.optim.Optimizer)
-            or not args[0].is_enabled()
+            or not scaler.is_enabled()
         ):
-            return function(*args, **kwargs)
+            return function(scaler, *args, **kwargs)
         seen = self._watch.seen
         facts = seen.facts(optimizer)
         begun = facts.begun
         seen.stepping.append(optimizer)
         try:
-            result = function(*args, **kwargs)
+            result = function(scaler, *args, **kwargs)
         finally:
             seen.stepping.remove(optimizer)
             facts.unscaled = False

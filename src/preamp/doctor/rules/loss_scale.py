@@ -171,8 +171,8 @@ class Stepping(Detector):
             scaler = gradients.scaler_of(scaled[0])
             scale = float(scaler.get_scale()) if scaler is not None else float("nan")
             what = f"{name}.step used {len(scaled)} gradients that carry the scale {scale:g}."
-            numbers = {"loss_scale": scale, "scaled_gradients": len(scaled)}
-            self.report(BYPASSED, id(optimizer), what, **numbers)
+            count = len(scaled)
+            self.report(BYPASSED, id(optimizer), what, loss_scale=scale, scaled_gradients=count)
         elif self.seen.facts(optimizer).unscaled:
             what = f"{name}.step was called after scaler.unscale_; an overflow would be applied."
             self.report(BYPASSED, id(optimizer), what)

@@ -46,8 +46,9 @@ CASTS_DOMINATE = Rule(
     ),
     how=(
         "The second training step is counted operation by operation: bytes read and written. "
-        "Reported if casts between floating dtypes move more than half of them, and at "
-        "least 16 MiB, with the lines that cast most; casts in the backward belong to the line that calls it. "
+        "Reported if casts between floating dtypes move more than half of them, and at least 16 "
+        "MiB, with the lines that cast most; those in the backward belong to the line that calls "
+        "it. "
         "Scripts that use torch.compile are not counted, since compiled code fuses casts."
     ),
     do=(
