@@ -10,9 +10,8 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
-from preamp.core.tensors import WeightMark, stored_grad, version_of
+from preamp.core.tensors import stored_grad, version_of
 
 
 class Origin(Enum):
@@ -26,7 +25,7 @@ class Origin(Enum):
 @dataclass(frozen=True, slots=True, eq=False)
 class _Mark:
     origin: Origin
-    gradient: WeightMark
+    state: tuple[int, int]
     scaler: weakref.ref[Any] | None
 
 
@@ -39,7 +38,9 @@ class Gradients:
 
     def __init__(self) -> None:
         """Start without any."""
-        self._marks: Any = WeakIdKeyDictionary()
+        # By id: a thousand parameters are looked up in every step. One that takes a dead one's id
+        # has another gradient.
+        self._marks: dict[int, _Mark] = {}
         self._before: dict[int, tuple[int, int]] = {}
 
     def backward_begins(self, params: Iterable[torch.Tensor]) -> None:
@@ -58,24 +59,22 @@ class Gradients:
         """
         reference = None if scaler is None else weakref.ref(scaler)
         for param in params:
-            grad = stored_grad(param)
-            if grad is None or grad.layout is not torch.strided:
+            key, state = id(param), _state(param)
+            before = self._before.get(key)
+            if state is None or state == before:
                 continue
-            before = self._before.get(id(param))
-            if before == _state(param):
-                continue
-            known = self._marks.get(param)
+            known = self._marks.get(key)
             if before is not None and known is not None and known.origin is not origin:
                 # Added to gradients of another kind: the sum is neither.
-                self._marks[param] = _Mark(Origin.OTHER, WeightMark(grad), None)
+                self._marks[key] = _Mark(Origin.OTHER, state, None)
             else:
-                self._marks[param] = _Mark(origin, WeightMark(grad), reference)
+                self._marks[key] = _Mark(origin, state, reference)
         self._before = {}
 
     def forget(self, params: Iterable[torch.Tensor]) -> None:
         """Know nothing of the gradients of ``params`` any more."""
         for param in params:
-            self._marks.pop(param, None)
+            self._marks.pop(id(param), None)
 
     def of(self, params: Iterable[torch.Tensor], origin: Origin) -> list[torch.Tensor]:
         """Those of ``params`` whose gradient comes from such a backward and is as it left it."""
@@ -83,17 +82,16 @@ class Gradients:
 
     def scaler_of(self, param: torch.Tensor) -> Any:
         """The ``GradScaler`` whose scale the gradient of ``param`` carries, or ``None``."""
-        mark = self._marks.get(param)
+        mark = self._marks.get(id(param))
         return None if mark is None or mark.scaler is None else mark.scaler()
 
     def _origin(self, param: torch.Tensor) -> Origin | None:
-        mark, grad = self._marks.get(param), stored_grad(param)
-        if mark is None or grad is None or not mark.gradient.is_of(grad):
-            return None
-        return mark.origin
+        mark = self._marks.get(id(param))
+        return mark.origin if mark is not None and mark.state == _state(param) else None
 
 
 def _state(param: torch.Tensor) -> tuple[int, int] | None:
+    """What changes when the gradient is replaced or written to; ``None`` without a dense one."""
     grad = stored_grad(param)
     if grad is None or grad.layout is not torch.strided:
         return None

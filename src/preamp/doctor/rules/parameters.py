@@ -74,9 +74,9 @@ class Membership(Detector):
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Note which parameters have a gradient, in the first few steps."""
         facts = self.seen.facts(optimizer)
-        self._note_owned()
         if facts.begun > _STEPS:
             return
+        self._note_owned()
         trainable = list(self._trainable())
         missing = [param for param in trainable if id(param) not in self._owned]
         self._got_gradient |= {id(p) for p in missing if stored_grad(p) is not None}

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whole training programs that have no such bug are found to have none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from alias.harness import Zygote
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = (
+    ("tests/scripts/imagenet.py", "--opt-level", "O2", "--epochs", "1"),
+    ("tests/scripts/dcgan.py", "--opt_level", "O1"),
+    ("tests/scripts/bert.py", "--fp16", "--fp16_opt_level", "O2", "--optimizer", "fused_adam"),
+    ("tests/scripts/lstm.py", "--cell", "LSTM", "--opt-level", "O1"),
+    ("tests/scripts/gloo.py", "--opt-level", "O2"),
+    ("examples/01_minimal.py", "--steps", "20"),
+    ("examples/02_accumulation_and_clipping.py", "--steps", "20"),
+    ("examples/03_gan.py", "--steps", "20"),
+)
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with Zygote("sklearn.datasets", "torch._dynamo") as process:
+        yield process
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: Path(program[0]).stem)
+def test_a_healthy_program_is_clean(
+    zygote: Zygote, tmp_path: Path, program: tuple[str, ...]
+) -> None:
+    script, *arguments = program
+    options = ("doctor", "--steps", "20", "--strict")
+    done = zygote.preamp((*options, str(ROOT / script), *arguments), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "\npreamp doctor: no findings in 20 optimizer steps\n"
