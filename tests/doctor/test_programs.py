@@ -37,4 +37,5 @@ def test_a_healthy_program_is_clean(
     options = ("doctor", "--steps", "20", "--strict")
     done = zygote.preamp((*options, str(ROOT / script), *arguments), tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "\npreamp doctor: no findings in 20 optimizer steps\n"
+    # Some versions of triton, loaded beforehand, say more when Python ends.
+    assert done.stderr.startswith("\npreamp doctor: no findings in 20 optimizer steps\n")

@@ -12,8 +12,6 @@ from preamp.cli.run import run
 from preamp.core.errors import message
 
 NEEDS = ("rich", "typer")
-RUNNING_PROGRAMS = {"run": run, "doctor": run_doctor}
-"""Commands that need neither, and end as the program ends that they run."""
 
 
 def main() -> None:
@@ -22,9 +20,12 @@ def main() -> None:
     Raises:
         SystemExit: Always; status 1 where rich or typer is missing.
     """
-    command = RUNNING_PROGRAMS.get(sys.argv[1] if len(sys.argv) > 1 else "")
-    if command is not None:
-        command(sys.argv[2:])
+    # These need neither, and end as the program ends that they run.
+    if sys.argv[1:2] == ["run"]:
+        run(sys.argv[2:])
+        raise SystemExit(0)
+    if sys.argv[1:2] == ["doctor"]:
+        run_doctor(sys.argv[2:])
         raise SystemExit(0)
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
