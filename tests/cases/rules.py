@@ -122,6 +122,7 @@ ROWS = (
     _adam(BiasCorrection.NONE, 0.0, decoupled=False, inside=False),
     _adam(BiasCorrection.MOMENTS, 0.1, decoupled=False, inside=True),
     _adam(BiasCorrection.MOMENTS, 0.1, decoupled=True, inside=False),
+    _adam(BiasCorrection.STEP_SIZE, 0.1, decoupled=False, inside=False),
     _adam(BiasCorrection.STEP_SIZE, 0.1, decoupled=True, inside=True),
     _lamb(0.0, decoupled=False, corrects=False, averages=True, trusts=True),
     _lamb(0.1, decoupled=False, corrects=True, averages=False, trusts=True),
@@ -131,6 +132,7 @@ ROWS = (
     _sgd(0.9, 0.1, nesterov=False, after=True),
     _sgd(0.9, 0.1, nesterov=True, after=False),
     _novograd(corrects=False, averages=True, inside=False, largest=False),
+    _novograd(corrects=True, averages=False, inside=False, largest=False),
     _novograd(corrects=True, averages=False, inside=True, largest=True),
     _novograd(corrects=True, averages=True, inside=True, largest=False),
     _adagrad(0.0, decoupled=False),
@@ -141,5 +143,11 @@ ROWS = (
     _lars(nesterov=True, trusts=False),
 )
 
-ONE_EACH = tuple({row.op: row for row in ROWS}.values())
-"""One row per op."""
+FUSED = (
+    _adam(BiasCorrection.MOMENTS, 0.1, decoupled=True, inside=False),
+    _adagrad(0.1, decoupled=False),
+)
+"""Rules that the cpu back end leaves to kernels of torch's, where others of the op take none."""
+
+ONE_EACH = (*{row.op: row for row in ROWS}.values(), *FUSED)
+"""One row per op, and where an op has two ways to go, one for each."""

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from cases.back_ends import REFERENCE, as_they_are, defaults, every_back_end
 from cases.exact import Exact, assert_within_ulps
 from cases.layouts import LAYOUTS
-from cases.oracle_rules import BF16, F16, F32, F64, ONE_EACH, ROWS, SIGNATURES, RuleRow
 from cases.rule_oracles import ORACLES
+from cases.rules import BF16, F16, F32, F64, FUSED, ONE_EACH, ROWS, SIGNATURES, RuleRow
 from cases.tolerances import assert_same
 from preamp.core.dtypes import math_dtype
 from preamp.kernels import AdamRule, BiasCorrection, Update
@@ -182,6 +182,15 @@ def test_buffers_without_momentum_are_not_touched(ops: Any, momentum: float) -> 
     assert_bits(run(ops, row, before, step=2)[2], before[2])
 
 
+@every_back_end
+@pytest.mark.parametrize("row", [row for row in ROWS if row.op == "novograd_"])
+def test_a_norm_of_zero_is_a_norm(ops: Any, row: RuleRow) -> None:
+    """Only a negative one means that there is none yet."""
+    before = lists_of(row, F32, F32, F32)
+    before[3] = [torch.zeros(()) for _ in SIZES]
+    assert_exact(row, run(ops, row, before, step=2), before, step=2)
+
+
 # -- skipping ----------------------------------------------------------------------------------
 
 
@@ -300,7 +309,7 @@ def test_long_sums_keep_their_digits(ops: Any, row: RuleRow) -> None:
 
 @every_back_end
 def test_ten_thousand_tiny_tensors(ops: Any) -> None:
-    row = ROWS[2]
+    row = FUSED[0]
     shapes = [(index % 4,) for index in range(10_000)]
     before = lists_of(row, F32, F16, F32, shapes)
     joined = [[torch.cat(tensors)] for tensors in before]

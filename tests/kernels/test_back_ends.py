@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from cases.back_ends import NAMES, REFERENCE, as_they_are, defaults, every_back_end
 from cases.exact import Exact, assert_within_ulps
 from cases.layouts import LAYOUTS
-from cases.oracle_rules import BF16, F16, F32, F64
+from cases.rules import BF16, F16, F32, F64
 from cases.tolerances import assert_same
 from preamp.core.dtypes import math_dtype
 from preamp.kernels import BACKENDS, OP_NAMES
+from preamp.kernels.foreach.blocks import parts
 
 CPU = torch.device("cpu")
 DTYPES = (F16, BF16, F32, F64)
@@ -327,6 +328,15 @@ def test_linear_combinations_onto_their_inputs(ops: Any, dtype: torch.dtype) -> 
     assert y.tolist() == [16.0, 32.0]
 
 
+@every_back_end
+def test_each_product_is_rounded_in_its_own_precision(ops: Any) -> None:
+    wide, narrow = torch.full((3,), 1 / 3, dtype=F64), torch.ones(3)
+    for x, y in ((narrow, wide), (wide, narrow)):
+        target = torch.zeros(3, dtype=F64)
+        ops.axpby_([target], 1.0, [x], 1.0, [y])
+        assert target.tolist() == [1 + 1 / 3] * 3
+
+
 # -- norms -------------------------------------------------------------------------------------
 
 
@@ -371,7 +381,24 @@ def test_norms_of_nothing(ops: Any) -> None:
     assert_same(ops.l2norm([torch.ones(0)], [torch.tensor(2.0)], CPU), torch.tensor(0.0))
 
 
-# -- sizes -------------------------------------------------------------------------------------
+# -- sizes and blocks ----------------------------------------------------------------------------
+
+
+@given(sizes=st.lists(st.integers(0, 20)), most=st.integers(1, 9))
+def test_blocks_hold_every_element_once_and_no_more_than_they_may(
+    sizes: list[int], most: int
+) -> None:
+    column = [torch.arange(size) + 100 * place for place, size in enumerate(sizes)]
+    found = list(parts(most, column, [None] * len(column)))
+    blocks = [block for part in found for block in part.blocks]
+    assert all(0 < block.numel <= most for block in blocks)
+    elements = [block.flat(0, torch.int64) for block in blocks]
+    assert [block.numel for block in blocks] == [vector.numel() for vector in elements]
+    every = sorted(torch.cat([torch.zeros(0, dtype=torch.int64), *elements]).tolist())
+    assert every == [number for tensor in column for number in tensor.tolist()]
+    assert sorted(p for part in found for p in part.places) == [
+        p for p, size in enumerate(sizes) if size
+    ]
 
 
 @as_they_are
