@@ -270,6 +270,26 @@ def test_widening_keeps_the_layout(ops: Any) -> None:
     assert [wide.stride() for wide in results] == [image.stride(), image.mT.stride()]
 
 
+@every_back_end
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+def test_no_history_is_recorded(ops: Any, dtype: torch.dtype) -> None:
+    """Of parameters neither, which torch refuses to change where it records."""
+    one = torch.ones(3, dtype=dtype, requires_grad=True)
+    grad, factor = one * 2, torch.tensor(2.0, requires_grad=True)
+    other = torch.ones(3, requires_grad=True)
+    for tensor in (one, grad):
+        ops.scale_add_([tensor], factor, [other.detach().to(dtype).requires_grad_()])
+        ops.axpby_([tensor], factor, [other], factor, [tensor])
+        ops.cast_copy_([other], [tensor])
+    results = ops.widen_add([one.half(), one.half()], [factor] * 2, [None, other])
+    census = ops.census([one, grad], CPU, with_norm=True)
+    results += [census.found_inf, census.norm, census.max_abs]
+    results += [ops.l2norms([one, grad], by, CPU) for by in (None, factor)]
+    results += [ops.l2norm([one, grad], [None, factor], CPU)]
+    assert [result.grad_fn for result in (*results, one)] == [None] * (len(results) + 1)
+    assert not any(result.requires_grad for result in results if result is not other)
+
+
 # -- casting -----------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ arithmetic on lists of tensors; none of them reads a value back to the host. The
 end is the definition: the others agree with it bitwise, or within the ulps stated here.
 
 Precision contract, for every op: load in the tensor's own dtype, compute in float32 (float64 for
-float64 tensors), round once, to nearest even, on store.
+float64 tensors), round once, to nearest even, on store. No autograd history is recorded.
 
 The update rules (``adam_`` and below) have one signature:
 ``op(params, grads, *state, rule=..., update=...)``. What holds for all of them:
@@ -15,7 +15,6 @@ The update rules (``adam_`` and below) have one signature:
   shape. Layouts may differ. Gradients and state may have another dtype than the parameters; the
   parameter's decides between float32 and float64.
 * Parameters, state and ``update.halves`` are mutated. Gradients never are.
-* No autograd history is recorded.
 * `Update` says what ``inv_scale``, ``found_inf`` and ``halves`` do. A gradient that is not finite
   spoils its own tensors only; skipping is ``found_inf``'s business.
 

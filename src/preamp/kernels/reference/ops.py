@@ -33,6 +33,7 @@ def _extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return low, high
 
 
+@torch.no_grad()
 def census(
     grads: Tensors, device: torch.device, *, with_norm: bool = False, with_max_abs: bool = True
 ) -> Census:
@@ -51,6 +52,7 @@ def census(
     return Census(found_inf=found_inf, norm=norm, max_abs=max_abs.to(torch.float32))
 
 
+@torch.no_grad()
 def scale_add_(
     grads: Tensors, factor: torch.Tensor | float, addends: Sequence[torch.Tensor | None]
 ) -> None:
@@ -87,6 +89,7 @@ def _scale_add_sparse_(
     grad.data = result.to(grad.dtype).coalesce()
 
 
+@torch.no_grad()
 def widen_add(
     halves: Tensors, factors: Sequence[torch.Tensor], addends: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor]:
@@ -99,12 +102,14 @@ def widen_add(
     return results
 
 
+@torch.no_grad()
 def cast_copy_(sources: Tensors, targets: Tensors) -> None:
     """See `preamp.kernels.ops.Ops.cast_copy_`."""
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
 
 
+@torch.no_grad()
 def axpby_(
     targets: Tensors,
     a: torch.Tensor | float,
@@ -123,6 +128,7 @@ def _norm(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return norm(values, math_dtype(values.dtype)).to(device, torch.float32)
 
 
+@torch.no_grad()
 def l2norms(tensors: Tensors, factor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """See `preamp.kernels.ops.Ops.l2norms`."""
     if not tensors:
@@ -133,6 +139,7 @@ def l2norms(tensors: Tensors, factor: torch.Tensor | None, device: torch.device)
     return stack([_norm(tensor, device) for tensor in scaled])
 
 
+@torch.no_grad()
 def l2norm(
     tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
 ) -> torch.Tensor:
