@@ -20,7 +20,7 @@ from flat.early_adam import EarlyAdam
 from preamp.compat.flat import FP16_Optimizer
 from preamp.core.errors import LossScaleError, PreampStateError
 from preamp.optim import LARC
-from preamp.optim.fused import FusedMixedPrecisionLamb
+from preamp.optim.fused.every import FusedMixedPrecisionLamb
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)

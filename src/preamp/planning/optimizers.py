@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from preamp.core.errors import message
-from preamp.optim import fused
+from preamp.optim.fused import every as fused
 from preamp.planning.calls import parse_call
 
 Make = Callable[[Any], torch.optim.Optimizer]

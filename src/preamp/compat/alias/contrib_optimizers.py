@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from preamp.compat.flat import FP16_Optimizer as FP16_Optimizer
-from preamp.optim import fused
-from preamp.optim.fused import FusedLAMB as FusedLAMB
-from preamp.optim.fused import FusedSGD as FusedSGD
+from preamp.optim.fused import every as fused
+from preamp.optim.fused.every import FusedLAMB as FusedLAMB
+from preamp.optim.fused.every import FusedSGD as FusedSGD
 
 __all__ = ["FP16_Optimizer", "FusedAdam", "FusedLAMB", "FusedSGD"]
 

@@ -11,7 +11,7 @@ import torch
 
 from preamp.core.errors import LossScaleError, PreampStateError, message
 from preamp.optim import LARC
-from preamp.optim.fused import FusedLAMB, FusedLARS, FusedMixedPrecisionLamb, FusedNovoGrad
+from preamp.optim.fused.every import FusedLAMB, FusedLARS, FusedMixedPrecisionLamb, FusedNovoGrad
 
 DEFAULTS: dict[str, Any] = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 1000}
 
