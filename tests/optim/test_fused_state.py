@@ -544,3 +544,11 @@ def test_groups_own_their_counters(make: Any, lr: Any) -> None:
     for group in others:
         assert group["lr"] == torch.tensor(1e-3)
         assert group["step"] == 0
+
+
+def test_the_back_end_asked_for_by_name_survives_copies_and_pickles() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = FusedAdam([weight], lr=0.1)
+    optimizer.backend = "reference"
+    assert copy.deepcopy(optimizer).backend == "reference"
+    assert pickle.loads(pickle.dumps(optimizer)).backend == "reference"

@@ -80,7 +80,9 @@ class FusedAdagrad(FusedOptimizer):
                 for group, entries in work:
                     for batch in batches(entries):
                         self._update(group, batch, signals)
-            signals.unscale_([entry.grad for _, entries in work for entry in entries])
+            signals.unscale_(
+                [entry.grad for _, entries in work for entry in entries], backend(self.backend)
+            )
         return loss
 
     def _update(self, group: Group, batch: Batch, signals: Signals) -> None:

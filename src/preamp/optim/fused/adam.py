@@ -201,7 +201,9 @@ class FusedAdam(FusedOptimizer):
                     if any(half is not None for half in halves):
                         update = replace(update, halves=halves)
                     self._update(batch, rule, update)
-        signals.unscale_([entry.grad for _, entries in work for entry in entries])
+        signals.unscale_(
+            [entry.grad for _, entries in work for entry in entries], backend(self.backend)
+        )
 
     @property
     def _counts_on_device(self) -> bool:
@@ -219,7 +221,9 @@ class FusedAdam(FusedOptimizer):
         for index, (group, entries) in enumerate(zip(self.param_groups, work, strict=True)):
             if not entries:
                 continue
-            inv_scale = early.inverse_scale(index, entries, group.get("max_grad_norm", 0.0))
+            inv_scale = early.inverse_scale(
+                index, entries, group.get("max_grad_norm", 0.0), backend(self.backend)
+            )
             rule = early_rule(group, eps_inside_sqrt=bool(self._early.eps_inside_sqrt))
             for batch in batches(entries, apart=self._steps_done):
                 step = self._steps_done(batch.params[0]) + 1

@@ -129,7 +129,8 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
                     self.state[param][key] = wide
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {name: getattr(self, name) for name in self._settings}
+        names = (*self._settings, "backend")
+        return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -15,7 +15,7 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampStateError, message
-from preamp.kernels import AdamRule, BiasCorrection
+from preamp.kernels import AdamRule, BiasCorrection, Ops
 from preamp.optim.fused.base import Group, rate_of, scalar_on
 from preamp.optim.fused.entries import Entry
 from preamp.optim.fused.norms import global_norm
@@ -123,14 +123,14 @@ class EarlyArguments:
             found.append(entries)
         return found
 
-    def norm_of(self, index: int, entries: Sequence[Entry]) -> float | torch.Tensor:
+    def norm_of(self, index: int, entries: Sequence[Entry], ops: Ops) -> float | torch.Tensor:
         """The norm of a group's scaled gradients, taken here if it was not given."""
         if self.grad_norms is not None:
             return self.grad_norms[index]
-        return global_norm(entries)
+        return global_norm(entries, ops)
 
     def inverse_scale(
-        self, index: int, entries: Sequence[Entry], max_norm: float
+        self, index: int, entries: Sequence[Entry], max_norm: float, ops: Ops
     ) -> torch.Tensor | None:
         """What unscales and clips a group's gradients.
 
@@ -144,7 +144,7 @@ class EarlyArguments:
         dtype, device = math_dtype(param.dtype), param.device
         combined = scalar_on(scale, dtype, device)
         if max_norm > 0:
-            norm = scalar_on(self.norm_of(index, entries), dtype, device)
+            norm = scalar_on(self.norm_of(index, entries, ops), dtype, device)
             clip = (norm / combined + CLIP_EPS) / max_norm
             combined = torch.where(clip > 1, clip * combined, combined)
         return combined.reciprocal()

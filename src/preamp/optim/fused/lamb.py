@@ -103,12 +103,13 @@ class FusedLAMB(FusedOptimizer):
             work, signals = self._collect(), Signals.of(self)
             every = [entry for _, entries in work for entry in entries]
             if not signals.is_skip:
-                factor = clip_factor(every, self.defaults["max_grad_norm"], signals.inv_scale)
+                ops, max_norm = backend(self.backend), self.defaults["max_grad_norm"]
+                factor = clip_factor(every, max_norm, signals.inv_scale, ops)
                 for group, entries in work:
                     step = count_step(group, signals)
                     for batch in batches(entries):
                         self._update(group, batch, step, factor, signals.found_inf)
-            signals.unscale_([entry.grad for entry in every])
+            signals.unscale_([entry.grad for entry in every], backend(self.backend))
         return loss
 
     def _update(

@@ -144,7 +144,8 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
             work = self._collect()
             signals = Signals.of(self)
             every = [entry for _, entries in work for entry in entries]
-            factor = clip_factor(every, self.defaults["max_grad_norm"], signals.inv_scale)
+            ops, max_norm = backend(self.backend), self.defaults["max_grad_norm"]
+            factor = clip_factor(every, max_norm, signals.inv_scale, ops)
             for group, entries in work:
                 step = count_on_device(group, signals.found_inf)
                 for batch in batches(entries):
@@ -154,7 +155,7 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
                     if any(half is not None for half in halves):
                         update = replace(update, halves=halves)
                     self._update(group, batch, update)
-            signals.unscale_([entry.grad for entry in every])
+            signals.unscale_([entry.grad for entry in every], backend(self.backend))
         return loss
 
     def _update(self, group: Group, batch: Batch, update: Update) -> None:

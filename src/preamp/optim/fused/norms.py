@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import torch
 
-from preamp.kernels import backend
+from preamp.kernels import Ops
 from preamp.optim.fused.entries import Entry
 
 _vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_norm
 
 
-def global_norm(entries: Sequence[Entry]) -> torch.Tensor:
+def global_norm(entries: Sequence[Entry], ops: Ops) -> torch.Tensor:
     """L2 norm over all unscaled gradients, a scalar on the device of the first parameter.
 
     float32, or float64 if one of the gradients is.
@@ -22,7 +22,7 @@ def global_norm(entries: Sequence[Entry]) -> torch.Tensor:
     device = entries[0].param.device
     if all(entry.grad.dtype is not torch.float64 for entry in entries):
         grads = [entry.grad for entry in entries]
-        return backend().l2norm(grads, [entry.factor for entry in entries], device)
+        return ops.l2norm(grads, [entry.factor for entry in entries], device)
     return _vector_norm(torch.stack([_wide_norm(entry).to(device) for entry in entries]))
 
 
@@ -32,7 +32,7 @@ def _wide_norm(entry: Entry) -> torch.Tensor:
 
 
 def clip_factor(
-    entries: Sequence[Entry], max_norm: float, inv_scale: torch.Tensor | None
+    entries: Sequence[Entry], max_norm: float, inv_scale: torch.Tensor | None, ops: Ops
 ) -> torch.Tensor | None:
     """What unscales gradients and clips them to a global norm, in one factor.
 
@@ -40,13 +40,14 @@ def clip_factor(
         entries: Gradients of all groups.
         max_norm: Largest norm of the unscaled gradients; 0 for no clipping.
         inv_scale: What unscales them, or ``None``.
+        ops: The back end.
 
     Returns:
         A scalar on the device of the first parameter, or ``None`` where there is nothing to do.
     """
     if max_norm == 0 or not entries:
         return inv_scale
-    norm = global_norm(entries)
+    norm = global_norm(entries, ops)
     one = torch.ones_like(norm)
     scale = one if inv_scale is None else inv_scale.to(norm.device)
     norm = norm * scale

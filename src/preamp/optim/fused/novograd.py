@@ -136,7 +136,9 @@ class FusedNovoGrad(FusedOptimizer):
                     step = count_step(group, signals)
                     for batch in batches(entries):
                         self._update(group, batch, step, signals)
-            signals.unscale_([entry.grad for _, entries in work for entry in entries])
+            signals.unscale_(
+                [entry.grad for _, entries in work for entry in entries], backend(self.backend)
+            )
         return loss
 
     def _update(

@@ -16,7 +16,7 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import message
-from preamp.kernels import backend
+from preamp.kernels import Ops
 from preamp.optim.fused.base import Group, scalar_on
 
 
@@ -49,7 +49,7 @@ class Signals:
         found_inf = self.found_inf
         return found_inf is not None and host_reaches(found_inf) and bool(found_inf != 0)
 
-    def unscale_(self, grads: Sequence[torch.Tensor]) -> None:
+    def unscale_(self, grads: Sequence[torch.Tensor], ops: Ops) -> None:
         """Leave the gradients unscaled after the step, as torch's fused optimizers do.
 
         After it, not before: a half gradient would lose its small values. Gradients of a
@@ -60,7 +60,7 @@ class Signals:
         factor = self.inv_scale
         if self.found_inf is not None:
             factor = torch.where(self.found_inf != 0, torch.ones_like(factor), factor)
-        backend().scale_add_(grads, factor, [None] * len(grads))
+        ops.scale_add_(grads, factor, [None] * len(grads))
 
 
 def host_reaches(tensor: torch.Tensor) -> bool:

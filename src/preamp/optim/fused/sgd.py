@@ -109,7 +109,9 @@ class FusedSGD(FusedOptimizer):
                     # Before _update makes the buffers, and for each parameter by itself.
                     for batch in batches(entries, apart=self._has_momentum):
                         self._update(group, batch, signals)
-            signals.unscale_([entry.grad for _, entries in work for entry in entries])
+            signals.unscale_(
+                [entry.grad for _, entries in work for entry in entries], backend(self.backend)
+            )
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
         return loss
