@@ -1,8 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Counting the binary exponents of a tensor: one pass that most statistics follow from."""
+"""Counting the binary exponents of a tensor: one pass that most statistics follow from.
+
+Values are read as integers, never computed with. So every subnormal value counts as what it is,
+also where the processor was told to flush them to zero.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from functools import cache
 from typing import Final
 
 import torch
@@ -16,7 +23,23 @@ BELOW: Final = 2
 FIRST: Final = 3
 ABOVE: Final = FIRST + len(EXPONENTS)
 BINS: Final = ABOVE + 1
-_BLOCK: Final = 1 << 18  # elements whose temporaries stay in the cache
+
+_PATTERNS: Final = 1 << 15  # of the 15 bits below the sign
+_WORTH_A_TABLE: Final = 1 << 13  # elements; fewer are counted faster one by one
+_BLOCK_ON_CPU: Final = 1 << 18  # elements whose temporaries stay in the cache
+_BLOCK_ELSEWHERE: Final = 1 << 22  # few launches, and temporaries of some tens of megabytes
+
+
+def host_reaches(tensor: torch.Tensor) -> bool:
+    """Whether the host may look at values without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+def blocks_of(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views that cover a 1-d tensor, so that no temporary is as large as the whole."""
+    step = _BLOCK_ON_CPU if host_reaches(flat) else _BLOCK_ELSEWHERE
+    for start in range(0, flat.numel(), step):
+        yield flat[start : start + step]
 
 
 def count_exponents(tensor: torch.Tensor) -> torch.Tensor:
@@ -30,21 +53,82 @@ def count_exponents(tensor: torch.Tensor) -> torch.Tensor:
         below ``2**-149`` (float64 only), one count for each of `EXPONENTS`, magnitudes from
         ``2**128`` (float64 only). Does not synchronise.
     """
-    flat = tensor.detach().reshape(-1)
-    wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
+    flat = tensor.detach().reshape(-1).contiguous()
+    has_table = flat.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    if host_reaches(flat) and has_table and flat.numel() >= _WORTH_A_TABLE:
+        return _count_by_pattern(flat)
     counts = torch.zeros(BINS, dtype=torch.int64, device=flat.device)
-    step = _BLOCK if flat.device.type == "cpu" else max(flat.numel(), 1)
-    for start in range(0, flat.numel(), step):
-        _add(counts, flat[start : start + step].to(wide))
+    for block in blocks_of(flat):
+        _add(counts, block)
     return counts
 
 
 def _add(counts: torch.Tensor, block: torch.Tensor) -> None:
-    exponent = torch.frexp(block).exponent.to(torch.int64) - 1
-    bins = (exponent - EXPONENTS.start).clamp_(-1, len(EXPONENTS)).add_(FIRST)
-    bins = torch.where(block == 0, ZERO, bins)
-    bins = torch.where(torch.isfinite(block), bins, NONFINITE)
-    if block.device.type == "cpu":
+    """Count each element by its own exponent."""
+    bins = _bins(block)
+    if host_reaches(block):
         counts += torch.bincount(bins, minlength=BINS)
     else:  # bincount waits for the largest value there
-        counts.scatter_add_(0, bins, torch.ones_like(bins))
+        bins = bins.to(torch.int64)
+        counts.scatter_add_(0, bins, bins.new_ones(()).expand_as(bins))
+
+
+def _bins(block: torch.Tensor) -> torch.Tensor:
+    """The place of each element among the counts; int32, of float64 values int64."""
+    if block.dtype is torch.float64:
+        bits = block.view(torch.int64) & 0x7FFF_FFFF_FFFF_FFFF
+        biased = bits >> 52
+        exponent = biased - 1023
+        is_nonfinite = biased == 0x7FF
+    else:
+        bits = block.to(torch.float32).view(torch.int32) & 0x7FFF_FFFF
+        biased = bits >> 23
+        # A subnormal value is an integer times 2**-149, and an integer has an exponent as a float.
+        of_integer = (bits.to(torch.float32).view(torch.int32) >> 23) - 127
+        exponent = torch.where(biased == 0, of_integer - 149, biased - 127)
+        is_nonfinite = biased == 0xFF
+    bins = (exponent - EXPONENTS.start).clamp_(-1, len(EXPONENTS)).add_(FIRST)
+    bins = torch.where(bits == 0, ZERO, bins)
+    return torch.where(is_nonfinite, NONFINITE, bins)
+
+
+def _count_by_pattern(flat: torch.Tensor) -> torch.Tensor:
+    """Count how often each pattern of the 15 bits below the sign occurs, then what they mean.
+
+    For half values these are all bits. Of the others they are the exponent and the first digits,
+    which is enough but for pattern 0: those elements are looked at again. On the CPU this reads
+    2**22 values in 0.5 ns (half), 1.4 ns (float64) and 1.9 ns (float32) each; one by one it is
+    5 ns and more.
+    """
+    width = flat.element_size() // 2
+    words = flat.view(torch.int16)[width - 1 if sys.byteorder == "little" else 0 :: width]
+    found = torch.zeros(_PATTERNS, dtype=torch.int64)
+    for block in blocks_of(words):
+        found += torch.bincount(block & 0x7FFF, minlength=_PATTERNS)
+    counts = torch.zeros(BINS, dtype=torch.int64)
+    if width > 1 and found[0] > 0:
+        counts[ZERO] = _count_zeros(flat)
+        if counts[ZERO] != found[0]:  # some are tiny instead
+            counts.zero_()
+            for block, own in zip(blocks_of(words), blocks_of(flat), strict=True):
+                _add(counts, own[(block & 0x7FFF) == 0])
+        found[0] = 0
+    return counts.index_add_(0, _bins_of_patterns(flat.dtype), found)
+
+
+def _count_zeros(flat: torch.Tensor) -> int:
+    """How many float32 or float64 values are zero, read as integers."""
+    integer, mask = torch.int32, 0x7FFF_FFFF
+    if flat.dtype is torch.float64:
+        integer, mask = torch.int64, 0x7FFF_FFFF_FFFF_FFFF
+    other = (torch.count_nonzero(block & mask) for block in blocks_of(flat.view(integer)))
+    return flat.numel() - int(sum(other))
+
+
+@cache
+def _bins_of_patterns(dtype: torch.dtype) -> torch.Tensor:
+    """What each pattern means, followed by zeros where it is not all of the value."""
+    width = dtype.itemsize // 2
+    patterns = torch.arange(_PATTERNS, dtype=torch.int64) << 16 * (width - 1)
+    integer = {1: torch.int16, 2: torch.int32, 4: torch.int64}[width]
+    return _bins(patterns.to(integer).view(dtype)).to(torch.int64)

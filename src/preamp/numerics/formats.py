@@ -55,7 +55,10 @@ class NumberFormat:
         Returns:
             ``log2(largest / max_abs)``, negative beyond the range; ``None`` for zero.
         """
-        return math.log2(self.largest) - math.log2(max_abs) if max_abs > 0 else None
+        if max_abs <= 0:
+            return None
+        (mantissa, exponent), (own, top) = math.frexp(max_abs), math.frexp(self.largest)
+        return math.log2(own / mantissa) + (top - exponent)  # exact for whole powers
 
 
 FORMATS: Final = {

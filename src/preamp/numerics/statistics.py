@@ -10,8 +10,9 @@ from typing import Any, cast
 
 import torch
 
+from preamp.core.dtypes import dtype_name, math_dtype
 from preamp.numerics import exponents
-from preamp.numerics.exponents import EXPONENTS, count_exponents
+from preamp.numerics.exponents import EXPONENTS, blocks_of, count_exponents
 from preamp.numerics.formats import NumberFormat
 from preamp.numerics.records import TensorStatistics, What
 
@@ -58,7 +59,7 @@ class Measured:
         return TensorStatistics(
             name=name,
             what=what,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=dtype_name(self.dtype),
             form=form.name,
             elements=sum(counts),
             zeros=counts[exponents.ZERO],
@@ -83,27 +84,39 @@ def measure(tensor: torch.Tensor) -> Measured:
         tensor: Real floating point, dense; any shape, layout, device. Not mutated.
 
     Returns:
-        What was found, on the tensor's device. Does not synchronise.
+        What was found, on the tensor's device. Does not synchronise. Temporaries are small.
     """
-    detached = tensor.detach()
-    wide = torch.float64 if detached.dtype is torch.float64 else torch.float32
-    return Measured(count_exponents(detached), _extremes(detached.to(wide)), detached.dtype)
+    flat = tensor.detach().reshape(-1).contiguous()
+    counts = count_exponents(flat)
+    nonfinite = counts[exponents.NONFINITE]
+    # Where the host is near, one look spares masking them in two passes.
+    is_finite = exponents.host_reaches(flat) and not bool(nonfinite)
+    extremes = _extremes(flat, flat.numel() - nonfinite, is_finite=is_finite)
+    return Measured(counts, extremes, flat.dtype)
 
 
-def _extremes(values: torch.Tensor) -> torch.Tensor:
-    """Largest finite magnitude and root mean square, without under- or overflow of squares."""
-    if not values.numel():
-        return values.new_zeros(2)
-    finite = torch.isfinite(values)
-    magnitudes = torch.where(finite, values.abs(), 0)
-    largest = magnitudes.max()
-    # A power of two, so that dividing by it is exact: squares then lie between 0 and 4. A factor of
-    # 2**149 does not exist in float32, hence the two halves.
-    exponent = torch.frexp(largest).exponent
-    half = torch.div(exponent, 2, rounding_mode="floor")
-    magnitudes = torch.ldexp(torch.ldexp(magnitudes, -half), half - exponent)
-    mean = magnitudes.square().sum() / finite.sum().clamp(min=1)
-    rms = torch.ldexp(torch.ldexp(mean.sqrt(), half), exponent - half)
+def _extremes(flat: torch.Tensor, finite: torch.Tensor, *, is_finite: bool) -> torch.Tensor:
+    """Largest finite magnitude and root mean square, without under- or overflow of squares.
+
+    Args:
+        flat: The values.
+        finite: How many of them are finite.
+        is_finite: Whether all are known to be.
+    """
+    wide = math_dtype(flat.dtype)
+
+    def values(block: torch.Tensor) -> torch.Tensor:
+        block = block.to(wide)
+        return block if is_finite else block.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+    largest = torch.zeros((), dtype=wide, device=flat.device)
+    for block in blocks_of(flat):
+        largest = torch.maximum(largest, values(block).abs().amax())
+    unit = torch.where(largest > 0, largest, 1)
+    squares = torch.zeros_like(largest)
+    for block in blocks_of(flat):
+        squares += (values(block) / unit).square_().sum()
+    rms = largest * (squares / finite.clamp(min=1)).sqrt()
     return torch.stack((largest, rms))
 
 
