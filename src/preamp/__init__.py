@@ -23,6 +23,7 @@ from preamp.core.errors import PreampError as PreampError
 from preamp.core.errors import PreampPolicyError as PreampPolicyError
 from preamp.core.errors import PreampStateError as PreampStateError
 from preamp.core.errors import PreampUnavailableError as PreampUnavailableError
+from preamp.core.version import __version__ as __version__
 from preamp.engine import Engine as Engine
 from preamp.engine import OverflowCause as OverflowCause
 from preamp.engine import audit_casts as audit_casts
@@ -34,16 +35,19 @@ from preamp.engine import master_params as master_params
 from preamp.engine import scale_loss as scale_loss
 from preamp.engine import state_dict as state_dict
 from preamp.engine import step_scheduler as step_scheduler
+from preamp.numerics import History as History
+from preamp.numerics import TensorBoardWriter as TensorBoardWriter
+from preamp.numerics import read_history as read_history
 from preamp.planning import count_memory as count_memory
 from preamp.planning import estimate as estimate
 from preamp.planning import plan as plan
 from preamp.policy import OPT_LEVELS as OPT_LEVELS
 from preamp.policy import Policy as Policy
 
-__version__ = "0.1.0.dev0"
 __all__ = [
     "OPT_LEVELS",
     "Engine",
+    "History",
     "LossScaleError",
     "OverflowCause",
     "Policy",
@@ -51,6 +55,7 @@ __all__ = [
     "PreampPolicyError",
     "PreampStateError",
     "PreampUnavailableError",
+    "TensorBoardWriter",
     "__version__",
     "audit_casts",
     "bfloat16_function",
@@ -67,6 +72,7 @@ __all__ = [
     "master_params",
     "plan",
     "promote_function",
+    "read_history",
     "register_bfloat16_function",
     "register_float_function",
     "register_half_function",

@@ -9,6 +9,7 @@ from preamp.numerics.exponents import count_exponents as count_exponents
 from preamp.numerics.formats import FORMATS as FORMATS
 from preamp.numerics.formats import NumberFormat as NumberFormat
 from preamp.numerics.history import History as History
+from preamp.numerics.history import Listener as Listener
 from preamp.numerics.history import read_history as read_history
 from preamp.numerics.lines import from_json as from_json
 from preamp.numerics.lines import to_json as to_json
@@ -25,3 +26,4 @@ from preamp.numerics.records import TensorStatistics as TensorStatistics
 from preamp.numerics.records import TraceRecord as TraceRecord
 from preamp.numerics.statistics import Measured as Measured
 from preamp.numerics.statistics import measure as measure
+from preamp.numerics.tensorboard import TensorBoardWriter as TensorBoardWriter

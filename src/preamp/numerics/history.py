@@ -4,20 +4,27 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from preamp.core.errors import message
-from preamp.numerics.lines import from_json, to_json
-from preamp.numerics.records import Record, ResumeRecord
+from preamp.numerics.journal import Journal
+from preamp.numerics.lines import from_json, to_line
+from preamp.numerics.records import NumericsRecord, Record, ResumeRecord
 
-Listener = Callable[[Record], None]
+Listener = Callable[[Record], object]
 R = TypeVar("R")
 
 KEPT = 100_000
 """Records of each kind that stay in memory."""
+
+KEPT_TENSORS = 50_000
+"""Statistics of tensors that stay in memory, all records together: tens of megabytes."""
+
+_HISTOGRAM = 4  # times as large as the rest
 
 
 class History:
@@ -27,44 +34,56 @@ class History:
         path: The file that all records go to, or ``None``.
     """
 
-    def __init__(self, path: Path | None = None, *, kept: int = KEPT) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, kept: int | None = None
+    ) -> None:
         """Start, or go on with the file of an earlier run.
 
         Args:
             path: JSON lines are appended here; its folder is made where it does not exist. What
                 is in it already is read, and a half-written last line is removed.
-            kept: Records of each kind that stay in memory.
+            kept: Records of each kind that stay in memory. By default 100,000, and as many
+                statistics of tensors as fit into some tens of megabytes. The oldest go first;
+                the file has them all.
 
         Raises:
+            PreampStateError: Another engine or process writes to the file.
             ValueError: The file holds something else than such lines; it is left as it was.
             OSError: The file cannot be written.
         """
-        self.path = path
-        self._kept = kept
+        self.path = None if path is None else Path(path)
+        self._kept = KEPT if kept is None else kept
+        self._kept_tensors = KEPT_TENSORS if kept is None else None
+        self._tensors = 0
         self._records: dict[str, deque[Record]] = {}
         self._listeners: list[Listener] = []
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():
-                for record in read_history(path):
+        self._journal: Journal | None = None
+        if self.path is not None:
+            if self.path.exists():
+                for record in _records_in(self.path):
                     self._keep(record)
-                _drop_partial_line(path)
+            self._journal = Journal(self.path)
 
     def add(self, record: Record) -> None:
-        """Keep ``record``, write it, and hand it to the listeners.
+        """Write ``record``, keep it, and hand it to the listeners.
 
         Raises:
-            OSError: It could not be written.
+            PreampStateError: The file was closed.
+            OSError: It could not be written; nothing happened.
         """
+        if self._journal is not None:
+            self._journal.append(to_line(record))
         self._keep(record)
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(to_json(record), allow_nan=False) + "\n")
         for listener in tuple(self._listeners):
             listener(record)
 
     def listen(self, listener: Listener) -> Callable[[], None]:
         """Call ``listener`` with every coming record.
+
+        Args:
+            listener: Takes a record. What it raises comes out of the call that made the record,
+                usually ``optimizer.step``. If it has a method ``close``, that is called when the
+                history is closed.
 
         Returns:
             A function that ends this.
@@ -78,8 +97,23 @@ class History:
         return end
 
     def of(self, kind: type[R]) -> list[R]:
-        """Return the records of one class, oldest first."""
+        """Return the records of one class that are in memory, oldest first.
+
+        Those that a later `ResumeRecord` made void are left out.
+        """
         return [r for r in self._records.get(_kind_of(kind), ()) if isinstance(r, kind)]
+
+    def close(self) -> None:
+        """Close the file and the listeners; what is in memory stays. A second call does nothing."""
+        listeners, self._listeners = self._listeners, []
+        try:
+            for listener in listeners:
+                close = getattr(listener, "close", None)
+                if callable(close):
+                    close()
+        finally:
+            if self._journal is not None:
+                self._journal.close()
 
     def __iter__(self) -> Iterator[Record]:
         """All records in memory, by kind."""
@@ -92,47 +126,71 @@ class History:
 
     def _keep(self, record: Record) -> None:
         if isinstance(record, ResumeRecord):
-            self._forget_after(record.step)
-        kept: deque[Record] = deque(maxlen=self._kept)
-        self._records.setdefault(record.kind, kept).append(record)
+            self._forget(record)
+        records = self._records.setdefault(record.kind, deque())
+        records.append(record)
+        self._tensors += _size_of(record)
+        while len(records) > self._kept or self._holds_too_much(records):
+            self._tensors -= _size_of(records.popleft())
 
-    def _forget_after(self, step: int) -> None:
+    def _holds_too_much(self, records: deque[Record]) -> bool:
+        if self._kept_tensors is None or len(records) < 2:
+            return False
+        return isinstance(records[0], NumericsRecord) and self._tensors > self._kept_tensors
+
+    def _forget(self, resume: ResumeRecord) -> None:
         for kind, records in self._records.items():
-            lasting = (r for r in records if getattr(r, "step", 0) <= step)
-            self._records[kind] = deque(lasting, maxlen=self._kept)
+            lasting = deque(record for record in records if not resume.voids(record))
+            if len(lasting) < len(records):
+                self._records[kind] = lasting
+        self._tensors = sum(map(_size_of, self._records.get(NumericsRecord.kind, ())))
+
+
+def _size_of(record: Record) -> int:
+    """Statistics of tensors in ``record``."""
+    if not isinstance(record, NumericsRecord):
+        return 0
+    with_histogram = sum(tensor.histogram is not None for tensor in record.tensors)
+    return len(record.tensors) + _HISTOGRAM * with_histogram
 
 
 def _kind_of(kind: type[Any]) -> str:
     return str(kind.kind)
 
 
-def read_history(path: Path) -> list[Record]:
+def read_history(path: str | os.PathLike[str]) -> list[Record]:
     """Read a file of records.
 
     Args:
         path: What a `History` wrote. A half-written last line, as a killed process leaves it, is
-            left out.
+            left out, and so are kinds of records that this version does not know.
 
     Returns:
-        All records, in the order of the file.
+        All records, in the order of the file, also those that a `ResumeRecord` made void.
 
     Raises:
         ValueError: A line is not a record.
         OSError: The file cannot be read.
     """
-    text = path.read_text(encoding="utf-8")
-    lines = text[: text.rfind("\n") + 1].splitlines()
-    found = (_parse(path, number, line) for number, line in enumerate(lines, 1) if line.strip())
-    return [record for record in found if record is not None]
+    return list(_records_in(Path(path)))
 
 
-def _parse(path: Path, number: int, line: str) -> Record | None:
+def _records_in(path: Path) -> Iterator[Record]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n") and line.strip():
+                record = _parse(path, number, line)
+                if record is not None:
+                    yield record
+
+
+def _parse(path: Path, number: int, line: bytes) -> Record | None:
     try:
-        value = json.loads(line)
+        value: object = json.loads(line.decode("utf-8"))
         if not isinstance(value, dict):
             raise ValueError("it is not an object")
-        return from_json(value)  # pyright: ignore[reportUnknownArgumentType]
-    except ValueError as error:
+        return from_json(cast("dict[str, Any]", value))
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             message(
                 f"Line {number} of {path} is not a record of a run: {error}",
@@ -140,11 +198,3 @@ def _parse(path: Path, number: int, line: str) -> Record | None:
                 "Pass another file, or remove the line",
             )
         ) from error
-
-
-def _drop_partial_line(path: Path) -> None:
-    content = path.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if end != len(content):
-        with path.open("r+b") as file:
-            file.truncate(end)

@@ -49,11 +49,21 @@ class ResumeRecord:
     """Training went on from a checkpoint: lines above of later steps are void.
 
     Attributes:
-        step: The last step that still counts.
+        step: The last step that still counts; with several optimizers, of the one with the most.
+        steps: The last step of each optimizer, in their order; empty in files that have only
+            ``step``.
     """
 
     kind: ClassVar[str] = "resume"
     step: int
+    steps: list[int] = field(default_factory=list[int])
+
+    def voids(self, record: Record) -> bool:
+        """Whether ``record``, from above this line, is of a step that does not count any more."""
+        optimizer: int = getattr(record, "optimizer", len(self.steps))
+        last = self.steps[optimizer] if optimizer < len(self.steps) else self.step
+        step: int = getattr(record, "step", 0)
+        return step > last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +76,8 @@ class StepRecord:
             losses are means.
         scales: Loss scale by loss id, after the step.
         skipped: Whether the weights stayed as they were.
-        norm: Global norm of the unscaled gradients, where the census took it; else ``None``.
+        norm: Global norm of the unscaled gradients, where ``preamp.clip_grad_norm_`` was called;
+            else ``None``.
         lr: Of the first parameter group.
         optimizer: Index of the optimizer.
     """
@@ -121,6 +132,7 @@ class OverflowRecord:
         trace: What watching the modules found, if they were watched.
         kinds: For each parameter ``"nan"`` if there is one in its gradient, else ``"inf"``; empty
             in older files.
+        optimizer: Index of the optimizer.
     """
 
     kind: ClassVar[str] = "overflow"
@@ -133,6 +145,7 @@ class OverflowRecord:
     new_scale: float
     trace: TraceRecord | None = None
     kinds: list[Literal["inf", "nan"]] = field(default_factory=list[Literal["inf", "nan"]])
+    optimizer: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,15 +199,17 @@ class NumericsRecord:
     """Statistics of the tensors of one step.
 
     Attributes:
-        step: Number of the coming or latest call of ``optimizer.step``.
+        step: Number of the call of ``optimizer.step`` that used the gradients.
         loss_id: Whose backward made the gradients.
-        tensors: In the models' order of parameters.
+        tensors: Gradients first, then weights, each in the order of the optimizer's groups.
+        optimizer: Index of the optimizer.
     """
 
     kind: ClassVar[str] = "numerics"
     step: int
     loss_id: int
     tensors: list[TensorStatistics]
+    optimizer: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

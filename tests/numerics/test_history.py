@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A history keeps a bounded number of records, writes all of them, and gets over damage."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from preamp import PreampStateError
+from preamp.numerics import (
+    History,
+    NumericsRecord,
+    OverflowRecord,
+    Record,
+    ResumeRecord,
+    StepRecord,
+    TensorStatistics,
+    history,
+    read_history,
+)
+
+
+def step(number: int, optimizer: int = 0) -> StepRecord:
+    losses, scales = {0: 1.0 / number}, {0: 65536.0}
+    return StepRecord(step=number, losses=losses, scales=scales, skipped=False, optimizer=optimizer)
+
+
+def overflow(number: int) -> OverflowRecord:
+    return OverflowRecord(
+        step=number,
+        loss_id=0,
+        parameters=["a"],
+        largest=[None],
+        loss_was_finite=True,
+        old_scale=4.0,
+        new_scale=2.0,
+    )
+
+
+def numerics(number: int, tensors: int, *, histogram: bool = False) -> NumericsRecord:
+    tensor = TensorStatistics(
+        name="w",
+        what="gradient",
+        dtype="float16",
+        form="float16",
+        elements=1,
+        zeros=0,
+        nonfinite=0,
+        below_subnormal=0,
+        below_normal=0,
+        unscaled_below_subnormal=0,
+        unscaled_below_normal=0,
+        max_abs=1.0,
+        rms=1.0,
+        histogram={0: 1} if histogram else None,
+    )
+    return NumericsRecord(step=number, loss_id=0, tensors=[tensor] * tensors)
+
+
+def steps_of(kept: History) -> list[int]:
+    return [record.step for record in kept.of(StepRecord)]
+
+
+def open_files() -> set[str]:
+    return {os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if _is_open(n)}
+
+
+def _is_open(number: str) -> bool:
+    return os.path.exists(f"/proc/self/fd/{number}")
+
+
+needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
+
+
+# -- in memory -------------------------------------------------------------------------------
+
+
+def test_records_by_class_oldest_first() -> None:
+    kept = History()
+    for record in (step(1), overflow(2), step(2)):
+        kept.add(record)
+    assert kept.of(StepRecord) == [step(1), step(2)]
+    assert kept.of(OverflowRecord) == [overflow(2)]
+    assert kept.of(NumericsRecord) == []
+    assert len(kept) == len(list(kept)) == 3
+
+
+def test_the_oldest_go_first() -> None:
+    kept = History(kept=3)
+    for number in range(1, 10):
+        kept.add(step(number))
+    kept.add(overflow(1))
+    assert steps_of(kept) == [7, 8, 9]
+    assert len(kept) == 4
+
+
+@pytest.mark.parametrize(("histogram", "lasting"), [(False, 5), (True, 1)])
+def test_statistics_are_bounded_by_their_number(
+    histogram: bool, lasting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "KEPT_TENSORS", 50)
+    kept = History()
+    for number in range(1, 20):
+        kept.add(numerics(number, 10, histogram=histogram))
+    assert [record.step for record in kept.of(NumericsRecord)] == list(range(20 - lasting, 20))
+    kept.add(numerics(20, 1000))  # the latest stays, however large
+    assert len(kept.of(NumericsRecord)) == 1
+    kept.add(ResumeRecord(step=19))
+    kept.add(numerics(20, 50))
+    assert [len(record.tensors) for record in kept.of(NumericsRecord)] == [50]
+
+
+def test_a_resumed_run_forgets_the_steps_after() -> None:
+    kept = History()
+    for number in range(1, 6):
+        kept.add(step(number))
+    kept.add(overflow(4))
+    kept.add(ResumeRecord(step=3))
+    kept.add(step(4))
+    assert steps_of(kept) == [1, 2, 3, 4]
+    assert kept.of(OverflowRecord) == []
+
+
+def test_optimizers_are_resumed_each_at_its_own_step() -> None:
+    kept = History()
+    for number in range(1, 6):
+        kept.add(step(number))
+        kept.add(step(number, optimizer=1))
+    kept.add(ResumeRecord(step=4, steps=[4, 2]))
+    assert [r.step for r in kept.of(StepRecord) if r.optimizer == 0] == [1, 2, 3, 4]
+    assert [r.step for r in kept.of(StepRecord) if r.optimizer == 1] == [1, 2]
+
+
+def test_listeners() -> None:
+    kept, heard = History(), list[Record]()
+    kept.add(step(1))
+    end = kept.listen(heard.append)
+    kept.listen(lambda record: end() if heard else None)  # one may leave while all are told
+    kept.add(step(2))
+    kept.add(step(3))
+    end()
+    assert heard == [step(2)]
+
+
+def test_closing_closes_listeners_once() -> None:
+    class Listener:
+        closed = 0
+
+        def __call__(self, record: Record) -> None:
+            pass
+
+        def close(self) -> None:
+            self.closed += 1
+
+    kept, listener = History(), Listener()
+    kept.listen(listener)
+    kept.close()
+    kept.close()
+    assert listener.closed == 1
+
+
+# -- on disk ---------------------------------------------------------------------------------
+
+
+@given(st.lists(st.from_type(StepRecord) | st.from_type(OverflowRecord), max_size=8))
+def test_the_file_has_what_was_added(
+    tmp_path_factory: pytest.TempPathFactory, records: list[Record]
+) -> None:
+    path = tmp_path_factory.mktemp("run") / "deep" / "run.jsonl"
+    kept = History(path)
+    for record in records:
+        kept.add(record)
+    kept.close()
+    again = read_history(path) if records else []
+    assert repr(again) == repr(records)  # nan equals itself there
+    assert path.exists() == bool(records)
+
+
+def test_a_run_goes_on_in_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    first = History(str(path))
+    first.add(step(1))
+    first.close()
+    second = History(path)
+    second.add(step(2))
+    assert steps_of(second) == [1, 2]
+    assert read_history(path) == [step(1), step(2)]
+    second.close()
+
+
+def test_all_is_on_disk_at_once_and_in_memory_is_only_the_end(tmp_path: Path) -> None:
+    kept = History(tmp_path / "run.jsonl", kept=2)
+    for number in range(1, 6):
+        kept.add(step(number))
+        assert len(read_history(tmp_path / "run.jsonl")) == number  # before it is closed
+    assert steps_of(kept) == [4, 5]
+    kept.close()
+    again = History(tmp_path / "run.jsonl", kept=2)
+    assert steps_of(again) == [4, 5]
+    again.close()
+
+
+@pytest.mark.parametrize("cut", [1, 20])
+def test_a_half_written_last_line_is_left_out_and_removed(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "run.jsonl"
+    kept = History(path)
+    kept.add(step(1))
+    whole = path.read_bytes()
+    kept.add(step(2))
+    kept.close()
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert read_history(path) == [step(1)]
+    assert path.stat().st_size > len(whole)  # reading changes nothing
+    again = History(path)
+    assert path.read_bytes() == whole
+    again.add(step(2))
+    again.close()
+    assert read_history(path) == [step(1), step(2)]
+
+
+@given(st.integers(0, 400))
+def test_a_file_cut_anywhere_can_be_gone_on_with(
+    tmp_path_factory: pytest.TempPathFactory, length: int
+) -> None:
+    path = tmp_path_factory.mktemp("run") / "run.jsonl"
+    kept = History(path)
+    for number in range(1, 4):
+        kept.add(step(number))
+    kept.close()
+    content = path.read_bytes()[:length]
+    path.write_bytes(content)
+    whole = content.count(b"\n")
+    again = History(path)
+    again.add(step(whole + 1))
+    again.close()
+    assert read_history(path) == [step(number) for number in range(1, whole + 2)]
+
+
+def test_a_long_half_written_line_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    kept = History(path)
+    kept.add(step(1))
+    kept.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"{" * 200_000)
+    History(path).close()
+    assert path.read_bytes() == whole
+    path.write_bytes(b"{" * 200_000)
+    History(path).close()
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"hello\n",
+        b"[1]\n",
+        b'{"kind": "step", "step": 1}\n',
+        b"\xff\xfe\n",
+        b"3\n",
+        b"[" * 9999 + b"\n",
+    ],
+)
+def test_a_damaged_line_is_refused_and_the_file_left_alone(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "run.jsonl"
+    kept = History(path)
+    kept.add(step(1))
+    kept.close()
+    content = path.read_bytes() + damage + path.read_bytes() + b"half a li"
+    path.write_bytes(content)
+    for read in (read_history, History):
+        with pytest.raises(ValueError, match=r"Line 2 of .*run\.jsonl is not a record of a run: "):
+            read(path)
+    assert path.read_bytes() == content
+
+
+def test_other_kinds_and_empty_lines_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"kind": "of a newer version"}\n\n', encoding="utf-8")
+    kept = History(path)
+    kept.add(step(1))
+    kept.close()
+    assert read_history(path) == [step(1)]
+
+
+def test_a_line_that_cannot_be_written_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = History(tmp_path / "run.jsonl")
+    kept.add(step(1))
+    write = os.write
+
+    def full_disk(file: int, content: bytes) -> int:
+        if len(content) < 20:
+            raise OSError(28, "No space left on device")
+        return write(file, content[: len(content) - 10])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            kept.add(step(2))
+    assert steps_of(kept) == [1]
+    assert read_history(tmp_path / "run.jsonl") == [step(1)]
+    kept.add(step(2))
+    kept.close()
+    assert read_history(tmp_path / "run.jsonl") == [step(1), step(2)]
+
+
+def test_two_histories_do_not_share_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    first = History(path)
+    (tmp_path / "link.jsonl").symlink_to(path)
+    for other in (path, tmp_path / "." / "run.jsonl", tmp_path / "link.jsonl"):
+        with pytest.raises(PreampStateError) as caught:
+            History(other)
+        assert str(caught.value) == (
+            f"The history {other} is being written already, by another engine or process. "
+            "Each engine has a file of its own. "
+            "Pass another path, or call close() on the engine that writes to it."
+        )
+    first.add(step(1))
+    first.close()
+    second = History(path)
+    assert steps_of(second) == [1]
+    second.close()
+
+
+def test_another_process_does_not_write_to_the_file_either(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    kept = History(path)
+    script = f"from preamp.numerics import History; History({str(path)!r})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "is being written already" in done.stderr
+    kept.close()
+
+
+@needs_proc
+def test_no_handle_stays_open(tmp_path: Path) -> None:
+    before = open_files()
+    kept = History(tmp_path / "run.jsonl")
+    kept.add(step(1))
+    assert str(tmp_path / "run.jsonl") in open_files()
+    kept.close()
+    assert open_files() == before
+    (tmp_path / "bad.jsonl").write_text("bad\n")
+    with pytest.raises(ValueError, match="is not a record"):
+        History(tmp_path / "bad.jsonl")
+    assert open_files() == before
+    dropped = History(tmp_path / "run.jsonl")
+    gone = weakref.ref(dropped)
+    del dropped
+    gc.collect()
+    assert gone() is None
+    assert open_files() == before
+
+
+def test_a_dropped_history_in_a_cycle_does_not_keep_its_file(tmp_path: Path) -> None:
+    gc.disable()
+    try:
+        dropped = History(tmp_path / "run.jsonl")
+        dropped.listen(dropped.add)  # refers to itself
+        del dropped
+        History(tmp_path / "run.jsonl").close()
+    finally:
+        gc.enable()
+
+
+def test_after_closing_records_are_refused_but_kept_ones_stay(tmp_path: Path) -> None:
+    kept = History(tmp_path / "run.jsonl")
+    kept.add(step(1))
+    kept.close()
+    with pytest.raises(PreampStateError, match=r"run\.jsonl after it was closed\. A history takes"):
+        kept.add(step(2))
+    assert steps_of(kept) == [1]
+
+
+def test_a_history_in_memory_may_be_closed_and_gone_on_with() -> None:
+    kept = History()
+    kept.close()
+    kept.add(step(1))
+    assert steps_of(kept) == [1]
