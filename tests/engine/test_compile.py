@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import preamp
 from cases.levels import LEVELS
+from preamp.numerics import NumericsRecord, StepRecord
 from preamp.optimizers import FusedAdam
 
 # torch's compiler looks at the gradients of what it is given, and warns of it itself.
@@ -161,6 +162,22 @@ def test_a_compiled_model_has_no_breaks(level: str) -> None:
     losses = training.run(3)
     assert graph_breaks() == {}
     assert_same_training(training, losses, Training(Perceptron, level, loss_scale=64.0))
+
+
+@pytest.mark.parametrize("numerics", ["light", "full"])
+@levels
+def test_statistics_break_no_graph(level: str, numerics: str) -> None:
+    options = {"numerics": numerics, "numerics_every": 1, "loss_scale": 64.0}
+    training = Training(Perceptron, level, **options)
+    training.loss = torch.compile(training._loss, backend="aot_eager", fullgraph=True)
+    losses = training.run(3)
+    assert graph_breaks() == {}
+    history = preamp.engine_of(training.model).history
+    assert [record.losses[0] for record in history.of(StepRecord)] == losses
+    assert len(history.of(NumericsRecord)) == 3
+    plain = Training(Perceptron, level, loss_scale=64.0)
+    plain.loss = torch.compile(plain._loss, backend="aot_eager", fullgraph=True)
+    assert losses == plain.run(3)
 
 
 @levels

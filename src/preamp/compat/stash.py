@@ -136,4 +136,5 @@ class _Backward:
             loss_finite=torch.ones((), dtype=torch.bool, device=core.device),
             scale=core.scale.clone(),
         )
+        self._engine.recorder.gradients_made([self._session], note)
         unscale_and_commit([self._session], core, note)

@@ -71,6 +71,7 @@ def clip_grad_norm_(
             norm = engine.ops.l2norm(
                 [*ready, *grads], [*(None for _ in ready), *factors], engine.device
             )
+        engine.recorder.norm_taken(session, norm)
     else:
         norm = torch.nn.utils.get_total_norm(ready, norm_type)
     clip = (max_norm / (norm + _EPS)).clamp(max=1.0)

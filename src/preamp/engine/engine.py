@@ -13,7 +13,6 @@ from torch import nn
 
 from preamp.casting import PATCH_LOCK, settle_thread
 from preamp.casting.modules import Conversion
-from preamp.core.errors import message
 from preamp.core.link import Link
 from preamp.core.undo import UndoStack
 from preamp.engine import refusals
@@ -23,14 +22,16 @@ from preamp.engine.ledger import Ledger
 from preamp.engine.names import ParameterNames
 from preamp.engine.order import BackwardOrder
 from preamp.engine.overflow import OverflowCause
-from preamp.engine.params import first_device
+from preamp.engine.params import first_device, twin_of
+from preamp.engine.recording import Recording
 from preamp.engine.reductions import Reductions
 from preamp.engine.session import OptimizerSession, make_sessions
+from preamp.engine.start import make_recorder
 from preamp.engine.state import load_scalers, make_scaler, scalers_state
 from preamp.engine.teardown import weights_given_back
 from preamp.engine.trace import Tracer
 from preamp.kernels import Ops
-from preamp.optim import Twin
+from preamp.numerics import History
 from preamp.policy import Policy
 from preamp.scaling import LossScaler
 
@@ -50,6 +51,7 @@ class Engine:
         adjustments: When loss scales react.
         order: In which order backwards make gradients.
         tracer: Watches the modules where that was asked for.
+        recorder: Makes the records of `history`.
         device: Where loss scales and flags live: that of the first parameter.
         closed: Whether `close` was called.
         casts_functions: Whether functions are cast one by one (O1, O4).
@@ -64,7 +66,7 @@ class Engine:
         ops: Ops,
         *,
         num_losses: int,
-        verbosity: int,
+        recording: Recording,
     ) -> None:
         """Collect the parts; ``initialize`` does the converting and hooking."""
         self.policy = policy
@@ -92,18 +94,16 @@ class Engine:
         self.device = first_device(self.models, self.optimizers)
         self.scalers = [make_scaler(policy, self.device) for _ in range(num_losses)]
         self.order = BackwardOrder()
+        limit, told = policy.max_consecutive_skips, recording.verbosity
         self.ledger = Ledger(
-            self.scalers,
-            self.names.of,
-            limit=policy.max_consecutive_skips,
-            verbosity=verbosity,
-            order=self.order,
+            self.scalers, self.names.of, limit=limit, verbosity=told, order=self.order
         )
         self.tracer = Tracer(self.models)
         self.ledger.on_skip.append(self.tracer.told)
         self.sessions = make_sessions(
             self.optimizers, ops, self.names.of, self.reductions, has_masters=policy.master_weights
         )
+        self.recorder = make_recorder(self, recording)
         self._on_close: list[Callable[[], None]] = []
         self.adjustments = Adjustments()
 
@@ -125,13 +125,7 @@ class Engine:
         """
         if 0 <= loss_id < len(self.scalers):
             return self.scalers[loss_id]
-        raise IndexError(
-            message(
-                f"loss_id={loss_id!r} with {len(self.scalers)} loss scaler(s)",
-                f"Allowed are 0 to {len(self.scalers) - 1}" if self.scalers else "There is none",
-                "Pass num_losses to preamp.initialize, one for each loss with a scale of its own",
-            )
-        )
+        raise refusals.no_such_loss(loss_id, len(self.scalers))
 
     @property
     def steps_applied(self) -> int:
@@ -156,6 +150,13 @@ class Engine:
         """The latest skipped steps with their causes, oldest first; bounded. May synchronise."""
         self.ledger.settle(wait=True)
         return self.ledger.causes
+
+    @property
+    def history(self) -> History:
+        """The records of the run, also after `close`. May synchronise, so that none is missing."""
+        self.ledger.settle(wait=True)
+        self.recorder.flush(wait=True)
+        return self.recorder.history
 
     def trace_overflow(self) -> None:
         """Watch the modules of the models until an overflow, and tell the first to go wrong.
@@ -200,18 +201,14 @@ class Engine:
         """Whether any parameter has a float32 master."""
         return any(session.masters for session in self.sessions.values())
 
-    def _twin_of(self, half: torch.Tensor) -> Twin | None:
-        found = (s.masters.of_half(half) for s in self.sessions.values() if s.masters is not None)
-        return next((twin for twin in found if twin is not None), None)
-
     def master_of(self, half: torch.Tensor) -> torch.Tensor | None:
         """Return the float32 master of the model parameter ``half``, or ``None``."""
-        twin = self._twin_of(half)
+        twin = twin_of(half, self.sessions.values())
         return None if twin is None else twin.master
 
     def exact_value(self, half: torch.Tensor) -> torch.Tensor | None:
         """Return the float32 value of ``half``, with what was written to it from outside."""
-        twin = self._twin_of(half)
+        twin = twin_of(half, self.sessions.values())
         if twin is None:
             return None
         twin.absorb_external_write()
@@ -231,7 +228,8 @@ class Engine:
             ValueError: Scalers are missing, left over or unreadable; nothing was applied.
         """
         self.ledger.settle(wait=True, gives_up=False)  # else they count on top later
-        load_scalers(self, state)
+        if load_scalers(self, state):
+            self.recorder.resumed()
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -273,6 +271,7 @@ class Engine:
             self.process_undo.unwind()
         self.tracer.disarm()
         self.link.cut()
+        self.recorder.close()
 
     # -- what blocks and hooks report (engine-internal) --------------------------------------
 

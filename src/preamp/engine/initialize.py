@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,9 @@ from preamp.engine.announce import announce
 from preamp.engine.engine import Engine
 from preamp.engine.lookup import ATTRIBUTE, find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
+from preamp.engine.recording import OFF, Numerics, Recording, make_recording
 from preamp.engine.reductions import attach_reductions
+from preamp.engine.start import run_record
 from preamp.kernels import ForeachType, Ops, cpu_lacks_fp16_matmul
 from preamp.kernels import backend as ops_named
 from preamp.optim import MasterParameter
@@ -58,6 +61,9 @@ def initialize(
     hard_override: bool = False,
     backend: str = "auto",
     overflow: OnOverflow | None = None,
+    numerics: Numerics = "off",
+    numerics_every: int = 100,
+    history: str | os.PathLike[str] | None = None,
 ) -> Any:
     """Put models and optimizers into mixed precision, in place.
 
@@ -99,6 +105,10 @@ def initialize(
         overflow: ``"skip"`` (default), or ``"trace"``: every forward and backward is watched
             by module hooks, and a skipped step tells which module was the first to go wrong. See
             `Engine.trace_overflow`, which does so once.
+        numerics: Statistics in `Engine.history`: ``"off"``; ``"light"`` of gradients; ``"full"``
+            also histograms, of weights too, and how many weights a step left unchanged.
+        numerics_every: They are taken at the first optimizer step and every so many after it.
+        history: File that the records of the run are appended to as JSON lines.
 
     Returns:
         The very objects passed in: ``models`` alone if ``optimizers`` is ``None``, else
@@ -116,11 +126,10 @@ def initialize(
         O4 also functions of torch, until the last such engine is closed.
     """
     if not enabled:
-        off = Policy(opt_level="O0", brief="off", enabled=False)
-        own_models = checks.members_of(models, nn.Module)
-        create_engine(own_models, checks.members_of(optimizers, torch.optim.Optimizer), off)
+        _create_off(models, optimizers)
     else:
-        verbosity = checks.check_verbosity(verbosity)
+        told = checks.check_verbosity(verbosity)
+        recording = make_recording(told, numerics, numerics_every, history)
         overrides = {
             "cast_model_type": cast_model_type,
             "patch_torch_functions": patch_torch_functions,
@@ -135,11 +144,9 @@ def initialize(
             "max_consecutive_skips": max_consecutive_skips,
             "overflow": overflow,
         }
-        policy = resolve(opt_level, overrides, hard_override=hard_override)
-        announce(level_defaults(opt_level), policy, verbosity)
-        create_engine(
-            models, optimizers, policy, num_losses, verbosity, allow_half_model, ops_named(backend)
-        )
+        policy, ops = resolve(opt_level, overrides, hard_override=hard_override), ops_named(backend)
+        announce(level_defaults(opt_level), policy, told)
+        create_engine(models, optimizers, policy, num_losses, recording, allow_half_model, ops)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -148,7 +155,7 @@ def create_engine(
     optimizers: Any,
     policy: Policy,
     num_losses: int = 1,
-    verbosity: int = 0,
+    recording: Recording = OFF,
     allow_half_model: bool = False,
     ops: Ops | None = None,
 ) -> Engine:
@@ -165,7 +172,7 @@ def create_engine(
     earlier = [(model, find_engine(model)) for model in model_list]
     ops = ops_named() if ops is None else ops
     engine = Engine(
-        policy, model_list, optimizer_list, ops, num_losses=num_losses, verbosity=verbosity
+        policy, model_list, optimizer_list, ops, num_losses=num_losses, recording=recording
     )
     try:
         if policy.enabled:
@@ -177,6 +184,7 @@ def create_engine(
         if policy.enabled:  # last, since it rounds: rolling back restores exact values
             for session in engine.sessions.values():
                 session.recast_state()
+            engine.recorder.start(run_record(engine))
     except BaseException:
         _roll_back(engine)
         raise
@@ -186,6 +194,13 @@ def create_engine(
             previous.hand_over(model)
         set_attribute(model, ATTRIBUTE, engine.link, engine.undo_of(model))
     return engine
+
+
+def _create_off(models: Any, optimizers: Any) -> None:
+    """Make an engine that lets everything through."""
+    off = Policy(opt_level="O0", brief="off", enabled=False)
+    own = checks.members_of(models, nn.Module)
+    create_engine(own, checks.members_of(optimizers, torch.optim.Optimizer), off)
 
 
 def _attach(engine: Engine) -> None:
@@ -251,6 +266,7 @@ def device_types(engine: Engine) -> frozenset[str]:
 
 def _roll_back(engine: Engine) -> None:
     """Undo a failed initialize; the exact values from before the cast are still there."""
+    engine.recorder.close()
     for stack in (engine.undo, *map(engine.undo_of, engine.models)):
         stack.unwind()
     engine.process_undo.unwind()

@@ -26,6 +26,7 @@ from preamp.scaling import LossScaler
 
 _CAUSES_KEPT = 256
 
+OnCall = Callable[[OptimizerSession], None]
 OnSkip = Callable[[OptimizerSession, OverflowCause], None]
 OnStep = Callable[[OptimizerSession, int, bool], None]
 
@@ -80,6 +81,7 @@ class Ledger:
         causes: The latest skipped steps with their causes, oldest first; bounded.
         last_skipped: Whether the latest step was skipped.
         verbosity: 0 tells nothing.
+        on_call: Called with the session of each step that is over, its outcome perhaps not known.
         on_skip: Called with the session and the cause of each skipped step, before `on_step`.
         on_step: Called with the session, the number of the step among its own, counted from 1,
             and whether it was skipped: once for each step, in order, when its outcome is known.
@@ -109,6 +111,7 @@ class Ledger:
         self._name_of = name_of
         self._limit = limit
         self.verbosity = verbosity
+        self.on_call: list[OnCall] = []
         self.on_skip: list[OnSkip] = []
         self.on_step: list[OnStep] = []
         self._order = order
@@ -116,6 +119,7 @@ class Ledger:
 
     def applied(self, session: OptimizerSession) -> None:
         """Count a step that updated the weights."""
+        self._tell_call(session)
         session.finish_step()
         if self._open:  # steps are counted in their order
             self._open.append(_Open(session, None, (), ()))
@@ -128,6 +132,7 @@ class Ledger:
         Raises:
             LossScaleError: Too many skips in a row, or the scale reached its built-in minimum.
         """
+        self._tell_call(session)
         self.settle(wait=True)  # the host has waited for this step's outcome anyway
         notes, scales = tuple(session.notes), [scaler.value() for scaler in self._scalers]
         session.finish_step()
@@ -136,6 +141,7 @@ class Ledger:
     def decided_on_device(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
         """Take note of a step that the device has taken unless ``found_inf`` is set."""
         if not is_capturing(found_inf.device):
+            self._tell_call(session)
             scales = tuple(scaler.scale.clone() for scaler in self._scalers)
             flag, notes = _Flag(found_inf), tuple(session.notes)
             self._open.append(_Open(session, flag, notes, scales))
@@ -186,6 +192,10 @@ class Ledger:
         rule = self._scalers[cause.loss_id].rule
         check_limits(cause, session.skips_in_row, self._limit, rule)
         return cause
+
+    def _tell_call(self, session: OptimizerSession) -> None:
+        for tell in tuple(self.on_call):
+            tell(session)
 
     def _count(self, session: OptimizerSession, *, skipped: bool) -> None:
         session.count(skipped=skipped)

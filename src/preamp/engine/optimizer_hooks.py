@@ -28,6 +28,7 @@ from preamp.engine.optimizer_methods import (
 )
 from preamp.engine.order import BackwardOrder
 from preamp.engine.overflow import OverflowCause
+from preamp.engine.recorder import Recorder
 from preamp.engine.session import OptimizerSession
 
 
@@ -37,6 +38,7 @@ class StepOwner(Protocol):
     casts_functions: bool
     closed: bool
     order: BackwardOrder
+    recorder: Recorder
 
     @property
     def scales_losses(self) -> bool:
@@ -133,6 +135,7 @@ class OptimizerHooks:
         del optimizer
         self._session.prepare_step()
         closure = find_closure(args, kwargs)
+        self._owner.recorder.before_update(self._session, has_closure=closure is not None)
         if closure is None:
             # Reached through a method bound before initialize?
             if self._unread is None and self._session.overflowed():

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
+
+from preamp.engine.session import OptimizerSession
+from preamp.optim import Twin
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
@@ -35,3 +38,9 @@ def first_device(
             for param in group["params"]:
                 return param.device
     return torch.device("cpu")
+
+
+def twin_of(half: torch.Tensor, sessions: Iterable[OptimizerSession]) -> Twin | None:
+    """Return the pair of a model parameter and its master, or ``None``."""
+    found = (s.masters.of_half(half) for s in sessions if s.masters is not None)
+    return next((twin for twin in found if twin is not None), None)

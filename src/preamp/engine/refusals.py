@@ -98,3 +98,14 @@ def check_can_trace(scalers: Sequence[LossScaler]) -> None:
                 "Pass loss_scale='dynamic' to preamp.initialize",
             )
         )
+
+
+def no_such_loss(loss_id: object, count: int) -> IndexError:
+    """Return the error for a loss that has no scaler."""
+    return IndexError(
+        message(
+            f"loss_id={loss_id!r} with {count} loss scaler(s)",
+            f"Allowed are 0 to {count - 1}" if count else "There is none",
+            "Pass num_losses to preamp.initialize, one for each loss with a scale of its own",
+        )
+    )

@@ -93,11 +93,9 @@ class _Block:
         loss_id: int,
     ) -> None:
         self.scaler: LossScaler = engine.scaler(loss_id)
-        self._sessions: list[OptimizerSession] = [
-            session
-            for session in (engine.sessions[id(optimizer)] for optimizer in optimizers)
-            if session.needs_bookkeeping(self.scaler)
-        ]
+        self._loss = loss
+        self._members = [engine.sessions[id(optimizer)] for optimizer in optimizers]
+        self._sessions = [s for s in self._members if s.needs_bookkeeping(self.scaler)]
         # The scale at the beginning is the block's, whatever a block inside does to the scaler.
         self._generation = self.scaler.generation
         self._note = GradientNote(
@@ -149,10 +147,17 @@ class _Block:
         self._end_watch()
         for session in self._sessions:
             session.gradients.delay(self.scaler, self._note, self._generation)
+        self._engine.recorder.loss_seen(self._members, self._note.loss_id, self._loss)
         self._engine.reductions.end_block()
 
     def finish(self, *, adjust: bool) -> None:
         self._end_watch()
+        try:
+            self._engine.recorder.gradients_made(self._members, self._note)
+            self._engine.recorder.loss_seen(self._members, self._note.loss_id, self._loss)
+        except BaseException:
+            self.abort()
+            raise
         if not self._sessions:
             return
         # Forwards inside the block were not known when it began.

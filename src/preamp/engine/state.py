@@ -39,8 +39,11 @@ def scalers_state(engine: Engine) -> dict[str, Any]:
     return state
 
 
-def load_scalers(engine: Engine, state: Mapping[str, Any]) -> None:
+def load_scalers(engine: Engine, state: Mapping[str, Any]) -> bool:
     """Set scalers by the number in their key, and the counters if there are any.
+
+    Returns:
+        Whether there were.
 
     Raises:
         ValueError: See `Engine.load_state_dict`.
@@ -64,6 +67,7 @@ def load_scalers(engine: Engine, state: Mapping[str, Any]) -> None:
         scaler.load_state_dict(state[key])
     for session, count in zip(engine.sessions.values(), counts, strict=False):
         session.steps_applied, session.steps_skipped, session.skips_in_row = count
+    return bool(counts)
 
 
 def _read_steps(steps: Any) -> list[tuple[int, int, int]]:

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Measuring the gradients and weights of one optimizer, and which weights a step left unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from preamp.core.dtypes import dtype_name, is_half
+from preamp.engine.host_copies import HostCopies
+from preamp.engine.names import ParameterNames
+from preamp.engine.session import OptimizerSession
+from preamp.numerics import FORMATS, Measured, NumberFormat, TensorStatistics, measure
+from preamp.numerics.records import What
+from preamp.optim import MasterParameter
+from preamp.optim.fused.entries import entry_of
+
+
+def model_params(session: OptimizerSession) -> Iterator[torch.Tensor]:
+    """The model's parameters that an optimizer updates, half ones in place of their masters."""
+    for param in session.gradients.params():
+        twin = param.twin if isinstance(param, MasterParameter) else None
+        yield param if twin is None else twin.half
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """What was found in one tensor, on its way to the host.
+
+    Attributes:
+        name: Of the tensor.
+        what: What the tensor is.
+        form: The half format that it is held against.
+        dtype: Of the tensor.
+        places: Of the counts and of the extremes among the copies.
+        stalled: Place of the number of stalled elements, or ``None``.
+    """
+
+    name: str
+    what: What
+    form: NumberFormat
+    dtype: torch.dtype
+    places: tuple[int, int]
+    stalled: int | None = None
+
+    def finish(
+        self, copies: HostCopies, *, scale: float, is_skipped: bool, with_histogram: bool
+    ) -> TensorStatistics:
+        """Turn it into a record. Waits for the copies.
+
+        Args:
+            copies: Where the numbers are.
+            scale: The loss scale on the values.
+            is_skipped: Whether the step was not taken, so that no weight could change.
+            with_histogram: Whether to keep all exponents.
+        """
+        counts, extremes = (copies[place] for place in self.places)
+        stalled = None if is_skipped or self.stalled is None else int(copies[self.stalled].item())
+        return Measured(counts, extremes, self.dtype).read(
+            self.name,
+            self.what,
+            self.form,
+            scale=scale,
+            stalled=stalled,
+            with_histogram=with_histogram,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Before:
+    """A half weight as it was before a step.
+
+    Attributes:
+        value: Copy of the weight.
+        moves: Bool, where its gradient is not zero.
+    """
+
+    value: torch.Tensor
+    moves: torch.Tensor
+
+
+class Meter:
+    """Reads tensors for their statistics; changes none of them, and does not synchronise."""
+
+    def __init__(self, names: ParameterNames, half: torch.dtype | None) -> None:
+        """Measure nothing yet.
+
+        Args:
+            names: Names parameters.
+            half: The half dtype of the policy, if it has one.
+        """
+        self._names = names
+        self._half = torch.float16 if half is None else half
+
+    def gradients(self, session: OptimizerSession, copies: HostCopies) -> list[Reading]:
+        """Measure the gradients as they are now; sparse ones are left out."""
+        return [
+            self._read(param.grad, param, "gradient", copies)
+            for param in model_params(session)
+            if param.grad is not None and _is_plain(param.grad)
+        ]
+
+    def weights(
+        self, session: OptimizerSession, copies: HostCopies, before: dict[int, Before]
+    ) -> list[Reading]:
+        """Measure the weights as they are now.
+
+        Args:
+            session: Of the optimizer.
+            copies: Take the numbers.
+            before: What `before` returned ahead of the step.
+        """
+        found: list[Reading] = []
+        for param in model_params(session):
+            if _is_plain(param):
+                stalled = None
+                earlier = before.get(id(param))
+                if earlier is not None:
+                    same = (param.detach() == earlier.value) & earlier.moves
+                    stalled = copies.put(same.sum())
+                found.append(self._read(param, param, "weight", copies, stalled))
+        return found
+
+    def before(self, session: OptimizerSession) -> dict[int, Before]:
+        """Copy the half weights ahead of a step, by ``id`` of the parameter."""
+        found: dict[int, Before] = {}
+        for param in cast("Iterable[Any]", session.gradients.params()):
+            entry = entry_of(param)
+            if entry is not None and _is_plain(entry.grad):
+                weight = entry.param if entry.half is None else entry.half
+                if is_half(weight):
+                    found[id(weight)] = Before(weight.detach().clone(), entry.grad.detach() != 0)
+        return found
+
+    def _read(
+        self,
+        tensor: torch.Tensor,
+        param: torch.Tensor,
+        what: What,
+        copies: HostCopies,
+        stalled: int | None = None,
+    ) -> Reading:
+        measured = measure(tensor)
+        return Reading(
+            name=self._names.of(param),
+            what=what,
+            form=FORMATS[dtype_name(tensor.dtype if is_half(tensor) else self._half)],
+            dtype=tensor.dtype,
+            places=(copies.put(measured.counts), copies.put(measured.extremes)),
+            stalled=stalled,
+        )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_floating_point()

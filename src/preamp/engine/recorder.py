@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Turning what happens in an engine into the records of its history.
+
+A step's numbers are put aside when ``optimizer.step`` is called, and become records when its
+outcome is known and they have reached the host. Nobody is made to wait for either.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from preamp.core.tensors import is_capturing
+from preamp.engine.meter import Meter
+from preamp.engine.overflow import GradientNote, OverflowCause
+from preamp.engine.recording import Recording
+from preamp.engine.session import OptimizerSession
+from preamp.engine.steps import Called, Coming, Look, Steps
+from preamp.numerics import History, ResumeRecord, RunRecord
+from preamp.scaling import LossScaler
+
+
+class Recorder:
+    """Listens to an engine and adds records to its history.
+
+    Attributes:
+        history: Where the records are.
+        recording: Which ones are made; replaceable between two steps, the record itself is frozen.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        recording: Recording,
+        meter: Meter,
+        scalers: Sequence[LossScaler],
+        sessions: Iterable[OptimizerSession],
+        device: torch.device,
+    ) -> None:
+        """Record nothing yet.
+
+        Args:
+            history: Gets the records.
+            recording: Which ones.
+            meter: Measures.
+            scalers: Of the engine, by loss.
+            sessions: Of the engine, in the order of the optimizers.
+            device: Of the engine.
+        """
+        self._device = device
+        self.history = history
+        self.recording = recording
+        self._meter = meter
+        self._scalers = scalers
+        self._optimizers = {
+            id(session): Steps(index, session) for index, session in enumerate(sessions)
+        }
+        self._waiting: deque[tuple[Steps, Called]] = deque()
+        self._follows_a_run = False
+
+    @property
+    def _takes_steps(self) -> bool:
+        """What goes into a CUDA graph is left out: its replays tell the host nothing."""
+        return self.recording.takes_steps and not is_capturing(self._device)
+
+    @property
+    def _measures(self) -> bool:
+        return self.recording.numerics != "off" and not is_capturing(self._device)
+
+    # -- what the engine reports -------------------------------------------------------------
+
+    def start(self, record: RunRecord) -> None:
+        """A run begins, or goes on with the file of an earlier one."""
+        self._follows_a_run = len(self.history) > 0
+        self.history.add(record)
+
+    def resumed(self) -> None:
+        """The steps' counters were set to those of a checkpoint."""
+        self._follows_a_run = False
+        self._waiting.clear()
+        for optimizer in self._optimizers.values():
+            optimizer.called.clear()
+            optimizer.coming = Coming()
+        self.history.add(self._position())
+
+    def loss_seen(
+        self, sessions: Iterable[OptimizerSession], loss_id: int, loss: torch.Tensor
+    ) -> None:
+        """The backward of ``loss``, unscaled, has ended. Does not synchronise."""
+        if not self._takes_steps:
+            return
+        value = loss.detach()
+        value = value if value.dtype is torch.float64 else value.float()
+        value = value.mean() if value.dim() else value.clone()
+        for session in sessions:
+            self._optimizers[id(session)].coming.losses[loss_id] = value
+
+    def gradients_made(self, sessions: Iterable[OptimizerSession], note: GradientNote) -> None:
+        """A backward has left gradients, still scaled. Does not synchronise."""
+        if not self._measures:
+            return
+        for session in sessions:
+            optimizer = self._optimizers[id(session)]
+            is_new = note.loss_id not in optimizer.coming.looks
+            if is_new and self.recording.measures(optimizer.next_number):
+                self._look(optimizer, note.loss_id, note.scale)
+
+    def norm_taken(self, session: OptimizerSession, norm: torch.Tensor) -> None:
+        """The unscaled gradients have this norm. Does not synchronise."""
+        if self._takes_steps:
+            self._optimizers[id(session)].coming.norm = norm.detach().clone()
+
+    def before_update(self, session: OptimizerSession, *, has_closure: bool) -> None:
+        """The weights are about to change. Does not synchronise."""
+        if not self._measures or has_closure:
+            return
+        optimizer = self._optimizers[id(session)]
+        if not self.recording.measures(optimizer.next_number):
+            return
+        if not optimizer.coming.looks:  # no scale_loss, so no scale
+            self._look(optimizer, 0, None)
+        if self.recording.numerics == "full":
+            optimizer.coming.before = self._meter.before(session)
+
+    def step_called(self, session: OptimizerSession) -> None:
+        """``optimizer.step`` is over, its outcome perhaps not known. Does not synchronise."""
+        if not self._takes_steps:
+            return
+        self._place()
+        optimizer = self._optimizers[id(session)]
+        number, coming, optimizer.coming = optimizer.next_number, optimizer.coming, Coming()
+        if self.recording.numerics == "full" and self.recording.measures(number):
+            look = next(iter(coming.looks.values()), None)
+            if look is None:
+                look = coming.looks[0] = Look(0, None, [])
+            look.readings.extend(self._meter.weights(session, coming.copies, coming.before))
+        step = coming.call(session.optimizer, self._scalers)
+        optimizer.called.append(step)
+        self._waiting.append((optimizer, step))
+        self.flush(late=(number - 1) % self.recording.every == 0)
+
+    def step_skipped(self, session: OptimizerSession, cause: OverflowCause) -> None:
+        """It is known that a step was not taken, and why."""
+        self._place()
+        optimizer = self._optimizers[id(session)]
+        self.history.add(replace(cause.to_record(), optimizer=optimizer.index))
+
+    def step_settled(self, session: OptimizerSession, number: int, is_skipped: bool) -> None:
+        """It is known what became of a step."""
+        optimizer = self._optimizers[id(session)]
+        if optimizer.called:
+            step = optimizer.called.popleft()
+            step.number, step.is_skipped = number, is_skipped
+            self.flush()
+
+    # -- records -----------------------------------------------------------------------------
+
+    def flush(self, *, wait: bool = False, late: bool = False) -> None:
+        """Make the records that can be made, in order.
+
+        Args:
+            wait: Wait for their numbers. Synchronises.
+            late: Also for those of devices that cannot tell whether they have come.
+        """
+        while self._waiting:
+            optimizer, step = self._waiting[0]
+            if step.is_skipped is None or not (wait or step.copies.have_come(late=late)):
+                return
+            self._waiting.popleft()
+            full = self.recording.numerics == "full"
+            for record in step.records(optimizer.index, with_histograms=full):
+                self.history.add(record)
+
+    def close(self) -> None:
+        """Make all records and close the history."""
+        try:
+            self.flush(wait=True)
+        finally:
+            self.history.close()
+
+    def _look(self, optimizer: Steps, loss_id: int, scale: torch.Tensor | None) -> None:
+        coming = optimizer.coming
+        place = None if scale is None else coming.copies.put(scale.clone())
+        readings = self._meter.gradients(optimizer.session, coming.copies)
+        coming.looks[loss_id] = Look(loss_id, place, readings)
+
+    def _place(self) -> None:
+        """Void what the file has of later steps, where training begins before them again."""
+        if self._follows_a_run:
+            self._follows_a_run = False
+            position = self._position()
+            if any(map(position.voids, self.history)):
+                self.history.add(position)
+
+    def _position(self) -> ResumeRecord:
+        steps = [optimizer.settled for optimizer in self._optimizers.values()]
+        return ResumeRecord(step=max(steps, default=0), steps=steps)

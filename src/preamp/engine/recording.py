@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What an engine prints, measures and records, as ``initialize`` was told."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from preamp.core.errors import message
+
+Numerics = Literal["off", "light", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """The decisions about what is told of a run.
+
+    Attributes:
+        verbosity: 0 prints nothing, 1 also each skipped step, 2 also each cast.
+        numerics: Which statistics of tensors are taken.
+        every: They are taken at the first step and every so many steps after it.
+        path: File that records go to, or ``None``.
+    """
+
+    verbosity: int = 0
+    numerics: Numerics = "off"
+    every: int = 100
+    path: Path | None = None
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether every step leaves a record; otherwise only skipped ones do."""
+        return self.numerics != "off" or self.path is not None
+
+    def measures(self, step: int) -> bool:
+        """Whether statistics are taken at step number ``step``, counted from 1."""
+        return self.numerics != "off" and (step - 1) % self.every == 0
+
+
+OFF = Recording()
+"""Nothing is printed, measured or written."""
+
+
+def make_recording(verbosity: int, numerics: Any, every: Any, history: Any) -> Recording:
+    """Check the arguments of ``initialize``.
+
+    Raises:
+        TypeError: ``history`` is no path.
+        ValueError: ``numerics`` or ``every`` cannot be used, or ``history`` is a folder.
+    """
+    if numerics not in get_args(Numerics):
+        raise ValueError(
+            message(
+                f"numerics={numerics!r} is not known",
+                "Choose one of 'off', 'light', 'full'",
+                "Pass 'light' for statistics of gradients, 'full' for histograms and weights too",
+            )
+        )
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(
+            message(
+                f"numerics_every={every!r} cannot be used",
+                "Allowed is a whole number from 1",
+                "Pass after how many optimizer steps statistics are taken again, such as 100",
+            )
+        )
+    return Recording(verbosity=verbosity, numerics=numerics, every=every, path=_path_of(history))
+
+
+def _path_of(history: Any) -> Path | None:
+    if history is None:
+        return None
+    if not isinstance(history, (str, os.PathLike)) or not history:
+        raise TypeError(
+            message(
+                f"history={history!r} is no path",
+                "Allowed are the path of a file and None",
+                "Pass for example history='run.jsonl'; the records themselves are in "
+                "preamp.engine_of(optimizer).history",
+            )
+        )
+    path = Path(cast("str | os.PathLike[str]", history))
+    if path.is_dir():
+        raise ValueError(
+            message(
+                f"history={str(path)!r} is a folder",
+                "Allowed is the path of a file, which need not exist",
+                f"Pass for example history={str(path / 'run.jsonl')!r}",
+            )
+        )
+    return path

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The numbers of one step on their way to becoming records."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from preamp.engine.host_copies import HostCopies
+from preamp.engine.meter import Before, Reading
+from preamp.engine.session import OptimizerSession
+from preamp.numerics import NumericsRecord, Record, StepRecord
+from preamp.scaling import LossScaler
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Look:
+    """Statistics of one backward's gradients, and of the weights after the step.
+
+    Attributes:
+        loss_id: Whose backward.
+        scale: Place of the loss scale among the copies; ``None`` for 1.
+        readings: Of the tensors.
+    """
+
+    loss_id: int
+    scale: int | None
+    readings: list[Reading]
+
+
+@dataclass(slots=True, eq=False)
+class Coming:
+    """What is known of a step before ``optimizer.step`` is over.
+
+    Attributes:
+        losses: Scalars, by loss id.
+        norm: Scalar, or ``None``.
+        looks: Statistics, by loss id.
+        copies: Their numbers.
+        before: The half weights before the step.
+    """
+
+    losses: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    norm: torch.Tensor | None = None
+    looks: dict[int, Look] = field(default_factory=dict[int, Look])
+    copies: HostCopies = field(default_factory=HostCopies)
+    before: dict[int, Before] = field(default_factory=dict[int, Before])
+
+    def call(self, optimizer: torch.optim.Optimizer, scalers: Sequence[LossScaler]) -> Called:
+        """``optimizer.step`` is over: send off what is known. Does not synchronise."""
+        put = self.copies.put
+        rate = optimizer.param_groups[0].get("lr")
+        if rate is not None:
+            is_tensor = isinstance(rate, torch.Tensor)
+            rate = rate.detach().clone() if is_tensor else torch.tensor(rate, dtype=torch.float64)
+        return Called(
+            copies=self.copies,
+            looks=list(self.looks.values()),
+            losses={loss_id: put(loss) for loss_id, loss in self.losses.items()},
+            scales={i: put(scaler.scale.clone()) for i, scaler in enumerate(scalers)},
+            norm=None if self.norm is None else put(self.norm),
+            lr=None if rate is None else put(rate),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Called:
+    """A call of ``optimizer.step`` whose records are still to be made.
+
+    Attributes:
+        copies: All its numbers.
+        looks: Statistics.
+        losses: Places of the losses among the copies, by loss id.
+        scales: Places of the loss scales.
+        norm: Place of the norm, or ``None``.
+        lr: Place of the learning rate, or ``None``.
+        number: Of the step, once its outcome is known.
+        is_skipped: Whether it was not taken; ``None`` while that is not known.
+    """
+
+    copies: HostCopies
+    looks: list[Look]
+    losses: dict[int, int]
+    scales: dict[int, int]
+    norm: int | None
+    lr: int | None
+    number: int = 0
+    is_skipped: bool | None = None
+
+    def records(self, optimizer: int, *, with_histograms: bool) -> Iterator[Record]:
+        """Make the records. Waits for the numbers.
+
+        Args:
+            optimizer: Its index.
+            with_histograms: Whether statistics keep all exponents.
+        """
+        number = self.copies.number
+        is_skipped = self.is_skipped is True
+        yield StepRecord(
+            step=self.number,
+            losses={loss_id: number(place) for loss_id, place in self.losses.items()},
+            scales={loss_id: number(place) for loss_id, place in self.scales.items()},
+            skipped=is_skipped,
+            norm=None if self.norm is None else number(self.norm),
+            lr=None if self.lr is None else number(self.lr),
+            optimizer=optimizer,
+        )
+        for look in self.looks:
+            scale = 1.0 if look.scale is None else number(look.scale)
+            tensors = [
+                reading.finish(
+                    self.copies,
+                    scale=scale if reading.what == "gradient" else 1.0,
+                    is_skipped=is_skipped,
+                    with_histogram=with_histograms,
+                )
+                for reading in look.readings
+            ]
+            yield NumericsRecord(
+                step=self.number, loss_id=look.loss_id, tensors=tensors, optimizer=optimizer
+            )
+
+
+@dataclass(slots=True, eq=False)
+class Steps:
+    """What the recorder knows of one optimizer.
+
+    Attributes:
+        index: Its place in the engine.
+        session: Its session.
+        coming: The step that is being prepared.
+        called: Steps whose outcome is not known yet, oldest first.
+    """
+
+    index: int
+    session: OptimizerSession
+    coming: Coming = field(default_factory=Coming)
+    called: deque[Called] = field(default_factory=deque[Called])
+
+    @property
+    def settled(self) -> int:
+        """Steps whose outcome is known."""
+        return self.session.steps_applied + self.session.steps_skipped
+
+    @property
+    def next_number(self) -> int:
+        """Number of the coming step."""
+        return self.settled + len(self.called) + 1
