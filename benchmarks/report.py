@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numerics_section
 import plots
 from preamp.bench.records import Record, read
 
@@ -95,7 +96,10 @@ def latest(rows: Iterable[Record], case: Sequence[str]) -> dict[tuple[object, ..
 
 
 def render(
-    step_rows: list[Record], train_rows: list[Record], import_rows: Sequence[Record] = ()
+    step_rows: list[Record],
+    train_rows: list[Record],
+    import_rows: Sequence[Record] = (),
+    numerics_rows: Sequence[Record] = (),
 ) -> str:
     """Write the page.
 
@@ -103,6 +107,7 @@ def render(
         step_rows: Records of ``preamp bench step``.
         train_rows: Records of ``preamp bench train``.
         import_rows: Records of ``benchmarks/bench_import.py``.
+        numerics_rows: Records of ``benchmarks/bench_numerics.py``.
 
     Returns:
         Markdown.
@@ -113,6 +118,9 @@ def render(
     lines += _step_part(steps) if steps else ["Not measured.", ""]
     lines += [TRAIN]
     lines += _train_part(trains) if trains else ["Not measured.", ""]
+    numerics = latest(numerics_rows, TRAIN_CASE).values()
+    lines += [numerics_section.TEXT]
+    lines += numerics_section.table(numerics, _machines) if numerics else ["Not measured.", ""]
     lines += [IMPORT]
     lines += _import_part(import_rows) if import_rows else ["Not measured.", ""]
     lines += _not_measured([*steps, *trains])
@@ -246,9 +254,11 @@ def _ms(value: float) -> str:
 
 def main() -> None:
     """Write page and figures."""
-    files = [RESULTS / f"{benchmark}.jsonl" for benchmark in ("step", "train", "import")]
-    steps, trains, imports = (read(file) if file.exists() else [] for file in files)
-    DOCS.joinpath("benchmarks.md").write_text(render(steps, trains, imports), encoding="utf-8")
+    names = ("step", "train", "import", "numerics")
+    files = [RESULTS / f"{name}.jsonl" for name in names]
+    steps, trains, imports, numerics = (read(file) if file.exists() else [] for file in files)
+    page = render(steps, trains, imports, numerics)
+    DOCS.joinpath("benchmarks.md").write_text(page, encoding="utf-8")
     drawn = (
         ("benchmarks-step.svg", plots.draw_step, latest(steps, STEP_CASE)),
         ("benchmarks-train.svg", plots.draw_train, latest(trains, TRAIN_CASE)),

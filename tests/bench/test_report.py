@@ -73,7 +73,7 @@ def test_what_was_not_measured_is_said() -> None:
     page = report.render([*STEPS[2:], {**base, **failed}], [])
     assert "| float16 | flashoptim | not measured | not measured |" in page
     assert "- flashoptim (1,000 in 10): needs a GPU" in page
-    assert page.count("Not measured.") == 2  # no whole steps, no imports
+    assert page.count("Not measured.") == 3  # no whole steps, no statistics, no imports
 
 
 def test_a_failed_loop_has_a_line() -> None:
@@ -120,3 +120,27 @@ def test_page_has_the_latest_import_times() -> None:
     page = report.render([], [], [older, {**row, "rounds": 15}])
     assert "commit `abc` | 61 ms | 70 ms | 100 ms | 15 |" in page
     assert "400" not in page
+
+
+def numerics_row(name: str, **changes: object) -> Record:
+    case = {"model": "gpt", "width": 8, "batch": 2, "level": "O5", "group": "numerics"}
+    size = {"parameters": 12345, "tensors": 53, "interval": 100}
+    return {**MACHINE, **TIMES, **case, **size, "name": name, "best": 50.0, **changes}
+
+
+def test_page_has_the_latest_cost_of_statistics() -> None:
+    measured = {"overhead": 0.0031, "overhead_of_whole_steps": -0.004}
+    rows = [
+        numerics_row("off", inside=0.02),
+        numerics_row("light, between", inside=0.25),
+        numerics_row("light, measuring", inside=12.5, **measured),
+        numerics_row("full, between", inside=0.25),
+        numerics_row("full, measuring", inside=40.0, **{**measured, "overhead": 0.0123}),
+    ]
+    older = numerics_row("off", inside=9.0, date="2025-01-01T00:00:00")
+    page = report.render([], [], [], [older, *rows])
+    head = "| O5 | 2 | 53, 12,345"
+    assert f"{head} | off | 50.00 ms | 0.02 ms | | |" in page
+    assert f"{head} | light | 50.00 ms | 0.25 ms | 12.50 ms | 0.31% (-0.4%) |" in page
+    assert f"{head} | full | 50.00 ms | 0.25 ms | 40.00 ms | 1.23% (-0.4%) |" in page
+    assert "9.00 ms" not in page
