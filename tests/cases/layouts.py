@@ -30,4 +30,9 @@ def channels_last(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
-LAYOUTS = (plain, strided, unaligned, transposed, channels_last)
+def unaligned_transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """Dense in another order, and in the midst of somebody else's memory."""
+    return unaligned(tensor.mT).mT if tensor.dim() > 1 else tensor
+
+
+LAYOUTS = (plain, strided, unaligned, transposed, unaligned_transposed, channels_last)

@@ -119,6 +119,22 @@ def test_several_devices_do_not_need_the_default_dtype(monkeypatch: pytest.Monke
         assert result.tolist() == pytest.approx(value, rel=1e-6)
 
 
+def test_results_of_several_devices_keep_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = {torch.device("cpu"): [0, 2], torch.device("cpu", 0): [1]}
+    monkeypatch.setattr(by_device, "_by_device", lambda _: split)
+    halves = [torch.full((2,), float(place)).half() for place in range(3)]
+    factors = [torch.tensor(by) for by in (1.0, 10.0, 100.0)]
+    addends = [torch.full((2,), by) for by in (0.5, 0.25, 0.125)]
+    wide = backend().widen_add(halves, factors, [*addends[:2], None])
+    assert [tensor.tolist() for tensor in wide] == [[0.5] * 2, [10.25] * 2, [200.0] * 2]
+    backend().axpby_(addends, 2.0, halves, 1.0, [addends[0], None, addends[2]])
+    assert [tensor[0].item() for tensor in addends] == [0.5, 2.0, 4.125]
+    backend().cast_copy_(halves, addends)
+    assert [tensor[0].item() for tensor in addends] == [0.0, 1.0, 2.0]
+    backend().scale_add_(addends, 3.0, [None, None, addends[1].clone()])
+    assert [tensor[0].item() for tensor in addends] == [0.0, 3.0, 7.0]
+
+
 def test_lists_on_two_devices_are_split() -> None:
     """The meta device stands for a second one; its values are nobody's."""
     ops = backend()
