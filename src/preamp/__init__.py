@@ -28,6 +28,7 @@ from preamp.engine import Engine as Engine
 from preamp.engine import OverflowCause as OverflowCause
 from preamp.engine import audit_casts as audit_casts
 from preamp.engine import clip_grad_norm_ as clip_grad_norm_
+from preamp.engine import count_memory as count_memory
 from preamp.engine import engine_of as engine_of
 from preamp.engine import initialize as initialize
 from preamp.engine import load_state_dict as load_state_dict
@@ -38,7 +39,6 @@ from preamp.engine import step_scheduler as step_scheduler
 from preamp.numerics import History as History
 from preamp.numerics import TensorBoardWriter as TensorBoardWriter
 from preamp.numerics import read_history as read_history
-from preamp.planning import count_memory as count_memory
 from preamp.planning import estimate as estimate
 from preamp.planning import plan as plan
 from preamp.policy import OPT_LEVELS as OPT_LEVELS

@@ -43,6 +43,7 @@ ONLY_UNDER = {
 
 PRIVATE_TORCH_UNDER = ("preamp.kernels",)
 LATE_IMPORTS_IN = (
+    "preamp.engine.reporting",  # few processes write a report
     "preamp.kernels.dispatch",  # a back end loads when it is first used
     "preamp.numerics.tensorboard",  # an extra, and slower to import than all of preamp
     "preamp.planning.entry",  # planning would be a quarter of the time of importing preamp

@@ -14,7 +14,7 @@ import torch
 
 from preamp.casting.functions import CAST_REPORTS
 from preamp.casting.reports import Cast, listen
-from preamp.core.undo import UndoStack
+from preamp.core.undo import Removable, UndoStack
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,27 @@ class CastAudit:
         self.calls: Counter[CastSite] = Counter()
         self.elements: Counter[CastSite] = Counter()
         self._undo = UndoStack()
+        self._listening: Removable | None = None
 
     def start(self) -> None:
         """Count from now on."""
-        self._undo.hold(CAST_REPORTS.acquire(), listen(self._count))
+        self._undo.hold(CAST_REPORTS.acquire())
+        self.resume()
+
+    def pause(self) -> None:
+        """Do not count until `resume`; functions stay wrapped, so nothing is compiled anew."""
+        if self._listening is not None:
+            self._listening.remove()
+            self._listening = None
+
+    def resume(self) -> None:
+        """Go on counting after `pause`."""
+        if self._listening is None:
+            self._listening = listen(self._count)
 
     def stop(self) -> None:
         """Count no longer; what was counted stays."""
+        self.pause()
         self._undo.unwind()
 
     def _count(self, made: Cast) -> None:

@@ -77,7 +77,8 @@ def wrap_report(rule: CastRule, dtype: torch.dtype | None = None) -> Wrapper:
     def wrap(fn: AnyFunction) -> AnyFunction:
         @functools.wraps(fn)
         def reported(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
+            # In this order: what is being compiled must not depend on who listens.
+            if not torch.compiler.is_compiling() and _listeners:
                 for made in _casts(fn.__name__, rule, dtype, args, kwargs):
                     for listener in _listeners:
                         listener(made)

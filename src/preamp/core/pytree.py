@@ -12,7 +12,7 @@ import collections
 import copy
 import dataclasses
 import types
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -115,3 +115,15 @@ def _map_dataclass(fn: LeafFn, value: Any) -> Any:
     for name, item in zip(names, mapped, strict=True):
         object.__setattr__(twin, name, item)  # also reaches frozen dataclasses
     return twin
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in cast("Mapping[Any, Any]", value).values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in cast("Sequence[Any]", value):
+            yield from tensors_in(item)

@@ -63,3 +63,8 @@ class WeightMark:
             self._version = version_of(tensor)
         else:
             self._mark(tensor)
+
+
+def storage_key(storage: Any) -> int:
+    """A number that is a storage's own while it lives; on the meta device too."""
+    return int(cast("Any", StorageWeakRef(storage)).cdata)

@@ -12,8 +12,10 @@ from torch import nn
 import preamp
 from preamp.demo.records import Memory
 from preamp.numerics import (
+    CastsRecord,
     History,
     MemoryRecord,
+    NumericsRecord,
     OverflowRecord,
     Record,
     RunRecord,
@@ -74,7 +76,8 @@ def note_step(history: History, step: int, loss: float, optimizer: torch.optim.O
                 step=step,
                 loss_id=cause.loss_id,
                 parameters=list(cause.parameters),
-                largest=[None] * len(cause.parameters),
+                largest=list(cause.largest),
+                kinds=list(cause.kinds),
                 loss_was_finite=cause.loss_was_finite,
                 old_scale=cause.old_scale,
                 new_scale=cause.new_scale,
@@ -109,11 +112,10 @@ def records_of(history: History, engine: preamp.Engine) -> tuple[Record, ...]:
     return (*history, *_kept_by(engine))
 
 
-def _kept_by(_engine: preamp.Engine) -> tuple[Record, ...]:
-    """Return what the engine itself has recorded about tensors and casts: nothing yet.
+def _kept_by(engine: preamp.Engine) -> tuple[Record, ...]:
+    """Return what the engine itself has recorded about tensors and casts.
 
-    This is the one place where `engine.history` comes in: its records of kinds ``numerics`` and
-    ``casts`` belong here. Steps, overflows and memory the loop has written down already, in its
-    own units.
+    Steps, overflows and memory the loop has written down already, in its own units.
     """
-    return ()
+    history = engine.history
+    return (*history.of(NumericsRecord), *history.of(CastsRecord))

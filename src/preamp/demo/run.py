@@ -149,7 +149,15 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
     reset_peak(setting.device)
     model = copy.deepcopy(setting.start).to(setting.device)
     optimizer = make_optimizer(model, config.optimizer)
-    model, optimizer = preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = preamp.initialize(
+        model,
+        optimizer,
+        opt_level=level,
+        verbosity=0,
+        # Where peak memory is measured, the stall meter's copies must not be in it.
+        numerics="full" if setting.device.type == "cpu" else "light",
+        numerics_every=max(config.steps // 12, 1),
+    )
     engine = preamp.engine_of(optimizer)
     tape = Tape(level=level)
     note_start(tape.history, model, engine, describe_device(setting.device))

@@ -8,6 +8,7 @@ from preamp.engine.clip import clip_grad_norm_ as clip_grad_norm_
 from preamp.engine.engine import Engine as Engine
 from preamp.engine.initialize import create_engine as create_engine
 from preamp.engine.initialize import initialize as initialize
+from preamp.engine.inventory import count_memory as count_memory
 from preamp.engine.lookup import engine_of as engine_of
 from preamp.engine.lookup import find_engine as find_engine
 from preamp.engine.overflow import OverflowCause as OverflowCause

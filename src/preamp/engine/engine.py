@@ -25,6 +25,7 @@ from preamp.engine.overflow import OverflowCause
 from preamp.engine.params import first_device, twin_of
 from preamp.engine.recording import Recording
 from preamp.engine.reductions import Reductions
+from preamp.engine.reporting import write_report
 from preamp.engine.session import OptimizerSession, make_sessions
 from preamp.engine.start import make_recorder
 from preamp.engine.state import load_scalers, make_scaler, scalers_state
@@ -231,7 +232,7 @@ class Engine:
         if load_scalers(self, state):
             self.recorder.resumed()
 
-    # -- the end -----------------------------------------------------------------------------
+    report = write_report
 
     def undo_of(self, model: nn.Module) -> UndoStack:
         """The steps that take back what was done to ``model`` alone."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from preamp.core.tensors import is_capturing
+from preamp.engine.inventory import Inventory
 from preamp.engine.meter import Meter
 from preamp.engine.overflow import GradientNote, OverflowCause
 from preamp.engine.recording import Recording
@@ -29,6 +30,7 @@ class Recorder:
     Attributes:
         history: Where the records are.
         recording: Which ones are made; replaceable between two steps, the record itself is frozen.
+        inventory: Tells what the engine holds and has cast, or ``None``.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Recorder:
         }
         self._waiting: deque[tuple[Steps, Called]] = deque()
         self._follows_a_run = False
+        self.inventory: Inventory | None = None
 
     @property
     def _takes_steps(self) -> bool:
@@ -118,7 +121,12 @@ class Recorder:
         if not self._measures or has_closure:
             return
         optimizer = self._optimizers[id(session)]
-        if not self.recording.measures(optimizer.next_number):
+        number = optimizer.next_number
+        measures = self.recording.measures(number)
+        # Optimizers make their state in the first step.
+        if self.inventory is not None and (number == 2 or (measures and number > 1)):
+            self.history.add(self.inventory.memory(number))
+        if not measures:
             return
         if not optimizer.coming.looks:  # no scale_loss, so no scale
             self._look(optimizer, 0, None)
@@ -132,7 +140,10 @@ class Recorder:
         self._place()
         optimizer = self._optimizers[id(session)]
         number, coming, optimizer.coming = optimizer.next_number, optimizer.coming, Coming()
+        if self.inventory is not None:
+            self.inventory.count_casts(on=self.recording.measures(number + 1))
         if self.recording.numerics == "full" and self.recording.measures(number):
+            self._note_casts(number)
             look = next(iter(coming.looks.values()), None)
             if look is None:
                 look = coming.looks[0] = Look(0, None, [])
@@ -178,8 +189,14 @@ class Recorder:
         """Make all records and close the history."""
         try:
             self.flush(wait=True)
+            self._note_casts(max((o.next_number - 1 for o in self._optimizers.values()), default=0))
         finally:
             self.history.close()
+
+    def _note_casts(self, step: int) -> None:
+        casts = None if self.inventory is None else self.inventory.casts(step)
+        if casts is not None:
+            self.history.add(casts)
 
     def _look(self, optimizer: Steps, loss_id: int, scale: torch.Tensor | None) -> None:
         coming = optimizer.coming

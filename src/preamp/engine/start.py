@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from preamp.casting import CastAudit
 from preamp.core.dtypes import dtype_name
 from preamp.core.ranks import is_first_rank
 from preamp.core.version import __version__
+from preamp.engine.inventory import Inventory
 from preamp.engine.meter import Meter
 from preamp.engine.recorder import Recorder
 from preamp.engine.recording import Recording
@@ -39,6 +41,13 @@ def make_recorder(engine: Engine, recording: Recording) -> Recorder:
         engine.sessions.values(),
         engine.device,
     )
+    audit = None
+    if recording.numerics == "full" and engine.casts_functions:
+        audit = CastAudit()
+        audit.start()
+        engine.process_undo.push(audit.stop)
+    if recording.numerics != "off":
+        recorder.inventory = Inventory(engine, audit)
     engine.ledger.on_call.append(recorder.step_called)
     engine.ledger.on_skip.append(recorder.step_skipped)
     engine.ledger.on_step.append(recorder.step_settled)

@@ -235,7 +235,7 @@ class CastRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastsRecord:
-    """The cast audit of O1 and O4: what was cast so far.
+    """The cast audit of O1 and O4: what was cast in the measured steps so far.
 
     Attributes:
         step: Number of the latest call of ``optimizer.step``.

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from preamp.engine import Engine
 from preamp.policy import Policy
 
 if TYPE_CHECKING:
@@ -78,27 +77,6 @@ def estimate(
         loss_fn=loss_fn,
         batch=batch,
     )
-
-
-def count_memory(engine: Engine) -> dict[str, int]:
-    """Count the bytes that an engine's models and optimizers hold now, by category.
-
-    Storages are counted, each once, in the order of the categories: tied weights do not count
-    twice, and a view counts with the whole storage behind it. Nothing is made by looking: a
-    master's gradient that was never read is not there. Does not synchronise.
-
-    Args:
-        engine: Best between a backward and its step, and not before the second step: optimizers
-            make their state in the first one.
-
-    Returns:
-        Bytes by the names in `CATEGORIES`. ``"optimizer state"`` has the tensors in the
-        optimizers' state and in their groups, ``"loss scaler"`` each scaler's scale, counter and
-        overflow flag.
-    """
-    from preamp.planning import count
-
-    return count.count_memory(engine)
 
 
 def plan(

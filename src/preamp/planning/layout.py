@@ -6,15 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from preamp.casting.modules import is_affine_batchnorm
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import message
+from preamp.core.tensors import storage_key
 from preamp.policy import Policy
 
 Factory = Callable[[], nn.Module]
@@ -179,8 +179,3 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """All modules with their qualified names, the model itself first under the empty one."""
     return list(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
-
-
-def storage_key(storage: Any) -> int:
-    """A number that is a storage's own while it lives; on the meta device too."""
-    return int(cast("Any", StorageWeakRef(storage)).cdata)

@@ -14,11 +14,12 @@ from torch import nn
 
 from preamp.core.errors import message
 from preamp.core.pytree import map_leaves
+from preamp.core.tensors import storage_key
 from preamp.kernels.observe import ObservedOps
 from preamp.numerics import count_exponents
 from preamp.numerics.records import What
 from preamp.planning.forecast import Range
-from preamp.planning.layout import named_modules, storage_key
+from preamp.planning.layout import named_modules
 from preamp.planning.peak import LossFn
 
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

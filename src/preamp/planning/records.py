@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What `preamp.estimate` and `preamp.plan` return."""
 
-from preamp.planning.count import CATEGORIES as CATEGORIES
+from preamp.engine.inventory import CATEGORIES as CATEGORIES
 from preamp.planning.forecast import TensorForecast as TensorForecast
 from preamp.planning.memory import MemoryEstimate as MemoryEstimate
 from preamp.planning.planner import PURE_BFLOAT16 as PURE_BFLOAT16

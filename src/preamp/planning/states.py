@@ -9,13 +9,14 @@ some, as Adafactor's rows, or none, as a step counter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
 from preamp.core.errors import message
+from preamp.core.pytree import tensors_in
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.planning.optimizers import Make
 
@@ -86,18 +87,6 @@ def state_bytes(
         others = {key: value for key, value in group.items() if key != "params"}
         total += sum(item.numel() * item.element_size() for item in tensors_in(others))
     return StateBytes(total, not isinstance(optimizer, FusedOptimizer))
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested dicts, lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in cast("Mapping[Any, Any]", value).values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in cast("Sequence[Any]", value):
-            yield from tensors_in(item)
 
 
 def _small_shape(shape: Shape) -> Shape:

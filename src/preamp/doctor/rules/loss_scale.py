@@ -89,7 +89,7 @@ SCHEDULED_SKIP = Rule(
     do=(
         "Step the schedule only if the optimizer stepped. With torch.amp the scale has shrunk "
         "after a skip: compare scaler.get_scale() before and after scaler.update(). With preamp "
-        "ask engine.last_step_skipped."
+        "call preamp.step_scheduler(scheduler, optimizer)."
     ),
 )
 

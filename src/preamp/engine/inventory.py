@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Bytes that a real engine holds, counted from its tensors."""
+"""What an engine holds and has cast: bytes by category, casts by line of the program."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from preamp.core.tensors import stored_grad
-from preamp.engine import Engine
-from preamp.planning.layout import storage_key
-from preamp.planning.states import tensors_in
+from preamp.casting import CastAudit
+from preamp.core.pytree import tensors_in
+from preamp.core.tensors import storage_key, stored_grad
+from preamp.engine.casts import cast_records
+from preamp.numerics import CastsRecord, MemoryRecord
+
+if TYPE_CHECKING:
+    from preamp.engine.engine import Engine
 
 CATEGORIES = ("weights", "buffers", "masters", "gradients", "optimizer state", "loss scaler")
 """Where bytes go that stay from one step to the next."""
@@ -38,7 +43,21 @@ class _Seen:
 
 
 def count_memory(engine: Engine) -> dict[str, int]:
-    """Do what `preamp.count_memory` says."""
+    """Count the bytes that an engine's models and optimizers hold now, by category.
+
+    Storages are counted, each once, in the order of the categories: tied weights do not count
+    twice, and a view counts with the whole storage behind it. Nothing is made by looking: a
+    master's gradient that was never read is not there. Does not synchronise.
+
+    Args:
+        engine: Best between a backward and its step, and not before the second step: optimizers
+            make their state in the first one.
+
+    Returns:
+        Bytes by the names in `CATEGORIES`. ``"optimizer state"`` has the tensors in the
+        optimizers' state and in their groups, ``"loss scaler"`` each scaler's scale, counter and
+        overflow flag.
+    """
     weights = [param for model in engine.models for param in model.parameters()]
     buffers = [buffer for model in engine.models for buffer in model.buffers()]
     updated = [
@@ -65,6 +84,33 @@ def count_memory(engine: Engine) -> dict[str, int]:
             for tensor in (scaler.scale, scaler.growth_tracker, scaler.found_inf)
         ),
     }
+
+
+class Inventory:
+    """Makes the records of an engine's memory, and of its casts if they are counted.
+
+    It does not keep the engine alive.
+    """
+
+    def __init__(self, engine: Engine, audit: CastAudit | None) -> None:
+        """Look at ``engine``, and at what ``audit`` counts."""
+        self._engine = weakref.ref(engine)
+        self._audit = audit
+
+    def memory(self, step: int) -> MemoryRecord:
+        """Count what is held now, at call ``step`` of ``optimizer.step``."""
+        engine = self._engine()
+        return MemoryRecord(step=step, categories={} if engine is None else count_memory(engine))
+
+    def count_casts(self, *, on: bool) -> None:
+        """Count casts from now on, or do not."""
+        if self._audit is not None and self._engine() is not None:
+            (self._audit.resume if on else self._audit.pause)()
+
+    def casts(self, step: int) -> CastsRecord | None:
+        """Tell the casts counted up to ``step``; ``None`` if there are none."""
+        found = [] if self._audit is None else cast_records(self._audit)
+        return CastsRecord(step=step, casts=found) if found else None
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
