@@ -36,9 +36,6 @@ from preamp.engine import master_params as master_params
 from preamp.engine import scale_loss as scale_loss
 from preamp.engine import state_dict as state_dict
 from preamp.engine import step_scheduler as step_scheduler
-from preamp.numerics import History as History
-from preamp.numerics import TensorBoardWriter as TensorBoardWriter
-from preamp.numerics import read_history as read_history
 from preamp.planning import estimate as estimate
 from preamp.planning import plan as plan
 from preamp.policy import OPT_LEVELS as OPT_LEVELS
@@ -47,7 +44,6 @@ from preamp.policy import Policy as Policy
 __all__ = [
     "OPT_LEVELS",
     "Engine",
-    "History",
     "LossScaleError",
     "OverflowCause",
     "Policy",
@@ -55,7 +51,6 @@ __all__ = [
     "PreampPolicyError",
     "PreampStateError",
     "PreampUnavailableError",
-    "TensorBoardWriter",
     "__version__",
     "audit_casts",
     "bfloat16_function",
@@ -72,7 +67,6 @@ __all__ = [
     "master_params",
     "plan",
     "promote_function",
-    "read_history",
     "register_bfloat16_function",
     "register_float_function",
     "register_half_function",

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from preamp.casting import CastAudit
 from preamp.core.dtypes import dtype_name
-from preamp.numerics import CastRecord
+
+if TYPE_CHECKING:
+    from preamp.numerics import CastRecord
 
 
 @contextmanager
@@ -34,6 +37,8 @@ def audit_casts() -> Generator[list[CastRecord]]:
 
 def cast_records(audit: CastAudit) -> list[CastRecord]:
     """Return what ``audit`` has counted so far, most bytes first."""
+    from preamp.numerics import CastRecord
+
     records = [
         CastRecord(
             function=site.function,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,24 +17,23 @@ from preamp.core.link import Link
 from preamp.core.undo import UndoStack
 from preamp.engine import refusals
 from preamp.engine.adjustments import Adjustments
-from preamp.engine.explain import explain_engine
 from preamp.engine.ledger import Ledger
 from preamp.engine.names import ParameterNames
 from preamp.engine.order import BackwardOrder
 from preamp.engine.overflow import OverflowCause
 from preamp.engine.params import first_device, twin_of
+from preamp.engine.parts import explain_engine, make_recorder, make_tracer, write_report
 from preamp.engine.recording import Recording
 from preamp.engine.reductions import Reductions
-from preamp.engine.reporting import write_report
 from preamp.engine.session import OptimizerSession, make_sessions
-from preamp.engine.start import make_recorder
 from preamp.engine.state import load_scalers, make_scaler, scalers_state
 from preamp.engine.teardown import weights_given_back
-from preamp.engine.trace import Tracer
 from preamp.kernels import Ops
-from preamp.numerics import History
 from preamp.policy import Policy
 from preamp.scaling import LossScaler
+
+if TYPE_CHECKING:
+    from preamp.numerics import History
 
 
 class Engine:
@@ -99,7 +98,7 @@ class Engine:
         self.ledger = Ledger(
             self.scalers, self.names.of, limit=limit, verbosity=told, order=self.order
         )
-        self.tracer = Tracer(self.models)
+        self.tracer = make_tracer(self.models)
         self.ledger.on_skip.append(self.tracer.told)
         self.sessions = make_sessions(
             self.optimizers, ops, self.names.of, self.reductions, has_masters=policy.master_weights

@@ -28,9 +28,9 @@ from preamp.engine.announce import announce
 from preamp.engine.engine import Engine
 from preamp.engine.lookup import ATTRIBUTE, find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
+from preamp.engine.parts import run_record
 from preamp.engine.recording import OFF, Numerics, Recording, make_recording
 from preamp.engine.reductions import attach_reductions
-from preamp.engine.start import run_record
 from preamp.kernels import ForeachType, Ops, cpu_lacks_fp16_matmul
 from preamp.kernels import backend as ops_named
 from preamp.optim import MasterParameter

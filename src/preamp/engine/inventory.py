@@ -13,10 +13,10 @@ from preamp.casting import CastAudit
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import storage_key, stored_grad
 from preamp.engine.casts import cast_records
-from preamp.numerics import CastsRecord, MemoryRecord
 
 if TYPE_CHECKING:
     from preamp.engine.engine import Engine
+    from preamp.numerics import CastsRecord, MemoryRecord
 
 CATEGORIES = ("weights", "buffers", "masters", "gradients", "optimizer state", "loss scaler")
 """Where bytes go that stay from one step to the next."""
@@ -99,6 +99,8 @@ class Inventory:
 
     def memory(self, step: int) -> MemoryRecord:
         """Count what is held now, at call ``step`` of ``optimizer.step``."""
+        from preamp.numerics import MemoryRecord
+
         engine = self._engine()
         return MemoryRecord(step=step, categories={} if engine is None else count_memory(engine))
 
@@ -109,6 +111,8 @@ class Inventory:
 
     def casts(self, step: int) -> CastsRecord | None:
         """Tell the casts counted up to ``step``; ``None`` if there are none."""
+        from preamp.numerics import CastsRecord
+
         found = [] if self._audit is None else cast_records(self._audit)
         return CastsRecord(step=step, casts=found) if found else None
 

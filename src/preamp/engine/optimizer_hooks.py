@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from types import MethodType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -28,8 +28,10 @@ from preamp.engine.optimizer_methods import (
 )
 from preamp.engine.order import BackwardOrder
 from preamp.engine.overflow import OverflowCause
-from preamp.engine.recorder import Recorder
 from preamp.engine.session import OptimizerSession
+
+if TYPE_CHECKING:
+    from preamp.engine.recorder import Recorder
 
 
 class StepOwner(Protocol):

@@ -6,14 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 
 from preamp.engine.finite import read_again
 from preamp.engine.order import BackwardOrder
 from preamp.kernels import Census
-from preamp.numerics import OverflowRecord, TraceRecord
+
+if TYPE_CHECKING:
+    from preamp.numerics import OverflowRecord, TraceRecord
 
 Kind = Literal["inf", "nan"]
 
@@ -65,6 +67,8 @@ class OverflowCause:
 
     def to_record(self) -> OverflowRecord:
         """Return it as a line of a run's history."""
+        from preamp.numerics import OverflowRecord
+
         return OverflowRecord(
             step=self.step,
             loss_id=self.loss_id,

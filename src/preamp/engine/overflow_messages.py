@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from preamp.core.errors import LossScaleError, message
 from preamp.engine.overflow import OverflowCause
-from preamp.numerics import TraceRecord
 from preamp.scaling import SMALLEST_SCALE, DynamicScale, ScaleRule
+
+if TYPE_CHECKING:
+    from preamp.numerics import TraceRecord
 
 
 def skip_message(cause: OverflowCause) -> str:

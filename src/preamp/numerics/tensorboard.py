@@ -20,7 +20,7 @@ from preamp.numerics.records import (
 class TensorBoardWriter:
     """A listener of a `History` that writes what it hears with a ``SummaryWriter``.
 
-    ``engine.history.listen(preamp.TensorBoardWriter("runs/1"))`` is all it takes. The tags are
+    ``engine.history.listen(TensorBoardWriter("runs/1"))`` is all it takes. The tags are
     ``loss``, ``loss_scale``, ``skipped`` (1 or 0), ``gradient_norm`` and ``learning_rate``, and for
     each tensor ``headroom/<name>``, ``zeros/<name>``, ``below_subnormal/<name>``,
     ``below_normal/<name>`` and ``stalled/<name>``, shares of its elements from 0 to 1 but for the

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Parts of an engine that load with the first one, not with ``import preamp``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from preamp.engine.recording import Recording
+
+if TYPE_CHECKING:
+    from preamp.engine.engine import Engine
+    from preamp.engine.recorder import Recorder
+    from preamp.engine.trace import Tracer
+    from preamp.numerics import RunRecord
+
+
+def make_tracer(models: Sequence[nn.Module]) -> Tracer:
+    """Return what watches the modules of ``models`` where that is asked for."""
+    from preamp.engine.trace import Tracer
+
+    return Tracer(models)
+
+
+def make_recorder(engine: Engine, recording: Recording) -> Recorder:
+    """Do what `preamp.engine.start.make_recorder` does."""
+    from preamp.engine import start
+
+    return start.make_recorder(engine, recording)
+
+
+def run_record(engine: Engine) -> RunRecord:
+    """Say what the run is."""
+    from preamp.engine import start
+
+    return start.run_record(engine)
+
+
+def explain_engine(engine: Engine) -> str:
+    """Return the text of `Engine.explain`."""
+    from preamp.engine import explain
+
+    return explain.explain_engine(engine)
+
+
+def write_report(engine: Engine, path: str | Path, *, title: str = "Training report") -> None:
+    """Write what is known of the run so far as one HTML page; `preamp report` does it for files.
+
+    What is on the page follows from `initialize`'s ``numerics`` and ``history``; parts that were
+    not recorded name what to switch on. Changes nothing; may synchronise.
+
+    Args:
+        engine: Open or closed.
+        path: The page; replaced as a whole or not at all.
+        title: Its heading.
+
+    Raises:
+        PreampUnavailableError: jinja2 is missing; it comes with ``preamp[report]``.
+        OSError: The page cannot be written.
+    """
+    from preamp.report import write
+
+    write(Path(path), engine.history, title=title)
