@@ -125,7 +125,7 @@ class Recorder:
         measures = self.recording.measures(number)
         # Optimizers make their state in the first step.
         if self.inventory is not None and (number == 2 or (measures and number > 1)):
-            self.history.add(self.inventory.memory(number))
+            optimizer.coming.memory = self.inventory.memory(number)
         if not measures:
             return
         if not optimizer.coming.looks:  # no scale_loss, so no scale
@@ -140,6 +140,8 @@ class Recorder:
         self._place()
         optimizer = self._optimizers[id(session)]
         number, coming, optimizer.coming = optimizer.next_number, optimizer.coming, Coming()
+        if coming.memory is not None:
+            self.history.add(coming.memory)
         if self.inventory is not None:
             self.inventory.count_casts(on=self.recording.measures(number + 1))
         if self.recording.numerics == "full" and self.recording.measures(number):

@@ -12,7 +12,7 @@ import torch
 from preamp.engine.host_copies import HostCopies
 from preamp.engine.meter import Before, Reading
 from preamp.engine.session import OptimizerSession
-from preamp.numerics import NumericsRecord, Record, StepRecord
+from preamp.numerics import MemoryRecord, NumericsRecord, Record, StepRecord
 from preamp.scaling import LossScaler
 
 
@@ -41,6 +41,7 @@ class Coming:
         looks: Statistics, by loss id.
         copies: Their numbers.
         before: The half weights before the step.
+        memory: What was held before the step, or ``None``.
     """
 
     losses: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
@@ -48,6 +49,7 @@ class Coming:
     looks: dict[int, Look] = field(default_factory=dict[int, Look])
     copies: HostCopies = field(default_factory=HostCopies)
     before: dict[int, Before] = field(default_factory=dict[int, Before])
+    memory: MemoryRecord | None = None
 
     def call(self, optimizer: torch.optim.Optimizer, scalers: Sequence[LossScaler]) -> Called:
         """``optimizer.step`` is over: send off what is known. Does not synchronise."""
