@@ -144,3 +144,9 @@ def test_page_has_the_latest_cost_of_statistics() -> None:
     assert f"{head} | light | 50.00 ms | 0.25 ms | 12.50 ms | 0.31% (-0.4%) |" in page
     assert f"{head} | full | 50.00 ms | 0.25 ms | 40.00 ms | 1.23% (-0.4%) |" in page
     assert "9.00 ms" not in page
+
+
+def test_page_compares_the_fused_half_step_with_its_aims() -> None:
+    scaler = step_row("GradScaler + fused AdamW", 3.0, 1.0, group="float32")
+    page = report.render([*STEPS[:2], scaler], [])
+    assert "| float16 | 1,000 | 10 | yes | 4.00× | 1.50× | 25% | 2000.00 |" in page
