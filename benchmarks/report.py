@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import aims
 import numerics_section
 import plots
 from preamp.bench.records import Record, read
@@ -69,24 +70,6 @@ preamp runs these products in float32 and rounds once. So at O1, O2 and O3 on su
 says what that is worth, and nothing about preamp's overhead; that is read at O0, O4 and O5.
 """
 
-
-TARGETS = """\
-### What was aimed at
-
-The aim for a step with half weights and `FusedAdam` on a CPU: 1.6 times as fast as naive torch
-and 1.25 times as fast as `GradScaler` on float32 weights, 2 and 1.5 times with clipping; 75 % of
-a copy's speed; a cost per parameter that does not grow from 10⁶ to 10⁸ parameters. Reached, at
-the best half level of each case, as a factor over the rival (more is faster):
-"""
-
-HELD_BACK = """\
-What holds it back. On this processor one thread moves memory as fast as a copy only while it
-computes little; AdamW's square root and two divisions per weight take as long as its bytes, for
-torch's fused kernel as for the blocks here, so the step with half weights is bound by arithmetic
-and gains less from moving fewer bytes than a machine with more arithmetic per byte would. With
-thousands of small tensors the time goes into Python: 10 to 20 µs for each tensor, most of it to
-keep the books on its gradient. On a GPU nothing has been measured.
-"""
 
 IMPORT = """\
 ## Import
@@ -158,7 +141,7 @@ def _step_part(rows: list[Record]) -> list[str]:
     lines = [f"Measured on {_machines(rows)}.", ""]
     lines += ["![Share of a copy's speed by number of tensors](benchmarks-step.svg)", ""]
     lines += _ranges(rows)
-    lines += _targets(rows)
+    lines += aims.table(latest(rows, STEP_CASE).values())
     tables = dict.fromkeys(
         (row["device"], row["parameters"], row["half"], row["clip"])
         for row in sorted(rows, key=lambda row: (row["device"], row["parameters"], not row["clip"]))
@@ -171,35 +154,6 @@ def _step_part(rows: list[Record]) -> list[str]:
             [r for r in rows if (r["device"], r["parameters"], r["half"], r["clip"]) == wanted]
         )
     return lines
-
-
-def _targets(rows: list[Record]) -> list[str]:
-    """What the fused half step reached, case by case."""
-    lines = [
-        TARGETS,
-        "| half | parameters | tensors | clips | naive torch | GradScaler | of a copy | ns each |",
-    ]
-    lines += ["|---|---|---|---|---|---|---|---|"]
-    for case in latest(rows, STEP_CASE).values():
-        measured = [row for row in case if row["status"] == "measured"]
-        best = {row["name"]: row["best"] for row in measured}
-        ours = [
-            r for r in measured if r["name"] in ("preamp O2, FusedAdam", "preamp O5, FusedAdam")
-        ]
-        if not ours:
-            continue
-        row = min(ours, key=lambda row: row["best"])
-        over = [
-            f"{best[rival] / row['best']:.2f}×" if rival in best else ""
-            for rival in ("torch, naive", "GradScaler + fused AdamW")
-        ]
-        each = row["best"] * 1e6 / row["parameters"]
-        clips = "yes" if row["clip"] else "no"
-        lines.append(
-            f"| {row['half']} | {row['parameters']:,} | {row['tensors']:,} | {clips} | {over[0]}"
-            f" | {over[1]} | {row['share_of_copy']:.0%} | {each:.2f} |"
-        )
-    return [*lines, "", HELD_BACK]
 
 
 def _ranges(rows: list[Record]) -> list[str]:

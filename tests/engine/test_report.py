@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,15 @@ import torch
 from torch import nn
 
 import preamp
-from preamp.numerics import CastsRecord, MemoryRecord
+from preamp.casting import CastAudit, reports
+from preamp.numerics import (
+    CastsRecord,
+    MemoryRecord,
+    NumericsRecord,
+    OverflowRecord,
+    Record,
+    StepRecord,
+)
 
 
 def train(level: str, steps: int, **options: object) -> tuple[nn.Module, preamp.Engine]:
@@ -84,3 +94,110 @@ def test_counting_casts_keeps_no_engine_alive() -> None:
     del model, engine
     gc.collect()
     assert gone() is None
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> None:
+    loss = model(torch.ones(2, 4)).square().mean() * factor
+    with preamp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def started(level: str = "O2", **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    return preamp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+def test_a_listener_that_fails_on_an_overflow_shifts_no_later_record() -> None:
+    model, optimizer = started(numerics="light", numerics_every=50)
+    engine = preamp.engine_of(optimizer)
+
+    def fail(record: Record) -> None:
+        if isinstance(record, OverflowRecord) and record.step == 2:
+            raise RuntimeError("from a listener")
+
+    engine.history.listen(fail)
+    step(model, optimizer)
+    with pytest.raises(RuntimeError, match="from a listener"):
+        step(model, optimizer, math.inf)
+    optimizer.zero_grad()
+    step(model, optimizer)
+    step(model, optimizer, math.inf)
+    assert (engine.steps_applied, engine.steps_skipped) == (2, 2)
+    records = engine.history.of(StepRecord)
+    assert [(r.step, r.skipped) for r in records] == [(1, False), (2, True), (3, False), (4, True)]
+    assert [math.isinf(r.losses[0]) for r in records] == [False, True, False, True]
+
+
+def test_a_record_that_cannot_be_added_loses_no_applied_step() -> None:
+    model, optimizer = started(numerics="light", numerics_every=1)
+    engine = preamp.engine_of(optimizer)
+
+    def fail(record: Record) -> None:
+        if isinstance(record, MemoryRecord) and record.step == 2:
+            raise OSError("no space left")
+
+    engine.history.listen(fail)
+    step(model, optimizer)
+    with pytest.raises(OSError, match="no space"):
+        step(model, optimizer)
+    optimizer.zero_grad()
+    step(model, optimizer)
+    assert engine.steps_applied == 3
+    assert [record.step for record in engine.history.of(StepRecord)] == [1, 2, 3]
+    assert [record.step for record in engine.history.of(NumericsRecord)] == [1, 2, 3]
+
+
+def test_memory_waits_for_the_first_step_that_is_taken() -> None:
+    model, optimizer = started(numerics="light")
+    engine = preamp.engine_of(optimizer)
+    for factor in (math.inf, 1.0, math.inf, 1.0):
+        step(model, optimizer, factor)
+    (record,) = engine.history.of(MemoryRecord)
+    assert record.step == 4
+    assert record.categories["optimizer state"] > 2 * 4 * 10
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:Lazy modules:UserWarning")
+def test_models_with_lazy_parameters_and_sparse_buffers() -> None:
+    lazy = preamp.initialize(nn.Sequential(nn.LazyLinear(2)), opt_level="O1", verbosity=0)
+    assert lazy(torch.ones(2, 4)).shape == (2, 2)
+    model = nn.Linear(4, 2)
+    model.register_buffer("graph", torch.eye(4).to_sparse_csr())
+    optimizer = torch.optim.Adam(model.parameters())
+    preamp.initialize(model, optimizer, opt_level="O1", verbosity=0, numerics="light")
+    for _ in range(5):
+        step(model, optimizer)
+    (record,) = preamp.engine_of(optimizer).history.of(MemoryRecord)
+    assert record.categories["buffers"] == 5 * 8 + 4 * 8 + 4 * 4  # rows, columns, values
+
+
+class PairOfRates(torch.optim.Optimizer):
+    """An optimizer with other ideas of a learning rate."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(params, {"lr": (0.1, "slow")})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.data -= 0.1 * param.grad
+
+
+def test_a_learning_rate_of_an_unknown_kind_is_left_out() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = PairOfRates(model.parameters())
+    preamp.initialize(model, optimizer, opt_level="O5", verbosity=0, numerics="light")
+    step(model, optimizer)
+    (record,) = preamp.engine_of(optimizer).history.of(StepRecord)
+    assert record.lr is None
+
+
+def test_an_audit_that_was_stopped_stays_off() -> None:
+    before = reports._listeners
+    audit = CastAudit()
+    audit.start()
+    audit.stop()
+    audit.resume()
+    assert reports._listeners == before

@@ -146,6 +146,10 @@ def test_lstm(script: Call, cell: str) -> None:
 def torchrun(folder: Path, *program: str) -> str:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = run_python((*launcher, "-m", "preamp", "run", *program), folder)
+    if done.returncode and "terminate called without an active exception" in done.stderr:
+        # torch's own threads now and then abort a process that has ended; gloo, busy machines.
+        assert "final loss" in done.stdout
+        done = run_python((*launcher, "-m", "preamp", "run", *program), folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

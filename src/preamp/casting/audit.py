@@ -51,10 +51,12 @@ class CastAudit:
         self.elements: Counter[CastSite] = Counter()
         self._undo = UndoStack()
         self._listening: Removable | None = None
+        self._is_on = False
 
     def start(self) -> None:
         """Count from now on."""
         self._undo.hold(CAST_REPORTS.acquire())
+        self._is_on = True
         self.resume()
 
     def pause(self) -> None:
@@ -64,12 +66,13 @@ class CastAudit:
             self._listening = None
 
     def resume(self) -> None:
-        """Go on counting after `pause`."""
-        if self._listening is None:
+        """Go on counting after `pause`; nothing after `stop`."""
+        if self._is_on and self._listening is None:
             self._listening = listen(self._count)
 
     def stop(self) -> None:
         """Count no longer; what was counted stays."""
+        self._is_on = False
         self.pause()
         self._undo.unwind()
 

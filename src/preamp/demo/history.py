@@ -16,7 +16,6 @@ from preamp.numerics import (
     History,
     MemoryRecord,
     NumericsRecord,
-    OverflowRecord,
     Record,
     RunRecord,
     StepRecord,
@@ -70,19 +69,7 @@ def note_step(history: History, step: int, loss: float, optimizer: torch.optim.O
     scales = {0: engine.loss_scale(0)}
     history.add(StepRecord(step=step, losses={0: loss}, scales=scales, skipped=skipped, lr=rate))
     if skipped and engine.overflow_causes:
-        cause = engine.overflow_causes[-1]
-        history.add(
-            OverflowRecord(
-                step=step,
-                loss_id=cause.loss_id,
-                parameters=list(cause.parameters),
-                largest=list(cause.largest),
-                kinds=list(cause.kinds),
-                loss_was_finite=cause.loss_was_finite,
-                old_scale=cause.old_scale,
-                new_scale=cause.new_scale,
-            )
-        )
+        history.add(dataclasses.replace(engine.overflow_causes[-1].to_record(), step=step))
 
 
 def note_memory(history: History, step: int, memory: Memory, model: nn.Module) -> None:

@@ -48,6 +48,6 @@ def cast_records(audit: CastAudit) -> list[CastRecord]:
             bytes=audit.elements[site] * (site.source.itemsize + site.target.itemsize),
             where=site.where,
         )
-        for site, calls in audit.calls.items()
+        for site, calls in list(audit.calls.items())  # other threads may be counting
     ]
     return sorted(records, key=lambda record: (-record.bytes, record.where, record.function))

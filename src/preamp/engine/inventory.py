@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from preamp.casting import CastAudit
 from preamp.core.pytree import tensors_in
@@ -31,8 +32,11 @@ class _Seen:
     def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
         total = 0
         for tensor in tensors:
-            if tensor.layout is not torch.strided:  # sparse gradients: indices and values
-                total += self.bytes_of(_parts(tensor.coalesce()))
+            if is_lazy(tensor):
+                continue
+            if tensor.layout is not torch.strided:  # indices and values
+                parts = _parts(tensor)
+                total += self.bytes_of(parts) if parts else tensor.numel() * tensor.element_size()
                 continue
             storage = tensor.untyped_storage()
             key = storage_key(storage)
@@ -123,5 +127,12 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
         yield from tensors_in({key: value for key, value in group.items() if key != "params"})
 
 
-def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return tensor.indices(), tensor.values()
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if tensor.layout is torch.sparse_coo:
+        whole = tensor.coalesce()
+        return whole.indices(), whole.values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()  # a layout of a library, such as mkldnn's

@@ -119,12 +119,14 @@ class Ledger:
 
     def applied(self, session: OptimizerSession) -> None:
         """Count a step that updated the weights."""
-        self._tell_call(session)
-        session.finish_step()
-        if self._open:  # steps are counted in their order
-            self._open.append(_Open(session, None, (), ()))
-        else:
-            self._count(session, skipped=False)
+        try:
+            self._tell_call(session)
+        finally:  # the weights are updated, whatever becomes of a listener
+            session.finish_step()
+            if self._open:  # steps are counted in their order
+                self._open.append(_Open(session, None, (), ()))
+            else:
+                self._count(session, skipped=False)
 
     def skipped(self, session: OptimizerSession) -> OverflowCause:
         """Count a step not taken, tell why, and give up where scaling cannot go on.
@@ -132,20 +134,27 @@ class Ledger:
         Raises:
             LossScaleError: Too many skips in a row, or the scale reached its built-in minimum.
         """
-        self._tell_call(session)
-        self.settle(wait=True)  # the host has waited for this step's outcome anyway
-        notes, scales = tuple(session.notes), [scaler.value() for scaler in self._scalers]
-        session.finish_step()
-        return self._skip(session, notes, scales)
+        try:
+            self._tell_call(session)
+            self.settle(wait=True)  # the host has waited for this step's outcome anyway
+        finally:
+            notes, scales = tuple(session.notes), [scaler.value() for scaler in self._scalers]
+            session.finish_step()
+            cause = self._skip(session, notes, scales)
+        return cause
 
     def decided_on_device(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
         """Take note of a step that the device has taken unless ``found_inf`` is set."""
         if not is_capturing(found_inf.device):
-            self._tell_call(session)
             scales = tuple(scaler.scale.clone() for scaler in self._scalers)
             flag, notes = _Flag(found_inf), tuple(session.notes)
             self._open.append(_Open(session, flag, notes, scales))
-        session.finish_step()
+            try:
+                self._tell_call(session)
+            finally:
+                session.finish_step()
+        else:
+            session.finish_step()
 
     def latest_taken(self, session: OptimizerSession) -> bool | None:
         """Whether the latest step of an optimizer was taken, ``None`` before the first.
@@ -184,11 +193,13 @@ class Ledger:
         step = session.steps_applied + session.steps_skipped + 1
         cause = find_cause(notes, step, scales, self._name_of, self._order)
         self.causes.append(cause)
-        if self.verbosity > 0:
-            say(skip_message(cause), every_rank=True)
-        for tell in tuple(self.on_skip):
-            tell(session, cause)
-        self._count(session, skipped=True)
+        try:
+            if self.verbosity > 0:
+                say(skip_message(cause), every_rank=True)
+            for tell in tuple(self.on_skip):
+                tell(session, cause)
+        finally:
+            self._count(session, skipped=True)
         rule = self._scalers[cause.loss_id].rule
         check_limits(cause, session.skips_in_row, self._limit, rule)
         return cause

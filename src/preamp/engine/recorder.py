@@ -63,6 +63,7 @@ class Recorder:
         self._waiting: deque[tuple[Steps, Called]] = deque()
         self._follows_a_run = False
         self.inventory: Inventory | None = None
+        self._has_memory = False
 
     @property
     def _takes_steps(self) -> bool:
@@ -123,9 +124,11 @@ class Recorder:
         optimizer = self._optimizers[id(session)]
         number = optimizer.next_number
         measures = self.recording.measures(number)
-        # Optimizers make their state in the first step.
-        if self.inventory is not None and (number == 2 or (measures and number > 1)):
-            optimizer.coming.memory = self.inventory.memory(number)
+        # Optimizers make their state in the first step that is taken.
+        if self.inventory is not None and optimizer.index == 0 and session.optimizer.state:
+            if measures or not self._has_memory:
+                self._has_memory = True
+                optimizer.coming.memory = self.inventory.memory(number)
         if not measures:
             return
         if not optimizer.coming.looks:  # no scale_loss, so no scale
@@ -140,12 +143,8 @@ class Recorder:
         self._place()
         optimizer = self._optimizers[id(session)]
         number, coming, optimizer.coming = optimizer.next_number, optimizer.coming, Coming()
-        if coming.memory is not None:
-            self.history.add(coming.memory)
-        if self.inventory is not None:
-            self.inventory.count_casts(on=self.recording.measures(number + 1))
-        if self.recording.numerics == "full" and self.recording.measures(number):
-            self._note_casts(number)
+        is_full = self.recording.numerics == "full" and self.recording.measures(number)
+        if is_full:
             look = next(iter(coming.looks.values()), None)
             if look is None:
                 look = coming.looks[0] = Look(0, None, [])
@@ -153,6 +152,15 @@ class Recorder:
         step = coming.call(session.optimizer, self._scalers)
         optimizer.called.append(step)
         self._waiting.append((optimizer, step))
+        # Nothing that may fail comes before: the books know of the step by now.
+        if self.inventory is not None:
+            others = self._optimizers.values()
+            due = any(self.recording.measures(other.next_number) for other in others)
+            self.inventory.count_casts(on=due)
+        if coming.memory is not None:
+            self.history.add(coming.memory)
+        if is_full and optimizer.index == 0:
+            self._note_casts(number)
         self.flush(late=(number - 1) % self.recording.every == 0)
 
     def step_skipped(self, session: OptimizerSession, cause: OverflowCause) -> None:
@@ -184,8 +192,14 @@ class Recorder:
                 return
             self._waiting.popleft()
             full = self.recording.numerics == "full"
+            failure: Exception | None = None
             for record in step.records(optimizer.index, with_histograms=full):
-                self.history.add(record)
+                try:
+                    self.history.add(record)
+                except Exception as error:
+                    failure = failure or error  # the step's other records are not to be lost
+            if failure is not None:
+                raise failure
 
     def close(self) -> None:
         """Make all records and close the history."""

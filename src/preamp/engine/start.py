@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from preamp.casting import CastAudit
 from preamp.core.dtypes import dtype_name
@@ -65,7 +66,7 @@ def run_record(engine: Engine) -> RunRecord:
         device=torch.cuda.get_device_name(engine.device) if on_gpu else engine.device.type,
         opt_level=engine.policy.opt_level,
         policy={name: str(value).removeprefix("torch.") for name, value in policy.items()},
-        parameters={name: param.numel() for name, param in params.items()},
+        parameters={name: 0 if is_lazy(p) else p.numel() for name, p in params.items()},
         dtypes={name: dtype_name(param.dtype) for name, param in params.items()},
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -54,10 +55,13 @@ class Coming:
     def call(self, optimizer: torch.optim.Optimizer, scalers: Sequence[LossScaler]) -> Called:
         """``optimizer.step`` is over: send off what is known. Does not synchronise."""
         put = self.copies.put
-        rate = optimizer.param_groups[0].get("lr")
-        if rate is not None:
-            is_tensor = isinstance(rate, torch.Tensor)
-            rate = rate.detach().clone() if is_tensor else torch.tensor(rate, dtype=torch.float64)
+        rate: Any = optimizer.param_groups[0].get("lr")
+        if isinstance(rate, torch.Tensor) and rate.numel() == 1:
+            rate = rate.detach().clone().reshape(())
+        elif isinstance(rate, (int, float)):
+            rate = torch.tensor(rate, dtype=torch.float64)
+        else:  # optimizers may have other ideas of a rate
+            rate = None
         return Called(
             copies=self.copies,
             looks=list(self.looks.values()),

@@ -36,7 +36,7 @@ class Journal:
             PreampStateError: Somebody else writes to it.
             OSError: It cannot be opened.
         """
-        self._path = path
+        path = self._path = path.absolute()  # the process may change its folder
         path.parent.mkdir(parents=True, exist_ok=True)
         self._is_new = not path.exists()
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -48,7 +48,7 @@ class Journal:
             raise
         self._file: int | None = file
         # Closes the file of an engine that is dropped without close().
-        self._finalizer = weakref.finalize(self, _release, file)
+        self._finalizer = weakref.finalize(self, _release, file, os.getpid())
 
     @property
     def is_open(self) -> bool:
@@ -90,8 +90,9 @@ class Journal:
             self._finalizer()
 
 
-def _release(file: int) -> None:
-    if locks is not None:  # processes forked meanwhile share the lock, and would keep it
+def _release(file: int, owner: int) -> None:
+    # Processes forked meanwhile share the lock: they would keep it, and must not give it up.
+    if locks is not None and os.getpid() == owner:
         locks.flock(file, locks.LOCK_UN)
     os.close(file)
 
