@@ -364,6 +364,29 @@ def test_only_the_first_backward_has_hooks(level: str, registered: Iterator[list
     assert len(counts) == 4
 
 
+def test_gradients_that_no_backward_makes_are_watched_once(
+    registered: Iterator[list[int]],
+) -> None:
+    """Hooks for every block of a script that sets gradients itself would cost more than it."""
+    counts = next(registered)
+    run = Run()
+
+    def step(bad: str | None = None) -> None:
+        with preamp.scale_loss(run.loss(), run.optimizer):
+            for name, param in run.model.named_parameters():
+                param.grad = torch.full_like(param, math.inf if name == bad else 1.0)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    assert len(counts) == 4
+    step("middle.weight")
+    assert run.cause.parameters == ("middle.weight",)
+    step()
+    assert len(counts) == 8  # its place is unknown, so the next backward is watched again
+
+
 def test_a_static_scale_needs_no_order(registered: Iterator[list[int]]) -> None:
     run = Run("O2", loss_scale=128.0)
     run.step()

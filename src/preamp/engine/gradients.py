@@ -13,7 +13,7 @@ from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import Reductions
 from preamp.engine.stage import Delayed, Plan, Stage
 from preamp.kernels import Ops
-from preamp.optim import DirectGradients, MasterParameter, Masters
+from preamp.optim import DirectGradients, MasterParameter, Masters, leaf_of
 from preamp.scaling import LossScaler
 
 
@@ -57,7 +57,8 @@ class GradientBooks:
 
     def direct_params(self) -> list[torch.Tensor]:
         """The parameters that the optimizer updates without a master."""
-        return [param for param in self.params() if not isinstance(param, MasterParameter)]
+        # By type: torch makes isinstance of a plain parameter a slow question.
+        return [param for param in self.params() if type(param) is not MasterParameter]
 
     # -- a block begins ----------------------------------------------------------------------
 
@@ -167,12 +168,11 @@ class GradientBooks:
         """
         if not scaler.is_dynamic:
             return None
-        twins = {id(twin.master): twin.half for twin in self.masters or ()}
-        own = {id(param): param for param in self._own} | twins
-        params = [own[id(param)] for param in self.params() if id(param) in own]
+        own = set(map(id, self._own))
+        new = (p for p in self.params() if type(p) is MasterParameter or id(p) in own)
         # No pairs: thousands of new tuples make Python's cycle collector look at everything.
-        params = [param for param in params if param.grad is not None]
-        grads = [param.grad for param in params if param.grad is not None]
+        params = [leaf for leaf in map(leaf_of, new) if leaf.grad is not None]
+        grads = [leaf.grad for leaf in params if leaf.grad is not None]
         census = self._ops.census(
             grads, scaler.device, with_norm=self.known_norm.is_wanted, with_max_abs=False
         )

@@ -65,11 +65,12 @@ class BackwardOrder:
             seen.setdefault(id(param), len(seen))
 
         def learned() -> None:
-            if seen:
-                earlier = self._places.get(loss_id, {})
-                late = [key for key in earlier if key not in seen]
-                self._places[loss_id] = {key: place for place, key in enumerate((*seen, *late))}
-                self._is_known.add(loss_id)
+            earlier = self._places.get(loss_id, {})
+            late = [key for key in earlier if key not in seen]
+            self._places[loss_id] = {key: place for place, key in enumerate((*seen, *late))}
+            # Also if nothing was seen, as where a script sets gradients itself: hooks on every
+            # parameter cost more than the rest of a block's books.
+            self._is_known.add(loss_id)
 
         handles: list[RemovableHandle] = [
             cast("Any", param).register_post_accumulate_grad_hook(note)

@@ -36,9 +36,12 @@ class HalfGradient:
     is_spent: bool = False
     is_zeroed: bool = False
 
-    def is_untouched_as(self, now: torch.Tensor) -> bool:
-        """Whether ``now`` is this gradient, unchanged."""
-        return now is self.tensor and version_of(now) == self.version
+    def spend(self, now: torch.Tensor) -> None:
+        """A step has used up ``now``, this gradient as it is by now."""
+        self.tensor, self.version = now, version_of(now)
+        self.factor = None
+        self.is_alone = self.is_spent = True
+        self.is_zeroed = False
 
     def follow(self, now: torch.Tensor) -> bool:
         """Go on with ``now`` if it is a bitwise copy of this gradient; tell whether it is.

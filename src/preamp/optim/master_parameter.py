@@ -53,3 +53,9 @@ class MasterParameter(torch.nn.Parameter):
         """Pickle as a plain parameter, so that files load without preamp."""
         plain: Any = torch.nn.Parameter(self.detach(), self.requires_grad)
         return plain.__reduce_ex__(protocol)
+
+
+def leaf_of(param: torch.Tensor) -> torch.Tensor:
+    """What gets the gradient of ``param`` in a backward: of a master its half weight."""
+    twin = param.twin if type(param) is MasterParameter else None
+    return param if twin is None else twin.half

@@ -72,7 +72,7 @@ class Masters:
         for group in self._optimizer.param_groups:
             params: list[Any] = group["params"]
             for index, param in enumerate(params):
-                if is_half(param) and param.requires_grad:
+                if type(param) is not MasterParameter and is_half(param) and param.requires_grad:
                     params[index] = self._adopt_one(param, (originals or {}).get(id(param)))
 
     def _adopt_one(self, half: Any, original: torch.Tensor | None) -> MasterParameter:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import torch
 
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import PreampStateError
 from preamp.core.tensors import WeightMark, store_grad, stored_grad, version_of
 from preamp.kernels import Ops
+from preamp.optim.external_writes import became_wide, take_over
 from preamp.optim.half_gradient import HalfGradient, changed_in_place, nothing_more, unscaled
 from preamp.optim.master_parameter import MasterParameter
 
@@ -81,6 +82,11 @@ class Twin:
         return self._seen.tensor, self._seen.factor
 
     @property
+    def _is_bare(self) -> bool:
+        """Whether the half parameter has no gradient, and had none when last looked at."""
+        return self.half.grad is None and self._seen is None
+
+    @property
     def holds_gradient(self) -> bool:
         """Whether either side has a gradient that the script has not dropped or zeroed."""
         self.reconcile()
@@ -94,8 +100,10 @@ class Twin:
         The earlier one is in the master; without anything on the model's side, a script that
         drops the model's gradients could not reach it.
         """
+        if self.half.grad is not None:
+            return
         is_stored = stored_grad(self.master) is not None
-        if self.half.grad is None and (is_stored or self._zeros_aside):
+        if is_stored or self._zeros_aside:
             self.half.grad = zeros = torch.zeros_like(self.half)
             if not self._open:
                 self._seen = nothing_more(zeros) if is_stored else unscaled(zeros, is_zeroed=True)
@@ -113,7 +121,7 @@ class Twin:
         grad = self.half.grad
         self._seen = None
         if grad is not None:
-            self._seen = HalfGradient(grad, version_of(grad), factor, is_plain=is_plain)
+            self._seen = HalfGradient(grad, version_of(grad), factor, is_plain)
 
     def replace_factor(self, factor: torch.Tensor) -> None:
         """Unscale a gradient that is still pending by ``factor`` instead; touches no memory."""
@@ -129,7 +137,7 @@ class Twin:
 
     def materialize(self) -> None:
         """Bring the master's gradient up to date: ``grad += float32(half.grad) * factor``."""
-        pending = self.pending
+        pending = None if self._is_bare else self.pending
         if pending is None or self._seen is None:
             return
         half_grad, factor = pending
@@ -165,6 +173,9 @@ class Twin:
             carry: Scale of the coming backward if the earlier gradient must be in the half one
                 too; see `DirectGradients`.
         """
+        if self._is_bare and stored_grad(self.master) is None:  # as after most steps
+            self._open, self._zeros_aside = True, False
+            return
         self.reconcile()
         zeroed = self._seen is not None and self._seen.is_zeroed
         if not zeroed or stored_grad(self.master) is not None:  # nothing is added to zeros
@@ -202,12 +213,15 @@ class Twin:
         """
         if self.is_shared:
             return
-        store_grad(self.master, None)
-        grad, before = self.half.grad, self._seen
-        self._seen = None
-        if grad is not None:
-            is_plain = before is not None and before.is_plain
-            self._seen = HalfGradient(grad, version_of(grad), None, is_plain, is_spent=True)
+        if stored_grad(self.master) is not None:
+            store_grad(self.master, None)
+        grad = self.half.grad
+        if grad is None:
+            self._seen = None
+        elif self._seen is None:
+            self._seen = HalfGradient(grad, version_of(grad), None, is_plain=False, is_spent=True)
+        else:
+            self._seen.spend(grad)
 
     def take_zeros(self, grad: torch.Tensor) -> None:
         """``grad`` is zeros, and the gradient now."""
@@ -234,7 +248,7 @@ class Twin:
         if seen is None:  # a backward outside scale_loss
             self._seen = unscaled(now)
             return
-        if seen.is_untouched_as(now) or seen.follow(now):
+        if (now is seen.tensor and version_of(now) == seen.version) or seen.follow(now):
             return
         if not seen.may_be_read_again(now):
             if now is not seen.tensor or bool(now.any()):
@@ -255,7 +269,7 @@ class Twin:
 
     def note_rounded(self) -> None:
         """The update itself has rounded the new master into the half weight."""
-        self.note_written()
+        self._written.advance(self.half)
         self._rounded = version_of(self.master)
 
     def take_rounded(self) -> bool:
@@ -270,24 +284,16 @@ class Twin:
         """Take over what was written to the half weight behind the master's back.
 
         Weight clipping, re-initialisation or ``p.data = ...`` change the half weight; without
-        this the next step would restore the old value. Elements that still equal their rounded
-        master keep the master's full precision. Writes through ``p.data`` (but not assignments
-        to it) do not raise the version and stay unseen.
+        this the next step would restore the old value. Writes through ``p.data`` (but not
+        assignments to it) do not raise the version and stay unseen.
         """
         if self._written.is_of(self.half):
             return
         if self.half.dtype is torch.float32:
-            raise PreampStateError(
-                message(
-                    f"The half parameter {self.name!r} became float32 after initialize",
-                    "A model with master weights keeps the dtypes that initialize gave it",
-                    "Call preamp.engine_of(model).close() before model.float()",
-                )
-            )
+            raise became_wide(self.name)
         with torch.no_grad():
             half = self.half.detach()
             if self.master.device != half.device:  # model.to(device) after initialize
                 self.master.data = self.master.data.to(half.device)
-            same = self.master.data.to(half.dtype) == half
-            self.master.data.copy_(torch.where(same, self.master.data, half.float()))
+            take_over(half, self.master.data)
         self.note_written()

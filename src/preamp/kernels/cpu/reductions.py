@@ -18,10 +18,8 @@ from preamp.kernels.ops import Census, Tensors
 from preamp.kernels.reference.update import norm
 
 _CPU = torch.device("cpu")
-_TINY = 1 << 12
-"""Elements below which a call costs more than the arithmetic, so that many tensors share it."""
-_AT_ONCE = 64
-"""How many of them: together they have no more elements than a block."""
+_SMALL = 1 << 16
+"""Elements up to which joining tensors costs less than calls of their own."""
 
 
 @torch.no_grad()
@@ -80,17 +78,21 @@ def l2norm(
 
 
 def _sharing(column: Tensors) -> Iterator[torch.Tensor]:
-    """The tensors, many tiny ones of a dtype as one; empty ones are left out."""
-    tiny: dict[torch.dtype, list[torch.Tensor]] = {}
+    """The tensors, small ones of a dtype joined to a block; empty ones are left out."""
+    joined: dict[torch.dtype, list[torch.Tensor]] = {}
+    room: dict[torch.dtype, int] = {}
     for tensor in column:
-        size = tensor.numel()
-        if size > _TINY:
+        size, dtype = tensor.numel(), tensor.dtype
+        if size > _SMALL:
             yield tensor
         elif size:
-            tiny.setdefault(tensor.dtype, []).append(tensor)
-    for tensors in tiny.values():
-        for start in range(0, len(tensors), _AT_ONCE):
-            yield flatten(tensors[start : start + _AT_ONCE])
+            if size > room.get(dtype, 0):
+                if dtype in joined:
+                    yield flatten(joined[dtype])
+                joined[dtype], room[dtype] = [], large()
+            joined[dtype].append(tensor)
+            room[dtype] -= size
+    yield from map(flatten, joined.values())
 
 
 def _look_at(

@@ -195,11 +195,10 @@ class FusedAdam(FusedOptimizer):
                 step = count_step(group, signals)
                 rule = _rule(group, decoupled=self.adam_w_mode)
                 for batch in batches(entries):
-                    halves = self._copies.halves(batch.params)
                     inv_scale, found_inf = signals.inv_scale, signals.found_inf
                     update = batch.update(step=step, inv_scale=inv_scale, found_inf=found_inf)
-                    if any(half is not None for half in halves):
-                        update = replace(update, halves=halves)
+                    if self._copies.wanted_for(batch.params):
+                        update = replace(update, halves=batch.params)
                     self._update(batch, rule, update)
         signals.unscale_(
             [entry.grad for _, entries in work for entry in entries], backend(self.backend)
@@ -233,7 +232,7 @@ class FusedAdam(FusedOptimizer):
 
     def _update(self, batch: Batch, rule: AdamRule, update: Update) -> None:
         backend(self.backend).adam_(
-            [self._copies.of(param, self.state[param]) for param in batch.params],
+            self._copies.of_all(batch.params, self.state),
             batch.grads,
             self._state(batch.params, "exp_avg"),
             self._state(batch.params, "exp_avg_sq"),

@@ -151,7 +151,8 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         return work
 
     def _check(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
+        kinds = {(e.param.dtype, e.grad.dtype, e.grad.layout): e for e in entries}
+        for entry in kinds.values():
             check_gradient(type(self).__name__, entry.param, entry.grad)
 
     def _state(
@@ -162,14 +163,17 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
     ) -> list[torch.Tensor]:
         """The state tensors called ``key``; where there is none yet, what ``make`` returns."""
         found: list[torch.Tensor] = []
+        states: dict[Any, dict[str, Any]] = self.state
+        is_wide = key in self._wide_state
         for param in params:
-            dtype = math_dtype(param.dtype) if key in self._wide_state else param.dtype
-            state: dict[str, Any] = self.state[param]
-            if state.get(key) is None:
-                state[key] = make(param, dtype)
-            elif state[key].dtype is not dtype:  # the model was cast, and the state with it
-                state[key] = state[key].to(dtype)
-            found.append(state[key])
+            dtype = math_dtype(param.dtype) if is_wide else param.dtype
+            state = states[param]
+            value = state.get(key)
+            if value is None:
+                value = state[key] = make(param, dtype)
+            elif value.dtype is not dtype:  # the model was cast, and the state with it
+                value = state[key] = value.to(dtype)
+            found.append(value)
         return found
 
 

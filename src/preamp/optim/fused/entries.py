@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from preamp.core.tensors import stored_grad
 from preamp.kernels import Update
 from preamp.optim.master_parameter import MasterParameter
 from preamp.optim.twin import Twin
@@ -38,11 +39,13 @@ def entry_of(param: torch.Tensor) -> Entry | None:
     A master's float32 gradient is not made for it: the update unscales the half one on the way,
     and rounds the new master into the half weight while it is at hand.
     """
-    twin = param.twin if isinstance(param, MasterParameter) else None
+    # By type: torch makes isinstance of a plain parameter a slow question.
+    twin = param.twin if type(param) is MasterParameter else None
     if twin is None:
-        return None if param.grad is None else Entry(param, param.grad)
+        grad = param.grad
+        return None if grad is None else Entry(param, grad)
     pending = twin.pending
-    if pending is not None and not twin.master.has_materialized_grad:
+    if pending is not None and stored_grad(param) is None:
         half_grad, factor = pending
         return Entry(param, half_grad, twin.half, factor, twin)
     grad = param.grad
@@ -104,12 +107,13 @@ def batches(
         apart: Parameters for which this differs come into different batches.
     """
     found: dict[Hashable, Batch] = {}
+    latest: Hashable = None
+    batch = Batch()
     for param, grad, half, factor, twin in entries:
         half_dtype = None if half is None else half.dtype
         key = (param.device, param.dtype, grad.dtype, half_dtype, id(factor), apart(param))
-        batch = found.get(key)
-        if batch is None:
-            batch = found[key] = Batch(factor=factor)
+        if key != latest:  # most follow one of their kind, and comparing is cheaper than hashing
+            latest, batch = key, found.setdefault(key, Batch(factor=factor))
         batch.params.append(param)
         batch.grads.append(grad)
         batch.halves.append(half)

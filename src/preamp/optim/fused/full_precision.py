@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from preamp.core.tensors import WeightMark
+from preamp.optim.external_writes import take_over
 
 MASTER = "master_param"
 """State key of the copy; in the state, so that it is in checkpoints too."""
@@ -19,8 +20,7 @@ class FullPrecision:
 
     Made at the first step rather than at construction, so that weights loaded or broadcast in
     between count. Later writes (a loaded checkpoint, weight clipping, ``p.data = ...``) are taken
-    over; elements that still equal their rounded copy keep its precision. Writes through ``p.data``
-    (but not assignments to it) leave no trace and stay unseen.
+    over. Writes through ``p.data`` (but not assignments to it) leave no trace and stay unseen.
     """
 
     def __init__(self, wants: Callable[[torch.Tensor], bool]) -> None:
@@ -41,21 +41,26 @@ class FullPrecision:
         if MASTER not in state:
             state[MASTER] = value.float()
         elif not self._is_unwritten(param):
-            master: torch.Tensor = state[MASTER]
-            same = master.to(value.dtype) == value
-            master.copy_(torch.where(same, master, value.float()))
+            take_over(value, state[MASTER])
         self._mark(param)
         return state[MASTER]
 
-    def halves(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The parameters that an update of their copies has to be rounded into."""
-        return [param if self._wants(param) else None for param in params]
+    def of_all(
+        self, params: Sequence[torch.Tensor], state: Mapping[Any, dict[str, Any]]
+    ) -> Sequence[torch.Tensor]:
+        """`of` each of several parameters of one dtype; ``state`` is the optimizer's."""
+        if not self.wanted_for(params):
+            return params
+        return [self.of(param, state[param]) for param in params]
+
+    def wanted_for(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether parameters of one dtype have copies, which are rounded into them."""
+        return bool(params) and self._wants(params[0])
 
     def note_written(self, params: Sequence[torch.Tensor]) -> None:
-        """Remember that each parameter equals its rounded copy as of now."""
-        for param in params:
-            if self._wants(param):
-                self._mark(param)
+        """Remember that each of several parameters equals its rounded copy as of now."""
+        for param in params if self.wanted_for(params) else ():
+            self._mark(param)
 
     def _is_unwritten(self, param: torch.Tensor) -> bool:
         mark = self._written.get(id(param))

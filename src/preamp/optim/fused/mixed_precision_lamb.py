@@ -151,16 +151,15 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
                 for batch in batches(entries):
                     found_inf = signals.found_inf
                     update = batch.update(step=step, inv_scale=factor, found_inf=found_inf)
-                    halves = self._copies.halves(batch.params)
-                    if any(half is not None for half in halves):
-                        update = replace(update, halves=halves)
+                    if self._copies.wanted_for(batch.params):
+                        update = replace(update, halves=batch.params)
                     self._update(group, batch, update)
             signals.unscale_([entry.grad for entry in every], backend(self.backend))
         return loss
 
     def _update(self, group: Group, batch: Batch, update: Update) -> None:
         backend(self.backend).lamb_(
-            [self._copies.of(param, self.state[param]) for param in batch.params],
+            self._copies.of_all(batch.params, self.state),
             batch.grads,
             self._state(batch.params, "exp_avg"),
             self._state(batch.params, "exp_avg_sq"),
