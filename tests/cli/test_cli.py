@@ -176,7 +176,19 @@ def test_report_compares_several_runs_by_the_names_of_their_files(tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (("none.jsonl",), ("No such file", "none.jsonl")),
+        (
+            ("none.jsonl",),
+            ("Error: none.jsonl cannot be read: no such file or directory. Records of a run are",),
+        ),
+        (("folder",), ("Error: folder cannot be read: is a directory.", "Check the path and its")),
+        (("binary.jsonl",), ("Line 1 of binary.jsonl is not a record of a run", "Pass another")),
+        (("run.jsonl", "-o", "folder"), ("Error: folder cannot be written: is a directory. A p",)),
+        (("run.jsonl", "-o", "run.jsonl/page.html"), ("run.jsonl/page.html cannot be written:",)),
+        (
+            ("run.jsonl", "-o", f"new/folder/{'x' * 300}.html"),
+            (f"Error: new/folder/{'x' * 300}.html cannot be written: file name too long. A page",),
+        ),
+        (("run.jsonl", "-o", f"new/{'x' * 300}/page.html"), ("cannot be written: file name too",)),
         (("empty.jsonl",), ("empty.jsonl holds no record", "at least one line", "Pass the file")),
         (("text.jsonl",), ("Line 1 of", "is not a record of a run", "Pass another file")),
         (("run.jsonl", "run.jsonl"), ("is named twice", "shown once", "Name each file once")),
@@ -196,9 +208,12 @@ def test_report_refuses_what_it_cannot_read(
     run = write_run(Path("run.jsonl"), 1.0).read_text(encoding="utf-8")
     Path("empty.jsonl").write_text("", encoding="utf-8")
     Path("text.jsonl").write_text("hello\n", encoding="utf-8")
+    Path("binary.jsonl").write_bytes(bytes(range(255, 0, -1)))
+    Path("folder").mkdir()
+    before = sorted(Path().rglob("*"))
     done = invoke("report", *arguments)
     assert done.exit_code == 2
     for part in parts:
         assert part in done.output
-    assert not Path("report.html").exists()
+    assert sorted(Path().rglob("*")) == before
     assert Path("run.jsonl").read_text(encoding="utf-8") == run

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
+import torch
 
+import preamp
 from cases import records as made
 from preamp.numerics import CastsRecord, Record
+from preamp.report import render
 from preamp.report.advice import RULES, Finding, advise
 from preamp.report.gather import gather
-from preamp.report.verdict import judge
+from preamp.report.verdict import Verdict, judge
 
 STEPS = [made.step(n, 1 / n) for n in range(1, 101)]
 CALM: list[Record] = [made.start(), *STEPS]
@@ -50,12 +54,27 @@ CASES: dict[str, tuple[list[Record], str, list[Record]]] = {
     "many-skips": (
         [made.start(), *(made.step(n, skipped=n % 4 == 0) for n in range(1, 101))],
         "25 of 100 steps: 25 %.",
-        [made.start(), *(made.step(n, skipped=n % 6 == 0) for n in range(1, 101))],
+        [made.start(), *(made.step(n, skipped=n in (1, 2, 3, 50, 99)) for n in range(1, 101))],
     ),
     "skips-in-a-row": (
         skipping(range(40, 52)),
         "12 steps in a row, up to step 51.",
         skipping(range(40, 51)),
+    ),
+    "no-step-taken": (
+        [made.start(), *(made.step(n, skipped=True) for n in range(1, 4))],
+        "3 steps, all of them skipped.",
+        [made.start(), *(made.step(n, skipped=n < 3) for n in range(1, 4))],
+    ),
+    "long-search": (
+        [made.start(), *(made.step(n, skipped=n < 6) for n in range(1, 11))],
+        "The first 5 of 10 steps were skipped.",
+        [made.start(), *(made.step(n, skipped=n < 6) for n in range(1, 12))],
+    ),
+    "loss-risen": (
+        [*CALM, *(made.step(n, loss) for n, loss in enumerate((5.0, 4.2, 4.4, 3.0, 9.0), 101))],
+        "Loss 0 went from 0.333 to 4.4.",
+        [*CALM, *(made.step(n, loss) for n, loss in enumerate((5.0, 3.3, 3.2, 3.0, 9.0), 101))],
     ),
     "gradients-lost": (
         [*CALM, made.look(9, made.tensor(below_subnormal=11, headroom=4.5))],
@@ -114,13 +133,103 @@ def test_rule_is_silent_where_nothing_is_wrong(rule: str) -> None:
     assert found(CASES[rule][2], rule) == []
 
 
-def test_a_calm_run_has_nothing_to_report() -> None:
-    run = gather(CALM)
-    assert advise(run) == []
-    verdict = judge(run, [])
+LOOK = made.look(9, made.tensor())
+
+
+def verdict_of(*records: Record) -> Verdict:
+    run = gather(records)
+    return judge(run, advise(run))
+
+
+def test_a_calm_run_that_was_looked_at_has_nothing_to_report() -> None:
+    verdict = verdict_of(*CALM, LOOK)
     assert (verdict.kind, verdict.title) == ("good", "Nothing to report")
-    assert "100 steps, none of them skipped. The loss went from 1 to 0.01." in verdict.text
-    assert "not looked at" in verdict.text
+    assert verdict.text == "100 steps, none of them skipped. The loss went from 1 to 0.01."
+
+
+@pytest.mark.parametrize(
+    ("records", "title"),
+    [
+        (CALM, "Nothing found, but tensors were not recorded"),
+        (CASES["scale-at-ceiling"][0], "1 note, but tensors were not recorded"),
+        ([made.start(), made.step(1, losses={}), LOOK], "Nothing found, but losses were not"),
+        ([made.start(), made.step(1, losses={})], "Nothing found, but losses and tensors were"),
+    ],
+)
+def test_a_verdict_on_what_was_not_recorded_is_not_green(records: list[Record], title: str) -> None:
+    verdict = verdict_of(*records)
+    assert verdict.kind == "empty"
+    assert verdict.title.startswith(title)
+    assert "judged" in verdict.text
+    page = render({"one": records, "other": [*CALM, LOOK]})
+    assert f'<li class="empty"><a href="#run0"><bdi>one</bdi></a><span>{title}' in page
+    assert page.count("Nothing to report") == 4  # two verdicts, the table, and the advice
+
+
+def test_float32_has_nothing_that_had_to_be_looked_at() -> None:
+    assert verdict_of(made.start(opt_level="O0"), *STEPS).kind == "good"
+
+
+@pytest.mark.parametrize("pattern", ["S", "SSSS", "TSTS", "STTSS", "SSSSST", "TTTSTTTSTTTSTTTT"])
+def test_few_steps_of_which_many_were_skipped_are_not_green(pattern: str) -> None:
+    steps = [made.step(n, skipped=letter == "S") for n, letter in enumerate(pattern, 1)]
+    assert verdict_of(made.start(), *steps, LOOK).kind != "good"
+
+
+@pytest.mark.parametrize("pattern", ["T", "ST", "STT", "TTTTSTTT", "SSST" + 40 * "T" + "STTSTT"])
+def test_the_skips_that_a_scale_takes_are_green(pattern: str) -> None:
+    steps = [made.step(n, skipped=letter == "S") for n, letter in enumerate(pattern, 1)]
+    assert verdict_of(made.start(), *steps, LOOK).kind == "good"
+
+
+def test_each_optimizer_is_judged_by_its_own_steps() -> None:
+    steps = [made.step(n, skipped=bool(o), optimizer=o) for n in range(1, 20) for o in (0, 1)]
+    (finding,) = advise(gather([made.start(), *steps, LOOK]))
+    assert finding.id == "no-step-taken"
+    assert finding.number == "19 steps of optimizer 1, all of them skipped."
+
+
+@pytest.mark.parametrize("losses", [(2.0, 3.0, 1e9), (2.0, 2.0, 2.0, 8.1), (-1.0, -1.0, 5.0)])
+def test_a_loss_that_went_up_is_not_green(losses: tuple[float, ...]) -> None:
+    steps = [made.step(n, loss) for n, loss in enumerate(losses, 1)]
+    assert verdict_of(made.start(), *steps, LOOK).title == "1 thing deserves attention"
+
+
+def test_a_verdict_says_since_when_the_loss_is_not_finite() -> None:
+    losses = (8.0, math.nan, 7.0, math.nan, math.inf)
+    verdict = verdict_of(made.start(), *(made.step(n, x) for n, x in enumerate(losses, 1)))
+    assert verdict.kind == "critical"
+    assert "from 8 to 7, and is not finite from step 4 on." in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"),
+    [
+        (lambda n: None, "If a schedule of the learning rate goes on at each step, call preamp.s"),
+        (lambda n: 1 / n, "The schedule of the learning rate went on after 25 skipped steps: call"),
+        (lambda n: 0.1, ""),
+        (lambda n: 1 / (n - (n - 1) // 4), ""),  # what preamp.step_scheduler makes of 1 / n
+    ],
+)
+def test_advice_on_skips_names_step_scheduler_where_it_helps(
+    rate: Callable[[int], float | None], words: str
+) -> None:
+    steps = [made.step(n, skipped=n % 4 == 0, lr=rate(n)) for n in range(1, 102)]
+    (finding,) = found([made.start(), *steps], "many-skips")
+    assert words in finding.do
+    assert ("preamp.step_scheduler(scheduler, optimizer)" in finding.do) == bool(words)
+
+
+@pytest.mark.parametrize("level", preamp.OPT_LEVELS)
+def test_what_is_advised_for_a_loss_that_is_not_finite_is_accepted(level: str) -> None:
+    (finding,) = found([made.step(1, math.nan)], "loss-not-finite")
+    assert 'loss_scale="dynamic", overflow="trace"' in finding.do
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = preamp.initialize(
+        *(model, optimizer, True, level), loss_scale="dynamic", overflow="trace", verbosity=0
+    )
+    preamp.engine_of(optimizer).close()
 
 
 @pytest.mark.parametrize(("headroom", "words"), [(4.5, "8 times as large"), (1.5, "only 1.5")])
@@ -142,8 +251,7 @@ def test_a_verdict_names_the_worst() -> None:
     assert verdict.title == "Something went wrong: the loss itself was infinite or nan"
     run = gather(CASES["updates-stalled"][0])
     assert judge(run, advise(run)).title == "1 thing deserves attention"
-    run = gather(CASES["scale-at-ceiling"][0])
-    assert judge(run, advise(run)).title == "Nothing to worry about, 1 note"
+    assert verdict_of(*CASES["scale-at-ceiling"][0], LOOK).title == "Nothing to worry about, 1 note"
     assert judge(gather([]), []).kind == "empty"
 
 

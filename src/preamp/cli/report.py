@@ -14,6 +14,7 @@ from preamp import report as pages
 from preamp.cli.console import make_console
 from preamp.core.errors import PreampUnavailableError, message
 from preamp.numerics import Record, read_history
+from preamp.report.atomic import cannot
 from preamp.report.words import size
 
 
@@ -64,7 +65,15 @@ def names_of(files: Sequence[Path]) -> list[str]:
 
 
 def _read(path: Path) -> list[Record]:
-    records = read_history(path)
+    try:
+        records = read_history(path)
+    except OSError as error:
+        raise cannot(
+            error,
+            f"{path} cannot be read",
+            'Records of a run are a file, as initialize(history="run.jsonl") writes them',
+            "Check the path and its permissions",
+        ) from None
     if not records:
         raise ValueError(
             message(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What to say about a run: one rule for each thing that is worth saying.
 
-A rule has words, and a measurement from `evidence` that yields the numbers for them whenever there
-is something to say. A new rule is a row of `RULES` and a measurement.
+A rule has words, and a measurement from `course` or `evidence` that yields the numbers for them
+whenever there is something to say. A new rule is a row of `RULES` and a measurement.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
-from preamp.report import evidence
+from preamp.report import course, evidence
 from preamp.report.gather import Run
 
 
@@ -82,25 +82,44 @@ RULES: Final = (
     Rule(
         id="loss-not-finite",
         severity=Severity.CRITICAL,
-        measure=evidence.losses_not_finite,
+        measure=course.losses_not_finite,
         title="The loss itself was infinite or nan",
         number="In {steps}, for the first time at step {first}.",
-        do="No loss scale can help, because the forward had failed already. "
-        'Run with overflow="trace" to learn which module was the first.',
+        do="No loss scale can help, because the forward had failed already. Run with "
+        'loss_scale="dynamic", overflow="trace" to learn which module was the first.',
+    ),
+    Rule(
+        id="no-step-taken",
+        severity=Severity.CRITICAL,
+        measure=course.no_step_taken,
+        title="No step was taken",
+        number="{steps}{whose}, all of them skipped.",
+        do="The weights are as they were at the start. While a loss scale that begins too high "
+        "comes down, that takes a few more steps, or a lower scale to begin with; after that, the "
+        "skipped steps below tell where the overflows begin.",
     ),
     Rule(
         id="scale-at-floor",
         severity=Severity.CRITICAL,
-        measure=evidence.scale_at_floor,
+        measure=course.scale_at_floor,
         title="The loss scale has come down to its floor",
         number="Loss {loss} ends at a scale of {scale}.",
         do="Gradients overflow whatever the scale is. Lower the learning rate or clip, run the "
         "layer that overflows first in float32, or train in bfloat16 (O4, O5).",
     ),
     Rule(
+        id="loss-risen",
+        severity=Severity.WARNING,
+        measure=course.losses_risen,
+        title="The loss ends far above where it began",
+        number="Loss {loss} went from {first} to {last}.",
+        do="Unless it is meant to rise, the training has diverged: lower the learning rate, warm "
+        "it up, or clip, and compare with a run in float32 (O0).",
+    ),
+    Rule(
         id="overflow-in-one-place",
         severity=Severity.WARNING,
-        measure=evidence.overflows_in_one_place,
+        measure=course.overflows_in_one_place,
         title="Overflows keep beginning in {name}",
         number="It came first in {count} of {total}.",
         do="Keep that module in float32, or look at what it computes: large logits, a division by "
@@ -109,20 +128,22 @@ RULES: Final = (
     Rule(
         id="many-skips",
         severity=Severity.WARNING,
-        measure=evidence.many_skips,
+        measure=course.many_skips,
         title="Many steps were skipped",
-        number="{skipped} of {steps}: {share}. Finding a scale takes about one in 2,000.",
+        number="{skipped} of {steps}{whose}{since}: {share}. Keeping a scale takes about one in "
+        "2,000.",
         do="Gradients vary more than the scale can follow. Clip them, lower the learning rate, or "
-        "train in bfloat16 (O4, O5). Schedules of the learning rate count skipped steps as well.",
+        "train in bfloat16 (O4, O5).{schedule}",
     ),
     Rule(
         id="skips-in-a-row",
         severity=Severity.WARNING,
-        measure=evidence.skips_in_a_row,
+        measure=course.skips_in_a_row,
         title="Many steps in a row were skipped",
-        number="{row} in a row, up to step {end}.",
-        do="At the start of a run this is a loss scale that begins too high: pass a lower one. "
-        "Later it is a training that is about to diverge.",
+        number="{row}{whose} in a row, up to step {end}.",
+        do="At the start of a run this is a loss scale that begins too high: begin with a lower "
+        "one, by preamp.engine_of(optimizer).scaler(0).set_scale(...). "
+        "Later it is a training that is about to diverge.{schedule}",
     ),
     Rule(
         id="gradients-lost",
@@ -152,9 +173,18 @@ RULES: Final = (
         "or use bfloat16 (O4, O5).",
     ),
     Rule(
+        id="long-search",
+        severity=Severity.NOTE,
+        measure=course.long_search,
+        title="Finding a loss scale took most of the run",
+        number="The first {skipped} of {steps}{whose} were skipped.",
+        do="Let it train for longer before it is judged, or begin with a lower scale, by "
+        "preamp.engine_of(optimizer).scaler(0).set_scale(...).",
+    ),
+    Rule(
         id="scale-at-ceiling",
         severity=Severity.NOTE,
-        measure=evidence.scale_at_ceiling,
+        measure=course.scale_at_ceiling,
         title="The loss scale stays at its ceiling",
         number="Loss {loss} is at {scale} for {share} of the steps.",
         do="Gradients would bear a larger scale. That is harmless unless the heat map shows "

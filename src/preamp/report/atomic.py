@@ -7,6 +7,12 @@ import contextlib
 import os
 import tempfile
 from pathlib import Path
+from typing import Final
+
+from preamp.core.errors import message
+
+_ALLOWED: Final = "A page goes to a file, in a folder in which files can be made"
+_DO: Final = "Pass another path"
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -17,10 +23,37 @@ def replace_file(path: Path, text: str) -> None:
         text: In UTF-8.
 
     Raises:
-        OSError: It cannot be written; what was there before still is.
+        OSError: It cannot be written; what was there before still is, and nothing else.
     """
-    path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    missing: list[Path] = []
+    try:
+        target = path.resolve()
+        missing += (each for each in target.parents if not each.exists())
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _replace(target, text)
+    except BaseException as error:
+        for folder in missing:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        if isinstance(error, OSError):
+            raise cannot(error, f"{path} cannot be written", _ALLOWED, _DO) from None
+        raise
+
+
+def cannot(error: OSError, got: str, allowed: str, do: str) -> OSError:
+    """Say in three parts what the system says in one, which may name files nobody asked for.
+
+    Args:
+        error: What the system raised; the new error is of the same class.
+        got: See `message`; the system's reason is added.
+        allowed: See `message`.
+        do: See `message`.
+    """
+    reason = error.strerror or str(error)
+    return type(error)(message(f"{got}: {reason[:1].lower()}{reason[1:]}", allowed, do))
+
+
+def _replace(path: Path, text: str) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measurements that advice rests on: what is out of the ordinary in the records of a run."""
+"""Measurements that advice rests on: what is out of the ordinary in the tensors of a run."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterator
-from itertools import groupby
 from typing import Final
 
 from preamp.numerics import TensorStatistics
@@ -26,27 +25,8 @@ STALLED_SHARE: Final = 0.3
 HEADROOM: Final = 2.0
 """Powers of two below the largest value of the format."""
 
-SAME_PARAMETER: Final = 3
-"""Skipped steps that begin in one parameter before it is told of."""
-
-SKIPS_IN_ROW: Final = 12
-"""The default scale of 2**16 comes down to 16 in as many."""
-
-SKIPPED_SHARE: Final = 0.02
-SKIPPED_LEAST: Final = 20
 LINE_SHARE: Final = 0.5
 LINE_BYTES: Final = 2**20
-CEILING_SHARE: Final = 0.25
-FLOOR: Final = 1.0
-
-
-def losses_not_finite(run: Run) -> Iterator[Values]:
-    """Yield the number of steps whose loss was infinite or nan."""
-    bad = [s.step for s in run.steps if not all(map(math.isfinite, s.losses.values()))]
-    early = [o.step for o in run.overflows if not o.loss_was_finite]
-    steps = sorted({*bad, *early})
-    if steps:
-        yield {"steps": words.counted(len(steps), "step"), "first": f"{steps[0]:,}"}
 
 
 def weights_not_finite(run: Run) -> Iterator[Values]:
@@ -55,61 +35,6 @@ def weights_not_finite(run: Run) -> Iterator[Values]:
     if bad:
         count = words.counted(sum(t.nonfinite for t in bad), "value")
         yield {"values": count, "name": words.shown(bad[0].name)}
-
-
-def overflows_in_one_place(run: Run) -> Iterator[Values]:
-    """Yield the parameter that most skipped steps begin in, if it is most of them.
-
-    Skips before the first step that was taken are left out: the scale is still being found.
-    """
-    found = min((step.step for step in run.steps if not step.skipped), default=0)
-    causes = [o for o in run.overflows if o.parameters and o.loss_was_finite and o.step > found]
-    first = Counter(overflow.parameters[0] for overflow in causes)
-    for name, count in first.most_common(1):
-        if count >= SAME_PARAMETER and 2 * count > sum(first.values()):
-            total = words.counted(sum(first.values()), "skipped step")
-            yield {"count": f"{count:,}", "total": total, "name": words.shown(name)}
-
-
-def many_skips(run: Run) -> Iterator[Values]:
-    """Yield the share of skipped steps, beyond what finding a scale takes."""
-    skipped, steps = len(run.skipped), len(run.steps)
-    if skipped >= SKIPPED_LEAST and skipped > SKIPPED_SHARE * steps:
-        yield {
-            "skipped": f"{skipped:,}",
-            "steps": words.counted(steps, "step"),
-            "share": words.share(skipped / steps),
-        }
-
-
-def skips_in_a_row(run: Run) -> Iterator[Values]:
-    """Yield the longest row of skipped steps."""
-    longest, end = 0, 0
-    for skipped, group in groupby(run.steps, lambda step: step.skipped):
-        row = list(group)
-        if skipped and len(row) > longest:
-            longest, end = len(row), row[-1].step
-    if longest >= SKIPS_IN_ROW:
-        yield {"row": words.counted(longest, "step"), "end": f"{end:,}"}
-
-
-def scale_at_floor(run: Run) -> Iterator[Values]:
-    """Yield a dynamic scale that has come down to nothing, or to its floor."""
-    floor = max(FLOOR, _limit(run, "min_loss_scale") or 0.0)
-    for loss_id, points in run.scales().items() if run.is_dynamic else ():
-        low = min(value for _, value in points)
-        if low <= floor and points[-1][1] <= 4 * floor and points[0][1] > floor:
-            yield {"loss": str(loss_id), "scale": words.scale(points[-1][1])}
-
-
-def scale_at_ceiling(run: Run) -> Iterator[Values]:
-    """Yield a dynamic scale that spends much of the run at its ceiling."""
-    ceiling = _limit(run, "max_loss_scale")
-    for loss_id, points in run.scales().items() if run.is_dynamic and ceiling else ():
-        at = sum(value == ceiling for _, value in points)
-        if at > CEILING_SHARE * len(points):
-            part = words.share(at / len(points))
-            yield {"loss": str(loss_id), "scale": words.scale(points[-1][1]), "share": part}
 
 
 def little_headroom(run: Run) -> Iterator[Values]:
@@ -224,10 +149,3 @@ def _room(headroom: float) -> str:
         f"The largest gradient has only {headroom:.1f} powers of two of headroom, so a larger scale"
         " would overflow; bfloat16 (O4, O5) has the range for both."
     )
-
-
-def _limit(run: Run, name: str) -> float | None:
-    try:
-        return float(run.start.policy[name]) if run.start else None
-    except (KeyError, ValueError):
-        return None

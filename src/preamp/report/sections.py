@@ -21,6 +21,7 @@ from preamp.report.evidence import has_masters, uses_half
 from preamp.report.gather import Run
 from preamp.report.layers import DETAILS, ROWS, HeatMap, Layer, heat_map, stalls, total_stall
 from preamp.report.tables import name
+from preamp.report.verdict import judge
 
 STALL_ROWS = 12
 
@@ -51,7 +52,7 @@ def sections_of(run: Run, prefix: str, *, with_memory: bool = True) -> list[Sect
 
 def _advice(run: Run, prefix: str) -> Section:
     findings = advise(run)
-    block: Block = Advice(findings=findings) if findings else Text(text="Nothing to report.")
+    block: Block = Advice(findings=findings) if findings else Text(text=f"{judge(run, []).title}.")
     return Section(name=prefix, title="What to do", blocks=[block])
 
 

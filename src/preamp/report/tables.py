@@ -13,6 +13,7 @@ from preamp.report.blocks import Column, Table
 from preamp.report.gather import Run
 from preamp.report.svg import Html, breakable, joined, tag
 from preamp.report.timeline import smoothed
+from preamp.report.verdict import judge
 
 FIRST, LAST = 20, 30
 """Skipped steps that are listed one by one: from the start, and from the end."""
@@ -213,5 +214,5 @@ def _compared(run: Run, index: int) -> list[str]:
         words.magnitude(losses[-1][1]) if losses else words.MISSING,
         words.scale(scales[-1][1]) if scales else words.MISSING,
         words.MISSING if memory is None else words.size(memory),
-        findings or "nothing to report",
+        findings or judge(run, []).title,
     ]
