@@ -15,6 +15,9 @@ from preamp.cli.app import app
 
 SCRIPT = """
 from __future__ import annotations
+import sys
+assert len(sys.argv) == 1
+print("the script speaks")
 from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import nn
@@ -26,6 +29,7 @@ class Settings:
     width: int = 4
 
 def loss_fn(model, batch):
+    print("the loss speaks")
     return model(batch).float().square().mean()
 
 def make():
@@ -37,6 +41,15 @@ data = torch.ones(8, 4)
 
 def nothing():
     return model
+
+def two():
+    return model, loss_fn
+
+def needing(width):
+    return model, loss_fn, data
+
+def leaving():
+    raise SystemExit(0)
 
 def broken():
     raise ValueError("a bug of the script's own")
@@ -81,6 +94,12 @@ def test_estimate_prints_json() -> None:
     assert (o2["weights"], o2["masters"], o2["sharding"]) == (400, 400, "zero1")
 
 
+def test_estimate_of_a_very_large_model_fits_its_columns() -> None:
+    done = invoke("estimate", "--params", "1e18", "--levels", "O2")
+    assert "13.88 EiB" in done.output
+    assert "…" not in done.output
+
+
 def test_estimate_without_an_optimizer() -> None:
     done = invoke("estimate", "--params", "10", "--optimizer", "none", "--json")
     assert {row["optimizer_state"] for row in json.loads(done.output)} == {0}
@@ -96,6 +115,18 @@ def test_estimate_without_an_optimizer() -> None:
         (("--params", "5", "--sharding", "zero9"), "'zero9' is not known"),
         (("--params", "5", "--optimizer", "Adm"), "'Adm' is not known"),
         (("torch.nn:Linear(2)",), "cannot be made"),
+        (("torch.nn:Linear(2, 2)", "--params", "0"), "Got both a model and --params"),
+        (("Linear(2, 2)",), "'Linear' does not name a factory. A factory is written package.mod"),
+        (
+            ("--params", "0"),
+            "0 is not a number of parameters. It is a whole number from 1 to 1e+18",
+        ),
+        (("--params", "1e30"), "1e+30 is not a number of parameters. It is a whole number from"),
+        (("--params", "nan"), "nan is not a number of parameters"),
+        (
+            ("torch.nn:Embedding(0, 3)", "--optimizer", "Adafactor"),
+            "with a parameter of shape (0, 3)",
+        ),
     ],
 )
 def test_estimate_refuses(options: tuple[str, ...], part: str) -> None:
@@ -111,13 +142,14 @@ QUICK = ("--levels", "O5", "--steps", "1", "--verify-steps", "1")
 def test_plan_runs_make(script: str) -> None:
     done = invoke("plan", script, *QUICK)
     assert done.exit_code == 0, done.output
-    assert done.output.startswith("Recommended: O5\n")
+    assert "\nRecommended: O5\n" in done.output
 
 
 def test_plan_takes_names_and_prints_json(script: str) -> None:
     done = invoke("plan", script, "--names", "model,loss_fn,data", *QUICK, "--json")
     assert done.exit_code == 0, done.output
-    report = json.loads(done.output)
+    report = json.loads(done.stdout)  # nothing else is on it
+    assert "the script speaks\nthe loss speaks\n" in done.stderr
     assert report["recommended"] == "O5"
     assert report["levels"]["O5"]["memory"]["optimizer"] == "AdamW"
     assert report["levels"]["O5"]["memory"]["parameters"] == 20
@@ -144,13 +176,30 @@ def test_errors_of_the_script_keep_their_traceback(script: str) -> None:
         (("missing.py",), "There is no file 'missing.py'"),
         (("{script}", "--case", "stable"), "Got both a script and --case"),
         (("{script}", "--names", "build"), "defines no 'build'"),
-        (("{script}", "--names", "nothing"), "three or four objects"),
+        (("{script}", "--names", "nothing"), "nothing() in {script} returned something else than"),
+        (("{script}", "--names", "two"), "two() in {script} returned something else than three"),
+        (("{script}", "--names", "model"), "model in {script} is Linear, not a function that"),
+        (("{script}", "--names", "data"), "data in {script} is Tensor, not a function that"),
+        (("{script}", "--names", "Settings"), "Settings in {script} is Settings, not a function"),
+        (("{script}", "--names", "needing"), "needing() in {script} takes arguments. One name is"),
+        (("{script}", "--names", "leaving"), "{script} ended itself by sys.exit(0). It is run for"),
+        (("{script}", "--names", "model,loss_fn"), "Got --names model,loss_fn. It is the name of"),
+        (("{script}", "--names", "model,,data"), "Got --names model,,data. It is the name of one"),
+        (
+            ("{script}", "--names", "model,data,loss_fn"),
+            "loss_fn is Tensor, which cannot be called",
+        ),
         (("{script}", "--levels", "O9"), "'O9' is not known"),
         (("{script}", "--steps", "0"), "steps=0 cannot be used"),
     ],
 )
 def test_plan_refuses(options: tuple[str, ...], part: str, script: str) -> None:
-    done = invoke("plan", *(option.format(script=script) for option in options))
-    assert done.exit_code == 2
-    assert done.output.startswith("Error: ")
-    assert part in done.output
+    for more in ((), ("--json",)):
+        done = invoke("plan", *(option.format(script=script) for option in options), *more)
+        assert done.exit_code == 2
+        assert not json_in(done.stdout)
+        assert part.format(script=script) in done.stderr.partition("Error: ")[2]
+
+
+def json_in(text: str) -> bool:
+    return "{" in text

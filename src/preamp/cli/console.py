@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Generator
 
 from rich.console import Console
 
@@ -15,3 +17,14 @@ def make_console() -> Console:
         A console on standard output.
     """
     return Console() if sys.stdout.isatty() else Console(width=100)
+
+
+@contextlib.contextmanager
+def only_answer_on_stdout(*, is_wanted: bool) -> Generator[None]:
+    """Send what a user's code prints to standard error, so that JSON is alone on standard output.
+
+    Args:
+        is_wanted: Otherwise nothing changes.
+    """
+    with contextlib.redirect_stdout(sys.stderr) if is_wanted else contextlib.nullcontext():
+        yield

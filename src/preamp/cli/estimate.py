@@ -15,7 +15,7 @@ from rich.box import SIMPLE_HEAVY
 from rich.table import Table
 
 import preamp
-from preamp.cli.console import make_console
+from preamp.cli.console import make_console, only_answer_on_stdout
 from preamp.core.errors import PreampError, message
 from preamp.planning.calls import parse_call
 from preamp.planning.layout import Factory
@@ -47,17 +47,18 @@ def estimate(
     if it is given a batch.
     """
     try:
-        what = _model(model, params)
-        found = [
-            preamp.estimate(
-                what,
-                level,
-                None if optimizer.lower() == "none" else optimizer,
-                world_size=world_size,
-                sharding=cast("Sharding", sharding),
-            )
-            for level in re.split(r"[,\s]+", levels.strip(", "))
-        ]
+        with only_answer_on_stdout(is_wanted=as_json):
+            what = _model(model, params)
+            found = [
+                preamp.estimate(
+                    what,
+                    level,
+                    None if optimizer.lower() == "none" else optimizer,
+                    world_size=world_size,
+                    sharding=cast("Sharding", sharding),
+                )
+                for level in re.split(r"[,\s]+", levels.strip(", "))
+            ]
     except (ValueError, TypeError, PreampError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from None
@@ -69,9 +70,10 @@ def estimate(
 
 def _model(model: str | None, params: float | None) -> Factory | float:
     if (model is None) == (params is None):
+        got = "neither a model nor" if model is None else "both a model and"
         raise ValueError(
             message(
-                "Got both a model and --params" if params else "Got neither a model nor --params",
+                f"Got {got} --params",
                 "One of them says what is estimated",
                 "Call preamp estimate package.module:name, or preamp estimate --params 7e9",
             )

@@ -4,21 +4,25 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
+from torch import nn
 
 import preamp
+from preamp.cli.console import only_answer_on_stdout
 from preamp.core.errors import PreampError, message
 from preamp.planning.cases import CASES, case_named
 
 _MODULE = "preamp_planned_script"
+T = TypeVar("T")
 
 
 def plan(
@@ -40,9 +44,10 @@ def plan(
     optimizer), where loss_fn(model, batch) returns a scalar loss.
     """
     try:
-        parts = _parts(script, names, case)
-        wanted = None if levels is None else re.split(r"[,\s]+", levels.strip(", "))
-        report = preamp.plan(*parts, levels=wanted, steps=steps, verify_steps=verify_steps)
+        with only_answer_on_stdout(is_wanted=as_json):
+            parts = _parts(script, names, case)
+            wanted = None if levels is None else re.split(r"[,\s]+", levels.strip(", "))
+            report = preamp.plan(*parts, levels=wanted, steps=steps, verify_steps=verify_steps)
     except (ValueError, TypeError, PreampError) as error:
         if not _is_ours(error):  # a bug in the script: its traceback tells more
             raise
@@ -65,18 +70,73 @@ def _parts(script: Path | None, names: str, case: str | None) -> Sequence[Any]:
         )
     if script is None:
         return case_named(case or "").make()
+    wanted = [name.strip() for name in names.split(",")]
+    if len(wanted) not in (1, 3, 4) or not all(wanted):
+        raise ValueError(
+            message(
+                f"Got --names {names}",
+                "It is the name of one function that makes all, or model,loss_fn,batch, and if "
+                "there is one the optimizer, in this order",
+                "Pass for example --names model,loss_fn,batch",
+            )
+        )
     module = _run(script)
-    given = [_attribute(module, script, name) for name in names.split(",")]
-    found: Any = given[0]() if len(given) == 1 else given
+    given = [_attribute(module, script, name) for name in wanted]
+    return given if len(given) > 1 else _made_by(given[0], wanted[0], script)
+
+
+def _made_by(function: Any, name: str, script: Path) -> Sequence[Any]:
+    """Call the one function that makes all."""
+    got = ""
+    if isinstance(function, (nn.Module, type)) or not callable(function):
+        kind = function if isinstance(function, type) else type(function)
+        got = f"{name} in {script} is {kind.__name__}, not a function that makes all"
+    elif not _takes_nothing(function):
+        got = f"{name}() in {script} takes arguments"
+    if got:
+        raise ValueError(
+            message(
+                got,
+                "One name is that of a function without arguments that returns model, loss_fn, "
+                "batch, and if there is one the optimizer",
+                "Name such a function, or all three or four, as --names model,loss_fn,batch",
+            )
+        )
+    found: Any = _without_exit(function, script)
     if isinstance(found, (list, tuple)) and len(found) in (3, 4):  # pyright: ignore[reportUnknownArgumentType]
         return found  # pyright: ignore[reportUnknownVariableType]
     raise ValueError(
         message(
-            f"{script} gave something else than three or four objects",
+            f"{name}() in {script} returned something else than three or four objects",
             "Needed are model, loss_fn, batch, and if there is one the optimizer",
-            "Return them from make(), or name them by --names model,loss_fn,batch",
+            "Return them in this order, or name them by --names model,loss_fn,batch",
         )
     )
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature, as some functions written in C
+        pass
+    return True
+
+
+def _without_exit(call: Callable[[], T], script: Path) -> T:
+    """Call what belongs to a script, which must not end the plan as if it were done."""
+    try:
+        return call()
+    except SystemExit as error:
+        raise ValueError(
+            message(
+                f"{script} ended itself by sys.exit({error.code!r})",
+                "It is run for what it defines, under another name than __main__ and without "
+                "arguments",
+                'Put what parses arguments and trains under if __name__ == "__main__":',
+            )
+        ) from None
 
 
 def _run(script: Path) -> ModuleType:
@@ -95,7 +155,12 @@ def _run(script: Path) -> ModuleType:
     sys.path.insert(0, str(script.resolve().parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[_MODULE] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    loader, arguments = spec.loader, sys.argv
+    sys.argv = [str(script)]  # this command's own are not for it
+    try:
+        _without_exit(lambda: loader.exec_module(module), script)
+    finally:
+        sys.argv = arguments
     return module
 
 

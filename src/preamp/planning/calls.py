@@ -37,8 +37,11 @@ class Call:
         """Import the module and return the function in it.
 
         Raises:
-            ValueError: There is no such module or name, or it cannot be called.
+            ValueError: There is no such module or name, the text named none, or it cannot be
+                called.
         """
+        if not self.module:
+            raise _malformed(self.name)
         try:
             found: Any = importlib.import_module(self.module)
             for part in self.name.split("."):

@@ -18,6 +18,7 @@ from preamp.core.tensors import storage_key
 from preamp.policy import Policy
 
 Factory = Callable[[], nn.Module]
+_MOST_PARAMETERS = 10**18  # below what an index of torch can tell apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +82,8 @@ def slots_of(model: object) -> list[Slot]:
 
     Raises:
         TypeError: It is nothing of that.
-        ValueError: The number is not a whole one above zero, the function raised, or a parameter
-            is half already.
+        ValueError: The number is not a whole one from 1 to 1e18, the function raised, or a
+            parameter is half already.
     """
     if isinstance(model, (int, float)) and not isinstance(model, bool):
         return [_flat_slot(model)]
@@ -135,11 +136,11 @@ def made(model: object) -> nn.Module:
 
 
 def _flat_slot(count: float) -> Slot:
-    if not (math.isfinite(count) and count >= 1 and count == int(count)):
+    if not (1 <= count <= _MOST_PARAMETERS and count == int(count)):
         raise ValueError(
             message(
-                f"{count!r} is not a number of parameters",
-                "It is a whole number above zero",
+                f"{repr(count).removesuffix('.0')} is not a number of parameters",
+                f"It is a whole number from 1 to {_MOST_PARAMETERS:.0e}",
                 "Pass for example 7e9",
             )
         )

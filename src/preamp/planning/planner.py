@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,21 +13,27 @@ import torch
 from torch import nn
 
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import PreampStateError, message
-from preamp.engine.lookup import find_engine
+from preamp.core.errors import message
 from preamp.numerics import FORMATS
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.planning import judge
+from preamp.planning.arguments import (
+    check_count,
+    check_loss_fn,
+    check_model,
+    check_optimizer,
+)
 from preamp.planning.isolation import copy_of, untouched_random
 from preamp.planning.layout import slots_of
+from preamp.planning.losses import check_finite
 from preamp.planning.memory import estimate
 from preamp.planning.peak import LossFn, Pass, trace_pass
 from preamp.planning.places import Places, find_places, in_bfloat16
-from preamp.planning.ranges import Recording, check_finite, record_ranges
+from preamp.planning.ranges import Recording, record_ranges
 from preamp.planning.recommend import candidates, reasons_for
 from preamp.planning.report import LevelPlan, PlanProblem, PlanReport
 from preamp.planning.traffic import optimizer_traffic
-from preamp.planning.verify import TOLERANCE, compare, train_at
+from preamp.planning.verify import TOLERANCE, Verification, compare, train_at
 from preamp.policy import OPT_LEVELS, Policy, level_defaults
 
 PURE_BFLOAT16 = "O5 without masters"
@@ -66,18 +73,13 @@ def plan(
 ) -> PlanReport:
     """Do what `preamp.plan` says."""
     policies = _policies(levels)
-    _check_counts(steps, verify_steps)
-    slots_of(_checked_module(model))
-    if find_engine(model) is not None:
-        raise PreampStateError(
-            message(
-                "The model is initialized already",
-                "A plan starts from the float32 model as it is before initialize",
-                "Plan first, or call preamp.engine_of(model).close()",
-            )
-        )
+    check_count("steps", steps, 1)
+    check_count("verify_steps", verify_steps, 0)
+    check_model(model)
+    check_loss_fn(loss_fn, model, batch)
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    check_optimizer(optimizer, model)
     task = _Task(model, optimizer, loss_fn, batch)
     with torch.enable_grad():
         with untouched_random():
@@ -98,18 +100,6 @@ def plan(
     )
 
 
-def _checked_module(model: object) -> nn.Module:
-    if isinstance(model, nn.Module):
-        return model
-    raise TypeError(
-        message(
-            f"Got {type(model).__name__} in place of a model",
-            "plan runs the model, so it is an nn.Module",
-            "Pass the module; preamp.estimate takes factories and numbers of parameters",
-        )
-    )
-
-
 def _policies(levels: Sequence[str] | None) -> dict[str, Policy]:
     if levels is None:
         return dict(POLICIES)
@@ -124,18 +114,6 @@ def _policies(levels: Sequence[str] | None) -> dict[str, Policy]:
             "Name at least one of them, or leave levels out",
         )
     )
-
-
-def _check_counts(steps: int, verify_steps: int) -> None:
-    for name, value, least in (("steps", steps, 1), ("verify_steps", verify_steps, 0)):
-        if value < least:
-            raise ValueError(
-                message(
-                    f"{name}={value} cannot be used",
-                    f"It is a whole number from {least}",
-                    f"Leave {name} out for the default",
-                )
-            )
 
 
 def _look_at(task: _Task, name: str, policy: Policy, recording: Recording) -> LevelPlan:
@@ -219,11 +197,23 @@ def _verify(
         result = compare(losses, skipped, expected)
         problems = before.problems
         if not result.holds:
-            text = (
-                f"In {len(losses)} steps the loss came {result.deviation:.1%} of its first value "
-                f"away from float32's; {TOLERANCE:.0%} is allowed."
-            )
-            problems = (PlanProblem(kind="losses", name="", text=text),)
+            problems = (_departure(result, before.loss_scale),)
         held += result.holds
         found[name] = dataclasses.replace(before, verification=result, problems=problems)
     return found
+
+
+def _departure(result: Verification, scale: float) -> PlanProblem:
+    if result.skipped == len(result.losses):
+        text = (
+            f"All {result.skipped} steps tried were skipped, from a loss scale of {scale:,.0f} on, "
+            "because gradients overflowed."
+        )
+    elif math.isfinite(result.deviation):
+        text = (
+            f"In {len(result.losses)} steps the loss came {result.deviation:.1%} of its first "
+            f"value away from float32's; {TOLERANCE:.0%} is allowed."
+        )
+    else:
+        text = f"In {len(result.losses)} steps the loss became infinite or nan."
+    return PlanProblem(kind="losses", name="", text=text)

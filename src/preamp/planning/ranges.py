@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from preamp.numerics import count_exponents
 from preamp.numerics.records import What
 from preamp.planning.forecast import Range
 from preamp.planning.layout import named_modules
+from preamp.planning.losses import checked_loss, require_graph
 from preamp.planning.peak import LossFn
 
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -192,7 +192,7 @@ def record_ranges(
         steps: How many.
 
     Raises:
-        ValueError: The loss is no finite scalar, or no parameter gets a gradient.
+        ValueError: The loss is no finite scalar, or no parameter gets a gradient other than zero.
     """
     recorder, losses = Recorder(), list[float]()
 
@@ -217,11 +217,29 @@ def record_ranges(
             with ObservedOps(watch):
                 loss = loss_fn(model, batch)
             losses.append(checked_loss(loss))
+            require_graph(loss)
             cast("Any", loss).backward()
             _record_step(model, optimizer, recorder)
     finally:
         path.remove()
-    return Recording(recorder.read(), tuple(losses))
+    ranges = recorder.read()
+    _require_gradients(ranges, {name for name, _ in model.named_parameters()}, steps)
+    return Recording(ranges, tuple(losses))
+
+
+def _require_gradients(ranges: Sequence[Range], params: set[str], steps: int) -> None:
+    """Refuse to conclude anything about half formats from zeros, which all of them hold."""
+    seen = [values for values in ranges if values.what == "gradient" and values.name in params]
+    if not any(values.nonzero for values in seen):
+        raise ValueError(
+            message(
+                f"Nothing can be concluded: every gradient was zero, or not finite, in {steps} "
+                "float32 step" + "s" * (steps > 1),
+                "Levels and loss scales follow from the magnitudes of gradients",
+                "Pass a batch and a loss from which the model learns, and look for dead "
+                "activations and factors of zero",
+            )
+        )
 
 
 def _record_step(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
@@ -251,32 +269,3 @@ def _record_step(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: R
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, b) for name, b in model.named_buffers() if is_measurable(b))
-
-
-def checked_loss(loss: object) -> float:
-    """The value of a loss. Synchronises.
-
-    Raises:
-        ValueError: It is no finite scalar tensor.
-    """
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
-        return check_finite(float(loss.item()))
-    shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
-    raise _bad_loss(f"loss_fn returned {type(loss).__name__}{shape}")
-
-
-def check_finite(loss: float) -> float:
-    """Return ``loss``, or raise ``ValueError`` if it is infinite or nan."""
-    if math.isfinite(loss):
-        return loss
-    raise _bad_loss(f"The loss is {loss} in float32")
-
-
-def _bad_loss(got: str) -> ValueError:
-    return ValueError(
-        message(
-            got,
-            "loss_fn(model, batch) returns a finite scalar tensor",
-            "Reduce the loss, for example by mean(), and plan with a model that trains in float32",
-        )
-    )

@@ -145,9 +145,9 @@ def bytes_text(count: int | None) -> str:
     """``1234567`` as ``"1.18 MiB"``; what is not known as a dash."""
     if count is None:
         return "–"
-    value, units = float(count), iter(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+    value, units = float(count), iter(("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
     unit = next(units)
-    while value >= 1024 and unit != "PiB":
+    while value >= 1024 and unit != "EiB":
         value, unit = value / 1024, next(units)
     return f"{count} B" if unit == "B" else f"{value:.2f} {unit}"
 

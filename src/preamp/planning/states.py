@@ -126,10 +126,12 @@ def _stepped(
                 grad = torch.full_like(param, 0.5)
                 param.grad = grad.to_sparse() if is_sparse and grad.dim() else grad
         cast("Any", optimizer).step()
-    except (RuntimeError, ValueError, TypeError, AssertionError, AttributeError) as error:
+    except Exception as error:  # whatever an optimizer of anyone's raises
+        empty = [t.shape for t in small if not math.prod(t.shape)]
+        hint = f", with a parameter of shape {empty[0]}" if empty else ""
         raise ValueError(
             message(
-                f"The optimizer's state cannot be told: {error}",
+                f"The optimizer's state cannot be told: {type(error).__name__}: {error}{hint}",
                 "Estimated are optimizers that keep state for each parameter, made from these "
                 "parameters alone",
                 "Pass another optimizer, or the model in place of a number of parameters",

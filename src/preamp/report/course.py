@@ -91,7 +91,7 @@ def skips_in_a_row(run: Run) -> Iterator[Values]:
     """Yield the longest row of skipped steps of an optimizer that has taken others."""
     for steps, whose in _by_optimizer(run):
         rows = [list(row) for skipped, row in groupby(steps, lambda s: s.skipped) if skipped]
-        longest = max(rows, key=len, default=[])
+        longest = max(rows, key=len, default=list[StepRecord]())
         if SKIPS_IN_ROW <= len(longest) < len(steps):
             yield {
                 "row": words.counted(len(longest), "step"),
