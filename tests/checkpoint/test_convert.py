@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import OrderedDict
 from pathlib import Path
@@ -218,6 +219,15 @@ def test_a_file_is_not_converted_onto_itself(run: Path) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         convert_apex_checkpoint(run, run)
     assert run.read_bytes() == before
+
+
+def test_nothing_but_a_file_is_replaced(run: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    text = f"{pipe} is no regular file. A checkpoint goes to a file of its own. Choose another"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        convert_apex_checkpoint(run, pipe)
+    assert pipe.is_fifo()
 
 
 def test_a_scaler_that_cannot_be_read_writes_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -91,6 +92,14 @@ def test_bad_values_get_what_was_got_what_is_allowed_and_what_to_do(
     for part in parts:
         assert part in done.output
     assert not out.exists()
+
+
+def test_demo_refuses_a_folder_that_cannot_be_written_before_it_trains(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    done = invoke("demo", *TINY, "--out", str(tmp_path / "file" / "folder"))
+    assert done.exit_code == 2
+    assert done.output.startswith(f"Error: {tmp_path}/file/folder cannot be written to: not a dir")
+    assert "Pass another one by --out." in done.output
 
 
 def test_ctrl_c_reports_what_was_measured_and_exits_with_130(
@@ -182,8 +191,15 @@ def test_report_compares_several_runs_by_the_names_of_their_files(tmp_path: Path
         ),
         (("folder",), ("Error: folder cannot be read: is a directory.", "Check the path and its")),
         (("binary.jsonl",), ("Line 1 of binary.jsonl is not a record of a run", "Pass another")),
-        (("run.jsonl", "-o", "folder"), ("Error: folder cannot be written: is a directory. A p",)),
+        (
+            ("run.jsonl", "-o", "folder"),
+            ("Error: folder cannot be written: what is there is",),
+        ),
         (("run.jsonl", "-o", "run.jsonl/page.html"), ("run.jsonl/page.html cannot be written:",)),
+        (
+            ("run.jsonl", "-o", "pipe"),
+            ("Error: pipe cannot be written: what is there is no regular file. A page goes to",),
+        ),
         (
             ("run.jsonl", "-o", f"new/folder/{'x' * 300}.html"),
             (f"Error: new/folder/{'x' * 300}.html cannot be written: file name too long. A page",),
@@ -210,10 +226,12 @@ def test_report_refuses_what_it_cannot_read(
     Path("text.jsonl").write_text("hello\n", encoding="utf-8")
     Path("binary.jsonl").write_bytes(bytes(range(255, 0, -1)))
     Path("folder").mkdir()
+    os.mkfifo("pipe")
     before = sorted(Path().rglob("*"))
     done = invoke("report", *arguments)
     assert done.exit_code == 2
     for part in parts:
         assert part in done.output
     assert sorted(Path().rglob("*")) == before
+    assert Path("pipe").is_fifo()
     assert Path("run.jsonl").read_text(encoding="utf-8") == run

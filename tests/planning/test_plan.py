@@ -256,6 +256,16 @@ def test_losses_that_leave_float32s_are_a_problem() -> None:
         assert [problem.kind for problem in plan.problems] == ["losses"]
 
 
+def test_a_level_that_refuses_the_model_does_not_end_the_plan() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = preamp.plan(model, mean_square, torch.arange(8), optimizer, verify_steps=1)
+    (problem,) = report.levels["O2"].problems
+    assert problem.kind == "refused"
+    assert "is sparse and the parameter has a float32 master" in problem.text
+    assert {report.recommended, report.runner_up} == {"O1", "O4"}
+
+
 def test_steps_that_were_all_skipped_verify_nothing() -> None:
     # Within the backward of the loss, where no forecast looks, large gradients overflow.
     class Overflowing(torch.autograd.Function):

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from cases import records as made
 from preamp.core.errors import PreampUnavailableError
@@ -253,6 +255,14 @@ def test_infinite_and_odd_numbers_do_not_stop_the_page(tmp_path: Path) -> None:
     lines = "".join(json.dumps(to_json(record)) + "\n" for record in odd)
     (tmp_path / "run.jsonl").write_text(lines, encoding="utf-8")
     check_accessible(render(read_history(tmp_path / "run.jsonl")))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.floats(width=64), st.floats(min_value=0.0, width=64)), max_size=4))
+@example([(1e308, 1e308), (-1e308, 5e-324)])
+@example([(1.7e308, 1.7e308), (5e-324, 1.0)])
+def test_no_loss_and_no_scale_stops_the_page(values: list[tuple[float, float]]) -> None:
+    render([made.step(n, loss, scales={0: scale}) for n, (loss, scale) in enumerate(values, 1)])
 
 
 CSS = (Path(__file__).parents[2] / "src/preamp/report/templates/style.css").read_text("utf-8")

@@ -245,7 +245,7 @@ def convert_apex_checkpoint(
     Raises:
         OSError: A file cannot be read or written.
         ValueError: ``src`` is refused by `read_apex_checkpoint`, cannot be converted, or is
-            ``dst``.
+            ``dst``; ``dst`` is a folder or a device.
     """
     source, target = Path(src), Path(dst)
     if target.exists() and target.samefile(source):
@@ -256,6 +256,9 @@ def convert_apex_checkpoint(
                 "Choose another destination, so that the original stays",
             )
         )
+    if target.exists() and not target.is_file():  # a device would be gone for all programs
+        got, allowed = f"{target} is no regular file", "A checkpoint goes to a file of its own"
+        raise ValueError(message(got, allowed, "Choose another destination"))
     content = read_apex_checkpoint(source)
     plain = to_plain(content)
     try:

@@ -72,7 +72,8 @@ def demo(
             optimizer=OptimizerConfig(learning_rate=lr),
         )
         setting = prepare(config, read_corpus())
-    except (ValueError, PreampUnavailableError) as error:
+        files.require_folder(out)
+    except (ValueError, OSError, PreampUnavailableError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from None
     if threads > 0:

@@ -12,9 +12,8 @@ import typer
 
 from preamp import report as pages
 from preamp.cli.console import make_console
-from preamp.core.errors import PreampUnavailableError, message
+from preamp.core.errors import PreampUnavailableError, message, system_error
 from preamp.numerics import Record, read_history
-from preamp.report.atomic import cannot
 from preamp.report.words import size
 
 
@@ -68,7 +67,7 @@ def _read(path: Path) -> list[Record]:
     try:
         records = read_history(path)
     except OSError as error:
-        raise cannot(
+        raise system_error(
             error,
             f"{path} cannot be read",
             'Records of a run are a file, as initialize(history="run.jsonl") writes them',

@@ -43,3 +43,19 @@ def message(got: str, allowed: str, do: str) -> str:
         The three parts, each ending in a full stop, separated by single spaces.
     """
     return " ".join(f"{part.strip().rstrip('.')}." for part in (got, allowed, do))
+
+
+def system_error(error: OSError, got: str, allowed: str, do: str) -> OSError:
+    """Say in three parts what the system says in one, which may name files nobody asked for.
+
+    Args:
+        error: What the system raised; its reason is added to ``got``.
+        got: See `message`.
+        allowed: See `message`.
+        do: See `message`.
+
+    Returns:
+        An error of the same class.
+    """
+    reason = error.strerror or str(error)
+    return type(error)(message(f"{got}: {reason[:1].lower()}{reason[1:]}", allowed, do))

@@ -6,9 +6,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import tempfile
 from pathlib import Path
 
-from preamp.core.errors import PreampUnavailableError, message
+from preamp.core.errors import PreampUnavailableError, message, system_error
 from preamp.demo.records import DemoResult, to_json
 from preamp.numerics import to_json as record_to_json
 
@@ -30,6 +31,28 @@ def require_packages() -> None:
                 'Install them with: pip install "preamp[cli,report]"',
             )
         )
+
+
+def require_folder(folder: Path) -> None:
+    """Refuse before the training, not after it, a folder that nothing can be written to.
+
+    Args:
+        folder: Is made where it does not exist.
+
+    Raises:
+        OSError: It cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise system_error(
+            error,
+            f"{folder} cannot be written to",
+            "The report and its data go to a folder, which is made where it does not exist",
+            "Pass another one by --out",
+        ) from None
 
 
 def write(result: DemoResult, folder: Path) -> tuple[Path, Path]:

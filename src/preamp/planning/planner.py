@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import message
+from preamp.core.errors import PreampError, message
 from preamp.numerics import FORMATS
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.planning import judge
@@ -181,24 +181,25 @@ def _verify(
 ) -> dict[str, LevelPlan]:
     """Try the best levels until two of them hold, or none is left."""
     found = dict(found)
-    held = 0
     for name in candidates(found) if expected else ():
-        if held == _VERIFIED:
+        if sum(p.fits and p.verification is not None for p in found.values()) == _VERIFIED:
             break
         before = found[name]
-        losses, skipped = train_at(
-            task.copies(),
-            policies[name],
-            task.loss_fn,
-            task.batch,
-            steps=len(expected),
-            scale=before.loss_scale,
-        )
+        try:
+            losses, skipped = train_at(
+                task.copies(),
+                policies[name],
+                task.loss_fn,
+                task.batch,
+                steps=len(expected),
+                scale=before.loss_scale,
+            )
+        except PreampError as error:
+            refused = PlanProblem(kind="refused", name="", text=str(error))
+            found[name] = dataclasses.replace(before, problems=(refused,))
+            continue
         result = compare(losses, skipped, expected)
-        problems = before.problems
-        if not result.holds:
-            problems = (_departure(result, before.loss_scale),)
-        held += result.holds
+        problems = () if result.holds else (_departure(result, before.loss_scale),)
         found[name] = dataclasses.replace(before, verification=result, problems=problems)
     return found
 

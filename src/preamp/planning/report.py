@@ -13,7 +13,7 @@ from preamp.planning.forecast import TensorForecast
 from preamp.planning.memory import MemoryEstimate
 from preamp.planning.verify import Verification
 
-ProblemKind = Literal["overflow", "gradient overflow", "underflow", "stall", "losses"]
+ProblemKind = Literal["overflow", "gradient overflow", "underflow", "stall", "losses", "refused"]
 _SHOWN = 3  # problems of one kind that the text names
 
 
@@ -25,7 +25,8 @@ class PlanProblem:
         kind: ``"overflow"``: a value of the forward, a weight or a buffer is too large for the
             half format. ``"gradient overflow"``: a gradient is, even without a loss scale.
             ``"underflow"``: gradients vanish at the scale. ``"stall"``: updates round to nothing.
-            ``"losses"``: the steps taken at the level did not follow float32's.
+            ``"losses"``: the steps taken at the level did not follow float32's. ``"refused"``:
+            the level does not take such a model, as half weights with sparse gradients.
         name: The tensor, as in `TensorForecast`; empty for the model as a whole.
         text: One sentence with the number that led to it.
     """

@@ -128,7 +128,8 @@ def _stepped(
         cast("Any", optimizer).step()
     except Exception as error:  # whatever an optimizer of anyone's raises
         empty = [t.shape for t in small if not math.prod(t.shape)]
-        hint = f", with a parameter of shape {empty[0]}" if empty else ""
+        is_division = isinstance(error, ArithmeticError) and empty
+        hint = f", with a parameter of shape {empty[0]}" if is_division else ""
         raise ValueError(
             message(
                 f"The optimizer's state cannot be told: {type(error).__name__}: {error}{hint}",

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from pathlib import Path
 from typing import Final
 
-from preamp.core.errors import message
+from preamp.core.errors import system_error
 
 _ALLOWED: Final = "A page goes to a file, in a folder in which files can be made"
 _DO: Final = "Pass another path"
@@ -28,6 +29,8 @@ def replace_file(path: Path, text: str) -> None:
     missing: list[Path] = []
     try:
         target = path.resolve()
+        if target.exists() and not target.is_file():  # a device would be gone for all programs
+            raise FileExistsError(errno.EEXIST, "What is there is no regular file")
         missing += (each for each in target.parents if not each.exists())
         target.parent.mkdir(parents=True, exist_ok=True)
         _replace(target, text)
@@ -36,21 +39,8 @@ def replace_file(path: Path, text: str) -> None:
             with contextlib.suppress(OSError):
                 folder.rmdir()
         if isinstance(error, OSError):
-            raise cannot(error, f"{path} cannot be written", _ALLOWED, _DO) from None
+            raise system_error(error, f"{path} cannot be written", _ALLOWED, _DO) from None
         raise
-
-
-def cannot(error: OSError, got: str, allowed: str, do: str) -> OSError:
-    """Say in three parts what the system says in one, which may name files nobody asked for.
-
-    Args:
-        error: What the system raised; the new error is of the same class.
-        got: See `message`; the system's reason is added.
-        allowed: See `message`.
-        do: See `message`.
-    """
-    reason = error.strerror or str(error)
-    return type(error)(message(f"{got}: {reason[:1].lower()}{reason[1:]}", allowed, do))
 
 
 def _replace(path: Path, text: str) -> None:

@@ -7,6 +7,9 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+_LARGEST = 2.0**1000
+"""Beyond it lies the end of every scale, so that no range or tick overflows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
@@ -32,6 +35,7 @@ class Scale:
 
 def linear(low: float, high: float, spell: Callable[[float], str], count: int = 5) -> Scale:
     """Spread ``low`` to ``high``; a range of no width is made wider."""
+    low, high = max(low, -_LARGEST), min(high, _LARGEST)
     if not high > low:
         pad = abs(low) / 2 or 0.5
         low, high = low - pad, high + pad
@@ -42,6 +46,7 @@ def linear(low: float, high: float, spell: Callable[[float], str], count: int = 
 
 def powers_of_two(low: float, high: float, spell: Callable[[int], str], count: int = 5) -> Scale:
     """Spread positive values by their logarithm, with whole powers of two at the ends."""
+    low, high = _positive(low), _positive(high)
     first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
     if first == last:
         first, last = first - 1, last + 1
@@ -52,12 +57,17 @@ def powers_of_two(low: float, high: float, spell: Callable[[int], str], count: i
 
 def decades(low: float, high: float, spell: Callable[[float], str]) -> Scale:
     """Spread positive values by their logarithm, with 1, 2 and 5 times powers of ten as ticks."""
+    low, high = _positive(low), _positive(high)
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = (1, 2, 5) if len(exponents) <= 3 else (1,)
     step = max(1, math.ceil(len(exponents) / 6))
     values = [f * 10.0**e for e in exponents if e % step == 0 for f in factors]
     ticks = tuple((v, spell(v)) for v in values if low <= v <= high)
     return Scale(low=low, high=high, ticks=ticks, transform=math.log10)
+
+
+def _positive(value: float) -> float:
+    return min(max(value, 1 / _LARGEST), _LARGEST)
 
 
 def tick_step(span: float, count: int) -> float:
