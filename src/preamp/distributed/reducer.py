@@ -48,7 +48,7 @@ class Reducer:
             flat_dist_call(list(self.module.parameters()), collectives.broadcast, (0,))
             broadcast_masters(self.module, collectives.group.WORLD)
         else:
-            self.grads = list(_tensors_in(module_or_grads_list))
+            self.grads = list(_gradients_in(module_or_grads_list))
 
     def reduce(self) -> None:
         """Average over all ranks, in place: the given gradients, or those the module has now.
@@ -61,12 +61,13 @@ class Reducer:
         flat_dist_call(grads, collectives.all_reduce)
 
 
-def _tensors_in(nested: Any) -> Iterator[torch.Tensor]:
+def _gradients_in(nested: Any) -> Iterator[torch.Tensor]:
+    """Any iterable is looked into, and anything else refused; `tensors_in` does neither."""
     if isinstance(nested, torch.Tensor):
         yield nested
     elif isinstance(nested, Iterable) and not isinstance(nested, (str, bytes)):
         for item in cast("Iterable[Any]", nested):
-            yield from _tensors_in(item)
+            yield from _gradients_in(item)
     else:
         raise TypeError(
             message(

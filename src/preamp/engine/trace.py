@@ -210,7 +210,7 @@ class _Before(_Hook):
         call = _Call(tracer, self._place, tracer.observation, ignored)
         calls.append(call)
         if not ignored:
-            tensors = _tensors_in((args, kwargs))
+            tensors = _tensors_of((args, kwargs))
             call.inputs = read(tensors)
             call.nodes = frozenset(t.grad_fn for t in tensors if t.grad_fn is not None)
 
@@ -231,12 +231,13 @@ class _After(_Hook):
         call = calls.pop()
         if call.is_ignored or call.step is not tracer.observation:
             return
-        tensors = _tensors_in(output)
+        tensors = _tensors_of(output)
         call.step.add(Pass(self._place, "forward", call.inputs, read(tensors)))
         _watch_nodes(tensors, call)
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    """What a module may be handed; `tensors_in` knows no dataclass, set or packed sequence."""
     found: list[torch.Tensor] = []
 
     def collect(leaf: Any) -> Any:
