@@ -6,7 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
+from torch.autograd.graph import increment_version
 from torch.utils import _python_dispatch
+
+from preamp.core.tensors import version_of
 
 Listener = Callable[[Any, tuple[Any, ...], Any], None]
 
@@ -34,7 +38,14 @@ class OperationListener(_python_dispatch.TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation as it is."""
+        lists = _written_lists(func, args)
+        versions = [version_of(tensor) for tensor in lists]
         result = func(*args, **(kwargs or {}))
+        # Below a mode torch does not count what operations on lists write in place, and the script
+        # would run without the checks that rely on it, torch's and preamp's.
+        increment_version(
+            [t for t, version in zip(lists, versions, strict=True) if version_of(t) == version]
+        )
         self._listener(func, args, result)
         return result
 
@@ -52,3 +63,11 @@ class OperationListener(_python_dispatch.TorchDispatchMode):
             return False
         cast("Any", self).__exit__(None, None, None)
         return True
+
+
+def _written_lists(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tensors that an operation on lists is about to write to, where they have versions."""
+    name = str(func.overloadpacket)
+    if not (name.startswith("aten._foreach_") and name.endswith("_")):
+        return []
+    return [tensor for tensor in args[0] if not tensor.is_inference()]
