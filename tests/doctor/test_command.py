@@ -87,6 +87,17 @@ def test_an_interrupt(doctor: Doctor) -> None:
     assert "PA101 error" in done.stderr
 
 
+@pytest.mark.parametrize(("end", "status"), [("", 0), ("sys.exit(3)", 3), ("1 / 0", 1)])
+def test_standard_output_holds_the_json_alone(doctor: Doctor, end: str, status: int) -> None:
+    text = f"{BUG}import os, sys\nprint('done', flush=True)\nos.system('echo child')\n{end}\n"
+    done = doctor(text, "--select", "pa1", "--json", "-")
+    assert done.returncode == status
+    report = json.loads(done.stdout)
+    assert [finding["rule"] for finding in report["findings"]] == ["PA101"]
+    assert "done\nchild\n" in done.stderr
+    assert "PA101 error" in done.stderr
+
+
 def test_options_of_the_script_are_its_own(doctor: Doctor) -> None:
     text = FLOAT32.replace("range(4)", "range(10**9)") + "import sys\n"
     text = "import sys\nprint(__name__, sys.argv)\n" + text
@@ -134,17 +145,28 @@ def test_list_and_explain(
     listed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in listed] == list(RULES)
     for rule in RULES.values():
-        assert call(monkeypatch, "--explain", rule.id) == 0
-        assert capsys.readouterr().out == explain_text(rule)
+        for spelling in (rule.id, rule.id.lower()):
+            assert call(monkeypatch, "--explain", spelling) == 0
+            assert capsys.readouterr().out == explain_text(rule)
 
 
 WRONG = {
     ("--explain", "PA999"): "There is no rule 'PA999'. Rules are PA101,",
     ("--select", "PX", "x.py"): "There is no rule 'PX'. Rules are PA101,",
     ("--select", "PA1", "--ignore", "PA", "x.py"): "No rule is left to look for.",
-    ("missing.py",): "There is no file 'missing.py'.",
+    ("--select", ",", "x.py"): "--select ',' names no rule. It takes ids,",
+    ("--ignore", "", "x.py"): "--ignore '' names no rule. It takes ids,",
+    ("missing.py",): "There is no file 'missing.py'. It runs one Python file, or one module named "
+    "by -m. Call preamp doctor script.py, or preamp doctor -m module; preamp doctor --help says",
     (): "Got nothing in place of a program.",
-    ("--steps", "0", "x.py"): "argument --steps: invalid",
+    ("-m", "no.such.module"): "There is no module no.such.module that can be run.",
+    (
+        "--steps",
+        "0",
+        "x.py",
+    ): "argument --steps: got '0'. A run has at least 1 optimizer step. Pass",
+    ("--steps", "some", "x.py"): "argument --steps: got 'some'.",
+    ("--json", "no/folder/out.json", __file__): "no/folder/out.json cannot be written: No such",
     ("--nonsense", "x.py"): "unrecognized arguments: --nonsense",
 }
 
@@ -163,10 +185,9 @@ def test_only_the_first_rank_speaks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     examination = command.Examination(command.select_rules())
+    file = str(tmp_path / "out.json")
     monkeypatch.setenv("RANK", "1")
-    command._report(examination, str(tmp_path / "out.json"))
+    assert command._open(file) is None
+    command._report(examination, None)
     assert capsys.readouterr().err == ""
     assert not (tmp_path / "out.json").exists()
-    monkeypatch.setenv("RANK", "0")
-    command._report(examination, str(tmp_path / "no folder" / "out.json"))
-    assert "out.json cannot be written" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from preamp.cli.run import CANNOT_START, execute, prepare
 from preamp.core.errors import message
@@ -59,10 +59,12 @@ def run_doctor(arguments: list[str]) -> None:
         _explain(options.explain)
         return
     try:
-        rules = select_rules(_ids(options.select), _ids(options.ignore))
+        rules = select_rules(_ids("--select", options.select), _ids("--ignore", options.ignore))
     except ValueError as error:
         _refuse(str(error))
-    program = prepare(["-m", *options.module] if options.module else options.program)
+    given = options.program[1:] if options.program[:1] == ["--"] else options.program
+    program = prepare(["-m", *options.module] if options.module else given, "doctor")
+    out = _open(options.json)
     examination = Examination(rules, steps=options.steps)
     process = os.getpid()
     try:
@@ -71,16 +73,16 @@ def run_doctor(arguments: list[str]) -> None:
             _wait_for_threads()
     except SystemExit as error:
         if os.getpid() == process:
-            _report(examination, options.json)
+            _report(examination, out)
             if error.code in (None, 0):
                 _be_strict(examination, is_strict=options.strict)
         raise
     except BaseException:
         if os.getpid() == process:  # a fork that ends here has nothing to report
             # Printed after the traceback, which Python prints when this has been passed on.
-            atexit.register(_report, examination, options.json)
+            atexit.register(_report, examination, out)
         raise
-    _report(examination, options.json)
+    _report(examination, out)
     _be_strict(examination, is_strict=options.strict)
 
 
@@ -91,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--list", action="store_true", help="print all rules, and stop")
     add("--explain", metavar="ID", help="print all about one rule, and stop")
-    add("--json", metavar="FILE", help="also write the findings to FILE")
+    add("--json", metavar="FILE", help="also write the findings to FILE; - is stdout")
     add("--strict", action="store_true", help="exit with status 1 on warnings and errors")
     add("--steps", metavar="N", type=_count, help="stop the program after N optimizer steps")
     add("--select", metavar="IDS", action="append", help="only these rules: PA1,PA301")
@@ -102,17 +104,33 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(
+            message(
+                f"got {text!r}",
+                "A run has at least 1 optimizer step",
+                "Pass a whole number from 1 on, or leave out --steps to run to the end",
+            )
+        )
+    return int(text)
 
 
-def _ids(given: Sequence[str] | None) -> list[str]:
-    return [part.strip() for text in given or () for part in text.split(",")]
+def _ids(option: str, given: Sequence[str] | None) -> list[str]:
+    ids = [part.strip().upper() for text in given or () for part in text.split(",")]
+    ids = [part for part in ids if part]
+    if given and not ids:
+        raise ValueError(
+            message(
+                f"{option} {given[0]!r} names no rule",
+                "It takes ids, or beginnings of ids, separated by commas: PA1,PA301",
+                f"Name one, or leave out {option} for all",
+            )
+        )
+    return ids
 
 
 def _explain(rule: str) -> None:
+    rule = rule.strip().upper()
     if rule not in RULES:
         known = ", ".join(RULES)
         _refuse(message(f"There is no rule {rule!r}", f"Rules are {known}", "Name one of them"))
@@ -131,21 +149,45 @@ def _wait_for_threads() -> None:
             thread.join()
 
 
-def _report(examination: Examination, file: str | None) -> None:
-    """Print and write the report; of several ranks, the first one speaks."""
-    if os.environ.get("RANK", "0") != "0":
+def _open(file: str | None) -> TextIO | None:
+    """Open what ``--json`` names before the program runs, which may take hours.
+
+    Returns:
+        ``None`` where nothing is to be written. For ``-`` it is what standard output was; from now
+        on the process and its children write their own output to standard error.
+
+    Raises:
+        SystemExit: The file cannot be written (status 2).
+    """
+    if file is None or not _speaks():
+        return None
+    if file == "-":
+        sys.stdout.flush()
+        out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+        return out
+    try:
+        return open(file, "w", encoding="utf-8")
+    except OSError as error:
+        got = f"{file} cannot be written: {error.strerror}"
+        _refuse(message(got, "--json takes a file, or - for standard output", "Pass another"))
+
+
+def _speaks() -> bool:
+    """Whether this process reports; of several ranks the first one does."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _report(examination: Examination, out: TextIO | None) -> None:
+    """Print the report, and write it to ``out``."""
+    if not _speaks():
         return
     sys.stdout.flush()
     print(f"\n{report_text(examination)}", end="", file=sys.stderr, flush=True)
-    if file is not None:
-        try:
-            with open(file, "w", encoding="utf-8") as out:
-                json.dump(report_json(examination), out, indent=2, allow_nan=False)
-                out.write("\n")
-        except OSError as error:
-            got = f"{file} cannot be written: {error.strerror}"
-            do = "The findings are above; pass another file to --json"
-            print(f"Error: {message(got, '--json takes a file', do)}", file=sys.stderr)
+    if out is not None:
+        with out:
+            json.dump(report_json(examination), out, indent=2, allow_nan=False)
+            out.write("\n")
 
 
 def _be_strict(examination: Examination, *, is_strict: bool) -> None:

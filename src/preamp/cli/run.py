@@ -62,11 +62,12 @@ def run(arguments: list[str]) -> None:
     execute(prepare(arguments))
 
 
-def prepare(arguments: list[str]) -> Program:
+def prepare(arguments: list[str], command: str = "run") -> Program:
     """Read a script or a module, and set up the process for it.
 
     Args:
         arguments: The script's file and its arguments, or ``-m``, the module and its arguments.
+        command: What error messages say to call.
 
     Raises:
         SystemExit: It could not be read (status 2), or is no Python (status 1).
@@ -76,15 +77,15 @@ def prepare(arguments: list[str]) -> Program:
     """
     if arguments[:1] == ["-m"] and len(arguments) > 1:
         _start("-m", os.getcwd(), arguments[2:])
-        program = _read_module(arguments[1])
+        program = _read_module(arguments[1], command)
         sys.argv[0] = program.attributes["__file__"]
         return program
     if arguments and not arguments[0].startswith("-"):
         if not os.path.isfile(arguments[0]):
-            _stop(f"There is no file {arguments[0]!r}")
+            _stop(f"There is no file {arguments[0]!r}", command)
         _start(arguments[0], os.path.dirname(os.path.realpath(arguments[0])), arguments[1:])
         return _read_script(os.path.abspath(arguments[0]))
-    _stop(f"Got {' '.join(arguments[:1]) or 'nothing'} in place of a program")
+    _stop(f"Got {' '.join(arguments[:1]) or 'nothing'} in place of a program", command)
 
 
 def execute(program: Program) -> None:
@@ -123,12 +124,12 @@ def _read_script(path: str) -> Program:
     return Program(code=code, attributes=attributes)
 
 
-def _read_module(name: str) -> Program:
+def _read_module(name: str, command: str) -> Program:
     spec = _find(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = _find(f"{name}.__main__")
     if spec is None or not hasattr(spec.loader, "get_code"):
-        _stop(f"There is no module {name} that can be run")
+        _stop(f"There is no module {name} that can be run", command)
     code = _compiled(lambda: cast("InspectLoader", spec.loader).get_code(spec.name))
     attributes = {
         "__file__": code.co_filename,
@@ -159,9 +160,10 @@ def _find(name: str) -> ModuleSpec | None:
         raise
 
 
-def _stop(got: str) -> NoReturn:
+def _stop(got: str, command: str) -> NoReturn:
     allowed = "It runs one Python file, or one module named by -m"
-    do = "Call preamp run script.py, or preamp run -m module; preamp run --help says more"
+    call = f"preamp {command}"
+    do = f"Call {call} script.py, or {call} -m module; {call} --help says more"
     print(f"Error: {message(got, allowed, do)}", file=sys.stderr)
     raise SystemExit(CANNOT_START)
 
