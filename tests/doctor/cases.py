@@ -284,7 +284,7 @@ BUGS = {
         rule="PA102",
         healthy=GRAD_SCALER,
         edits=NO_SCALER,
-        says="under float16 autocast, from a backward without a loss scale",
+        says="used 6 gradients of a forward in float16, from a backward without a loss scale",
     ),
     "backward outside scale_loss, O1": Bug(rule="PA102", healthy=O1, edits=PLAIN_BACKWARD),
     "backward outside scale_loss, O2": Bug(
@@ -319,7 +319,7 @@ BUGS = {
         rule="PA103",
         healthy=GRAD_SCALER,
         edits=(("    scaler.step(optimizer)\n", "    optimizer.step()  # <-\n"),),
-        says="an overflow would be applied",
+        numbers={"steps": 4, "overflows_applied": 2},
     ),
     "a schedule on a skipped step, GradScaler": Bug(
         rule="PA104",
@@ -539,5 +539,6 @@ BUGS = {
             ),
         ),
         says="MiB from float32 to float16 at",
+        also=("PA102",),  # the gradients pass through float16 too
     ),
 }

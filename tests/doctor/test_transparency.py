@@ -179,6 +179,19 @@ def test_modes_of_the_script_stay_in_order(tmp_path: Path) -> None:
     assert x.sum() == 2
 
 
+def test_writes_to_lists_are_counted_in_the_second_step(tmp_path: Path) -> None:
+    """Below a mode torch does not count them; who relies on the count must not notice."""
+    line = "    versions.append([p.grad._version for p in model.parameters()])\n"
+    text = FLOAT32.replace("for step", "versions = []\nfor step").replace(
+        "    optimizer.step()\n",
+        f"    nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)\n{line}"
+        f"    optimizer.step()\n",
+    )
+    expected = plain(text)["versions"]
+    assert expected == [[1] * 6] * 4
+    assert examine(text, tmp_path)[1]["versions"] == expected
+
+
 def test_a_fork_is_not_watched(tmp_path: Path) -> None:
     text = FLOAT32 + (
         "import os\nchild = os.fork()\nif child == 0:\n"

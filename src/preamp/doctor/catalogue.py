@@ -11,8 +11,9 @@ from preamp.doctor.detector import Detector
 from preamp.doctor.rule import Rule
 from preamp.doctor.rules.half_compute import BatchNorm, HalfLoss
 from preamp.doctor.rules.half_weights import BFloat16Weights, Eps, LostUpdates
-from preamp.doctor.rules.loss_scale import Clipping, Scheduling, Stepping
+from preamp.doctor.rules.loss_scale import Clipping, Stepping
 from preamp.doctor.rules.parameters import Membership
+from preamp.doctor.rules.schedules import Scheduling
 from preamp.doctor.rules.speed import Casts, TensorCores
 
 DETECTORS: Final[tuple[type[Detector], ...]] = (

@@ -119,6 +119,9 @@ class Detector:
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has been built."""
 
+    def group_added(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has been given parameters, perhaps while it is being built."""
+
     def module_called(self, call: ModuleCall) -> None:
         """A module has returned; told for the first few steps only."""
 
@@ -130,6 +133,9 @@ class Detector:
 
     def gradients_clipped(self, params: Sequence[torch.Tensor], name: str) -> None:
         """The clipping function ``name`` is about to run."""
+
+    def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """``GradScaler.step(optimizer)`` is about to run; it may leave the step out or raise."""
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` is about to update weights."""

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -27,6 +27,7 @@ class _Mark:
     origin: Origin
     state: tuple[int, int]
     scaler: weakref.ref[Any] | None
+    was_half: bool
 
 
 class Gradients:
@@ -48,7 +49,11 @@ class Gradients:
         self._before = {id(p): state for p in params if (state := _state(p)) is not None}
 
     def backward_ends(
-        self, params: Iterable[torch.Tensor], origin: Origin, scaler: object = None
+        self,
+        params: Iterable[torch.Tensor],
+        origin: Origin,
+        scaler: object = None,
+        was_half: Container[int] = (),
     ) -> None:
         """Mark what the backward has written.
 
@@ -56,6 +61,7 @@ class Gradients:
             params: Those given to `backward_begins`.
             origin: What kind of backward it was.
             scaler: The ``GradScaler`` of its loss, if one was used.
+            was_half: The ``id`` of each parameter whose gradient was float16 on its way.
         """
         reference = None if scaler is None else weakref.ref(scaler)
         for param in params:
@@ -63,13 +69,29 @@ class Gradients:
             before = self._before.get(key)
             if state is None or state == before:
                 continue
-            known = self._marks.get(key)
-            if before is not None and known is not None and known.origin is not origin:
+            known = self._marks.get(key) if before is not None else None
+            half = key in was_half or (known is not None and known.was_half)
+            if known is not None and known.origin is not origin:
                 # Added to gradients of another kind: the sum is neither.
-                self._marks[key] = _Mark(Origin.OTHER, state, None)
+                self._marks[key] = _Mark(Origin.OTHER, state, None, half)
             else:
-                self._marks[key] = _Mark(origin, state, reference)
+                self._marks[key] = _Mark(origin, state, reference, half)
         self._before = {}
+
+    def marked(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of ``params`` whose gradient is as a backward has left it."""
+        return [param for param in params if self._origin(param) is not None]
+
+    def clipped(self, params: Iterable[torch.Tensor]) -> None:
+        """Take what was done to the gradients of ``params`` for no change of where they come from.
+
+        Args:
+            params: Those that were `marked` before they were clipped.
+        """
+        for param in params:
+            mark, state = self._marks.get(id(param)), _state(param)
+            if mark is not None and state is not None:
+                self._marks[id(param)] = replace(mark, state=state)
 
     def forget(self, params: Iterable[torch.Tensor]) -> None:
         """Know nothing of the gradients of ``params`` any more."""
@@ -79,6 +101,11 @@ class Gradients:
     def of(self, params: Iterable[torch.Tensor], origin: Origin) -> list[torch.Tensor]:
         """Those of ``params`` whose gradient comes from such a backward and is as it left it."""
         return [param for param in params if self._origin(param) is origin]
+
+    def was_half(self, param: torch.Tensor) -> bool:
+        """Whether the gradient of ``param``, or a part of it, was float16 on its way."""
+        mark = self._marks.get(id(param))
+        return mark is not None and mark.was_half
 
     def scaler_of(self, param: torch.Tensor) -> Any:
         """The ``GradScaler`` whose scale the gradient of ``param`` carries, or ``None``."""

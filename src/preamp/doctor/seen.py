@@ -49,11 +49,13 @@ class Seen:
     Attributes:
         optimizers: Every optimizer, with what became of it.
         roots: Modules that were called by the script, not by another module, with gradients on.
-        half_autocast: Half dtypes that autocast produced in a forward with gradients on.
+        through_half: The ``id`` of each leaf whose gradient was float16 on its way in one of the
+            first backwards.
         gradients: Where gradients come from.
         scaled: Scaled losses, with the scaler, whose backward has not run.
         stepping: Optimizers inside ``GradScaler.step``.
         steps: Optimizer steps so far; those that an engine skips are not among them.
+        compiles: Whether the script has called ``torch.compile``.
         notes: What could not be looked at, in sentences.
     """
 
@@ -63,11 +65,12 @@ class Seen:
             weakref.WeakKeyDictionary()
         )
         self.roots: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
-        self.half_autocast: set[torch.dtype] = set()
+        self.through_half: set[int] = set()
         self.gradients = Gradients()
         self.scaled: Any = WeakIdKeyDictionary()
         self.stepping: list[torch.optim.Optimizer] = []
         self.steps = 0
+        self.compiles = False
         self.notes: list[str] = []
 
     def facts(self, optimizer: torch.optim.Optimizer) -> OptimizerFacts:

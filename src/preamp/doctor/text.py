@@ -25,7 +25,8 @@ def report_text(examination: Examination) -> str:
         lines += ["", *_finding_lines(finding)]
     if findings:
         lines += ["", f"More about a rule: preamp doctor --explain {findings[0].rule.id}"]
-    lines += [f"Note: {note}" for note in examination.notes]
+    for note in examination.notes:
+        lines += _paragraph(f"Note: {note}")
     return "\n".join(lines) + "\n"
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, cast
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 
+from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
 from preamp.doctor.detector import CastCount
 from preamp.doctor.places import current_place
@@ -63,10 +64,10 @@ class CastProbes:
     def _count(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         if not self._is_counting or self._watch.is_looking or getattr(func, "is_view", False):
             return
-        written = list(_tensors(result))
+        written = list(tensors_in(result))
         if not written:
             return
-        size = sum(tensor.nbytes for tensor in (*_tensors(args), *written))
+        size = sum(tensor.nbytes for tensor in (*tensors_in(args), *written))
         self._moved += size
         source, target = _cast_of(func, args, written[0])
         if source is not target:
@@ -83,11 +84,3 @@ def _cast_of(
             if source.is_floating_point() and result.is_floating_point():
                 return source.dtype, result.dtype
     return result.dtype, result.dtype
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in cast("Sequence[Any]", value):
-            yield from _tensors(item)

@@ -24,19 +24,18 @@ class CompileProbe:
         """Install the probe; ``undo`` takes it off."""
         self._watch = watch
         self._probes = (modules, casts)
-        self._compiles = False
         around(torch, "compile", self._compile, undo)
 
     def _compile(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._watch.is_active:
-            if not self._compiles:
-                self._compiles = True
+            if not self._watch.seen.compiles:
+                self._watch.seen.compiles = True
                 for probe in self._probes:
                     probe.leave_alone()
                 self._watch.seen.notes.append(
                     "The script uses torch.compile. From there on calls of modules, autocast and "
                     "casts were not looked at, which PA102, PA203, PA301, PA302, PA501 and PA502 "
-                    "wholly or partly rely on."
+                    "wholly or partly rely on. A compiled optimizer.step is not seen at all."
                 )
             model = args[0] if args else kwargs.get("model")
             model = getattr(model, "__self__", model)  # Module.compile hands over a method

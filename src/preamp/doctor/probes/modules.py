@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from preamp.core.dtypes import is_half
+from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
 from preamp.doctor.detector import ModuleCall
 from preamp.doctor.probes.watch import Watch, around
@@ -60,14 +60,11 @@ class ModuleProbes:
         if torch.compiler.is_compiling() or not self._watch.is_active:
             return
         self._depth.value = max(getattr(self._depth, "value", 1) - 1, 0)
-        first = _first_tensor(output)
+        first = next(tensors_in(output), None)
         if first is None or not torch.is_grad_enabled():
             return
         device = first.device.type
         autocast = torch.get_autocast_dtype(device) if _casts(device) else None
-        if autocast is not None and first.dtype is autocast and first.requires_grad:
-            if is_half(first):
-                self._watch.seen.half_autocast.add(autocast)
         self._watch.tell("module_called", ModuleCall(module, inputs, output, autocast))
 
     def _to(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -89,15 +86,3 @@ def _casts(device: str) -> bool:
         return torch.is_autocast_enabled(device)
     except RuntimeError:  # no autocast there
         return False
-
-
-def _first_tensor(value: Any) -> torch.Tensor | None:
-    if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, dict):
-        value = tuple(cast("dict[Any, Any]", value).values())
-    if isinstance(value, (list, tuple)):
-        for item in cast("tuple[Any, ...]", value):
-            if isinstance(item, torch.Tensor):
-                return item
-    return None

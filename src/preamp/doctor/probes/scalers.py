@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
 from preamp.doctor.probes.watch import Watch, around
 from preamp.scaling import LossScaler
@@ -30,9 +31,9 @@ class ScalerProbes:
         result = function(scaler, *args, **kwargs)
         losses = args[0] if args else next(iter(kwargs.values()), None)
         if self._watch.is_active and (isinstance(scaler, LossScaler) or scaler.is_enabled()):
-            for loss in _tensors_in(losses):
+            for loss in tensors_in(losses):
                 self._watch.tell("loss_made", loss)
-            for scaled in _tensors_in(result):
+            for scaled in tensors_in(result):
                 # A loss that is not in the graph is scaled for its value only.
                 if scaled.requires_grad:
                     self._watch.seen.scaled[scaled] = scaler
@@ -59,6 +60,7 @@ class ScalerProbes:
         seen = self._watch.seen
         facts = seen.facts(optimizer)
         begun = facts.begun
+        self._watch.tell("scaler_steps", optimizer)
         seen.stepping.append(optimizer)
         try:
             result = function(scaler, *args, **kwargs)
@@ -66,15 +68,7 @@ class ScalerProbes:
             seen.stepping.remove(optimizer)
             facts.unscaled = False
         if facts.begun == begun:
-            facts.skipped += 1
+            # A compiled step is not seen to begin, and was perhaps taken.
+            facts.skipped += bool(begun or not seen.compiles)
             self._watch.step_taken()
         return result
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        items = cast("Iterable[Any]", value)
-        return [tensor for item in items for tensor in _tensors_in(item)]
-    return []

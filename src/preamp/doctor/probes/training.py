@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -18,9 +19,18 @@ from preamp.core.undo import UndoStack
 from preamp.doctor.gradients import Origin
 from preamp.doctor.places import current_place
 from preamp.doctor.probes.watch import Watch, around
+from preamp.kernels.graph import leaves_through
 
 Function = Callable[..., Any]
-_CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+_CLIPPING = {
+    "clip_grad_norm_": "max_norm",
+    "clip_grad_value_": "clip_value",
+    "clip_grads_with_norm_": "max_norm",
+}
+"""Functions that clip, with the name of the limit that is their second argument."""
+
+_READ = 64
+"""Backwards whose graph is read; it takes milliseconds for a thousand layers."""
 
 
 class TrainingProbes:
@@ -29,11 +39,13 @@ class TrainingProbes:
     def __init__(self, watch: Watch, undo: UndoStack) -> None:
         """Install the probes; ``undo`` takes them off."""
         self._watch = watch
+        self._read = 0
         undo.hold(
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         )
         around(torch.optim.Optimizer, "__init__", self._make_optimizer, undo)
+        around(torch.optim.Optimizer, "add_param_group", self._add_group, undo)
         around(torch.autograd, "backward", self._backward, undo)
         for kind in (lr_scheduler.LRScheduler, lr_scheduler.CosineAnnealingWarmRestarts):
             around(kind, "step", self._step_schedule, undo)
@@ -50,11 +62,17 @@ class TrainingProbes:
             self._watch.tell("optimizer_made", args[0])
         return result
 
+    def _add_group(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if self._watch.is_active:
+            self._watch.tell("group_added", args[0])
+        return result
+
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         del args, kwargs
-        if not self._watch.is_active:
+        if torch.compiler.is_compiling() or not self._watch.is_active:
             return
         facts = self._watch.seen.facts(optimizer)
         if facts.is_inside:  # a subclass has called its parent's step
@@ -67,7 +85,7 @@ class TrainingProbes:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         del args, kwargs
-        if not self._watch.is_active:
+        if torch.compiler.is_compiling() or not self._watch.is_active:
             return
         facts = self._watch.seen.facts(optimizer)
         if not facts.is_inside:
@@ -96,39 +114,64 @@ class TrainingProbes:
         if not self._watch.is_active or given is None:
             return function(*args, **kwargs)
         given, params = _read_twice(given)
-        self._watch.tell("gradients_clipped", params, function.__name__)
+        marked = self._watch.attempt(self._before_clipping, function.__name__, params, args, kwargs)
         if args:
-            return function(given, *args[1:], **kwargs)
-        return function(**{**kwargs, "parameters": given})
+            result = function(given, *args[1:], **kwargs)
+        else:
+            result = function(**{**kwargs, "parameters": given})
+        self._watch.attempt(self._watch.seen.gradients.clipped, marked or ())
+        return result
+
+    def _before_clipping(
+        self,
+        name: str,
+        params: list[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> list[torch.Tensor]:
+        """Tell of it unless the limit is infinite, which only asks for the norm."""
+        limit = args[1] if len(args) > 1 else kwargs.get(_CLIPPING[name])
+        if limit is None or not math.isinf(limit):
+            self._watch.tell("gradients_clipped", params, name)
+        return self._watch.seen.gradients.marked(params)
 
     def _backward(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         if not self._watch.is_active:
             return function(*args, **kwargs)
-        origin = self._watch.attempt(self._before_backward, args, kwargs)
+        known = self._watch.attempt(self._before_backward, args, kwargs)
         result = function(*args, **kwargs)
-        if origin is not None:
+        if known is not None:
             seen = self._watch.seen
-            self._watch.attempt(seen.gradients.backward_ends, seen.all_params(), *origin)
+            self._watch.attempt(seen.gradients.backward_ends, seen.all_params(), *known)
         return result
 
     def _before_backward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Origin, object]:
-        """Find out what kind of backward this is; the scaler if it is a ``GradScaler``'s."""
+    ) -> tuple[Origin, object, set[int]]:
+        """Find out what kind of backward this is.
+
+        Returns:
+            The kind, the scaler if it is a ``GradScaler``'s, and what is reached through float16.
+        """
         seen = self._watch.seen
         given = args[0] if args else kwargs.get("tensors")
         seed = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
         roots = [given] if isinstance(given, torch.Tensor) else list(_tensors(given))
         seen.gradients.backward_begins(seen.all_params())
+        half: set[int] = set()
+        if self._read < _READ:
+            self._read += 1
+            half = leaves_through(roots, torch.float16)
+            seen.through_half |= half
         scaler = seen.take_scaler(roots)
         if scaler is not None:
             is_torchs = isinstance(scaler, torch.amp.GradScaler)
-            return (Origin.GRAD_SCALER, scaler) if is_torchs else (Origin.OTHER, None)
+            return (Origin.GRAD_SCALER, scaler, half) if is_torchs else (Origin.OTHER, None, half)
         for root in roots:
             self._watch.tell("loss_made", root)
         if seed is not None or any(map(_is_multiplied, roots)):
-            return Origin.OTHER, None
-        return Origin.PLAIN, None
+            return Origin.OTHER, None, half
+        return Origin.PLAIN, None, half
 
 
 def _skipped_by_itself(optimizer: torch.optim.Optimizer) -> bool:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from torch import nn
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.tensors import stored_grad
 from preamp.doctor.detector import Detector, Findings
-from preamp.doctor.rule import Rule, Severity
+from preamp.doctor.rule import Place, Rule, Severity
 from preamp.doctor.seen import Seen
 from preamp.doctor.weights import WeightRange, weight_range
 from preamp.numerics import FORMATS
@@ -31,7 +30,9 @@ EPS_IS_ZERO = Rule(
     ),
     how=(
         "An optimizer of torch.optim that divides by a root plus eps updates float16 parameters, "
-        "and 0 <= eps < 2**-24. Fused optimizers compute in float32 and are left out."
+        "and eps rounds to zero in float16: 0 <= eps <= 2**-25. Left out are fused optimizers, "
+        "which compute in float32, subclasses with a step of their own, and Adagrad if its initial "
+        "accumulator value is above that, since its sum of squares is then never zero."
     ),
     do=(
         "Update float32 masters (preamp's O2), or keep the weights in float32 and use autocast. "
@@ -51,8 +52,8 @@ UPDATE_IS_LOST = Rule(
         "Up to a million half weights without a master are compared before and after steps 1, 2, "
         "4, 8 and so on. Reported if in the majority of these steps, and in the last of them, more "
         "than half of the weights with a gradient stayed bit for bit what they were, at a learning "
-        "rate that is not zero. Optimizers other than torch's and preamp's may keep what is "
-        "rounded away, and are left out."
+        "rate that is not zero. Optimizers whose step is not torch's or preamp's own may keep what "
+        "is rounded away, and are left out."
     ),
     do=(
         "Update float32 masters (preamp's O2, or O5 for bfloat16), or keep the weights in float32 "
@@ -99,9 +100,9 @@ class Eps(Detector):
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at the groups; their options may change between steps."""
-        if not isinstance(optimizer, _DIVIDE_BY_ROOT) or not self.is_new(
-            EPS_IS_ZERO, id(optimizer)
-        ):
+        if not isinstance(optimizer, _DIVIDE_BY_ROOT) or not _is_known(optimizer):
+            return
+        if not self.is_new(EPS_IS_ZERO, id(optimizer)):
             return
         for group in optimizer.param_groups:
             eps = group.get("eps")
@@ -109,7 +110,8 @@ class Eps(Detector):
                 continue
             half = [p for p in group["params"] if _has_half_gradient(p)]
             smallest = FORMATS["float16"].smallest_subnormal
-            if half and 0 <= eps < smallest:
+            zero = smallest / 2  # and what is smaller; half of the smallest value rounds to even
+            if half and 0 <= eps <= zero and group.get("initial_accumulator_value", 0) <= zero:
                 count = sum(param.numel() for param in half)
                 self.report(
                     EPS_IS_ZERO,
@@ -137,6 +139,7 @@ class _Watched:
     largest_lr: float = 0.0
     weights: int = 0
     dtype: torch.dtype = torch.float16
+    made: Place | None = None
 
 
 class LostUpdates(Detector):
@@ -154,7 +157,8 @@ class LostUpdates(Detector):
         number = self.seen.facts(optimizer).begun
         if number & (number - 1) or not _is_known(optimizer):
             return
-        watched = self._watched.setdefault(id(optimizer), _Watched())
+        made = self.seen.facts(optimizer).made  # by the end the optimizer may be gone
+        watched = self._watched.setdefault(id(optimizer), _Watched(made=made))
         watched.before.clear()
         room = _SAMPLED
         for group in optimizer.param_groups:
@@ -203,26 +207,18 @@ class LostUpdates(Detector):
                 f"{share:.0%} of {watched.weights:,} {dtype_name(watched.dtype)} weights with a "
                 f"gradient did not change in a step, at learning rates up to "
                 f"{watched.largest_lr:g}; median of {len(shares)} steps.",
-                where=self._place(key),
+                where=watched.made,
                 stalled_share=share,
                 weights=watched.weights,
                 lr=watched.largest_lr,
                 steps_looked_at=len(shares),
             )
 
-    def _place(self, key: int) -> Any:
-        made = (facts.made for opt, facts in self.seen.optimizers.items() if id(opt) == key)
-        return next(made, None)
-
 
 def _is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's update is a plain one: torch's or preamp's, or built on them."""
-    owners = {
-        kind.__module__.partition(".")[0]
-        for kind in type(optimizer).__mro__
-        if kind is not torch.optim.Optimizer and kind is not object
-    }
-    return bool(owners & {"torch", "preamp"})
+    """Whether the optimizer's update is torch's or preamp's; subclasses may have their own."""
+    owner = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
+    return owner.__module__.partition(".")[0] in ("torch", "preamp")
 
 
 class BFloat16Weights(Detector):
@@ -247,8 +243,9 @@ class BFloat16Weights(Detector):
         self._looked_at.add(id(optimizer))
         own = [param for group in optimizer.param_groups for param in group["params"]]
         models = list(self.seen.params(optimizer))
-        if torch.float16 in self.seen.half_autocast:
-            self._check(own, "autocast")
+        through = [p for p in own if id(p) in self.seen.through_half]
+        if through and any(param.dtype is not torch.float16 for param in through):
+            self._check(through, "the forward")
         elif any(param.dtype is torch.float16 for param in models):
             self._check(own, "a float16 model")
 

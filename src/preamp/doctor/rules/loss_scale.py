@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -29,9 +27,10 @@ CLIPPED_SCALED = Rule(
     ),
     how=(
         "The gradients given to a clipping function of torch.nn.utils are the ones that a backward "
-        "from a scaled loss has left, and nobody has written to them since. Inside a scale_loss "
-        "block, and for half gradients whose float32 masters carry the unscaled values, the "
-        "engine is asked. Clipping written by hand is not seen."
+        "from a scaled loss has left, and nobody but clipping has written to them since. An "
+        "infinite limit only asks for the norm and is left out. Inside a scale_loss block, and for "
+        "half gradients whose float32 masters carry the unscaled values, the engine is asked. "
+        "Clipping written by hand is not seen."
     ),
     do=(
         "With torch.amp call scaler.unscale_(optimizer) before clipping. With scale_loss clip "
@@ -49,9 +48,11 @@ NOT_SCALED = Rule(
         "sees them."
     ),
     how=(
-        "An optimizer step used gradients as a backward without a loss scale had left them, and "
-        "its parameters are float16, or autocast computed the forward in float16. A loss that the "
-        "script multiplies by hand, or gradients that it changes afterwards, are left out."
+        "An optimizer step used gradients as a backward without a loss scale had left them, "
+        "clipped or not, and they are float16 or were on their way through the graph, as under "
+        "autocast. The graphs of the first 64 backwards are read. A loss that the script "
+        "multiplies by hand, or gradients that it changes afterwards, are left out, and so is the "
+        "inside of what is compiled."
     ),
     do=(
         "With torch.amp use torch.amp.GradScaler. With preamp or apex call backward inside "
@@ -69,28 +70,10 @@ BYPASSED = Rule(
     ),
     how=(
         "optimizer.step ran outside scaler.step on gradients that carry the scale, or that "
-        "scaler.unscale_ had unscaled for a step that was to follow."
+        "scaler.unscale_ had unscaled for a step that was to follow. The latter is an info where "
+        "no gradient overflowed, since the script may look for that by itself."
     ),
     do="Call scaler.step(optimizer) and then scaler.update() in place of optimizer.step().",
-)
-SCHEDULED_SKIP = Rule(
-    id="PA104",
-    severity=Severity.WARNING,
-    title="The learning-rate schedule advances on skipped steps",
-    why=(
-        "After an overflow the optimizer's step is left out, and the first steps of a dynamic loss "
-        "scale often are. A schedule that goes on all the same runs ahead of the training: warm-up "
-        "ends too early, and its first, smallest rates are never used."
-    ),
-    how=(
-        "scheduler.step was called when since its last call the optimizer had skipped steps and "
-        "applied none. Steps that an FP16_Optimizer leaves out are not seen."
-    ),
-    do=(
-        "Step the schedule only if the optimizer stepped. With torch.amp the scale has shrunk "
-        "after a skip: compare scaler.get_scale() before and after scaler.update(). With preamp "
-        "call preamp.step_scheduler(scheduler, optimizer)."
-    ),
 )
 
 
@@ -147,10 +130,25 @@ class Clipping(Detector):
         )
 
 
+@dataclass(slots=True)
+class _UnscaledSteps:
+    """Steps of one optimizer after ``scaler.unscale_`` and outside ``scaler.step``."""
+
+    name: str
+    where: Place | None
+    taken: int = 0
+    overflowed: int = 0
+
+
 class Stepping(Detector):
     """Finds PA102 and PA103."""
 
     RULES = (NOT_SCALED, BYPASSED)
+
+    def __init__(self, seen: Seen, findings: Findings) -> None:
+        """Start without steps."""
+        super().__init__(seen, findings)
+        self._unscaled: dict[int, _UnscaledSteps] = {}
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at where the gradients of this step come from."""
@@ -174,8 +172,35 @@ class Stepping(Detector):
             count = len(scaled)
             self.report(BYPASSED, id(optimizer), what, loss_scale=scale, scaled_gradients=count)
         elif self.seen.facts(optimizer).unscaled:
-            what = f"{name}.step was called after scaler.unscale_; an overflow would be applied."
-            self.report(BYPASSED, id(optimizer), what)
+            self._note_unscaled(optimizer, params)
+
+    def _note_unscaled(
+        self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
+    ) -> None:
+        key, name = id(optimizer), type(optimizer).__name__
+        steps = self._unscaled.setdefault(key, _UnscaledSteps(name, current_place()))
+        steps.taken += 1
+        grads = (grad for param in params if (grad := stored_grad(param)) is not None)
+        if not all(bool(grad.detach().isfinite().all()) for grad in grads):
+            steps.overflowed += 1
+
+    def run_ended(self) -> None:
+        """Report steps after ``unscale_``: only an overflow shows whether the script looks."""
+        for key, steps in self._unscaled.items():
+            did = (
+                f"{steps.overflowed} of them applied an overflow."
+                if steps.overflowed
+                else "an overflow would be applied, unless the script looks for it."
+            )
+            self.report(
+                BYPASSED,
+                key,
+                f"{steps.name}.step was called after scaler.unscale_ {steps.taken} times; {did}",
+                where=steps.where,
+                severity=None if steps.overflowed else Severity.INFO,
+                steps=steps.taken,
+                overflows_applied=steps.overflowed,
+            )
 
     def _check_plain(
         self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
@@ -187,13 +212,13 @@ class Stepping(Detector):
             return  # asked for: the policy's loss scale is 1
         plain = self.seen.gradients.of(params, Origin.PLAIN)
         half = [param for param in plain if param.dtype is torch.float16]
-        in_autocast = bool(plain) and torch.float16 in self.seen.half_autocast
-        if not half and not in_autocast:
+        were_half = [param for param in plain if self.seen.gradients.was_half(param)]
+        if not half and not were_half:
             return
         how = (
             f"{len(half)} float16 gradients"
             if half
-            else f"{len(plain)} gradients of a forward under float16 autocast"
+            else f"{len(were_half)} gradients of a forward in float16"
         )
         around = "outside scale_loss" if engine is not None else "without a loss scale"
         self.report(
@@ -201,68 +226,6 @@ class Stepping(Detector):
             id(optimizer),
             f"{type(optimizer).__name__}.step used {how}, from a backward {around}.",
             float16_gradients=len(half),
+            gradients_through_float16=len(were_half),
             gradients=len(plain),
         )
-
-
-@dataclass(slots=True)
-class _Schedule:
-    name: str
-    counted: tuple[int, int]
-    calls: int = 0
-    after_skips: int = 0
-    where: Place | None = None
-
-
-class Scheduling(Detector):
-    """Finds PA104."""
-
-    RULES = (SCHEDULED_SKIP,)
-
-    def __init__(self, seen: Seen, findings: Findings) -> None:
-        """Start without schedules."""
-        super().__init__(seen, findings)
-        self._known: weakref.WeakKeyDictionary[Any, _Schedule] = weakref.WeakKeyDictionary()
-        self._schedules: list[_Schedule] = []
-
-    def schedule_stepped(self, scheduler: Any) -> None:
-        """Compare the steps since the last call with what became of them."""
-        optimizer = getattr(scheduler, "optimizer", None)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            return
-        counts = self._counts(optimizer)
-        schedule = self._known.get(scheduler)
-        if schedule is None:  # its constructor, which sets the first learning rate
-            schedule = _Schedule(type(scheduler).__name__, counts)
-            self._known[scheduler] = schedule
-            self._schedules.append(schedule)
-            return
-        applied, skipped = counts
-        before_applied, before_skipped = schedule.counted
-        schedule.counted = applied, skipped
-        schedule.calls += 1
-        if skipped > before_skipped and applied == before_applied:
-            schedule.after_skips += 1
-            schedule.where = schedule.where or current_place()
-
-    def _counts(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-        engine = find_engine(optimizer)
-        session = None if engine is None else engine.sessions.get(id(optimizer))
-        if session is not None:
-            return session.steps_applied, session.steps_skipped
-        facts = self.seen.facts(optimizer)
-        return facts.applied, facts.skipped
-
-    def run_ended(self) -> None:
-        """Report every schedule that ran ahead."""
-        for schedule in self._schedules:
-            if schedule.after_skips:
-                self.report(
-                    SCHEDULED_SKIP,
-                    schedule.where,
-                    f"{schedule.name}.step was called {schedule.calls} times, "
-                    f"{schedule.after_skips} of them after a step that was skipped.",
-                    where=schedule.where,
-                    calls=schedule.calls,
-                    after_skipped_steps=schedule.after_skips,
-                )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -54,6 +55,15 @@ _STEPS = 3
 _NAMED = 3
 
 
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    """A parameter that is in no optimizer."""
+
+    name: str
+    key: int
+    elements: int
+
+
 class Membership(Detector):
     """Finds PA401 and PA402."""
 
@@ -66,21 +76,31 @@ class Membership(Detector):
         self._replaced: set[int] = set()
         # What was in an optimizer once counts: wrappers put float32 copies in its place.
         self._owned: set[int] = set()
+        self._lacks: dict[int, tuple[str, list[_Missing], Place | None]] = {}
 
-    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+    def group_added(self, optimizer: torch.optim.Optimizer) -> None:
         """Note what it was given."""
         self._owned.update(id(param) for param in self.seen.params(optimizer))
 
+    def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look before the first step: a ``GradScaler`` refuses one without gradients."""
+        if self.seen.facts(optimizer).begun == 0:
+            self._note_owned()
+            trainable = list(self._trainable())
+            missing = [param for param in trainable if id(param) not in self._owned]
+            self._check_replaced(optimizer, trainable, missing)
+
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note which parameters have a gradient, in the first few steps."""
-        facts = self.seen.facts(optimizer)
-        if facts.begun > _STEPS:
+        """Note which parameters have a gradient, at the first few and some later steps."""
+        begun = self.seen.facts(optimizer).begun
+        if begun > _STEPS and begun & (begun - 1):
             return
         self._note_owned()
         trainable = list(self._trainable())
         missing = [param for param in trainable if id(param) not in self._owned]
         self._got_gradient |= {id(p) for p in missing if stored_grad(p) is not None}
-        if facts.begun == _STEPS or facts.begun == 1:
+        self._note_partly_owned()
+        if begun in (1, _STEPS):
             self._check_replaced(optimizer, trainable, missing)
 
     def _note_owned(self) -> None:
@@ -129,37 +149,43 @@ class Membership(Detector):
             without_model=len(pairs),
         )
 
+    def _note_partly_owned(self) -> None:
+        """Note what each model lacks; when the run ends, a model made in a function is gone."""
+        for root in tuple(self.seen.roots):
+            named = [(n, p) for n, p in root.named_parameters() if p.requires_grad]
+            lacks = [
+                _Missing(name, id(param), param.numel())
+                for name, param in named
+                if id(param) not in self._owned and id(param) not in self._replaced
+            ]
+            if lacks and len(lacks) < len(named):
+                self._lacks[id(root)] = type(root).__name__, lacks, self._place(root)
+            else:
+                self._lacks.pop(id(root), None)
+
     def run_ended(self) -> None:
         """Report the models of which some parameters are trained and some are not."""
         if not self.seen.steps:
             return
         self._note_owned()
-        for root in tuple(self.seen.roots):
-            named = [(n, p) for n, p in root.named_parameters() if p.requires_grad]
-            if any(id(param) in self._owned for _, param in named):
-                self._report_missing(
-                    root,
-                    [
-                        (name, param)
-                        for name, param in named
-                        if id(param) not in self._owned and id(param) not in self._replaced
-                    ],
-                )
+        self._note_partly_owned()
+        for model, lacks, place in self._lacks.values():
+            self._report_missing(model, [m for m in lacks if m.key not in self._owned], place)
 
-    def _report_missing(self, root: nn.Module, missing: list[tuple[str, torch.Tensor]]) -> None:
+    def _report_missing(self, model: str, missing: list[_Missing], place: Place | None) -> None:
         if not missing:
             return
-        names = [name for name, _ in missing]
-        with_gradient = [name for name, param in missing if id(param) in self._got_gradient]
-        elements = sum(param.numel() for _, param in missing)
+        names = [one.name for one in missing]
+        with_gradient = [one.name for one in missing if one.key in self._got_gradient]
+        elements = sum(one.elements for one in missing)
         shown = ", ".join((with_gradient or names)[:_NAMED])
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         self.report(
             MISSING,
             names[0],
-            f"{len(names)} trainable parameters of {type(root).__name__} ({elements:,} weights, "
+            f"{len(names)} trainable parameters of {model} ({elements:,} weights, "
             f"{len(with_gradient)} parameters with a gradient) are in no optimizer: {shown}{more}.",
-            where=self._place(root),
+            where=place,
             severity=None if with_gradient else Severity.INFO,
             parameters=names,
             with_gradient=with_gradient,

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Reading autograd's graph; the dtypes in it have no public name in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+
+def leaves_through(roots: Iterable[torch.Tensor], dtype: torch.dtype) -> set[int]:
+    """The ``id`` of each leaf that a backward from ``roots`` reaches through ``dtype``.
+
+    A gradient that has been of ``dtype`` anywhere on its way counts, the leaf's own dtype
+    included. What a node computes inside, as that of a compiled region does, is not seen.
+
+    Args:
+        roots: Tensors with a graph. Neither they nor the graph are changed; nothing synchronises.
+        dtype: Dtype of gradients to look for.
+    """
+    found: set[int] = set()
+    passed: dict[Node, bool] = {}
+    pending = [(root.grad_fn, False) for root in roots if root.grad_fn is not None]
+    while pending:
+        node, is_through = pending.pop()
+        metadata: Iterable[Any] = getattr(node, "_input_metadata", ())
+        is_through = is_through or any(getattr(m, "dtype", None) is dtype for m in metadata)
+        # A node is looked at again where a second way to it is the first through the dtype.
+        if node in passed and passed[node] >= is_through:
+            continue
+        passed[node] = is_through
+        if is_through and isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+            found.add(id(leaf))
+        pending += [(after, is_through) for after, _ in node.next_functions if after is not None]
+    return found

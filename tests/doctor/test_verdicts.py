@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Pairs of scripts that look alike, of which one has a bug, and right scripts that look wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from doctor.cases import BY_HAND, CLIP, FLOAT32, GRAD_SCALER, START
+from doctor.harness import HERE, examine, marked_line, where
+from preamp.doctor import Severity
+
+LOOP = """
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+other = nn.Linear(16, 4)
+others = torch.optim.SGD(other.parameters(), lr=0.1)
+for step in range(4):
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(model(x), y)
+        {inside}
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    {unscale}
+    scaler.step(optimizer)
+    scaler.update()
+    {after}
+"""
+
+
+def loop(*, inside: str = "pass", unscale: str = "", after: str = "") -> str:
+    return START + LOOP.format(inside=inside, unscale=unscale, after=after)
+
+
+PLAIN = "others.zero_grad(); F.cross_entropy(other(x), y).backward(); others.step()"
+FINITE = """
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if torch.isfinite(norm):
+        optimizer.step()
+"""
+OWN_STEP = """
+class Compensated(torch.optim.{kind}):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                rest = state.setdefault("rest", torch.zeros_like(p)) - group["lr"] * p.grad
+                new = p + rest
+                state["rest"] = rest - (new - p)
+                p.copy_(new)
+"""
+SGD = "torch.optim.SGD(model.parameters(), lr=0.5)"
+
+
+def own_step(kind: str, healthy: str) -> str:
+    start, loop = healthy.split("optimizer = ")
+    own = loop.replace(SGD, "Compensated(model.parameters(), lr=1e-5)")
+    return f"{start}{OWN_STEP.format(kind=kind)}optimizer = {own}"
+
+
+BY_HAND = BY_HAND.replace("from torch import nn", "from torch import nn, optim")
+ADAGRAD = BY_HAND.replace(SGD, "optim.Adagrad(model.parameters(), initial_accumulator_value=0.1)")
+
+RIGHT = {
+    "a float32 model beside one under float16 autocast": loop(after=PLAIN),
+    # It is in the float16 graph of the first, and its own step has a float32 graph.
+    "a critic with a float32 step": loop(
+        inside="loss = loss + other(x).float().mean()", after=PLAIN
+    ).replace("lr=0.1)\nfor", "lr=0.1)\nother.requires_grad_()\nfor"),
+    "an optimizer that keeps what is rounded away": own_step("SGD", BY_HAND),
+    "an optimizer with a denominator of its own": own_step("Adam", BY_HAND),
+    "Adagrad with something accumulated": ADAGRAD,
+    "an eps that rounds to the smallest float16": BY_HAND.replace(
+        SGD, "optim.Adam(model.parameters(), lr=0.1, eps=5e-8)"
+    ),
+    "the norm of scaled gradients": loop(
+        unscale="nn.utils.clip_grad_norm_(model.parameters(), float('inf'))"
+    ),
+    "the norm of scaled gradients by name": loop(
+        unscale="nn.utils.clip_grad_norm_(parameters=model.parameters(), max_norm=torch.inf)"
+    ),
+    "a clipped norm after the norm": loop(
+        unscale="nn.utils.clip_grad_norm_(model.parameters(), torch.inf)\n"
+        f"    scaler.unscale_(optimizer)\n    {CLIP}"
+    ),
+    "parameters added late, in a function": FLOAT32.replace(
+        "model.parameters()", "model[:3].parameters()"
+    )
+    .replace("range(4)", "range(7)")
+    .replace(
+        "    optimizer.zero_grad()\n",
+        "    optimizer.zero_grad()\n    if step == 5:\n"
+        "        optimizer.add_param_group({'params': list(model[3].parameters())})\n",
+    )
+    + "del model, optimizer\n",
+}
+
+
+@pytest.mark.parametrize("text", RIGHT.values(), ids=RIGHT)
+def test_a_right_script_is_clean(text: str, tmp_path: Path) -> None:
+    examination, _ = examine(text, tmp_path)
+    assert examination.findings == []
+    assert examination.notes == []
+
+
+NO_SCALER = loop().replace("scaler.scale(loss)", "loss").replace("scaler.update()", "pass")
+IN_FUNCTION = FLOAT32.replace(
+    "Adam(model.parameters(), lr=1e-3)", f"Adam(model[:3].parameters())  {HERE}"
+)
+
+WRONG = {
+    "a clipped step without a scaler": (
+        "PA102",
+        NO_SCALER.replace("scaler.step(optimizer)", f"{CLIP}\n    optimizer.step()  {HERE}"),
+    ),
+    "without a scaler, the other one of two": (
+        "PA102",
+        loop(
+            inside="lost = F.cross_entropy(other(x), y)",
+            after=f"others.zero_grad(); lost.backward(); others.step()  {HERE}",
+        ),
+    ),
+    "a scaled step after a norm": (
+        "PA103",
+        loop(
+            unscale="nn.utils.clip_grad_norm_(model.parameters(), torch.inf)\n"
+            f"    optimizer.step(); continue  {HERE}"
+        ),
+    ),
+    "clipping after a norm": (
+        "PA101",
+        loop(
+            unscale=f"nn.utils.clip_grad_norm_(model.parameters(), torch.inf)\n    {CLIP}  {HERE}"
+        ),
+    ),
+    "Adagrad with nothing accumulated": (
+        "PA201",
+        ADAGRAD.replace("value=0.1", "value=1e-9").replace(
+            "    optimizer.step()\n", f"    optimizer.step()  {HERE}\n"
+        ),
+    ),
+    "a missing layer of a model that is gone": (
+        "PA401",
+        IN_FUNCTION + "del model, optimizer\n",
+    ),
+    "a stalled model that is gone": (
+        "PA202",
+        BY_HAND.replace("lr=0.5)", f"lr=1e-5)  {HERE}") + "del model, optimizer, p\n",
+    ),
+}
+
+
+@pytest.mark.parametrize(("rule", "text"), WRONG.values(), ids=WRONG)
+def test_its_wrong_twin_is_not(rule: str, text: str, tmp_path: Path) -> None:
+    examination, _ = examine(text, tmp_path)
+    assert [finding.rule.id for finding in examination.findings] == [rule]
+    assert where(examination.findings[0]) == ("script.py", marked_line(text))
+
+
+@pytest.mark.parametrize(("scale", "severity"), [(1.0, Severity.INFO), (1e38, Severity.ERROR)])
+def test_a_step_after_unscale(scale: float, severity: Severity, tmp_path: Path) -> None:
+    """Whether a script looks for overflow itself shows only when there is one."""
+    text = loop(unscale="scaler.unscale_(optimizer)").replace(
+        "scaler.step(", "torch.optim.SGD.step("
+    )
+    text = text.replace("init_scale=1024.0", f"init_scale={scale}")
+    [finding] = examine(text, tmp_path)[0].findings
+    assert (finding.rule.id, finding.severity) == ("PA103", severity)
+    assert finding.numbers["steps"] == 4
+    looks = text.replace("torch.optim.SGD.step(optimizer)", FINITE.strip())
+    found = examine(looks, tmp_path)[0].findings
+    assert [one.severity for one in found] == ([Severity.INFO] if scale == 1.0 else [])
+
+
+def test_a_replaced_model_that_a_scaler_refuses_to_train(tmp_path: Path) -> None:
+    text = GRAD_SCALER.replace("for step", "import copy\nmodel = copy.deepcopy(model)\nfor step")
+    text = text.replace("    nn.utils.clip_grad", "    pass  # nn.utils.clip_grad").replace(
+        "    scaler.step(optimizer)\n",
+        "    try:\n        scaler.step(optimizer)\n    except AssertionError:\n        break\n",
+    )
+    examination, _ = examine(text, tmp_path)
+    assert [finding.rule.id for finding in examination.findings] == ["PA402"]
+    assert examination.seen.steps == 0
+
+
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")
+def test_compiled_steps_are_not_taken_for_skipped(tmp_path: Path) -> None:
+    text = loop(after="scheduler.step()").replace(
+        "for step",
+        "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)\n"
+        "torch.compile(nn.Identity(), backend='eager')\n"
+        "optimizer.step = lambda: None  # no hook of the doctor runs in a compiled one\nfor step",
+    )
+    examination, _ = examine(text, tmp_path)
+    assert examination.findings == []
+    assert examination.seen.steps == 4

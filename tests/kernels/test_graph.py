@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which leaves a backward reaches through a dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from preamp.kernels.graph import leaves_through
+
+HALF = torch.float16
+
+
+def leaf(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(2, dtype=dtype, requires_grad=True)
+
+
+def test_only_ways_through_the_dtype_count() -> None:
+    through, beside, shared, half = leaf(), leaf(), leaf(), leaf(HALF)
+    loss = (through.half() * half).float().sum() + (beside * shared).sum()
+    assert leaves_through([loss], HALF) == {id(through), id(half)}
+    assert leaves_through([loss], torch.bfloat16) == set()
+    # One of two ways is enough, whichever is met first.
+    for terms in ((shared.sum(), shared.half().float().sum()), (shared.half().sum(), beside.sum())):
+        for ordered in (terms, terms[::-1]):
+            assert leaves_through([ordered[0] + ordered[1]], HALF) == {id(shared)}
+
+
+def test_several_roots_and_none() -> None:
+    one, other = leaf(), leaf()
+    roots = [one.half().sum(), other.half().float().sum(), torch.ones(1)]
+    assert leaves_through(roots, HALF) == {id(one), id(other)}
+    assert leaves_through([], HALF) == set()
+    assert leaves_through([one], HALF) == set()
+
+
+def test_what_is_shared_by_many_ways_is_read_twice_at_most() -> None:
+    first = value = leaf()
+    for _ in range(200):  # 2**200 ways
+        value = value + value
+    assert leaves_through([value.sum(), value.half().sum()], HALF) == {id(first)}
+
+
+def test_functions_written_in_python() -> None:
+    weight = leaf()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return (x * weight).half()
+
+    x = leaf()
+    inside = checkpoint(forward, x, use_reentrant=True)
+    assert leaves_through([inside.float().sum()], HALF) == {id(x)}
+    assert leaves_through([checkpoint(forward, x, use_reentrant=False).sum()], HALF) == {
+        id(x),
+        id(weight),
+    }
