@@ -26,6 +26,11 @@ store_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _GRAD_SLOT.__s
 """Set the gradient in a parameter itself, past a subclass's ``grad`` property."""
 
 
+def host_reaches(tensor: torch.Tensor) -> bool:
+    """Whether the host may read ``tensor`` without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether work for ``device`` goes into a CUDA graph now instead of being done."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

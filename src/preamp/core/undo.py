@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, cast
 
 
@@ -13,6 +13,22 @@ class Removable(Protocol):
     def remove(self) -> None:
         """Take it away; a second call does nothing."""
         ...
+
+
+def run_all(steps: Iterable[Callable[[], Any]]) -> None:
+    """Run all steps in order: what is not taken back now never will be.
+
+    Raises:
+        BaseException: The first one that a step raised, after all the others have run.
+    """
+    first: BaseException | None = None
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 class UndoStack:
@@ -37,16 +53,11 @@ class UndoStack:
         Raises:
             BaseException: The first one that a step raised, after all the others have run.
         """
-        first: BaseException | None = None
+        run_all(self._popped())
+
+    def _popped(self) -> Iterator[Callable[[], Any]]:
         while self._steps:
-            step = self._steps.pop()
-            try:
-                step()
-            except BaseException as error:
-                # What is not taken back now never will be.
-                first = first or error
-        if first is not None:
-            raise first
+            yield self._steps.pop()
 
 
 _MISSING = object()

@@ -14,7 +14,7 @@ from torch import nn
 from preamp.casting import PATCH_LOCK, settle_thread
 from preamp.casting.modules import Conversion
 from preamp.core.link import Link
-from preamp.core.undo import UndoStack
+from preamp.core.undo import UndoStack, run_all
 from preamp.engine import refusals
 from preamp.engine.adjustments import Adjustments
 from preamp.engine.ledger import Ledger
@@ -153,7 +153,7 @@ class Engine:
 
     @property
     def history(self) -> History:
-        """The records of the run, also after `close`. May synchronise, so that none is missing."""
+        """The records of the run, also after `close` and on other threads. May synchronise."""
         self.ledger.settle(wait=True)
         self.recorder.flush(wait=True)
         return self.recorder.history
@@ -227,9 +227,10 @@ class Engine:
         Raises:
             ValueError: Scalers are missing, left over or unreadable; nothing was applied.
         """
-        self.ledger.settle(wait=True, gives_up=False)  # else they count on top later
-        if load_scalers(self, state):
-            self.recorder.resumed()
+        with self.ledger.lock:
+            self.ledger.settle(wait=True, gives_up=False)  # else they count on top later
+            if load_scalers(self, state):
+                self.recorder.resumed()
 
     report = write_report
 
@@ -256,22 +257,22 @@ class Engine:
         Half parameters become float32 again with the exact values of their masters; optimizer
         state moves back to them; gradients left scaled are unscaled; hooks, patches and casts are
         removed. A second call does nothing.
+
+        Raises:
+            Exception: The first that a listener or the disk raised; all else was undone.
         """
         settle_thread()
         if self.closed:
             return
-        self.ledger.settle(wait=True, gives_up=False)
-        for callback in self._on_close:
-            callback()
-        with weights_given_back(self.sessions.values(), self.conversion):
-            self.closed = True
-            for stack in (self.undo, *self._model_undo.values()):
-                stack.unwind()
-            self._when_dropped.detach()
-            self.process_undo.unwind()
-        self.tracer.disarm()
-        self.link.cut()
-        self.recorder.close()
+        try:
+            run_all((self.ledger.settle_all, *self._on_close))
+        finally:
+            with weights_given_back(self.sessions.values(), self.conversion):
+                self.closed = True
+                self._when_dropped.detach()
+                stacks = (self.undo, *self._model_undo.values(), self.process_undo)
+                ends = (self.tracer.disarm, self.link.cut, self.recorder.close)
+                run_all((*(stack.unwind for stack in stacks), *ends))
 
     # -- what blocks and hooks report (engine-internal) --------------------------------------
 

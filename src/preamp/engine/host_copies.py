@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from preamp.numerics.exponents import host_reaches
+from preamp.core.tensors import host_reaches
 
 
 class HostCopies:

@@ -22,7 +22,7 @@ from preamp.casting import (
     settle_thread,
 )
 from preamp.core.dtypes import HALF_DTYPES
-from preamp.core.undo import set_attribute
+from preamp.core.undo import run_all, set_attribute
 from preamp.engine import checks
 from preamp.engine.announce import announce
 from preamp.engine.engine import Engine
@@ -266,12 +266,14 @@ def device_types(engine: Engine) -> frozenset[str]:
 
 def _roll_back(engine: Engine) -> None:
     """Undo a failed initialize; the exact values from before the cast are still there."""
-    engine.recorder.close()
-    for stack in (engine.undo, *map(engine.undo_of, engine.models)):
-        stack.unwind()
-    engine.process_undo.unwind()
-    for session in engine.sessions.values():
-        session.release_masters()
-    engine.conversion.revert(engine.conversion.originals)
-    for session in engine.sessions.values():
-        session.recast_state()
+    stacks = (engine.undo, *map(engine.undo_of, engine.models), engine.process_undo)
+    sessions = engine.sessions.values()
+    run_all(
+        (
+            *(stack.unwind for stack in stacks),
+            *(session.release_masters for session in sessions),
+            lambda: engine.conversion.revert(engine.conversion.originals),
+            *(session.recast_state for session in sessions),
+            engine.recorder.close,  # last: a full disk may fail it
+        )
+    )

@@ -14,6 +14,7 @@ from preamp.casting import CastAudit
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import storage_key, stored_grad
 from preamp.engine.casts import cast_records
+from preamp.kernels.sparse import stored_parts
 
 if TYPE_CHECKING:
     from preamp.engine.engine import Engine
@@ -129,8 +130,7 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout is torch.sparse_coo:
-        whole = tensor.coalesce()
-        return whole.indices(), whole.values()
+        return stored_parts(tensor)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from threading import RLock
 
 import torch
 
@@ -81,6 +82,7 @@ class Ledger:
         causes: The latest skipped steps with their causes, oldest first; bounded.
         last_skipped: Whether the latest step was skipped.
         verbosity: 0 tells nothing.
+        lock: Held while steps are counted and told; another thread may ask for them.
         on_call: Called with the session of each step that is over, its outcome perhaps not known.
         on_skip: Called with the session and the cause of each skipped step, before `on_step`.
         on_step: Called with the session, the number of the step among its own, counted from 1,
@@ -107,6 +109,7 @@ class Ledger:
         """
         self.causes: deque[OverflowCause] = deque(maxlen=_CAUSES_KEPT)
         self.last_skipped = False
+        self.lock = RLock()
         self._scalers = scalers
         self._name_of = name_of
         self._limit = limit
@@ -118,15 +121,19 @@ class Ledger:
         self._open: deque[_Open] = deque()
 
     def applied(self, session: OptimizerSession) -> None:
-        """Count a step that updated the weights."""
-        try:
-            self._tell_call(session)
-        finally:  # the weights are updated, whatever becomes of a listener
+        """Count a step that updated the weights, or will in a CUDA graph's replays."""
+        if is_capturing(self._scalers[0].device):
             session.finish_step()
-            if self._open:  # steps are counted in their order
-                self._open.append(_Open(session, None, (), ()))
-            else:
-                self._count(session, skipped=False)
+            return
+        with self.lock:
+            try:
+                self._tell_call(session)
+            finally:  # the weights are updated, whatever becomes of a listener
+                session.finish_step()
+                if self._open:  # steps are counted in their order
+                    self._open.append(_Open(session, None, (), ()))
+                else:
+                    self._count(session, skipped=False)
 
     def skipped(self, session: OptimizerSession) -> OverflowCause:
         """Count a step not taken, tell why, and give up where scaling cannot go on.
@@ -134,27 +141,29 @@ class Ledger:
         Raises:
             LossScaleError: Too many skips in a row, or the scale reached its built-in minimum.
         """
-        try:
-            self._tell_call(session)
-            self.settle(wait=True)  # the host has waited for this step's outcome anyway
-        finally:
-            notes, scales = tuple(session.notes), [scaler.value() for scaler in self._scalers]
-            session.finish_step()
-            cause = self._skip(session, notes, scales)
-        return cause
+        with self.lock:
+            try:
+                self._tell_call(session)
+                self.settle(wait=True)  # the host has waited for this step's outcome anyway
+            finally:
+                notes, scales = tuple(session.notes), [scaler.value() for scaler in self._scalers]
+                session.finish_step()
+                cause = self._skip(session, notes, scales)
+            return cause
 
     def decided_on_device(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
         """Take note of a step that the device has taken unless ``found_inf`` is set."""
-        if not is_capturing(found_inf.device):
-            scales = tuple(scaler.scale.clone() for scaler in self._scalers)
-            flag, notes = _Flag(found_inf), tuple(session.notes)
+        if is_capturing(found_inf.device):
+            session.finish_step()
+            return
+        scales = tuple(scaler.scale.clone() for scaler in self._scalers)
+        flag, notes = _Flag(found_inf), tuple(session.notes)
+        with self.lock:
             self._open.append(_Open(session, flag, notes, scales))
             try:
                 self._tell_call(session)
             finally:
                 session.finish_step()
-        else:
-            session.finish_step()
 
     def latest_taken(self, session: OptimizerSession) -> bool | None:
         """Whether the latest step of an optimizer was taken, ``None`` before the first.
@@ -175,17 +184,33 @@ class Ledger:
         Raises:
             LossScaleError: See `skipped`; of an earlier step.
         """
+        while self._open:  # without a lock: mostly there is nothing to do
+            with self.lock:
+                flag = self._open[0].flag if self._open else None
+                if not self._open or not (wait or flag is None or flag.has_come()):
+                    return
+                step = self._open.popleft()
+                if flag is not None and flag.read():
+                    scales = [float(scale.item()) for scale in step.scales]
+                    with nullcontext() if gives_up else suppress(LossScaleError):
+                        self._skip(step.session, step.notes, scales)
+                else:
+                    self._count(step.session, skipped=False)
+
+    def settle_all(self) -> None:
+        """Count all steps, and give up on none. Synchronises.
+
+        Raises:
+            Exception: The first that a listener raised, after all steps were counted.
+        """
+        first: Exception | None = None
         while self._open:
-            flag = self._open[0].flag
-            if not (wait or flag is None or flag.has_come()):
-                return
-            step = self._open.popleft()
-            if flag is not None and flag.read():
-                scales = [float(scale.item()) for scale in step.scales]
-                with nullcontext() if gives_up else suppress(LossScaleError):
-                    self._skip(step.session, step.notes, scales)
-            else:
-                self._count(step.session, skipped=False)
+            try:
+                self.settle(wait=True, gives_up=False)
+            except Exception as error:  # of one step; the next call goes on behind it
+                first = first or error
+        if first is not None:
+            raise first
 
     def _skip(
         self, session: OptimizerSession, notes: Sequence[GradientNote], scales: Sequence[float]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,6 +15,7 @@ from preamp.engine.host_copies import HostCopies
 from preamp.engine.names import ParameterNames
 from preamp.engine.session import OptimizerSession
 from preamp.numerics import FORMATS, Measured, NumberFormat, TensorStatistics, measure
+from preamp.numerics.exponents import blocks_of
 from preamp.numerics.records import What
 from preamp.optim import MasterParameter
 from preamp.optim.fused.entries import entry_of
@@ -69,19 +71,6 @@ class Reading:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Before:
-    """A half weight as it was before a step.
-
-    Attributes:
-        value: Copy of the weight.
-        moves: Bool, where its gradient is not zero.
-    """
-
-    value: torch.Tensor
-    moves: torch.Tensor
-
-
 class Meter:
     """Reads tensors for their statistics; changes none of them, and does not synchronise."""
 
@@ -104,7 +93,7 @@ class Meter:
         ]
 
     def weights(
-        self, session: OptimizerSession, copies: HostCopies, before: dict[int, Before]
+        self, session: OptimizerSession, copies: HostCopies, before: dict[int, torch.Tensor]
     ) -> list[Reading]:
         """Measure the weights as they are now.
 
@@ -119,20 +108,28 @@ class Meter:
                 stalled = None
                 earlier = before.get(id(param))
                 if earlier is not None:
-                    same = (param.detach() == earlier.value) & earlier.moves
-                    stalled = copies.put(same.sum())
+                    stalled = copies.put(_count_equal(param.detach(), earlier))
                 found.append(self._read(param, param, "weight", copies, stalled))
         return found
 
-    def before(self, session: OptimizerSession) -> dict[int, Before]:
-        """Copy the half weights ahead of a step, by ``id`` of the parameter."""
-        found: dict[int, Before] = {}
+    def before(self, session: OptimizerSession) -> dict[int, torch.Tensor]:
+        """Copy the half weights ahead of a step.
+
+        Returns:
+            Contiguous copies by ``id`` of the parameter, nan where the gradient is zero: equal to
+            nothing later, so no mask has to be kept.
+        """
+        found: dict[int, torch.Tensor] = {}
         for param in cast("Iterable[Any]", session.gradients.params()):
             entry = entry_of(param)
             if entry is not None and _is_plain(entry.grad):
                 weight = entry.param if entry.half is None else entry.half
                 if is_half(weight):
-                    found[id(weight)] = Before(weight.detach().clone(), entry.grad.detach() != 0)
+                    copy = weight.detach().clone(memory_format=torch.contiguous_format)
+                    grad = entry.grad.detach().reshape(-1)
+                    for block, own in zip(blocks_of(copy.view(-1)), blocks_of(grad), strict=True):
+                        block.masked_fill_(own == 0, math.nan)
+                    found[id(weight)] = copy
         return found
 
     def _read(
@@ -152,6 +149,16 @@ class Meter:
             places=(copies.put(measured.counts), copies.put(measured.extremes)),
             stalled=stalled,
         )
+
+
+def _count_equal(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """How many elements are equal; int64 scalar on the tensors' device."""
+    count = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for one, two in zip(
+        blocks_of(tensor.reshape(-1)), blocks_of(other.reshape(-1)), strict=True
+    ):
+        count += (one == two).sum()
+    return count
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

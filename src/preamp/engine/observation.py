@@ -97,11 +97,33 @@ class Pass:
     backward: int = 0
 
 
-class Observation:
-    """The passes of one training step, in the order they ended."""
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What the watching of one step has come to.
 
-    def __init__(self) -> None:
+    Attributes:
+        was_watched: Whether the whole step was watched, or the forward of any module.
+        is_blind: Whether no module's forward could be seen, as where the whole model is compiled.
+        trace: The first module to go wrong, if it was found.
+    """
+
+    was_watched: bool
+    is_blind: bool = False
+    trace: TraceRecord | None = None
+
+
+class Observation:
+    """The passes of one training step, in the order they ended.
+
+    Attributes:
+        is_whole: Whether it began with the step, so that no forward can have come before it.
+        has_compiled: Whether the loss comes from code that ``torch.compile`` has made.
+    """
+
+    def __init__(self, *, is_whole: bool = False) -> None:
         """Start without passes."""
+        self.is_whole = is_whole
+        self.has_compiled = False
         self._calls: deque[Pass] = deque(maxlen=_KEPT)
         self._backwards: deque[Pass] = deque(maxlen=_KEPT)
         self._fresh: list[Reading] = []
@@ -127,7 +149,7 @@ class Observation:
             for row, reading in enumerate(readings):
                 reading.store(table, row)
 
-    def find(self, backward: int, *, loss_was_finite: bool) -> tuple[bool, TraceRecord | None]:
+    def find(self, backward: int, *, loss_was_finite: bool) -> Sight:
         """Look for the first module to turn finite values into infinite ones or nan.
 
         Forwards come first, in the order they ended, so that a module comes before those it is
@@ -139,7 +161,7 @@ class Observation:
             loss_was_finite: Whether its loss was.
 
         Returns:
-            Whether any call was seen, and what was found. Synchronises.
+            What was found. Synchronises.
         """
         self.collect()
         tables: dict[int, list[list[float]]] = {}
@@ -150,7 +172,11 @@ class Observation:
         wrong = [call for call in wrong if call not in masks]
         wrong += [judged for judged in (_Judged(s, tables) for s in mine) if judged.goes_wrong]
         first = next(iter((*wrong, *masks)), None)
-        return bool(calls), None if first is None else first.record()
+        return Sight(
+            was_watched=bool(calls) or self.is_whole,
+            is_blind=not calls and (self.is_whole or self.has_compiled),
+            trace=None if first is None else first.record(),
+        )
 
 
 class _Judged:

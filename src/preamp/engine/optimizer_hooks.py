@@ -220,6 +220,7 @@ class OptimizerHooks:
 
             if self._owner.closed:
                 return original()
+            self._owner.recorder.gradients_dropped(self._session)
             to_none = args[0] if args else kwargs.get("set_to_none")
             if to_none is None:  # fused optimizers say it at construction
                 to_none = getattr(optimizer, "set_grad_none", True)

@@ -10,19 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 
+from preamp.core.tensors import host_reaches
 from preamp.engine.finite import read_again
 from preamp.engine.order import BackwardOrder
 from preamp.kernels import Census
 
 if TYPE_CHECKING:
+    from preamp.engine.observation import Sight
     from preamp.numerics import OverflowRecord, TraceRecord
 
 Kind = Literal["inf", "nan"]
-
-
-def host_reaches(tensor: torch.Tensor) -> bool:
-    """Whether reading ``tensor`` waits for no device."""
-    return tensor.device.type == "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +42,8 @@ class OverflowCause:
         new_scale: Loss scale now.
         was_watched: Whether the modules were watched, as `Engine.trace_overflow` asks.
         trace: The first module whose values became infinite or nan, if that was found.
+        is_blind: Whether they were watched in vain: no forward of a module could be seen, as
+            where the whole model is compiled or scripted.
     """
 
     step: int
@@ -57,6 +56,7 @@ class OverflowCause:
     kinds: tuple[Kind, ...] = ()
     was_watched: bool = False
     trace: TraceRecord | None = None
+    is_blind: bool = False
 
     def named(self) -> str:
         """The overflowing parameters in words: the first one, and how many more."""
@@ -94,8 +94,8 @@ class Overflowing:
 class Watched(Protocol):
     """What was seen of the modules up to a backward; see ``engine/trace.py``."""
 
-    def find(self, *, loss_was_finite: bool) -> tuple[bool, TraceRecord | None]:
-        """Whether anything was watched, and the first module to go wrong. Synchronises."""
+    def find(self, *, loss_was_finite: bool) -> Sight:
+        """The first module to go wrong, if it was seen. Synchronises."""
         ...
 
 
@@ -190,9 +190,7 @@ def find_cause(
     if order is not None:
         found = order.sort(note.loss_id, found, lambda item: item.param)
     loss_was_finite = bool(note.loss_finite.item())
-    was_watched, trace = False, None
-    if note.watched is not None:
-        was_watched, trace = note.watched.find(loss_was_finite=loss_was_finite)
+    sight = None if note.watched is None else note.watched.find(loss_was_finite=loss_was_finite)
     return OverflowCause(
         step=step,
         loss_id=note.loss_id,
@@ -202,6 +200,7 @@ def find_cause(
         loss_was_finite=loss_was_finite,
         old_scale=float(note.scale.item()),
         new_scale=scales[note.loss_id],
-        was_watched=was_watched,
-        trace=trace,
+        was_watched=sight is not None and sight.was_watched,
+        is_blind=sight is not None and sight.is_blind,
+        trace=None if sight is None else sight.trace,
     )

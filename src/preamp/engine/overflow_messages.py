@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from preamp.numerics import TraceRecord
 
 
+_BLIND = (
+    "The modules were watched, but no forward of one was seen: code that torch.compile or "
+    "torch.jit.script has made is not looked into. To find the module, run the model without."
+)
+
+
 def skip_message(cause: OverflowCause) -> str:
     """The line printed for a skipped step; its first sentences are the ones Apex printed."""
     loss = "" if cause.loss_was_finite else "the loss itself is not finite; "
@@ -21,6 +27,8 @@ def skip_message(cause: OverflowCause) -> str:
         f"{cause.new_scale} (step {cause.step}: {loss}{_where(cause)}; loss scale "
         f"{cause.old_scale} to {cause.new_scale})"
     )
+    if cause.is_blind and cause.trace is None:
+        return f"{text}. {_BLIND}"
     return f"{text}. {_traced(cause.trace)}" if cause.was_watched else text
 
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from preamp.core.tensors import is_capturing
+from preamp.core.undo import run_all
+from preamp.engine.host_copies import HostCopies
 from preamp.engine.inventory import Inventory
 from preamp.engine.meter import Meter
 from preamp.engine.overflow import GradientNote, OverflowCause
@@ -40,7 +44,7 @@ class Recorder:
         meter: Meter,
         scalers: Sequence[LossScaler],
         sessions: Iterable[OptimizerSession],
-        device: torch.device,
+        lock: AbstractContextManager[object],
     ) -> None:
         """Record nothing yet.
 
@@ -50,9 +54,10 @@ class Recorder:
             meter: Measures.
             scalers: Of the engine, by loss.
             sessions: Of the engine, in the order of the optimizers.
-            device: Of the engine.
+            lock: The ledger's: outcomes and records may be asked for on another thread.
         """
-        self._device = device
+        self._lock = lock
+        self._device = scalers[0].device
         self.history = history
         self.recording = recording
         self._meter = meter
@@ -82,13 +87,31 @@ class Recorder:
         self.history.add(record)
 
     def resumed(self) -> None:
-        """The steps' counters were set to those of a checkpoint."""
-        self._follows_a_run = False
-        self._waiting.clear()
-        for optimizer in self._optimizers.values():
-            optimizer.called.clear()
-            optimizer.coming = Coming()
-        self.history.add(self._position())
+        """The steps' counters were set to those of a checkpoint; all outcomes are known.
+
+        Records on their way are made first. Synchronises.
+        """
+        with self._lock:
+            try:
+                self.flush(wait=True)
+            finally:
+                self._follows_a_run = False
+                self._waiting.clear()
+                for optimizer in self._optimizers.values():
+                    optimizer.called.clear()
+                    optimizer.coming = Coming()
+                self.history.add(self._position())
+
+    def gradients_dropped(self, session: OptimizerSession) -> None:
+        """The script has zeroed its gradients: they are no step's."""
+        self._optimizers[id(session)].coming = Coming()
+
+    def backward_begins(self, sessions: Iterable[OptimizerSession]) -> None:
+        """Forget backwards whose gradients the script has dropped one by one."""
+        for session in sessions:
+            coming = self._optimizers[id(session)].coming
+            if coming.has_gradients and not session.gradients.holds_raw():
+                self.gradients_dropped(session)
 
     def loss_seen(
         self, sessions: Iterable[OptimizerSession], loss_id: int, loss: torch.Tensor
@@ -100,16 +123,21 @@ class Recorder:
         value = value if value.dtype is torch.float64 else value.float()
         value = value.mean() if value.dim() else value.clone()
         for session in sessions:
-            self._optimizers[id(session)].coming.losses[loss_id] = value
+            coming = self._optimizers[id(session)].coming
+            coming.losses[loss_id] = value
+            coming.norm = None  # of the gradients before this backward
+            coming.has_gradients = session.gradients.holds_raw()
 
     def gradients_made(self, sessions: Iterable[OptimizerSession], note: GradientNote) -> None:
-        """A backward has left gradients, still scaled. Does not synchronise."""
+        """A backward has left gradients, still scaled. Does not synchronise.
+
+        Of several backwards of a loss the last one counts, as for the loss itself.
+        """
         if not self._measures:
             return
         for session in sessions:
             optimizer = self._optimizers[id(session)]
-            is_new = note.loss_id not in optimizer.coming.looks
-            if is_new and self.recording.measures(optimizer.next_number):
+            if self.recording.measures(optimizer.next_number):
                 self._look(optimizer, note.loss_id, note.scale)
 
     def norm_taken(self, session: OptimizerSession, norm: torch.Tensor) -> None:
@@ -121,11 +149,13 @@ class Recorder:
         """The weights are about to change. Does not synchronise."""
         if not self._measures or has_closure:
             return
+        self.backward_begins((session,))
         optimizer = self._optimizers[id(session)]
         number = optimizer.next_number
         measures = self.recording.measures(number)
-        # Optimizers make their state in the first step that is taken.
-        if self.inventory is not None and optimizer.index == 0 and session.optimizer.state:
+        # Optimizers make their state in the first step that is taken, if they need one.
+        is_settled = session.optimizer.state or session.steps_applied > 0
+        if self.inventory is not None and optimizer.index == 0 and is_settled:
             if measures or not self._has_memory:
                 self._has_memory = True
                 optimizer.coming.memory = self.inventory.memory(number)
@@ -148,7 +178,7 @@ class Recorder:
             look = next(iter(coming.looks.values()), None)
             if look is None:
                 look = coming.looks[0] = Look(0, None, [])
-            look.readings.extend(self._meter.weights(session, coming.copies, coming.before))
+            look.readings.extend(self._meter.weights(session, look.copies, coming.before))
         step = coming.call(session.optimizer, self._scalers)
         optimizer.called.append(step)
         self._waiting.append((optimizer, step))
@@ -186,28 +216,29 @@ class Recorder:
             wait: Wait for their numbers. Synchronises.
             late: Also for those of devices that cannot tell whether they have come.
         """
-        while self._waiting:
-            optimizer, step = self._waiting[0]
-            if step.is_skipped is None or not (wait or step.copies.have_come(late=late)):
-                return
-            self._waiting.popleft()
-            full = self.recording.numerics == "full"
-            failure: Exception | None = None
-            for record in step.records(optimizer.index, with_histograms=full):
-                try:
-                    self.history.add(record)
-                except Exception as error:
-                    failure = failure or error  # the step's other records are not to be lost
-            if failure is not None:
-                raise failure
+        full = self.recording.numerics == "full"
+        failure: Exception | None = None
+        with self._lock:
+            while self._waiting:
+                optimizer, step = self._waiting[0]
+                if step.is_skipped is None or not (wait or step.have_come(late=late)):
+                    break
+                self._waiting.popleft()
+                for record in step.records(optimizer.index, with_histograms=full):
+                    try:
+                        self.history.add(record)
+                    except Exception as error:
+                        failure = failure or error  # the other records are not to be lost
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
-        """Make all records and close the history."""
-        try:
-            self.flush(wait=True)
-            self._note_casts(max((o.next_number - 1 for o in self._optimizers.values()), default=0))
-        finally:
-            self.history.close()
+        """Make all records and close the history, whatever fails; then raise the first error."""
+        run_all((partial(self.flush, wait=True), self._note_last_casts, self.history.close))
+
+    def _note_last_casts(self) -> None:
+        number = next((o.next_number - 1 for o in self._optimizers.values()), 0)
+        self._note_casts(number)
 
     def _note_casts(self, step: int) -> None:
         casts = None if self.inventory is None else self.inventory.casts(step)
@@ -215,10 +246,10 @@ class Recorder:
             self.history.add(casts)
 
     def _look(self, optimizer: Steps, loss_id: int, scale: torch.Tensor | None) -> None:
-        coming = optimizer.coming
-        place = None if scale is None else coming.copies.put(scale.clone())
-        readings = self._meter.gradients(optimizer.session, coming.copies)
-        coming.looks[loss_id] = Look(loss_id, place, readings)
+        copies = HostCopies()
+        place = None if scale is None else copies.put(scale.clone())
+        readings = self._meter.gradients(optimizer.session, copies)
+        optimizer.coming.looks[loss_id] = Look(loss_id, place, readings, copies)
 
     def _place(self) -> None:
         """Void what the file has of later steps, where training begins before them again."""

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from preamp.core.tensors import host_reaches
 from preamp.engine import refusals
 from preamp.engine.gradients import GradientBooks
-from preamp.engine.overflow import GradientNote, host_reaches
+from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import Reductions
 from preamp.engine.stage import Plan, Stage
 from preamp.kernels import Ops

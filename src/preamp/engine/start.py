@@ -40,7 +40,7 @@ def make_recorder(engine: Engine, recording: Recording) -> Recorder:
         Meter(engine.names, engine.policy.half_dtype),
         engine.scalers,
         engine.sessions.values(),
-        engine.device,
+        engine.ledger.lock,
     )
     audit = None
     if recording.numerics == "full" and engine.casts_functions:

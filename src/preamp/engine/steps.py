@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from preamp.engine.host_copies import HostCopies
-from preamp.engine.meter import Before, Reading
+from preamp.engine.meter import Reading
 from preamp.engine.session import OptimizerSession
 from preamp.numerics import MemoryRecord, NumericsRecord, Record, StepRecord
 from preamp.scaling import LossScaler
@@ -25,11 +25,13 @@ class Look:
         loss_id: Whose backward.
         scale: Place of the loss scale among the copies; ``None`` for 1.
         readings: Of the tensors.
+        copies: Their numbers, and the scale.
     """
 
     loss_id: int
     scale: int | None
     readings: list[Reading]
+    copies: HostCopies = field(default_factory=HostCopies)
 
 
 @dataclass(slots=True, eq=False)
@@ -40,21 +42,22 @@ class Coming:
         losses: Scalars, by loss id.
         norm: Scalar, or ``None``.
         looks: Statistics, by loss id.
-        copies: Their numbers.
-        before: The half weights before the step.
+        before: The half weights before the step; see `Meter.before`.
         memory: What was held before the step, or ``None``.
+        has_gradients: Whether the latest backward left any.
     """
 
     losses: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     norm: torch.Tensor | None = None
     looks: dict[int, Look] = field(default_factory=dict[int, Look])
-    copies: HostCopies = field(default_factory=HostCopies)
-    before: dict[int, Before] = field(default_factory=dict[int, Before])
+    before: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     memory: MemoryRecord | None = None
+    has_gradients: bool = False
 
     def call(self, optimizer: torch.optim.Optimizer, scalers: Sequence[LossScaler]) -> Called:
         """``optimizer.step`` is over: send off what is known. Does not synchronise."""
-        put = self.copies.put
+        copies = HostCopies()
+        put = copies.put
         rate: Any = optimizer.param_groups[0].get("lr")
         if isinstance(rate, torch.Tensor) and rate.numel() == 1:
             rate = rate.detach().clone().reshape(())
@@ -63,7 +66,7 @@ class Coming:
         else:  # optimizers may have other ideas of a rate
             rate = None
         return Called(
-            copies=self.copies,
+            copies=copies,
             looks=list(self.looks.values()),
             losses={loss_id: put(loss) for loss_id, loss in self.losses.items()},
             scales={i: put(scaler.scale.clone()) for i, scaler in enumerate(scalers)},
@@ -77,8 +80,8 @@ class Called:
     """A call of ``optimizer.step`` whose records are still to be made.
 
     Attributes:
-        copies: All its numbers.
-        looks: Statistics.
+        copies: The numbers below.
+        looks: Statistics, with theirs.
         losses: Places of the losses among the copies, by loss id.
         scales: Places of the loss scales.
         norm: Place of the norm, or ``None``.
@@ -95,6 +98,15 @@ class Called:
     lr: int | None
     number: int = 0
     is_skipped: bool | None = None
+
+    def have_come(self, *, late: bool) -> bool:
+        """Whether the numbers are there; see `HostCopies.have_come`."""
+        return all(copies.have_come(late=late) for copies in self._all_copies())
+
+    def _all_copies(self) -> Iterator[HostCopies]:
+        yield self.copies
+        for look in self.looks:
+            yield look.copies
 
     def records(self, optimizer: int, *, with_histograms: bool) -> Iterator[Record]:
         """Make the records. Waits for the numbers.
@@ -115,10 +127,10 @@ class Called:
             optimizer=optimizer,
         )
         for look in self.looks:
-            scale = 1.0 if look.scale is None else number(look.scale)
+            scale = 1.0 if look.scale is None else look.copies.number(look.scale)
             tensors = [
                 reading.finish(
-                    self.copies,
+                    look.copies,
                     scale=scale if reading.what == "gradient" else 1.0,
                     is_skipped=is_skipped,
                     with_histogram=with_histograms,

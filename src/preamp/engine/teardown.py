@@ -32,11 +32,13 @@ def weights_given_back(
         if twin.half.dtype is not torch.float32:  # not after model.float()
             twin.absorb_external_write()
     exact = {id(twin.half): twin.master.data for twin in twins}
-    yield
-    for session in sessions:
-        session.release_masters()
-    conversion.revert(exact)
-    for half, unscaled in grads:
-        half.grad = unscaled
-    for session in sessions:
-        session.recast_state()
+    try:
+        yield
+    finally:  # a hook that cannot be removed is no reason to keep the weights
+        for session in sessions:
+            session.release_masters()
+        conversion.revert(exact)
+        for half, unscaled in grads:
+            half.grad = unscaled
+        for session in sessions:
+            session.recast_state()

@@ -23,9 +23,11 @@ from torch.nn.utils.rnn import PackedSequence
 from preamp.core.link import Link
 from preamp.core.pytree import map_leaves
 from preamp.core.undo import Removable
-from preamp.engine.observation import OUTSIDE, Observation, Pass, Place, Reading, read
+from preamp.engine.observation import OUTSIDE, Observation, Pass, Place, Reading, Sight, read
 from preamp.engine.overflow import OverflowCause
-from preamp.numerics import TraceRecord
+
+
+_COMPILED = "CompiledFunctionBackward"  # autograd's node of a graph that torch.compile has made
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Watching:
     observation: Observation
     backward: int
 
-    def find(self, *, loss_was_finite: bool) -> tuple[bool, TraceRecord | None]:
+    def find(self, *, loss_was_finite: bool) -> Sight:
         """See `Observation.find`."""
         return self.observation.find(self.backward, loss_was_finite=loss_was_finite)
 
@@ -157,7 +159,7 @@ class Tracer:
     def end_step(self) -> None:
         """A step has been taken or not; what was seen so far belongs to it."""
         if self.is_armed:
-            self.observation = Observation()
+            self.observation = Observation(is_whole=True)
 
     def told(self, session: object, cause: OverflowCause) -> None:
         """An overflow was told: if its step was watched, that was it. A listener of the ledger."""
@@ -263,6 +265,10 @@ def _watch_nodes(outputs: Sequence[torch.Tensor], call: _Call) -> None:
         seen.add(node)
         following = [after for after, _ in node.next_functions if after is not None]
         pending += following
+        is_compiled = node.name() == _COMPILED
+        call.step.has_compiled |= is_compiled
+        if is_compiled and call.place is OUTSIDE:
+            continue  # nobody knows which modules are in it
         # Nodes without successors collect the gradients of parameters.
         notes: dict[str, Any] = cast("Any", node).metadata  # torch's stubs have a method there
         if following and mark not in notes:

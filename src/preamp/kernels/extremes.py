@@ -7,6 +7,8 @@ from typing import Any, cast
 
 import torch
 
+from preamp.kernels.sparse import stored_parts
+
 _functorch: Any = cast("Any", torch)._C._functorch
 _READABLE = (
     torch.float16,
@@ -40,7 +42,7 @@ def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None
     values = tensor.detach()
     if values.layout is torch.sparse_coo:
-        values = cast("Any", values)._values()
+        _, values = stored_parts(values)
     elif values.layout is not torch.strided:
         return None
     if values.is_complex():

@@ -14,6 +14,8 @@ from typing import Final
 
 import torch
 
+from preamp.core.tensors import host_reaches
+
 EXPONENTS: Final = range(-149, 128)
 """Exponents that float32 values can have, subnormal ones included."""
 
@@ -28,11 +30,6 @@ _PATTERNS: Final = 1 << 15  # of the 15 bits below the sign
 _WORTH_A_TABLE: Final = 1 << 13  # elements; fewer are counted faster one by one
 _BLOCK_ON_CPU: Final = 1 << 18  # elements whose temporaries stay in the cache
 _BLOCK_ELSEWHERE: Final = 1 << 22  # few launches, and temporaries of some tens of megabytes
-
-
-def host_reaches(tensor: torch.Tensor) -> bool:
-    """Whether the host may look at values without waiting for a device."""
-    return tensor.device.type == "cpu"
 
 
 def blocks_of(flat: torch.Tensor) -> Iterator[torch.Tensor]:

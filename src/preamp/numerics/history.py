@@ -8,9 +8,11 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import RLock
 from typing import Any, TypeVar, cast
 
 from preamp.core.errors import message
+from preamp.core.undo import run_all
 from preamp.numerics.journal import Journal
 from preamp.numerics.lines import from_json, to_line
 from preamp.numerics.records import NumericsRecord, Record, ResumeRecord
@@ -28,7 +30,7 @@ _HISTOGRAM = 4  # times as large as the rest
 
 
 class History:
-    """The records of a run, oldest first.
+    """The records of a run, oldest first; may be read on another thread while they are added.
 
     Attributes:
         path: The file that all records go to, or ``None``.
@@ -55,6 +57,7 @@ class History:
         self._kept = KEPT if kept is None else kept
         self._kept_tensors = KEPT_TENSORS if kept is None else None
         self._tensors = 0
+        self._lock = RLock()
         self._records: dict[str, deque[Record]] = {}
         self._listeners: list[Listener] = []
         self._journal: Journal | None = None
@@ -71,9 +74,10 @@ class History:
             PreampStateError: The file was closed.
             OSError: It could not be written; nothing happened.
         """
-        if self._journal is not None:
-            self._journal.append(to_line(record))
-        self._keep(record)
+        with self._lock:
+            if self._journal is not None:
+                self._journal.append(to_line(record))
+            self._keep(record)
         for listener in tuple(self._listeners):
             listener(record)
 
@@ -101,28 +105,29 @@ class History:
 
         Those that a later `ResumeRecord` made void are left out.
         """
-        return [r for r in self._records.get(_kind_of(kind), ()) if isinstance(r, kind)]
+        with self._lock:
+            return [r for r in self._records.get(_kind_of(kind), ()) if isinstance(r, kind)]
 
     def close(self) -> None:
-        """Close the file and the listeners; what is in memory stays. A second call does nothing."""
+        """Close the file and the listeners; what is in memory stays. A second call does nothing.
+
+        Raises:
+            Exception: The first that a listener or the file raised, after all were closed.
+        """
         listeners, self._listeners = self._listeners, []
-        try:
-            for listener in listeners:
-                close = getattr(listener, "close", None)
-                if callable(close):
-                    close()
-        finally:
-            if self._journal is not None:
-                self._journal.close()
+        closes = (getattr(listener, "close", None) for listener in listeners)
+        own = () if self._journal is None else (self._journal.close,)
+        run_all((*filter(callable, closes), *own))
 
     def __iter__(self) -> Iterator[Record]:
-        """All records in memory, by kind."""
-        for records in self._records.values():
-            yield from records
+        """All records that are in memory now, by kind."""
+        with self._lock:
+            return iter([record for records in self._records.values() for record in records])
 
     def __len__(self) -> int:
         """How many records are in memory."""
-        return sum(map(len, self._records.values()))
+        with self._lock:
+            return sum(map(len, self._records.values()))
 
     def _keep(self, record: Record) -> None:
         if isinstance(record, ResumeRecord):

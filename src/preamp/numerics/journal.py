@@ -38,10 +38,8 @@ class Journal:
         """
         path = self._path = path.absolute()  # the process may change its folder
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._is_new = not path.exists()
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        file, self._is_new = _open(path)
         try:
-            _lock(file, path)
             self._size = _remove_partial_line(file)
         except BaseException:
             os.close(file)
@@ -59,7 +57,7 @@ class Journal:
         """Write ``line``, which ends in a newline; all of it or nothing.
 
         Raises:
-            PreampStateError: The file was closed.
+            PreampStateError: The file was closed, or somebody has removed it.
             OSError: It could not be written, for example because the disk is full.
         """
         if self._file is None:
@@ -68,6 +66,14 @@ class Journal:
                     f"A record was added to {self._path} after it was closed",
                     "A history takes records until close(), or until its engine is closed",
                     "Add it earlier, or open a new History with this path",
+                )
+            )
+        if os.fstat(self._file).st_nlink == 0 and not _is_at(self._file, self._path):
+            raise PreampStateError(
+                message(
+                    f"{self._path} was removed while records are written to it",
+                    "The file stays until its engine is closed; it may be moved, not removed",
+                    "Initialize with another path; what was written to this one is gone",
                 )
             )
         content = line.encode("utf-8")
@@ -79,15 +85,47 @@ class Journal:
             os.ftruncate(self._file, self._size)
             raise
         self._size += written
-        self._is_new = False
 
     def close(self) -> None:
         """Let go of the file. A second call does nothing."""
-        if self._file is not None:
-            self._file = None
-            if self._is_new:
-                self._path.unlink(missing_ok=True)
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            # Still under the lock, so nobody else can have begun to write to it.
+            if self._is_new and os.fstat(file).st_size == 0 and _is_at(file, self._path):
+                self._path.unlink()
+        finally:
             self._finalizer()
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """Open and lock the file that lies at ``path``; also tell whether this has created it.
+
+    Before it is locked, another process may write to it, or remove it as empty.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+    while True:
+        try:
+            file, is_new = os.open(path, flags | os.O_EXCL, 0o666), True
+        except FileExistsError:
+            file, is_new = os.open(path, flags, 0o666), False
+        try:
+            _lock(file, path)
+            if _is_at(file, path):
+                return file, is_new
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether ``file`` is what lies at ``path`` now."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _release(file: int, owner: int) -> None:

@@ -240,11 +240,13 @@ class CastsRecord:
     Attributes:
         step: Number of the latest call of ``optimizer.step``.
         casts: Most bytes first.
+        optimizer: Index of the optimizer whose steps are counted; the casts are of all.
     """
 
     kind: ClassVar[str] = "casts"
     step: int
     casts: list[CastRecord]
+    optimizer: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,12 +256,14 @@ class MemoryRecord:
     Attributes:
         step: Number of the latest call of ``optimizer.step``.
         categories: ``"weights"``, ``"masters"``, ``"gradients"``, ``"optimizer state"``,
-            ``"buffers"``.
+            ``"buffers"``, ``"loss scaler"``.
+        optimizer: Index of the optimizer whose steps are counted; the bytes are of all.
     """
 
     kind: ClassVar[str] = "memory"
     step: int
     categories: dict[str, int]
+    optimizer: int = 0
 
 
 Record = (

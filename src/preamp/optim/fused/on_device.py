@@ -16,6 +16,7 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import message
+from preamp.core.tensors import host_reaches
 from preamp.kernels import Ops
 from preamp.optim.fused.base import Group, scalar_on
 
@@ -61,11 +62,6 @@ class Signals:
         if self.found_inf is not None:
             factor = torch.where(self.found_inf != 0, torch.ones_like(factor), factor)
         ops.scale_add_(grads, factor, [None] * len(grads))
-
-
-def host_reaches(tensor: torch.Tensor) -> bool:
-    """Whether reading ``tensor`` waits for no device."""
-    return tensor.device.type == "cpu"
 
 
 def place_on_device(group: Group) -> None:

@@ -1,0 +1,508 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is recorded of a step is of the gradients that it used, and nothing of it gets lost."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+from cases.host_reads import far_from_the_host
+from engine.harness import Net, loss_of, make, started, train_step
+from engine.harness import engines_closed as engines_closed
+from preamp.engine import host_copies, ledger, recorder
+from preamp.engine.meter import Meter
+from preamp.numerics import (
+    CastsRecord,
+    History,
+    MemoryRecord,
+    NumericsRecord,
+    OverflowRecord,
+    Record,
+    ResumeRecord,
+    StepRecord,
+    exponents,
+    read_history,
+)
+from preamp.optimizers import FusedAdam
+
+
+def history_of(thing: Any) -> History:
+    return preamp.engine_of(thing).history
+
+
+def backward(model: nn.Module, optimizer: Any, step: int, **arguments: Any) -> torch.Tensor:
+    loss = loss_of(model, step)
+    with preamp.scale_loss(loss, optimizer, **arguments) as scaled:
+        scaled.backward()
+    return loss.detach()
+
+
+def largest(record: NumericsRecord) -> list[float]:
+    """Of each gradient, without the loss scale."""
+    return [t.max_abs / t.scale for t in record.tensors if t.what == "gradient"]
+
+
+# -- whose numbers they are --------------------------------------------------------------------
+
+
+def drop(way: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if way == "optimizer":
+        optimizer.zero_grad()
+    elif way == "zeros":
+        optimizer.zero_grad(set_to_none=False)
+    elif way == "model":
+        model.zero_grad()
+    else:
+        for param in model.parameters():
+            param.grad = None
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("way", ["optimizer", "zeros", "model", "by hand"])
+def test_dropped_gradients_leave_nothing_in_the_next_step(level: str, way: str) -> None:
+    model, optimizer = started(level, numerics="light", num_losses=2)
+    backward(model, optimizer, 0, loss_id=1)
+    preamp.clip_grad_norm_(optimizer, 1.0)
+    drop(way, model, optimizer)
+    loss = backward(model, optimizer, 1)
+    optimizer.step()
+    history = history_of(model)
+    (step,) = history.of(StepRecord)
+    assert step.losses == {0: loss.item()}
+    assert step.norm is None
+    assert [record.loss_id for record in history.of(NumericsRecord)] == [0]
+
+
+@pytest.mark.parametrize("way", ["optimizer", "model"])
+def test_a_step_after_the_gradients_were_dropped_has_none(way: str) -> None:
+    model, optimizer = started("O2", numerics="light")
+    backward(model, optimizer, 0)
+    preamp.clip_grad_norm_(optimizer, 1.0)
+    drop(way, model, optimizer)
+    optimizer.step()
+    (step,) = history_of(model).of(StepRecord)
+    assert (step.losses, step.norm) == ({}, None)
+    assert all(not record.tensors for record in history_of(model).of(NumericsRecord))
+
+
+def test_dropping_one_optimizers_gradients_keeps_the_others() -> None:
+    models = [Net(), Net()]
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+    preamp.initialize(models, [first, second], opt_level="O2", verbosity=0, numerics="light")
+    loss = loss_of(models[0], 0) + loss_of(models[1], 0)
+    with preamp.scale_loss(loss, [first, second]) as scaled:
+        scaled.backward()
+    first.zero_grad()
+    first.step()
+    second.step()
+    steps = {step.optimizer: step.losses for step in history_of(first).of(StepRecord)}
+    assert steps == {0: {}, 1: {0: loss.item()}}
+
+
+def test_a_norm_from_before_the_last_backward_is_not_the_steps() -> None:
+    model, optimizer = started("O2", numerics="light")
+    for index, norm in ((0, None), (1, 1.0)):
+        backward(model, optimizer, 0)
+        preamp.clip_grad_norm_(optimizer, 1.0)
+        if norm is None:
+            backward(model, optimizer, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (history_of(model).of(StepRecord)[index].norm is None) == (norm is None)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_statistics_and_loss_are_of_the_same_backward(level: str) -> None:
+    """The last one; its own gradient, since earlier ones are set aside meanwhile."""
+    alone, its_optimizer = started(level, numerics="light")
+    model, optimizer = started(level, numerics="light")
+    for step in range(3):
+        loss = backward(model, optimizer, step)
+    alone.load_state_dict(model.state_dict())
+    backward(alone, its_optimizer, 2)
+    optimizer.step()
+    its_optimizer.step()
+    (step_record,) = history_of(model).of(StepRecord)
+    (record,) = history_of(model).of(NumericsRecord)
+    (wanted,) = history_of(alone).of(NumericsRecord)
+    assert step_record.losses == {0: loss.item()}
+    assert record.tensors == wanted.tensors
+
+
+def test_gradients_that_add_up_in_place_are_measured_as_their_sum() -> None:
+    """Nobody sets them aside where there is neither a scale nor a master."""
+    model, optimizer = started("O4", numerics="light")
+    for step in range(3):
+        backward(model, optimizer, step)
+    grads = [p.grad.abs().max().item() for p in model.parameters()]
+    optimizer.step()
+    (record,) = history_of(model).of(NumericsRecord)
+    assert largest(record) == grads
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_gradients_left_scaled_are_measured_as_their_sum(level: str) -> None:
+    model, optimizer = started(level, numerics="light")
+    preamp.engine_of(model).scaler(0).set_scale(16.0)
+    for step in range(3):
+        backward(model, optimizer, step, delay_unscale=step < 2)
+    grads = [p.grad.abs().max().item() for p in preamp.master_params(optimizer)]
+    optimizer.step()
+    (record,) = history_of(model).of(NumericsRecord)
+    assert largest(record) == grads
+
+
+def test_line_searches_leave_the_last_backward() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, lr=0.1)
+    preamp.initialize(model, optimizer, opt_level="O0", verbosity=0, numerics="light")
+    seen = list[tuple[float, list[float]]]()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = backward(model, optimizer, 0)
+        grads = [p.grad.abs().max().item() for p in model.parameters() if p.grad is not None]
+        seen.append((loss.item(), grads))
+        return loss
+
+    optimizer.step(closure)
+    assert len(seen) > 1
+    (step,) = history_of(model).of(StepRecord)
+    (record,) = history_of(model).of(NumericsRecord)
+    assert (step.losses[0], largest(record)) == seen[-1]
+
+
+def test_looks_that_are_overtaken_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long accumulation keeps the numbers of one backward."""
+    model, optimizer = started("O2", numerics="light")
+    for step in range(5):
+        backward(model, optimizer, step)
+    (steps,) = preamp.engine_of(model).recorder._optimizers.values()
+    (look,) = steps.coming.looks.values()
+    assert len(look.copies._tensors) == 1 + 2 * len(list(model.parameters()))
+
+
+# -- nothing gets lost -------------------------------------------------------------------------
+
+
+def test_loading_a_checkpoint_loses_no_record_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_copies, "host_reaches", lambda _: False)
+    path = tmp_path / "run.jsonl"
+    model, optimizer = started("O5", numerics="light", numerics_every=100, history=path)
+    state = preamp.state_dict(model)
+    for step in range(3):
+        train_step(model, optimizer, step)
+    preamp.load_state_dict(model, state)
+    records = read_history(path)
+    assert [record.step for record in records if isinstance(record, StepRecord)] == [1, 2, 3]
+    assert isinstance(records[-1], ResumeRecord)
+    train_step(model, optimizer, 3)
+    assert [record.step for record in history_of(model).of(StepRecord)] == [1]
+
+
+def test_a_failing_listener_does_not_keep_a_checkpoint_from_counting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_copies, "host_reaches", lambda _: False)
+    model, optimizer = started("O5", numerics="light")
+    state = preamp.state_dict(model)
+    heard = list[Record]()
+
+    def listener(record: Record) -> None:
+        heard.append(record)
+        if isinstance(record, StepRecord) and record.step == 2:
+            raise RuntimeError("from a listener")
+
+    for step in range(3):
+        train_step(model, optimizer, step)
+    preamp.engine_of(model).recorder.history.listen(listener)
+    with pytest.raises(RuntimeError, match="from a listener"):
+        preamp.load_state_dict(model, state)
+    assert [getattr(record, "step", None) for record in heard] == [2, 3, 0]
+    assert history_of(model).of(ResumeRecord) == [ResumeRecord(step=0, steps=[0])]
+
+
+def test_memory_and_casts_are_taken_back_with_their_own_optimizer() -> None:
+    """The first one may have made fewer steps than the others."""
+    models = [Net(), Net()]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
+    preamp.initialize(
+        models, optimizers, opt_level="O1", verbosity=0, numerics="full", numerics_every=1
+    )
+    engine = preamp.engine_of(optimizers[0])
+    for step in range(4):
+        train_step(models[1], optimizers[1], step)
+    train_step(models[0], optimizers[0], 0)
+    state = engine.state_dict()
+    for step in range(3):
+        train_step(models[0], optimizers[0], step)
+    for kind in (MemoryRecord, CastsRecord):
+        assert max(record.step for record in engine.history.of(kind)) == 4
+    engine.load_state_dict(state)  # steps [1, 4]
+    for kind in (MemoryRecord, CastsRecord):
+        assert {record.optimizer for record in engine.history.of(kind)} <= {0}
+        assert all(record.step <= 1 for record in engine.history.of(kind))
+
+
+def test_memory_is_counted_for_optimizers_without_state() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, numerics="light")
+    for step in range(3):
+        train_step(model, optimizer, step)
+    (record,) = history_of(model).of(MemoryRecord)
+    assert record.step == 2
+    assert record.categories["optimizer state"] == 0
+    assert record.categories["gradients"] == 2 * sum(
+        p.numel() if p.dtype is torch.float16 else 2 * p.numel() for p in model.parameters()
+    )
+
+
+def test_uncoalesced_gradients_are_counted_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preamp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    model(torch.tensor([1, 1, 2])).sum().backward()
+    assert model.weight.grad is not None
+    assert not model.weight.grad.is_coalesced()
+
+    def refuse(_: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("coalescing waits for the device")
+
+    monkeypatch.setattr(torch.Tensor, "coalesce", refuse)
+    found = preamp.count_memory(preamp.engine_of(model))
+    assert found["gradients"] == 3 * 8 + 3 * 4 * 4  # places, values
+
+
+# -- other threads -----------------------------------------------------------------------------
+
+
+def test_another_thread_may_read_the_history_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    model, optimizer = started("O2", numerics="light", numerics_every=1, history=path)
+    engine = preamp.engine_of(model)
+    failures, ends = list[BaseException](), threading.Event()
+
+    def read() -> None:
+        try:
+            while not ends.is_set():
+                numbers = [record.step for record in engine.history.of(StepRecord)]
+                assert numbers == list(range(1, len(numbers) + 1))
+                assert len(list(engine.history)) <= len(engine.history) + 3
+                assert engine.steps_applied >= len(numbers)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for step in range(40):
+            train_step(model, optimizer, step)
+    finally:
+        ends.set()
+        thread.join()
+    assert failures == []
+    steps = [record for record in read_history(path) if isinstance(record, StepRecord)]
+    assert [record.step for record in steps] == list(range(1, 41))
+
+
+def test_records_are_made_once_however_many_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one thread makes records, another one waits for it."""
+    monkeypatch.setattr(host_copies, "host_reaches", lambda _: False)
+    model, optimizer = started("O5", numerics="light", numerics_every=100)
+    for step in range(3):
+        train_step(model, optimizer, step)
+    engine = preamp.engine_of(model)
+    inside, goes_on, found = threading.Event(), threading.Event(), list[int]()
+
+    def listener(record: Record) -> None:
+        if isinstance(record, StepRecord) and record.step == 1:
+            inside.set()
+            assert goes_on.wait(10)
+
+    engine.recorder.history.listen(listener)
+    threads = [
+        threading.Thread(target=lambda: found.append(len(engine.history.of(StepRecord))))
+        for _ in range(2)
+    ]
+    threads[0].start()
+    assert inside.wait(10)
+    threads[1].start()
+    goes_on.set()
+    for thread in threads:
+        thread.join()
+    assert found == [3, 3]
+    assert [record.step for record in engine.history.of(StepRecord)] == [1, 2, 3]
+
+
+# -- the end -----------------------------------------------------------------------------------
+
+
+class Failing:
+    """A listener that fails when told, and when closed."""
+
+    def __init__(self) -> None:
+        self.fails = False
+
+    def __call__(self, record: Record) -> None:
+        if self.fails:
+            raise RuntimeError(f"told of {record.kind}")
+
+    def close(self) -> None:
+        raise RuntimeError("closed")
+
+
+def test_closing_undoes_everything_whatever_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_copies, "host_reaches", lambda _: False)
+    far_from_the_host(monkeypatch)
+    model = Net()
+    optimizer = FusedAdam(model.parameters(), lr=0.01)
+    preamp.initialize(
+        model, optimizer, opt_level="O2", verbosity=0, numerics="light", history=tmp_path / "r"
+    )
+    engine = preamp.engine_of(model)
+    engine.trace_overflow()
+    failing, closed = Failing(), list[str]()
+
+    class Last:
+        def __call__(self, record: Record) -> None: ...
+
+        def close(self) -> None:
+            closed.append("last")
+
+    engine.history.listen(failing)
+    engine.history.listen(Last())
+    told = StepRecord(step=0, losses={}, scales={}, skipped=False)
+    engine.ledger.on_step.append(lambda *_: failing(told))
+    engine.on_close(lambda: closed.append("callback"))
+    engine.ledger.settle = lambda wait: None  # type: ignore[method-assign] # as on a device
+    for step in range(3):
+        train_step(model, optimizer, step)
+    del engine.ledger.settle
+    failing.fails = True
+    with pytest.raises(RuntimeError, match="told of step"):
+        engine.close()
+    assert engine.closed
+    assert closed == ["callback", "last"]
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert not engine.tracer.is_armed
+    assert not any(module._forward_hooks for module in model.modules())
+    assert (engine.ledger._open, engine.sessions[id(optimizer)].steps_applied) == (
+        type(engine.ledger._open)(),
+        3,
+    )
+    with pytest.raises(preamp.PreampStateError):
+        preamp.engine_of(model)
+    assert sum(isinstance(r, StepRecord) for r in read_history(tmp_path / "r")) == 3
+    History(tmp_path / "r").close()  # the file is free
+    engine.close()
+
+
+def test_a_hook_that_cannot_be_removed_keeps_no_weights() -> None:
+    model, optimizer = started("O2")
+    engine = preamp.engine_of(model)
+    train_step(model, optimizer, 0)
+    exact = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def fail() -> None:
+        raise RuntimeError("stuck")
+
+    engine.undo.push(fail)
+    with pytest.raises(RuntimeError, match="stuck"):
+        engine.close()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, exact[name])
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+
+
+def test_a_failed_initialize_is_undone_where_the_disk_fails_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make()
+    before = {name: param.clone() for name, param in model.named_parameters()}
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(History, "add", fail)
+        patch.setattr(History, "close", fail)
+        preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, history=tmp_path / "r")
+    for name, param in model.named_parameters():
+        assert param.dtype is torch.float32
+        assert torch.equal(param, before[name])
+    assert "step" not in vars(optimizer)
+
+
+# -- CUDA graphs -------------------------------------------------------------------------------
+
+
+def test_a_captured_step_without_a_flag_is_no_steps_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a static scale; it used to be counted, and to take the number of the step before."""
+    monkeypatch.setattr(host_copies, "host_reaches", lambda _: False)
+    model, optimizer = started("O5", numerics="light")
+    train_step(model, optimizer, 0)
+    with monkeypatch.context() as patch:
+        for module in (ledger, recorder):
+            patch.setattr(module, "is_capturing", lambda _: True)
+        loss = backward(model, optimizer, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = backward(model, optimizer, 2)
+    optimizer.step()
+    engine = preamp.engine_of(model)
+    steps = engine.history.of(StepRecord)
+    assert [record.step for record in steps] == [1, 2]
+    assert steps[1].losses == {0: loss.item()}
+    assert engine.steps_applied == 2
+
+
+# -- the stall meter ---------------------------------------------------------------------------
+
+
+def test_weights_before_a_step_take_no_more_than_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor is a temporary as large as a tensor, however its elements lie."""
+    monkeypatch.setattr(exponents, "_BLOCK_ON_CPU", 5)
+    torch.manual_seed(0)
+    model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-16)
+    preamp.initialize(model, optimizer, opt_level="O3", verbosity=0, numerics="full")
+    engine = preamp.engine_of(model)
+    with preamp.scale_loss(model(torch.ones(1, 2, 4, 4)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    with torch.no_grad():
+        model.weight.grad[0].zero_()  # type: ignore[index]
+        model.weight[1, 0, 0, 0] = math.nan
+    weight, moves = model.weight.detach().clone(), model.weight.grad != 0  # type: ignore[operator]
+    before = Meter(engine.names, torch.float16).before(engine.sessions[id(optimizer)])
+    assert {copy.dtype for copy in before.values()} == {torch.float16}
+    optimizer.step()
+    (record,) = engine.history.of(NumericsRecord)
+    (found,) = (t for t in record.tensors if t.what == "weight" and t.name == "weight")
+    assert found.stalled == int(((model.weight == weight) & moves).sum())
+    assert 0 < found.stalled < moves.sum()
+
+
+def test_overflows_of_every_optimizer_are_recorded_with_it() -> None:
+    models = [Net(), Net()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    preamp.initialize(models, optimizers, opt_level="O2", verbosity=0)
+    train_step(models[1], optimizers[1], 0, poison=True)
+    (record,) = history_of(models[0]).of(OverflowRecord)
+    assert record.optimizer == 1
