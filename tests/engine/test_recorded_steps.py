@@ -228,7 +228,7 @@ def test_a_failing_listener_does_not_keep_a_checkpoint_from_counting(
     preamp.engine_of(model).recorder.history.listen(listener)
     with pytest.raises(RuntimeError, match="from a listener"):
         preamp.load_state_dict(model, state)
-    assert [getattr(record, "step", None) for record in heard] == [2, 3, 0]
+    assert [getattr(record, "step", None) for record in heard] == [1, 1, 2, 3, 0]
     assert history_of(model).of(ResumeRecord) == [ResumeRecord(step=0, steps=[0])]
 
 

@@ -586,6 +586,56 @@ def test_a_compiled_part_is_seen_from_outside() -> None:
     assert not cause.trace.module.startswith("1.")
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    "ignore:.*torch.jit.script_method:DeprecationWarning",
+)
+@pytest.mark.parametrize("way", ["in place", "function"])
+def test_a_model_that_is_compiled_as_a_whole_says_so(
+    way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And is watched no longer: its hooks would have it compiled anew."""
+    run = Run("O1", nn.Sequential(nn.Linear(4, 4), Spoil(), nn.Linear(4, 2)), verbosity=1)
+    before = hooks_of(run.model)
+    if way == "in place":
+        run.model.compile(backend="aot_eager")
+    else:
+        run.forward = torch.compile(run.model, backend="aot_eager")
+    run.engine.trace_overflow()
+    run.step()
+    capsys.readouterr()
+    with torch.no_grad():
+        run.model[2].bias.fill_(math.inf)
+    run.step()
+    (cause,) = run.engine.overflow_causes
+    assert cause.is_blind
+    assert cause.trace is None
+    assert hooks_of(run.model) == before
+    assert capsys.readouterr().out.endswith(
+        "). The modules were watched, but no forward of one was seen: code that torch.compile or "
+        "torch.jit.script has made is not looked into. To find the module, run the model without.\n"
+    )
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    "ignore:.*torch.jit.script_method:DeprecationWarning",
+)
+def test_what_a_compiled_models_loss_does_is_seen_from_the_first_step_on() -> None:
+    run = Run("O1", nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    run.forward = torch.compile(run.model, backend="aot_eager")
+    run.engine.trace_overflow()
+    run.engine.scaler(0).set_scale(2.0**24)
+    run.step(factor=1e30)
+    (cause,) = run.engine.overflow_causes
+    assert cause.loss_was_finite
+    assert cause.is_blind
+    assert cause.trace is not None  # where the loss hands its gradient to the model
+    assert (cause.trace.type, cause.trace.dtype) == ("", "float16")
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_scripted_part() -> None:
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4))))

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from preamp import PreampStateError
 from preamp.numerics import (
+    CastsRecord,
     History,
+    MemoryRecord,
     NumericsRecord,
     OverflowRecord,
     Record,
@@ -24,8 +26,10 @@ from preamp.numerics import (
     StepRecord,
     TensorStatistics,
     history,
+    journal,
     read_history,
 )
+from preamp.numerics.lines import to_line
 
 
 def step(number: int, optimizer: int = 0) -> StepRecord:
@@ -137,6 +141,16 @@ def test_optimizers_are_resumed_each_at_its_own_step() -> None:
     kept.add(ResumeRecord(step=4, steps=[4, 2]))
     assert [r.step for r in kept.of(StepRecord) if r.optimizer == 0] == [1, 2, 3, 4]
     assert [r.step for r in kept.of(StepRecord) if r.optimizer == 1] == [1, 2]
+
+
+def test_memory_and_casts_are_the_first_optimizers() -> None:
+    """Whose steps may be fewer than those of others."""
+    kept = History()
+    for number in range(1, 4):
+        kept.add(MemoryRecord(step=number, categories={}))
+        kept.add(CastsRecord(step=number, casts=[]))
+    kept.add(ResumeRecord(step=9, steps=[1, 9]))
+    assert [record.step for record in (*kept.of(MemoryRecord), *kept.of(CastsRecord))] == [1, 1]
 
 
 def test_listeners() -> None:
@@ -340,6 +354,88 @@ def test_another_process_does_not_write_to_the_file_either(tmp_path: Path) -> No
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "is being written already" in done.stderr
     kept.close()
+
+
+def test_a_file_that_another_process_made_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there first, or begins to write before this one has the lock."""
+    path = tmp_path / "run.jsonl"
+    line = to_line(step(1)).encode()
+    really = journal._lock
+
+    def late(file: int, where: Path) -> None:
+        with path.open("ab") as other:
+            other.write(line)
+        really(file, where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "_lock", late)
+        kept = History(path)
+    kept.close()
+    assert path.read_bytes() == line
+
+
+def test_a_file_that_was_removed_as_empty_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first writer removes it when this one has opened and not yet locked it."""
+    path = tmp_path / "run.jsonl"
+    first, really = History(path), journal._lock
+
+    def late(file: int, where: Path) -> None:
+        first.close()
+        really(file, where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "_lock", late)
+        second = History(path)
+    second.add(step(1))
+    second.close()
+    assert read_history(path) == [step(1)]
+
+
+def test_a_file_that_is_removed_meanwhile_is_not_written_to_in_vain(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    kept = History(path)
+    kept.add(step(1))
+    path.rename(tmp_path / "moved.jsonl")
+    kept.add(step(2))
+    (tmp_path / "moved.jsonl").unlink()
+    with pytest.raises(PreampStateError) as caught:
+        kept.add(step(3))
+    assert str(caught.value) == (
+        f"{path} was removed while records are written to it. "
+        "The file stays until its engine is closed; it may be moved, not removed. "
+        "Initialize with another path; what was written to this one is gone."
+    )
+    assert steps_of(kept) == [1, 2]
+    other = History(path)  # somebody else's is left alone
+    kept.close()
+    other.add(step(1))
+    other.close()
+    assert read_history(path) == [step(1)]
+
+
+def test_closing_goes_on_where_a_listener_fails(tmp_path: Path) -> None:
+    kept, closed = History(tmp_path / "run.jsonl"), list[int]()
+
+    class Listener:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __call__(self, record: Record) -> None: ...
+
+        def close(self) -> None:
+            closed.append(self.number)
+            raise RuntimeError(f"listener {self.number}")
+
+    for number in range(2):
+        kept.listen(Listener(number))
+    with pytest.raises(RuntimeError, match="listener 0"):
+        kept.close()
+    assert closed == [0, 1]
+    History(tmp_path / "run.jsonl").close()
 
 
 @needs_proc

@@ -172,9 +172,12 @@ class Observation:
         wrong = [call for call in wrong if call not in masks]
         wrong += [judged for judged in (_Judged(s, tables) for s in mine) if judged.goes_wrong]
         first = next(iter((*wrong, *masks)), None)
+        is_blind = not calls and (self.is_whole or self.has_compiled)
+        if is_blind and not loss_was_finite:
+            first = None  # it came from a forward, and the backward only shows what it led to
         return Sight(
             was_watched=bool(calls) or self.is_whole,
-            is_blind=not calls and (self.is_whole or self.has_compiled),
+            is_blind=is_blind,
             trace=None if first is None else first.record(),
         )
 
