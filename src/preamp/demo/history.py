@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from datetime import datetime, timezone
 
 import torch
 from torch import nn
@@ -22,33 +21,16 @@ from preamp.numerics import (
 )
 
 
-def note_start(history: History, model: nn.Module, engine: preamp.Engine, device: str) -> None:
+def note_start(history: History, engine: preamp.Engine, device: str) -> None:
     """Write down how a training is set up.
 
     Args:
         history: Gets the record.
-        model: An initialised model.
-        engine: Its engine.
+        engine: Of the model.
         device: Where it trains, in words.
     """
-    policy = {
-        f.name: str(getattr(engine.policy, f.name)) for f in dataclasses.fields(engine.policy)
-    }
-    del policy["brief"]
-    history.add(
-        RunRecord(
-            preamp=preamp.__version__,
-            torch=torch.__version__,
-            device=device,
-            opt_level=engine.policy.opt_level,
-            policy={name: value.removeprefix("torch.") for name, value in policy.items()},
-            parameters={name: p.numel() for name, p in model.named_parameters()},
-            dtypes={
-                name: str(p.dtype).removeprefix("torch.") for name, p in model.named_parameters()
-            },
-            started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        )
-    )
+    for record in engine.history.of(RunRecord):
+        history.add(dataclasses.replace(record, device=device))
 
 
 def note_step(history: History, step: int, loss: float, optimizer: torch.optim.Optimizer) -> None:

@@ -160,7 +160,7 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
     )
     engine = preamp.engine_of(optimizer)
     tape = Tape(level=level)
-    note_start(tape.history, model, engine, describe_device(setting.device))
+    note_start(tape.history, engine, describe_device(setting.device))
     try:
         status, reason = outcome_of(
             lambda: train(

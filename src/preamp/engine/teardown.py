@@ -39,6 +39,6 @@ def weights_given_back(
             session.release_masters()
         conversion.revert(exact)
         for half, unscaled in grads:
-            half.grad = unscaled
+            half.grad = None if unscaled is None else unscaled.to(half.dtype)  # float64 again?
         for session in sessions:
             session.recast_state()

@@ -3,38 +3,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.autograd.graph import increment_version
+from torch.utils import _python_dispatch
 
-Observer = Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
-"""Gets an operation's name such as ``"aten.mm"``, the tensors that went in, and those that came
-out."""
+from preamp.core.pytree import tensors_in
+from preamp.core.tensors import version_of
+
+Observer = Callable[[Any, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+"""Gets an operation's overload, whose ``overloadpacket`` is such as ``aten.mm``, the tensors that
+went in, in the order of the arguments, and those that came out. Must not raise."""
 
 
-class ObservedOps(TorchDispatchMode):
+class ObservedOps(_python_dispatch.TorchDispatchMode):
     """While entered, tells of every operation of this thread's forwards and backwards.
 
     Args:
         observer: Called after each operation, with observation off.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, observer: Observer) -> None:
-        """Begin with ``with``."""
+        """Begin with ``with``, or with `start`."""
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self._observer = observer
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        lists = _written_lists(func, args)
+        versions = [version_of(tensor) for tensor in lists]
         result = func(*args, **(kwargs or {}))
-        name = str(func.overloadpacket)
-        self._observer(name, list(_tensors((args, kwargs))), list(_tensors(result)))
+        # Below a mode torch does not count what operations on lists write in place, and the script
+        # would run without the checks that rely on it, torch's and preamp's.
+        increment_version(
+            [t for t, version in zip(lists, versions, strict=True) if version_of(t) == version]
+        )
+        self._observer(func, list(tensors_in((args, kwargs))), list(tensors_in(result)))
         return result
+
+    def start(self) -> None:
+        """Look at this thread's operations from now on."""
+        self.__enter__()
+
+    def stop(self) -> bool:
+        """End that, if no other mode was started since and is still on.
+
+        Returns:
+            Whether it has ended; modes can end in the reverse order only.
+        """
+        if cast("Any", _python_dispatch)._get_current_dispatch_mode() is not self:
+            return False
+        cast("Any", self).__exit__(None, None, None)
+        return True
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
@@ -42,12 +69,9 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in cast("Mapping[Any, Any]", value).values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in cast("Sequence[Any]", value):
-            yield from _tensors(item)
+def _written_lists(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tensors that an operation on lists is about to write to, where they have versions."""
+    name = str(func.overloadpacket)
+    if not (name.startswith("aten._foreach_") and name.endswith("_")):
+        return []
+    return [tensor for tensor in args[0] if not tensor.is_inference()]

@@ -76,8 +76,8 @@ class StepRecord:
             losses are means.
         scales: Loss scale by loss id, after the step.
         skipped: Whether the weights stayed as they were.
-        norm: Global norm of the unscaled gradients, where ``preamp.clip_grad_norm_`` was called;
-            else ``None``.
+        norm: Global norm of the unscaled gradients, where ``preamp.clip_grad_norm_`` was called
+            after the last backward; else ``None``.
         lr: Of the first parameter group.
         optimizer: Index of the optimizer.
     """
@@ -200,7 +200,7 @@ class NumericsRecord:
 
     Attributes:
         step: Number of the call of ``optimizer.step`` that used the gradients.
-        loss_id: Whose backward made the gradients.
+        loss_id: Whose backward made the gradients; of several, the last one.
         tensors: Gradients first, then weights, each in the order of the optimizer's groups.
         optimizer: Index of the optimizer.
     """

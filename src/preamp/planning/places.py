@@ -81,7 +81,8 @@ def find_places(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -
 
     path = ModulePath(model, note_output)
 
-    def watch(op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+    def watch(func: Any, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+        op = str(func.overloadpacket)
         values = new_values(op, ins, outs)
         if values is not None:
             name = path.next_op(op)

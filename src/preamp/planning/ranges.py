@@ -206,7 +206,8 @@ def record_ranges(
 
     path = ModulePath(model, watch_gradient)
 
-    def watch(op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+    def watch(func: Any, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+        op = str(func.overloadpacket)
         values = new_values(op, ins, outs)
         if values is not None:
             recorder.add(path.next_op(op), "activation", values)

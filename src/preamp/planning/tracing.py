@@ -43,9 +43,9 @@ class Traffic:
         cast("Any", self._ops).__exit__(*error)
 
     def _see(
-        self, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+        self, op: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> None:
-        del name
+        del op
         ours = {id(tensor) for tensor in inputs}
         held = {id(tensor.untyped_storage()) for tensor in inputs if _has_storage(tensor)}
         is_view = bool(outputs)

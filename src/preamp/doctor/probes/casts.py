@@ -10,14 +10,13 @@ from typing import Any, Final
 
 import torch
 
-from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
 from preamp.doctor.detector import CastCount
 from preamp.doctor.places import current_place
 from preamp.doctor.probes.watch import Watch
 from preamp.doctor.rule import Place
 from preamp.doctor.rules.speed import kind_of_cast
-from preamp.kernels.dispatch_modes import OperationListener
+from preamp.kernels.observe import ObservedOps
 
 _CASTS: Final = ("aten._to_copy.default", "aten.copy_.default")
 
@@ -28,7 +27,7 @@ class CastProbes:
     def __init__(self, watch: Watch, undo: UndoStack) -> None:
         """Install the probe; ``undo`` takes it off."""
         self._watch = watch
-        self._mode: OperationListener | None = None
+        self._mode: ObservedOps | None = None
         self._thread = 0
         self._is_counting = False
         self._is_over = False
@@ -41,7 +40,7 @@ class CastProbes:
         steps = self._watch.seen.steps
         if steps == 1 and not self._is_over:
             self._thread = threading.get_ident()
-            self._mode = OperationListener(self._count)
+            self._mode = ObservedOps(self._count)
             self._is_counting = True
             self._mode.start()
         elif steps == 2 and self._is_counting:
@@ -61,26 +60,26 @@ class CastProbes:
         self._is_over = True
         self._stop()
 
-    def _count(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+    def _count(
+        self, func: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+    ) -> None:
         if not self._is_counting or self._watch.is_looking or getattr(func, "is_view", False):
             return
-        written = list(tensors_in(result))
         if not written:
             return
-        size = sum(tensor.nbytes for tensor in (*tensors_in(args), *written))
+        size = sum(tensor.nbytes for tensor in (*read, *written))
         self._moved += size
-        source, target = _cast_of(func, args, written[0])
+        source, target = _cast_of(func, read, written[0])
         if source is not target:
             self._casts[current_place(), kind_of_cast(source, target)] += size
 
 
 def _cast_of(
-    func: Any, args: Sequence[Any], result: torch.Tensor
+    func: Any, read: Sequence[torch.Tensor], result: torch.Tensor
 ) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes before and after; the same where the operation is no cast of floats."""
-    if str(func) in _CASTS:
-        source = args[1] if str(func) == _CASTS[1] else args[0]
-        if isinstance(source, torch.Tensor):
-            if source.is_floating_point() and result.is_floating_point():
-                return source.dtype, result.dtype
+    if str(func) in _CASTS and read:
+        source = read[-1] if str(func) == _CASTS[1] else read[0]
+        if source.is_floating_point() and result.is_floating_point():
+            return source.dtype, result.dtype
     return result.dtype, result.dtype
