@@ -178,6 +178,19 @@ def test_pending_gradients_come_out_unscaled(level: str, read_first: bool) -> No
     assert torch.equal(model.last.weight.detach(), before - 0.125 * grad)
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_pending_gradients_of_float64_parameters(level: str) -> None:
+    model = torch.nn.Linear(2, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+    with preamp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    preamp.engine_of(model).close()
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype is model.weight.dtype is torch.float64
+    assert torch.equal(model.weight.grad, torch.ones_like(model.weight))
+
+
 def test_pending_overflow_does_not_haunt_the_optimizer() -> None:
     model, optimizer = started("O2")
     with preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:

@@ -159,6 +159,35 @@ def test_gradients_left_scaled_are_measured_as_their_sum(level: str) -> None:
     assert largest(record) == grads
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_used_up_gradients_are_no_later_steps(level: str) -> None:
+    """The half ones stay where they are until they are zeroed."""
+    model, optimizer = started(level, numerics="light", numerics_every=1)
+    preamp.engine_of(model).scaler(0).set_scale(16.0)
+    backward(model, optimizer, 0)
+    optimizer.step()
+    optimizer.step()
+    first, second = history_of(model).of(NumericsRecord)
+    halves = {name for name, p in model.named_parameters() if p.dtype is not torch.float32}
+    assert halves <= {tensor.name for tensor in first.tensors}
+    assert not halves & {tensor.name for tensor in second.tensors}
+
+
+def test_gradients_whose_backward_was_not_measured_have_their_scale() -> None:
+    """Loading counters in between makes the step another one, a measured one perhaps."""
+    model, optimizer = started("O2", numerics="light", numerics_every=100)
+    preamp.engine_of(model).scaler(0).set_scale(16.0)
+    state = preamp.state_dict(model)
+    train_step(model, optimizer, 0)
+    optimizer.zero_grad()
+    backward(model, optimizer, 1)
+    preamp.load_state_dict(model, state)
+    optimizer.step()
+    record = history_of(model).of(NumericsRecord)[-1]
+    scales = {tensor.dtype: tensor.scale for tensor in record.tensors}
+    assert scales == {"float16": 16.0, "float32": 1.0}  # float32 ones are unscaled by now
+
+
 def test_line_searches_leave_the_last_backward() -> None:
     torch.manual_seed(0)
     model = Net()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -122,11 +123,38 @@ class Temporaries(TorchDispatchMode):
         return result
 
 
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda values: values,
+    "transposed": lambda values: values.view(1 << 10, 1 << 10).t(),
+    "channels last": lambda values: values.view(16, 64, 32, 32).permute(0, 3, 1, 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
-def test_temporaries_do_not_grow_with_the_tensor(dtype: torch.dtype) -> None:
+def test_temporaries_do_not_grow_with_the_tensor(dtype: torch.dtype, layout: str) -> None:
     values = torch.ones(1 << 20, dtype=dtype)
     values[0] = math.nan
     values[1] = 0
+    values = LAYOUTS[layout](values)
     with Temporaries(values) as temporaries:
         measure(values)
     assert 0 < temporaries.largest <= 1 << 18
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1),
+        torch.arange(24.0).view(4, 6)[:, ::2],
+        torch.arange(24.0).view(4, 6).t()[1:3],
+        torch.arange(3.0).expand(4, 3),
+        torch.arange(6.0).view(2, 1, 3).transpose(1, 2),
+        torch.tensor(3.0),
+        torch.empty(0, 4).t(),
+    ],
+    ids=str,
+)
+def test_it_does_not_matter_how_elements_lie(tensor: torch.Tensor) -> None:
+    other = tensor.clone(memory_format=torch.contiguous_format)
+    assert statistics_of(tensor, HALVES[0]) == statistics_of(other, HALVES[0])

@@ -149,7 +149,7 @@ class Engine:
     def overflow_causes(self) -> deque[OverflowCause]:
         """The latest skipped steps with their causes, oldest first; bounded. May synchronise."""
         self.ledger.settle(wait=True)
-        return self.ledger.causes
+        return self.ledger.causes.copy()
 
     @property
     def history(self) -> History:

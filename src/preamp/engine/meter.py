@@ -38,6 +38,7 @@ class Reading:
         form: The half format that it is held against.
         dtype: Of the tensor.
         places: Of the counts and of the extremes among the copies.
+        scale: Place of the loss scale on the values; ``None`` for 1.
         stalled: Place of the number of stalled elements, or ``None``.
     """
 
@@ -46,16 +47,16 @@ class Reading:
     form: NumberFormat
     dtype: torch.dtype
     places: tuple[int, int]
+    scale: int | None = None
     stalled: int | None = None
 
     def finish(
-        self, copies: HostCopies, *, scale: float, is_skipped: bool, with_histogram: bool
+        self, copies: HostCopies, *, is_skipped: bool, with_histogram: bool
     ) -> TensorStatistics:
         """Turn it into a record. Waits for the copies.
 
         Args:
             copies: Where the numbers are.
-            scale: The loss scale on the values.
             is_skipped: Whether the step was not taken, so that no weight could change.
             with_histogram: Whether to keep all exponents.
         """
@@ -65,7 +66,7 @@ class Reading:
             self.name,
             self.what,
             self.form,
-            scale=scale,
+            scale=1.0 if self.scale is None else copies.number(self.scale),
             stalled=stalled,
             with_histogram=with_histogram,
         )
@@ -84,13 +85,42 @@ class Meter:
         self._names = names
         self._half = torch.float16 if half is None else half
 
-    def gradients(self, session: OptimizerSession, copies: HostCopies) -> list[Reading]:
-        """Measure the gradients as they are now; sparse ones are left out."""
+    def gradients(
+        self, session: OptimizerSession, copies: HostCopies, scale: torch.Tensor
+    ) -> list[Reading]:
+        """Measure the gradients as a backward has left them; sparse and complex ones are left out.
+
+        Args:
+            session: Of the optimizer.
+            copies: Take the numbers.
+            scale: The loss scale on them, float32 scalar.
+        """
+        place = copies.put(scale.clone())
         return [
-            self._read(param.grad, param, "gradient", copies)
+            self._read(param.grad, param, "gradient", copies, scale=place)
             for param in model_params(session)
             if param.grad is not None and _is_plain(param.grad)
         ]
+
+    def stepped_gradients(self, session: OptimizerSession, copies: HostCopies) -> list[Reading]:
+        """Measure what a step is going to use, with what scale is still on it; else as `gradients`.
+
+        A half gradient that an earlier step has used up is none.
+        """
+        places: dict[int, int] = {}
+        found: list[Reading] = []
+        for param in cast("Iterable[Any]", session.gradients.params()):
+            entry = entry_of(param)
+            if entry is None or not _is_plain(entry.grad):
+                continue
+            place, factor = None, entry.factor
+            if factor is not None:
+                place = places.get(id(factor))
+                if place is None:
+                    place = places[id(factor)] = copies.put(factor.reciprocal())
+            owner = entry.param if entry.half is None else entry.half
+            found.append(self._read(entry.grad, owner, "gradient", copies, scale=place))
+        return found
 
     def weights(
         self, session: OptimizerSession, copies: HostCopies, before: dict[int, torch.Tensor]
@@ -109,7 +139,7 @@ class Meter:
                 earlier = before.get(id(param))
                 if earlier is not None:
                     stalled = copies.put(_count_equal(param.detach(), earlier))
-                found.append(self._read(param, param, "weight", copies, stalled))
+                found.append(self._read(param, param, "weight", copies, stalled=stalled))
         return found
 
     def before(self, session: OptimizerSession) -> dict[int, torch.Tensor]:
@@ -138,6 +168,8 @@ class Meter:
         param: torch.Tensor,
         what: What,
         copies: HostCopies,
+        *,
+        scale: int | None = None,
         stalled: int | None = None,
     ) -> Reading:
         measured = measure(tensor)
@@ -147,6 +179,7 @@ class Meter:
             form=FORMATS[dtype_name(tensor.dtype if is_half(tensor) else self._half)],
             dtype=tensor.dtype,
             places=(copies.put(measured.counts), copies.put(measured.extremes)),
+            scale=scale,
             stalled=stalled,
         )
 
@@ -154,9 +187,7 @@ class Meter:
 def _count_equal(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """How many elements are equal; int64 scalar on the tensors' device."""
     count = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for one, two in zip(
-        blocks_of(tensor.reshape(-1)), blocks_of(other.reshape(-1)), strict=True
-    ):
+    for one, two in zip(blocks_of(tensor.reshape(-1)), blocks_of(other.reshape(-1)), strict=True):
         count += (one == two).sum()
     return count
 

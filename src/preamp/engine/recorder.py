@@ -137,8 +137,10 @@ class Recorder:
             return
         for session in sessions:
             optimizer = self._optimizers[id(session)]
-            if self.recording.measures(optimizer.next_number):
-                self._look(optimizer, note.loss_id, note.scale)
+            if self.recording.measures(self._next_number(optimizer)):
+                copies = HostCopies()
+                readings = self._meter.gradients(session, copies, note.scale)
+                optimizer.coming.looks[note.loss_id] = Look(note.loss_id, readings, copies)
 
     def norm_taken(self, session: OptimizerSession, norm: torch.Tensor) -> None:
         """The unscaled gradients have this norm. Does not synchronise."""
@@ -151,7 +153,7 @@ class Recorder:
             return
         self.backward_begins((session,))
         optimizer = self._optimizers[id(session)]
-        number = optimizer.next_number
+        number = self._next_number(optimizer)
         measures = self.recording.measures(number)
         # Optimizers make their state in the first step that is taken, if they need one.
         is_settled = session.optimizer.state or session.steps_applied > 0
@@ -161,8 +163,10 @@ class Recorder:
                 optimizer.coming.memory = self.inventory.memory(number)
         if not measures:
             return
-        if not optimizer.coming.looks:  # no scale_loss, so no scale
-            self._look(optimizer, 0, None)
+        if not optimizer.coming.looks:  # no scale_loss
+            copies = HostCopies()
+            readings = self._meter.stepped_gradients(session, copies)
+            optimizer.coming.looks[0] = Look(0, readings, copies)
         if self.recording.numerics == "full":
             optimizer.coming.before = self._meter.before(session)
 
@@ -177,7 +181,7 @@ class Recorder:
         if is_full:
             look = next(iter(coming.looks.values()), None)
             if look is None:
-                look = coming.looks[0] = Look(0, None, [])
+                look = coming.looks[0] = Look(0, [])
             look.readings.extend(self._meter.weights(session, look.copies, coming.before))
         step = coming.call(session.optimizer, self._scalers)
         optimizer.called.append(step)
@@ -240,16 +244,14 @@ class Recorder:
         number = next((o.next_number - 1 for o in self._optimizers.values()), 0)
         self._note_casts(number)
 
+    def _next_number(self, optimizer: Steps) -> int:
+        with self._lock:  # another thread may be in the middle of counting
+            return optimizer.next_number
+
     def _note_casts(self, step: int) -> None:
         casts = None if self.inventory is None else self.inventory.casts(step)
         if casts is not None:
             self.history.add(casts)
-
-    def _look(self, optimizer: Steps, loss_id: int, scale: torch.Tensor | None) -> None:
-        copies = HostCopies()
-        place = None if scale is None else copies.put(scale.clone())
-        readings = self._meter.gradients(optimizer.session, copies)
-        optimizer.coming.looks[loss_id] = Look(loss_id, place, readings, copies)
 
     def _place(self) -> None:
         """Void what the file has of later steps, where training begins before them again."""

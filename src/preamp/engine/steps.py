@@ -23,13 +23,11 @@ class Look:
 
     Attributes:
         loss_id: Whose backward.
-        scale: Place of the loss scale among the copies; ``None`` for 1.
         readings: Of the tensors.
-        copies: Their numbers, and the scale.
+        copies: Their numbers.
     """
 
     loss_id: int
-    scale: int | None
     readings: list[Reading]
     copies: HostCopies = field(default_factory=HostCopies)
 
@@ -127,14 +125,8 @@ class Called:
             optimizer=optimizer,
         )
         for look in self.looks:
-            scale = 1.0 if look.scale is None else look.copies.number(look.scale)
             tensors = [
-                reading.finish(
-                    look.copies,
-                    scale=scale if reading.what == "gradient" else 1.0,
-                    is_skipped=is_skipped,
-                    with_histogram=with_histograms,
-                )
+                reading.finish(look.copies, is_skipped=is_skipped, with_histogram=with_histograms)
                 for reading in look.readings
             ]
             yield NumericsRecord(

@@ -32,6 +32,14 @@ _BLOCK_ON_CPU: Final = 1 << 18  # elements whose temporaries stay in the cache
 _BLOCK_ELSEWHERE: Final = 1 << 22  # few launches, and temporaries of some tens of megabytes
 
 
+def flat_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements in one dimension, in any order; a view where they lie densely."""
+    tensor = tensor.detach()
+    if not tensor.is_contiguous():
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return tensor.reshape(-1).contiguous()
+
+
 def blocks_of(flat: torch.Tensor) -> Iterator[torch.Tensor]:
     """Views that cover a 1-d tensor, so that no temporary is as large as the whole."""
     step = _BLOCK_ON_CPU if host_reaches(flat) else _BLOCK_ELSEWHERE
@@ -50,7 +58,7 @@ def count_exponents(tensor: torch.Tensor) -> torch.Tensor:
         below ``2**-149`` (float64 only), one count for each of `EXPONENTS`, magnitudes from
         ``2**128`` (float64 only). Does not synchronise.
     """
-    flat = tensor.detach().reshape(-1).contiguous()
+    flat = flat_of(tensor)
     has_table = flat.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     if host_reaches(flat) and has_table and flat.numel() >= _WORTH_A_TABLE:
         return _count_by_pattern(flat)

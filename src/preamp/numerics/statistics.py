@@ -84,9 +84,10 @@ def measure(tensor: torch.Tensor) -> Measured:
         tensor: Real floating point, dense; any shape, layout, device. Not mutated.
 
     Returns:
-        What was found, on the tensor's device. Does not synchronise. Temporaries are small.
+        What was found, on the tensor's device. Does not synchronise. Temporaries are small
+        where the elements lie densely, in whatever order.
     """
-    flat = tensor.detach().reshape(-1).contiguous()
+    flat = exponents.flat_of(tensor)
     counts = count_exponents(flat)
     nonfinite = counts[exponents.NONFINITE]
     # Where the host is near, one look spares masking them in two passes.
