@@ -465,10 +465,11 @@ def test_a_failed_initialize_is_undone_where_the_disk_fails_too(
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+    with monkeypatch.context() as patch:
         patch.setattr(History, "add", fail)
         patch.setattr(History, "close", fail)
-        preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, history=tmp_path / "r")
+        with pytest.raises(OSError, match="No space left"):
+            preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, history=tmp_path / "r")
     for name, param in model.named_parameters():
         assert param.dtype is torch.float32
         assert torch.equal(param, before[name])

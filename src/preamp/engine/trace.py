@@ -26,7 +26,6 @@ from preamp.core.undo import Removable
 from preamp.engine.observation import OUTSIDE, Observation, Pass, Place, Reading, Sight, read
 from preamp.engine.overflow import OverflowCause
 
-
 _COMPILED = "CompiledFunctionBackward"  # autograd's node of a graph that torch.compile has made
 
 
