@@ -106,7 +106,7 @@ class Recorder:
         """The script has zeroed its gradients: they are no step's."""
         self._optimizers[id(session)].coming = Coming()
 
-    def backward_begins(self, sessions: Iterable[OptimizerSession]) -> None:
+    def forget_dropped(self, sessions: Iterable[OptimizerSession]) -> None:
         """Forget backwards whose gradients the script has dropped one by one."""
         for session in sessions:
             coming = self._optimizers[id(session)].coming
@@ -145,13 +145,14 @@ class Recorder:
     def norm_taken(self, session: OptimizerSession, norm: torch.Tensor) -> None:
         """The unscaled gradients have this norm. Does not synchronise."""
         if self._takes_steps:
+            self.forget_dropped((session,))
             self._optimizers[id(session)].coming.norm = norm.detach().clone()
 
     def before_update(self, session: OptimizerSession, *, has_closure: bool) -> None:
         """The weights are about to change. Does not synchronise."""
         if not self._measures or has_closure:
             return
-        self.backward_begins((session,))
+        self.forget_dropped((session,))
         optimizer = self._optimizers[id(session)]
         number = self._next_number(optimizer)
         measures = self.recording.measures(number)

@@ -111,7 +111,7 @@ class _Block:
     def begin(self, *, will_delay: bool) -> None:
         for session in self._sessions:
             session.refuse_nested()
-        self._engine.recorder.backward_begins(self._members)
+        self._engine.recorder.forget_dropped(self._members)
         may_reduce = True in self._answers
         plan = Plan(self.scaler, will_delay=will_delay, may_reduce=may_reduce)
         claimed: set[int] = set()
