@@ -132,7 +132,7 @@ def test_records_are_of_what_the_step_used(loss_scale: Any, program: list[Any]) 
             pair.backward(action)
         else:
             pair.call(action)
-    steps, numerics = (pair.engine.history.of(kind) for kind in (StepRecord, NumericsRecord))
+    steps, numerics = (pair.engine.history.of(StepRecord), pair.engine.history.of(NumericsRecord))
     assert [record.optimizer for record in steps] == [index for index, _ in pair.steps]
     for record, (index, expected) in zip(steps, pair.steps, strict=True):
         assert record.losses == pytest.approx(expected.losses)

@@ -123,8 +123,9 @@ def test_statistics_and_loss_are_of_the_same_backward(level: str) -> None:
     """The last one; its own gradient, since earlier ones are set aside meanwhile."""
     alone, its_optimizer = started(level, numerics="light")
     model, optimizer = started(level, numerics="light")
-    for step in range(3):
-        loss = backward(model, optimizer, step)
+    for step in range(2):
+        backward(model, optimizer, step)
+    loss = backward(model, optimizer, 2)
     alone.load_state_dict(model.state_dict())
     backward(alone, its_optimizer, 2)
     optimizer.step()
@@ -141,7 +142,7 @@ def test_gradients_that_add_up_in_place_are_measured_as_their_sum() -> None:
     model, optimizer = started("O4", numerics="light")
     for step in range(3):
         backward(model, optimizer, step)
-    grads = [p.grad.abs().max().item() for p in model.parameters()]
+    grads = [p.grad.abs().max().item() for p in model.parameters() if p.grad is not None]
     optimizer.step()
     (record,) = history_of(model).of(NumericsRecord)
     assert largest(record) == grads
@@ -510,23 +511,24 @@ def test_weights_before_a_step_take_no_more_than_themselves(
     """Nor is a temporary as large as a tensor, however its elements lie."""
     monkeypatch.setattr(exponents, "_BLOCK_ON_CPU", 5)
     torch.manual_seed(0)
-    model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    model: Any = nn.Conv2d(2, 3, 3)
+    model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-16)
     preamp.initialize(model, optimizer, opt_level="O3", verbosity=0, numerics="full")
     engine = preamp.engine_of(model)
     with preamp.scale_loss(model(torch.ones(1, 2, 4, 4)).float().sum(), optimizer) as scaled:
         scaled.backward()
     with torch.no_grad():
-        model.weight.grad[0].zero_()  # type: ignore[index]
+        model.weight.grad[0].zero_()
         model.weight[1, 0, 0, 0] = math.nan
-    weight, moves = model.weight.detach().clone(), model.weight.grad != 0  # type: ignore[operator]
+    weight, moves = model.weight.detach().clone(), model.weight.grad != 0
     before = Meter(engine.names, torch.float16).before(engine.sessions[id(optimizer)])
     assert {copy.dtype for copy in before.values()} == {torch.float16}
     optimizer.step()
     (record,) = engine.history.of(NumericsRecord)
     (found,) = (t for t in record.tensors if t.what == "weight" and t.name == "weight")
     assert found.stalled == int(((model.weight == weight) & moves).sum())
-    assert 0 < found.stalled < moves.sum()
+    assert 0 < (found.stalled or 0) < moves.sum()
 
 
 def test_overflows_of_every_optimizer_are_recorded_with_it() -> None:
