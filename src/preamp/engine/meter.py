@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,15 +17,7 @@ from preamp.engine.session import OptimizerSession
 from preamp.numerics import FORMATS, Measured, NumberFormat, TensorStatistics, measure
 from preamp.numerics.exponents import blocks_of
 from preamp.numerics.records import What
-from preamp.optim import MasterParameter
 from preamp.optim.fused.entries import entry_of
-
-
-def model_params(session: OptimizerSession) -> Iterator[torch.Tensor]:
-    """The model's parameters that an optimizer updates, half ones in place of their masters."""
-    for param in session.gradients.params():
-        twin = param.twin if isinstance(param, MasterParameter) else None
-        yield param if twin is None else twin.half
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +90,7 @@ class Meter:
         place = copies.put(scale.clone())
         return [
             self._read(param.grad, param, "gradient", copies, scale=place)
-            for param in model_params(session)
+            for param in session.model_params()
             if param.grad is not None and _is_plain(param.grad)
         ]
 
@@ -133,7 +125,7 @@ class Meter:
             before: What `before` returned ahead of the step.
         """
         found: list[Reading] = []
-        for param in model_params(session):
+        for param in session.model_params():
             if _is_plain(param):
                 stalled = None
                 earlier = before.get(id(param))

@@ -15,7 +15,7 @@ from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import Reductions
 from preamp.engine.stage import Plan, Stage
 from preamp.kernels import Ops
-from preamp.optim import Masters, Twin, cast_state
+from preamp.optim import Masters, Twin, cast_state, leaf_of
 from preamp.scaling import LossScaler
 
 NameOf = Callable[[torch.Tensor], str]
@@ -63,8 +63,8 @@ class OptimizerSession:
         return self.gradients.direct_params()
 
     def model_params(self) -> list[torch.Tensor]:
-        """What gets the gradients of everything that the optimizer updates."""
-        return [*self.direct_params(), *(twin.half for twin in self.masters or ())]
+        """The model's parameters that the optimizer updates, half ones in their masters' places."""
+        return [leaf_of(param) for param in self.gradients.params()]
 
     def refuse_known(self, group: Any) -> None:
         """Refuse a new group with a parameter whose master the optimizer has already."""
