@@ -57,7 +57,8 @@ class Recorder:
             lock: The ledger's: outcomes and records may be asked for on another thread.
         """
         self._lock = lock
-        self._device = scalers[0].device
+        # Without losses (``num_losses=0``) there is nothing that a graph could hold.
+        self._device = scalers[0].device if scalers else torch.device("cpu")
         self.history = history
         self.recording = recording
         self._meter = meter
