@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a single process has to know about there being others. Nothing is communicated here."""
+"""What a process has to know about there being others, and the little that all rooms may tell them."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
+
+_collectives: Any = dist  # no complete types
 
 
 def has_process_group() -> bool:
@@ -14,3 +19,28 @@ def has_process_group() -> bool:
 def is_first_rank() -> bool:
     """Whether this process speaks for the job: rank 0, or the only process there is."""
     return not has_process_group() or dist.get_rank() == 0
+
+
+def gather_tensors(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """Return ``tensor`` of every rank of ``group``, in their order. All of them must call this.
+
+    Args:
+        tensor: Of one shape, dtype and kind of device everywhere.
+        group: A process group.
+    """
+    found = [torch.empty_like(tensor) for _ in range(group.size())]
+    _collectives.all_gather(found, tensor, group=group)
+    return found
+
+
+def gather_objects(item: Any, group: Any) -> list[Any]:
+    """Return ``item`` of every rank of ``group``, in their order. All of them must call this."""
+    found: list[Any] = [None] * group.size()
+    _collectives.all_gather_object(found, item, group=group)
+    return found
+
+
+def broadcast_from_first(tensor: torch.Tensor, group: Any) -> None:
+    """Give ``tensor`` the value that it has on the first rank of ``group``; in place."""
+    first = _collectives.get_global_rank(group, 0)
+    _collectives.broadcast(tensor, first, group=group)

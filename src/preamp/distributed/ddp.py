@@ -15,8 +15,9 @@ from torch import nn
 from preamp.core.errors import PreampStateError, message
 from preamp.distributed.averaging import Averaging, reduce_bucket
 from preamp.distributed.delayed import DelayedReduction
-from preamp.distributed.groups import require_group
-from preamp.distributed.masters import broadcast_masters
+from preamp.distributed.groups import default_group, require_group
+from preamp.engine import find_engine
+from preamp.engine.agreement import compare_ranks
 from preamp.kernels.data_parallel import forward_without_reducer
 
 _MB = 1024 * 1024
@@ -91,7 +92,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         Raises:
             ValueError: A combination of arguments that Apex refuses as well, or a negative
                 ``message_size``, or a ``gradient_predivide_factor`` that is not positive.
-            PreampStateError: torch.distributed is not initialized.
+            PreampStateError: torch.distributed is not initialized, or the ranks do not train the
+                same thing.
             RuntimeError: From torch: nothing in ``module`` requires grad.
 
         Mutates:
@@ -102,6 +104,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         groups = _checked_groups(allreduce_communicators, num_allreduce_streams)
         _check_numbers(message_size, gradient_predivide_factor)
         require_group("DistributedDataParallel")
+        compare_ranks(find_engine(module), module, groups[0] if groups else default_group())
         with warnings.catch_warnings():
             # Its successor still broadcasts buffers at construction.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
@@ -112,7 +115,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 bucket_cap_mb=_bucket_mb(module, message_size),
                 gradient_as_bucket_view=retain_allreduce_buffers,
             )
-        broadcast_masters(module, cast("Any", self).process_group)
         self._averages = gradient_average
         self._predivide = float(gradient_predivide_factor)
         self._always_fp32 = allreduce_always_fp32

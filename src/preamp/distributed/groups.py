@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -29,6 +29,12 @@ def require_group(what: str) -> None:
                 "preamp.parallel.multiproc start the processes",
             )
         )
+
+
+def default_group() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    group = collectives.group.WORLD
+    return cast("dist.ProcessGroup", group)
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:

@@ -24,6 +24,7 @@ from preamp.casting import (
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.undo import run_all, set_attribute
 from preamp.engine import checks
+from preamp.engine.agreement import RankComparison
 from preamp.engine.announce import announce
 from preamp.engine.engine import Engine
 from preamp.engine.lookup import ATTRIBUTE, find_engine
@@ -218,6 +219,7 @@ def _attach(engine: Engine) -> None:
         session.adopt(engine.conversion.originals)
     for model in engine.models:
         _hook_model(engine, model)
+    engine.reductions.compare_ranks = RankComparison(engine)
     _install_function_casts(engine)
     for session in engine.sessions.values():
         OptimizerHooks(engine, session).attach(engine.undo)

@@ -10,7 +10,7 @@ be known, gradients that may be a rank's own stay in place.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from preamp.casting.autocast_state import untraced
 from preamp.core.link import Link
 from preamp.core.ranks import has_process_group
 from preamp.core.undo import Removable
-from preamp.kernels.data_parallel import active_data_parallel
+from preamp.kernels.data_parallel import active_data_parallel, is_joining
 
 REDUCED = frozenset({True})
 LOCAL = frozenset({False})
@@ -33,6 +33,7 @@ class Reductions:
     Attributes:
         unreduced: How many forwards or blocks so far were under ``no_sync``; whoever remembers an
             earlier number may hold gradients of this rank alone.
+        compare_ranks: Called once for each wrapper, on all of its ranks.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -41,11 +42,21 @@ class Reductions:
         self._models = models
         self._around: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._forwards: set[bool] = set()  # since the latest block
+        self._agreed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self.compare_ranks: Callable[[DistributedDataParallel], None] | None = None
 
     def note(self) -> None:
-        """Look at the forward under way."""
+        """Look at the forward under way; at the first one through a wrapper compare its ranks.
+
+        Nobody else knows when all ranks are sure to take part: ``initialize`` may be a matter of
+        some of them, as in pipelines. Trainings that ``join`` may begin without some ranks.
+        """
         wrapper = active_data_parallel()
         if wrapper is not None:
+            is_new = wrapper.training and wrapper not in self._agreed and not is_joining(wrapper)
+            if is_new and self.compare_ranks is not None:
+                self.compare_ranks(wrapper)
+                self._agreed.add(wrapper)
             self._around.add(wrapper)
             self._forwards.add(bool(wrapper.require_backward_grad_sync))
             self.unreduced += not wrapper.require_backward_grad_sync

@@ -13,6 +13,11 @@ def active_data_parallel() -> DistributedDataParallel | None:
     return getattr(cast("Any", DistributedDataParallel), "_active_ddp_module", None)
 
 
+def is_joining(wrapper: DistributedDataParallel) -> bool:
+    """Whether ranks may have different numbers of batches, so that some take no part any more."""
+    return bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
+
+
 def forward_without_reducer(
     wrapper: DistributedDataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whether all ranks train the same thing, and that their masters begin equal.
+
+`DistributedDataParallel` gives all ranks the first one's weights. Masters hold what weights were
+before the cast; where each rank drew its own, or one alone loaded a file, they are made equal as
+well. What cannot be made equal is refused: levels, policies, parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from preamp.core.dtypes import dtype_name
+from preamp.core.errors import PreampStateError, message
+from preamp.core.ranks import broadcast_from_first, gather_objects, gather_tensors
+
+if TYPE_CHECKING:
+    from preamp.engine.engine import Engine
+
+Facts = Mapping[str, str]
+_SHOWN = 4  # differences in a message
+_ABSENT = "missing"
+
+
+class RankComparison:
+    """Compares the ranks of a data-parallel wrapper; does not keep the engine alive."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Compare what is known of ``engine``."""
+        self._engine = weakref.ref(engine)
+
+    def __call__(self, wrapper: Any) -> None:
+        """Compare, on all ranks of ``wrapper`` at once; one all-gather of 40 bytes if all agree.
+
+        Raises:
+            PreampStateError: Ranks differ; on all of them.
+        """
+        engine = self._engine()
+        if engine is not None:
+            compare_ranks(engine, wrapper.module, wrapper.process_group)
+
+
+def compare_ranks(engine: Engine | None, module: nn.Module, group: Any) -> None:
+    """Check that all ranks of ``group`` train ``module`` alike; make its masters equal.
+
+    Args:
+        engine: Of this rank, or ``None`` where it has none.
+        module: What a data-parallel wrapper is about to reduce the gradients of.
+        group: Whose ranks all make this call.
+
+    Raises:
+        PreampStateError: They differ in level, policy, loss scale or parameters; on all ranks.
+
+    Mutates:
+        Masters on all ranks but the first, where they are not equal. Synchronises.
+    """
+    if group.size() == 1:
+        return
+    facts = {} if engine is None else _facts(engine, module)
+    masters = [] if engine is None else _masters(engine, module)
+    own = torch.tensor([*_digest(facts), _checksum(masters)], dtype=torch.int64)
+    device = next((param.device for param in module.parameters()), torch.device("cpu"))
+    everywhere = [found.cpu() for found in gather_tensors(own.to(device), group)]
+    if any(not torch.equal(found[:-1], own[:-1]) for found in everywhere):
+        raise _refusal(gather_objects(dict(facts), group))
+    if any(found[-1] != own[-1] for found in everywhere):
+        with torch.no_grad():
+            for master in masters:
+                broadcast_from_first(master.detach(), group)
+
+
+def _facts(engine: Engine, module: nn.Module) -> Facts:
+    """What must be the same on all ranks, by a name for each."""
+    policy = engine.policy
+    facts = {
+        field.name: repr(getattr(policy, field.name))
+        for field in dataclasses.fields(policy)
+        if field.name != "brief"
+    }
+    for index, scaler in enumerate(engine.scalers):
+        facts[f"the loss scale of loss {index}"] = repr(scaler.value())
+    owners = {
+        id(twin.half if (twin := getattr(param, "twin", None)) is not None else param): (
+            f"{type(optimizer).__name__} {number}, group {place}"
+        )
+        for number, optimizer in enumerate(engine.optimizers)
+        for place, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+    }
+    for place, (name, param) in enumerate(module.named_parameters()):
+        trains = "updated by " + owners.get(id(param), "nobody")
+        shape = "×".join(map(str, param.shape)) or "scalar"
+        facts[f"parameter {name!r}"] = (
+            f"number {place}, {shape}, {dtype_name(param.dtype)}, "
+            f"{trains if param.requires_grad else 'frozen'}"
+        )
+    return facts
+
+
+def _masters(engine: Engine, module: nn.Module) -> list[torch.Tensor]:
+    found = (engine.exact_value(param) for param in module.parameters())
+    return [master for master in found if master is not None]
+
+
+def _digest(facts: Facts) -> list[int]:
+    text = "\n".join(f"{name}={value}" for name, value in facts.items())
+    found = hashlib.sha256(text.encode()).digest()
+    return [int.from_bytes(found[i : i + 8], "big", signed=True) for i in range(0, 32, 8)]
+
+
+def _checksum(masters: Iterable[torch.Tensor]) -> int:
+    """A number that differs where any bit does, but for chance."""
+    total = 0
+    for place, master in enumerate(masters):
+        bits = master.detach().view(torch.int32).sum(dtype=torch.int64)
+        total += (2 * place + 1) * int(bits.item())
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def _refusal(ranks: Sequence[Facts]) -> PreampStateError:
+    names = list(dict.fromkeys(name for facts in ranks for name in facts))
+    if not all(ranks):
+        without = [rank for rank, facts in enumerate(ranks) if not facts]
+        differences = [f"preamp.initialize was not called on {_ranks(without)}"]
+    else:
+        every = (_difference(name, [f.get(name, _ABSENT) for f in ranks]) for name in names)
+        differences = [difference for difference in every if difference]
+    more = len(differences) - _SHOWN
+    shown = "; ".join(differences[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+    return PreampStateError(
+        message(
+            f"The ranks do not train the same: {shown}",
+            "Under DistributedDataParallel all ranks have the same level, policy, loss scale and "
+            "parameters",
+            "Build the model and call preamp.initialize in the same way on every rank, and load "
+            "checkpoints on all of them",
+        )
+    )
+
+
+def _difference(name: str, values: Sequence[str]) -> str:
+    by_value: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        by_value.setdefault(value, []).append(rank)
+    if len(by_value) == 1:
+        return ""
+    return f"{name} is " + " and ".join(f"{v} on {_ranks(r)}" for v, r in by_value.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    numbers = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

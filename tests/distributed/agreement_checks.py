@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What two ranks check of ranks that do not train the same: both are told, and what differs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import preamp
+from preamp.parallel import DistributedDataParallel
+
+RANKS = 2
+TORCH = nn.parallel.DistributedDataParallel
+
+
+class Named(nn.Module):
+    """Linear layers in an order of their own."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        for name, size in sizes.items():
+            self.add_module(name, nn.Linear(size, size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x).sum() for layer in self.children()]).sum()
+
+
+def by_rank(*choices: Any) -> Any:
+    return choices[dist.get_rank()]
+
+
+def _first_step(
+    wrap: Any, model: nn.Module | None = None, optimizer: Any = torch.optim.SGD, **arguments: Any
+) -> None:
+    model = Named(a=2, b=2) if model is None else model
+    updated = optimizer(model.parameters(), lr=0.1)
+    preamp.initialize(
+        model, updated, **{"opt_level": "O1", "loss_scale": 8.0, "verbosity": 0, **arguments}
+    )
+    try:
+        wrap(model)(torch.ones(1, 2))
+    finally:
+        preamp.engine_of(updated).close()
+
+
+def _refused(text: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(preamp.PreampStateError, match=re.escape(text)):
+        call()
+
+
+def check_levels() -> None:
+    for wrap in (TORCH, DistributedDataParallel):
+        text = (
+            "The ranks do not train the same: opt_level is 'O1' on rank 0 and 'O4' on rank 1; "
+            "patch_torch_functions_type is torch.float16 on rank 0 and torch.bfloat16 on rank 1. "
+            "Under DistributedDataParallel all ranks have the same level, policy, loss scale and "
+            "parameters. Build the model and call preamp.initialize in the same way on every "
+            "rank, and load checkpoints on all of them."
+        )
+        _refused(text, lambda: _first_step(wrap, opt_level=by_rank("O1", "O4")))
+
+
+def check_levels_whose_weights_have_other_dtypes() -> None:
+    text = "opt_level is 'O2' on rank 0 and 'O1' on rank 1"
+    level = by_rank("O2", "O1")
+    _refused(text, lambda: _first_step(DistributedDataParallel, opt_level=level))
+    text = "opt_level is 'O2' on rank 0 and 'O5' on rank 1"
+    level = by_rank("O2", "O5")
+    for wrap in (TORCH, DistributedDataParallel):
+        _refused(text, lambda: _first_step(wrap, opt_level=level))
+
+
+def check_policies_and_scales() -> None:
+    for wrap in (TORCH, DistributedDataParallel):
+        text = "min_loss_scale is None on rank 0 and 2.0 on rank 1. Under"
+        _refused(
+            text,
+            lambda: _first_step(wrap, loss_scale="dynamic", min_loss_scale=by_rank(None, 2.0)),
+        )
+        text = "the loss scale of loss 0 is 8.0 on rank 0 and 4.0 on rank 1. Under"
+        _refused(text, lambda: _first_step(wrap, loss_scale=by_rank(8.0, 4.0)))
+
+
+def check_parameters() -> None:
+    for wrap in (TORCH, DistributedDataParallel):
+        model = by_rank(Named(a=2, b=2), Named(a=2, c=2))
+        text = (
+            "parameter 'b.weight' is number 2, 2×2, float32, updated by SGD 0, group 0 on rank 0 "
+            "and missing on rank 1"
+        )
+        _refused(text, lambda: _first_step(wrap, model))
+        model = by_rank(Named(a=2, b=2), Named(b=2, a=2))
+        text = "parameter 'a.weight' is number 0, 2×2"
+        _refused(text, lambda: _first_step(wrap, model))
+        kind = by_rank(torch.optim.SGD, torch.optim.Adam)
+        text = "updated by SGD 0, group 0 on rank 0 and number 0, 2×2, float32, updated by Adam 0"
+        _refused(text, lambda: _first_step(wrap, optimizer=kind))
+    model = by_rank(Named(a=2), Named(a=3))
+    text = "2×2, float32, updated by SGD 0, group 0 on rank 0 and number 0, 3×3"
+    _refused(text, lambda: _first_step(DistributedDataParallel, model))
+
+
+def check_a_rank_without_preamp() -> None:
+    def without() -> None:
+        DistributedDataParallel(Named(a=2))
+
+    def with_one() -> None:
+        _first_step(DistributedDataParallel, Named(a=2))
+
+    _refused("preamp.initialize was not called on rank 1", by_rank(with_one, without))
+
+
+def check_initialize_itself_asks_nobody() -> None:
+    """Ranks of a pipeline have different models, and some may have none."""
+    if dist.get_rank() == 0:
+        model = Named(a=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        loss = model(torch.ones(1, 2))
+        with preamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        preamp.engine_of(model).close()
+
+
+def check_evaluating_on_one_rank_asks_nobody() -> None:
+    model = Named(a=2)
+    preamp.initialize(model, opt_level="O2", verbosity=0)
+    wrapped = TORCH(model)
+    if dist.get_rank() == 0:
+        wrapped.eval()
+        wrapped(torch.ones(1, 2))
+        with torch.no_grad():
+            wrapped.train()(torch.ones(1, 2))
+    wrapped.train()(torch.ones(1, 2)).backward()
+    preamp.engine_of(model).close()

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torch's DistributedDataParallel at every opt level."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distributed import agreement_checks, torch_ddp_checks
+from distributed.ranks import assert_pass, checks_of
+
+
+def test_on_two_ranks(tmp_path: Path) -> None:
+    assert_pass(checks_of(torch_ddp_checks), torch_ddp_checks.RANKS, tmp_path)
+
+
+def test_ranks_that_differ(tmp_path: Path) -> None:
+    assert_pass(checks_of(agreement_checks), agreement_checks.RANKS, tmp_path)
