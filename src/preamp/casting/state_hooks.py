@@ -78,13 +78,10 @@ class LoadMasters:
             )
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state_dict.get(prefix + name)
-            master = lookup.master_of(param)
-            if master is None or not isinstance(value, torch.Tensor):
-                continue
-            if value.shape == master.shape:  # torch reports the entries that do not fit
-                with torch.no_grad():
-                    master.copy_(value)
-                state_dict[prefix + name] = master.detach()
+            # torch reports the entries that do not fit.
+            if isinstance(value, torch.Tensor):
+                taken = lookup.load_exact(param, value)
+                state_dict[prefix + name] = value if taken is None else taken
 
 
 def attach_state_hooks(model: nn.Module, link: Link[MasterLookup]) -> list[Removable]:

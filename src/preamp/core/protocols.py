@@ -16,10 +16,39 @@ class MasterLookup(Protocol):
         """Whether there is any master at all."""
         ...
 
-    def master_of(self, half: torch.Tensor) -> torch.Tensor | None:
-        """Return the master of ``half``, or ``None`` if it has none."""
+    def load_exact(self, half: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+        """Set the master of ``half``; returns what to round into it, or ``None``."""
         ...
 
     def exact_value(self, half: torch.Tensor) -> torch.Tensor | None:
         """Return the float32 value of ``half`` as a checkpoint should hold it, or ``None``."""
         ...
+
+
+class StepSharing(Protocol):
+    """Lets ranks share the work of an optimizer's step."""
+
+    def begin(self, *, has_closure: bool) -> None:
+        """The update begins; called again where a step calls the step of a base class."""
+        ...
+
+    def end(self) -> None:
+        """The update is over, or has failed. Calls nobody else."""
+        ...
+
+    def exchange(self) -> None:
+        """Half weights are written: get the other ranks' parts. All ranks call this."""
+        ...
+
+
+class Unshared:
+    """Every rank does all of it."""
+
+    def begin(self, *, has_closure: bool) -> None:
+        """Do nothing."""
+
+    def end(self) -> None:
+        """Do nothing."""
+
+    def exchange(self) -> None:
+        """Do nothing."""

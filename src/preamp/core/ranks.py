@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a process has to know about there being others, and the little that all rooms may tell them."""
+"""What a process has to know about there being others, and the little it may tell them."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from torch import nn
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import PreampStateError, message
 from preamp.core.ranks import broadcast_from_first, gather_objects, gather_tensors
+from preamp.engine.params import twin_of
 
 if TYPE_CHECKING:
     from preamp.engine.engine import Engine
@@ -105,8 +106,11 @@ def _facts(engine: Engine, module: nn.Module) -> Facts:
 
 
 def _masters(engine: Engine, module: nn.Module) -> list[torch.Tensor]:
-    found = (engine.exact_value(param) for param in module.parameters())
-    return [master for master in found if master is not None]
+    twins = (twin_of(param, engine.sessions.values()) for param in module.parameters())
+    found = [twin for twin in twins if twin is not None and twin.held.part is None]
+    for twin in found:
+        twin.absorb_external_write()
+    return [twin.master for twin in found]
 
 
 def _digest(facts: Facts) -> list[int]:

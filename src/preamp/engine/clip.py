@@ -63,8 +63,8 @@ def clip_grad_norm_(
             lazy.append(twin)
             grads.append(pending[0])
             factors.append(pending[1])
-        elif twin.master.grad is not None:
-            ready.append(twin.master.grad)
+        elif (made := twin.gradient()) is not None:
+            ready.append(made)
     if norm_type == 2.0:
         norm = session.gradients.known_norm.take([*ready, *grads], factors)
         if norm is None:

@@ -17,6 +17,7 @@ from preamp.core.link import Link
 from preamp.core.undo import UndoStack, run_all
 from preamp.engine import refusals
 from preamp.engine.adjustments import Adjustments
+from preamp.engine.exact import exact_value, load_exact
 from preamp.engine.ledger import Ledger
 from preamp.engine.names import ParameterNames
 from preamp.engine.order import BackwardOrder
@@ -206,13 +207,7 @@ class Engine:
         twin = twin_of(half, self.sessions.values())
         return None if twin is None else twin.master
 
-    def exact_value(self, half: torch.Tensor) -> torch.Tensor | None:
-        """Return the float32 value of ``half``, with what was written to it from outside."""
-        twin = twin_of(half, self.sessions.values())
-        if twin is None:
-            return None
-        twin.absorb_external_write()
-        return twin.master
+    exact_value, load_exact = exact_value, load_exact
 
     # -- checkpoints -------------------------------------------------------------------------
 

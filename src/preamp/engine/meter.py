@@ -144,6 +144,8 @@ class Meter:
         found: dict[int, torch.Tensor] = {}
         for param in cast("Iterable[Any]", session.gradients.params()):
             entry = entry_of(param)
+            if entry is not None and entry.twin is not None and entry.twin.held.part is not None:
+                continue  # the others' updates are not known here before the step
             if entry is not None and _is_plain(entry.grad):
                 weight = entry.param if entry.half is None else entry.half
                 if is_half(weight):

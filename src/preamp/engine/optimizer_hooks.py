@@ -123,6 +123,7 @@ class OptimizerHooks:
                 ):
                     return inner(optimizer, *args, **kwargs)
             except BaseException:
+                self._session.sharing.end()
                 if self._stepping:
                     self._session.write_halves()  # some masters may have been updated
                 raise
@@ -143,7 +144,9 @@ class OptimizerHooks:
             if self._unread is None and self._session.overflowed():
                 self._withhold_gradients()
             self._stepping = True
+            self._session.sharing.begin(has_closure=False)
             return None
+        self._session.sharing.begin(has_closure=True)
         self._stepping = True
         if isinstance(closure, _Rerun):
             return None
@@ -153,9 +156,11 @@ class OptimizerHooks:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         del optimizer, args, kwargs
+        self._session.sharing.end()
         withheld = self._give_back_gradients()
         if not withheld:
             self._session.write_halves()
+            self._session.sharing.exchange()
         if self._stepping:
             self._stepping = False
             if withheld:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from preamp.core.protocols import StepSharing, Unshared
 from preamp.core.tensors import host_reaches
 from preamp.engine import refusals
 from preamp.engine.gradients import GradientBooks
@@ -34,6 +35,7 @@ class OptimizerSession:
         steps_applied: Steps that updated the weights.
         steps_skipped: Steps not taken because of overflow.
         skips_in_row: Skipped steps since the last applied one.
+        sharing: How ranks share the work of a step.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class OptimizerSession:
         self.steps_applied = 0
         self.steps_skipped = 0
         self.skips_in_row = 0
+        self.sharing: StepSharing = Unshared()
         self._name_of = name_of
         self._found_inf: torch.Tensor | None = None
 

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 import torch
 
 from preamp.casting.modules import Conversion
+from preamp.core.errors import PreampStateError
 from preamp.engine.session import OptimizerSession
+from preamp.optim import Twin
 
 
 @contextmanager
@@ -27,7 +29,7 @@ def weights_given_back(
     for session in sessions:
         session.settle_now(claimed)
     twins = [twin for session in sessions for twin in session.masters or ()]
-    grads = [(twin.half, twin.unscaled_gradient()) for twin in twins]
+    grads = [(twin.half, _unscaled_gradient(twin)) for twin in twins]
     for twin in twins:
         if twin.half.dtype is not torch.float32:  # not after model.float()
             twin.absorb_external_write()
@@ -42,3 +44,11 @@ def weights_given_back(
             half.grad = None if unscaled is None else unscaled.to(half.dtype)  # float64 again?
         for session in sessions:
             session.recast_state()
+
+
+def _unscaled_gradient(twin: Twin) -> torch.Tensor | None:
+    """The master's gradient, or ``None`` also where it cannot be told any more."""
+    try:
+        return twin.gradient()
+    except PreampStateError:  # changed in place while it was scaled: the gradient of nothing
+        return None

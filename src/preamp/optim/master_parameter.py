@@ -24,10 +24,8 @@ class MasterParameter(torch.nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The unscaled float32 gradient, or ``None``."""
-        if self.twin is not None:
-            self.twin.materialize()
-        return stored_grad(self)
+        """The unscaled float32 gradient, or ``None``; while ranks share masters, the own part."""
+        return stored_grad(self) if self.twin is None else self.twin.own_gradient()
 
     @grad.setter
     def grad(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -40,7 +38,8 @@ class MasterParameter(torch.nn.Parameter):
     @property
     def has_materialized_grad(self) -> bool:
         """Whether a float32 gradient exists already; asking does not make one."""
-        return stored_grad(self) is not None
+        held = stored_grad(self) if self.twin is None else self.twin.held.gradient
+        return held is not None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         """Copy as a plain parameter: the copy is no half parameter's master."""

@@ -143,7 +143,8 @@ class Masters:
         twins = [twin for twin in self if not twin.take_rounded()]
         with torch.no_grad():
             self._ops.cast_copy_(
-                [twin.master.detach() for twin in twins], [twin.half.detach() for twin in twins]
+                [twin.master.detach() for twin in twins],
+                [twin.held.own(twin.half.detach()) for twin in twins],
             )
         for twin in twins:
             twin.note_written()

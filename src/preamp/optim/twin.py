@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import torch
 
-from preamp.core.errors import PreampStateError
-from preamp.core.tensors import WeightMark, store_grad, stored_grad, version_of
+from preamp.core.tensors import WeightMark, stored_grad, version_of
 from preamp.kernels import Ops
-from preamp.optim.external_writes import became_wide, take_over
 from preamp.optim.half_gradient import HalfGradient, changed_in_place, nothing_more, unscaled
 from preamp.optim.master_parameter import MasterParameter
+from preamp.optim.part import Holding
 
 
 class Twin:
@@ -30,6 +29,7 @@ class Twin:
         master: The optimizer's parameter, float32.
         name: Qualified name for messages.
         is_shared: Whether several optimizers update the master.
+        held: How much of the weight the master has, and the gradient.
     """
 
     __slots__ = (
@@ -42,6 +42,7 @@ class Twin:
         "_written",
         "_zeros_aside",
         "half",
+        "held",
         "is_shared",
         "master",
         "name",
@@ -68,6 +69,7 @@ class Twin:
         self._raw: int | None = None
         self.is_shared = False
         self._written = WeightMark(half)
+        self.held = Holding(self.master, half, name)
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -90,7 +92,7 @@ class Twin:
     def holds_gradient(self) -> bool:
         """Whether either side has a gradient that the script has not dropped or zeroed."""
         self.reconcile()
-        if stored_grad(self.master) is not None:
+        if self.held.gradient is not None:
             return True
         return self._seen is not None and not self._seen.is_zeroed
 
@@ -102,7 +104,7 @@ class Twin:
         """
         if self.half.grad is not None:
             return
-        is_stored = stored_grad(self.master) is not None
+        is_stored = self.held.gradient is not None
         if is_stored or self._zeros_aside:
             self.half.grad = zeros = torch.zeros_like(self.half)
             if not self._open:
@@ -116,7 +118,7 @@ class Twin:
             is_plain: Whether the factor is 1 and always was.
         """
         if self._is_carried:  # the half gradient holds the earlier one too
-            store_grad(self.master, None)
+            self.held.keep(None)
         self.end()
         grad = self.half.grad
         self._seen = None
@@ -128,12 +130,16 @@ class Twin:
         if self._seen is not None and self._seen.factor is not None:
             self._seen.factor = factor
 
-    def unscaled_gradient(self) -> torch.Tensor | None:
-        """The master's gradient, or ``None`` also where it cannot be told any more."""
-        try:
-            return self.master.grad
-        except PreampStateError:  # changed in place while it was scaled: the gradient of nothing
-            return None
+    def gradient(self) -> torch.Tensor | None:
+        """The whole unscaled float32 gradient, made if need be."""
+        self.materialize()
+        return self.held.gradient
+
+    def own_gradient(self) -> torch.Tensor | None:
+        """What the optimizer reads as the master's gradient; see `Holding.own_gradient`."""
+        if self.held.part is None:
+            return self.gradient()
+        return self.held.own_gradient(self.pending, self.gradient, self._ops)
 
     def materialize(self) -> None:
         """Bring the master's gradient up to date: ``grad += float32(half.grad) * factor``."""
@@ -141,17 +147,17 @@ class Twin:
         if pending is None or self._seen is None:
             return
         half_grad, factor = pending
-        base = stored_grad(self.master)
+        base = self.held.gradient
         wide = self._ops.widen_add([half_grad], [factor], [base])[0]
         self._seen.factor = None
         self._seen.is_alone = base is None
         if base is None:
-            store_grad(self.master, wide)
+            self.held.keep(wide)
 
     @property
     def has_aside(self) -> bool:
         """Whether a backward is under way and an earlier gradient is away meanwhile."""
-        return self._open and not self._is_carried and stored_grad(self.master) is not None
+        return self._open and not self._is_carried and self.held.gradient is not None
 
     def note_raw(self) -> None:
         """A block ends that leaves its gradient scaled: remember it as it is."""
@@ -164,7 +170,7 @@ class Twin:
         if raw is None:
             return
         if now is None or (version_of(now) != raw and not bool(now.any())):
-            store_grad(self.master, None)
+            self.held.keep(None)
 
     def set_aside(self, carry: torch.Tensor | float | None = None) -> None:
         """Begin a backward: move what is known to the master's gradient, clear the half one.
@@ -173,14 +179,14 @@ class Twin:
             carry: Scale of the coming backward if the earlier gradient must be in the half one
                 too; see `DirectGradients`.
         """
-        if self._is_bare and stored_grad(self.master) is None:  # as after most steps
+        if self._is_bare and self.held.gradient is None:  # as after most steps
             self._open, self._zeros_aside = True, False
             return
         self.reconcile()
         zeroed = self._seen is not None and self._seen.is_zeroed
-        if not zeroed or stored_grad(self.master) is not None:  # nothing is added to zeros
+        if not zeroed or self.held.gradient is not None:  # nothing is added to zeros
             self.materialize()
-        base = stored_grad(self.master)
+        base = self.held.gradient
         self.forget_half_gradient()
         self._zeros_aside = zeroed and base is None
         self._open = True
@@ -199,7 +205,7 @@ class Twin:
     def drop(self) -> None:
         """Clear both gradients."""
         self.forget_half_gradient()
-        store_grad(self.master, None)
+        self.held.keep(None)
 
     def end(self) -> None:
         """No backward is under way any more."""
@@ -213,8 +219,8 @@ class Twin:
         """
         if self.is_shared:
             return
-        if stored_grad(self.master) is not None:
-            store_grad(self.master, None)
+        if self.held.part is not None or stored_grad(self.master) is not None:
+            self.held.keep(None)
         grad = self.half.grad
         if grad is None:
             self._seen = None
@@ -243,7 +249,7 @@ class Twin:
         if now is None:
             if seen is not None:  # dropped by the script, so the master's goes too
                 self._seen = None
-                store_grad(self.master, None)
+                self.held.keep(None)
             return
         if seen is None:  # a backward outside scale_loss
             self._seen = unscaled(now)
@@ -254,11 +260,11 @@ class Twin:
             if now is not seen.tensor or bool(now.any()):
                 raise changed_in_place(now, self.name)
             # Zeros are a gradient, as in plain torch: momentum and weight decay go on.
-            store_grad(self.master, None)
+            self.held.keep(None)
             self._seen = unscaled(now, is_zeroed=True)
             return
         if seen.factor is None:
-            store_grad(self.master, None)
+            self.held.keep(None)
         self._seen = unscaled(now)
 
     # -- weights -----------------------------------------------------------------------------
@@ -289,11 +295,5 @@ class Twin:
         """
         if self._written.is_of(self.half):
             return
-        if self.half.dtype is torch.float32:
-            raise became_wide(self.name)
-        with torch.no_grad():
-            half = self.half.detach()
-            if self.master.device != half.device:  # model.to(device) after initialize
-                self.master.data = self.master.data.to(half.device)
-            take_over(half, self.master.data)
+        self.held.take_over_written()
         self.note_written()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -13,11 +14,12 @@ import torch
 from torch import nn
 
 from preamp.core.errors import message
+from preamp.core.shares import share_of
 from preamp.engine.lookup import bare
 from preamp.planning.layout import Factory, Slot, made, slots_of
 from preamp.planning.optimizers import OptimizerLike, name_of, optimizer_factory
 from preamp.planning.peak import LossFn, trace_pass
-from preamp.planning.states import StateBytes, Updated, state_bytes
+from preamp.planning.states import Part, StateBytes, Updated, state_bytes
 from preamp.policy import Policy, resolve
 
 Sharding = Literal["none", "zero1", "fsdp"]
@@ -105,8 +107,8 @@ def estimate(
     if loss_fn is not None:
         model = made(model)
     slots = slots_of(model)
-    share = world_size if sharding != "none" else 1
-    state = _state_of(slots, policy, optimizer, share)
+    part = _part_of(sharding, world_size)
+    state = _state_of(slots, policy, optimizer, part)
     updated = [slot for slot in slots if slot.has_master_at(policy)]
     updated = _of_optimizer(updated, optimizer)
     fixed = _kept_bytes(slots, policy, world_size if sharding == "fsdp" else 1)
@@ -117,10 +119,10 @@ def estimate(
         sharding=sharding,
         parameters=sum(slot.elements for slot in slots if slot.is_parameter),
         **fixed,
-        masters=_master_bytes(slots, updated, policy, share),
+        masters=_master_bytes(slots, updated, policy, None if sharding == "none" else part),
         optimizer_state=state.bytes,
         scaler=_SCALER_BYTES,
-        master_gradients=sum(4 * -(-slot.elements // share) for slot in updated)
+        master_gradients=sum(4 * part(slot.elements) for slot in updated)
         * state.reads_master_gradients,
     )
     if loss_fn is None or not isinstance(model, nn.Module):
@@ -159,6 +161,13 @@ def _check_ranks(world_size: int, sharding: str, *, has_loss: bool) -> None:
         )
 
 
+def _part_of(sharding: Sharding, world_size: int) -> Part:
+    """How many elements the rank with the most of a tensor has."""
+    if sharding == "zero1":
+        return functools.partial(share_of, world_size=world_size)
+    return lambda elements: -(-elements // (world_size if sharding == "fsdp" else 1))
+
+
 def _of_optimizer(slots: Sequence[Slot], optimizer: OptimizerLike | None) -> list[Slot]:
     if optimizer is None:
         return []
@@ -169,7 +178,7 @@ def _of_optimizer(slots: Sequence[Slot], optimizer: OptimizerLike | None) -> lis
 
 
 def _state_of(
-    slots: Sequence[Slot], policy: Policy, optimizer: OptimizerLike | None, share: int
+    slots: Sequence[Slot], policy: Policy, optimizer: OptimizerLike | None, part: Part
 ) -> StateBytes:
     if optimizer is None:
         return StateBytes(0, reads_master_gradients=False)
@@ -191,7 +200,7 @@ def _state_of(
         for slot in _of_optimizer(parameters, optimizer)
     ]
     make = optimizer_factory(optimizer)
-    return state_bytes(make, tensors, options, lambda elements: -(-elements // share))
+    return state_bytes(make, tensors, options, part)
 
 
 def _kept_bytes(slots: Sequence[Slot], policy: Policy, share: int) -> dict[str, int]:
@@ -214,14 +223,14 @@ def _kept_bytes(slots: Sequence[Slot], policy: Policy, share: int) -> dict[str, 
 
 
 def _master_bytes(
-    slots: Sequence[Slot], updated: Sequence[Slot], policy: Policy, share: int
+    slots: Sequence[Slot], updated: Sequence[Slot], policy: Policy, part: Part | None
 ) -> int:
     """A master takes over the storage that its weight had before the cast."""
     taken = {slot.storage for slot in slots if slot.dtype_at(policy) is slot.dtype}
     total = 0
     for slot in updated:
-        if slot.dtype is not torch.float32 or share > 1:
-            total += 4 * -(-slot.elements // share)
+        if slot.dtype is not torch.float32 or part is not None:
+            total += 4 * (slot.elements if part is None else part(slot.elements))
         elif slot.storage not in taken:
             taken.add(slot.storage)
             total += slot.storage_bytes

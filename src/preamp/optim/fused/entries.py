@@ -47,9 +47,9 @@ def entry_of(param: torch.Tensor) -> Entry | None:
     pending = twin.pending
     if pending is not None and stored_grad(param) is None:
         half_grad, factor = pending
-        return Entry(param, half_grad, twin.half, factor, twin)
+        return Entry(param, twin.held.own(half_grad), twin.held.own(twin.half), factor, twin)
     grad = param.grad
-    return None if grad is None else Entry(param, grad, twin.half, None, twin)
+    return None if grad is None else Entry(param, grad, twin.held.own(twin.half), None, twin)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ranks that each update a part of every weight, and keep masters and state of that part only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from preamp.core.errors import PreampStateError, message
+from preamp.distributed.exchange import exchange_parts, gather_parts, span_of
+from preamp.engine.session import OptimizerSession
+from preamp.optim import MasterParameter, Twin
+from preamp.optim.part import Gate, Part, in_memory_order
+
+State = dict[str, Any]
+
+
+class Sharing:
+    """How the ranks of a group share one optimizer's work; a `StepSharing`.
+
+    Half weights have masters of which each rank keeps its part. Other parameters are updated as
+    they are: while the optimizer steps, it sees this rank's part of them.
+    """
+
+    def __init__(self, session: OptimizerSession, group: dist.ProcessGroup) -> None:
+        """Share nothing yet; see `share_out`."""
+        self.group = group
+        self._session = session
+        self._gate = Gate()
+        self._direct: dict[int, tuple[torch.Tensor, Part]] = {}
+        self._away: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+
+    # -- what is shared ----------------------------------------------------------------------
+
+    def share_out(self) -> None:
+        """Keep this rank's part of everything that is whole. Mutates masters and state."""
+        for param in self._session.gradients.params():
+            twin = param.twin if isinstance(param, MasterParameter) else None
+            whole = param if twin is None else twin.half
+            if whole.numel() <= 1 or self._part_of(param) is not None:
+                continue
+            part = Part(*span_of(whole.numel(), self.group.rank(), self.group.size()), self._gate)
+            self._share_state(param, whole, part)
+            if twin is None:
+                self._direct[id(param)] = (param, part)
+            else:
+                twin.held.keep_part(part, part.of(twin.master.detach(), twin.half).clone())
+
+    def put_together(self) -> None:
+        """Give this rank back what the others have. All ranks call this."""
+        for param, whole, part in list(self.shared()):
+            state = self._state(param)
+            for key, value in state.items():
+                if _is_part(key, value, part):
+                    state[key] = gather_parts(value, whole, self.group)
+            if isinstance(param, MasterParameter) and param.twin is not None:
+                param.twin.held.keep_part(None, gather_parts(param.detach(), whole, self.group))
+        self._direct.clear()
+
+    def shared(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Part]]:
+        """What is shared: what the optimizer has, the weight, and this rank's part of it."""
+        for param in self._session.gradients.params():
+            part = self._part_of(param)
+            if part is not None:
+                twin = param.twin if isinstance(param, MasterParameter) else None
+                yield param, param if twin is None else twin.half, part
+
+    def twins(self) -> list[Twin]:
+        """Those of which this rank has a part."""
+        return [twin for twin in self._session.masters or () if twin.held.part is not None]
+
+    def part_of_state(self, place: int, state: State) -> State:
+        """Return the part of a loaded state that belongs to this rank.
+
+        Args:
+            place: Number of the parameter, counted over all groups.
+            state: By key, tensors of the weight's shape among it.
+        """
+        param = list(self._session.gradients.params())[place]
+        part = self._part_of(param)
+        twin = param.twin if isinstance(param, MasterParameter) else None
+        whole = param if twin is None else twin.half
+        if part is None:
+            return state
+        return {
+            key: part.of(value, whole).clone() if _is_whole(key, value, whole) else value
+            for key, value in state.items()
+        }
+
+    def whole_state(self, place: int, state: State) -> State:
+        """Return such a state put together of all ranks' parts, on the CPU. All ranks call this."""
+        param = list(self._session.gradients.params())[place]
+        found = {id(p): (whole, part) for p, whole, part in self.shared()}
+        if id(param) not in found:
+            return state
+        whole, part = found[id(param)]
+        return {
+            key: gather_parts(value, whole, self.group).cpu()
+            if _is_part(key, value, part)
+            else value
+            for key, value in state.items()
+        }
+
+    def gather(self, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """See `gather_parts`."""
+        return gather_parts(part, like, self.group)
+
+    def _part_of(self, param: torch.Tensor) -> Part | None:
+        if isinstance(param, MasterParameter) and param.twin is not None:
+            return param.twin.held.part
+        return self._direct.get(id(param), (param, None))[1]
+
+    def _state(self, param: torch.Tensor) -> State:
+        state = cast("dict[torch.Tensor, State]", self._session.optimizer.state)
+        return state[param] if param in state else {}
+
+    def _share_state(self, param: torch.Tensor, whole: torch.Tensor, part: Part) -> None:
+        state = self._state(param)
+        for key, value in state.items():
+            if _is_whole(key, value, whole):
+                state[key] = part.of(value, whole).clone()
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def begin(self, *, has_closure: bool) -> None:
+        """Show the optimizer this rank's parts."""
+        if has_closure:
+            raise PreampStateError(
+                message(
+                    "optimizer.step was called with a closure while ranks share its work",
+                    "During the step each rank has parts of the parameters, which no forward can "
+                    "run on",
+                    "Call the backward before optimizer.step(), without a closure",
+                )
+            )
+        if self._gate.is_open:
+            return
+        if any(p.grad is not None and p.grad.is_sparse for p, _ in self._direct.values()):
+            raise PreampStateError(
+                message(
+                    "A parameter has a sparse gradient while ranks share the optimizer's work",
+                    "Only dense gradients have parts",
+                    "Build the embedding with sparse=False",
+                )
+            )
+        for param, part in self._direct.values():
+            data, grad = param.data, param.grad
+            self._away.append((param, data, grad))
+            param.grad = None
+            param.data = in_memory_order(data)[part.start : part.stop]
+            param.grad = None if grad is None else part.of(grad, data)
+        self._gate.is_open = True
+
+    def end(self) -> None:
+        """Show everybody the whole parameters again."""
+        for param, data, grad in self._away:
+            param.grad = None
+            param.data = data
+            param.grad = grad
+        self._away.clear()
+        self._gate.is_open = False
+
+    def exchange(self) -> None:
+        """Complete the weights by the other ranks' parts. All ranks call this."""
+        twins = self.twins()
+        halves = [twin.half.detach() for twin in twins]
+        direct = [param.detach() for param, _ in self._direct.values()]
+        with torch.no_grad():
+            exchange_parts([*halves, *direct], self.group)
+        for twin in twins:
+            twin.note_written()
+
+
+def _is_whole(key: str, value: object, whole: torch.Tensor) -> bool:
+    return key != "step" and isinstance(value, torch.Tensor) and value.shape == whole.shape
+
+
+def _is_part(key: str, value: object, part: Part) -> bool:
+    is_state = key != "step" and isinstance(value, torch.Tensor)
+    return is_state and value.shape == (part.stop - part.start,)

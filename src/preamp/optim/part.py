@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The elements of a weight that one rank updates, where ranks share an optimizer's work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from preamp.core.errors import PreampStateError, message
+from preamp.core.tensors import store_grad, stored_grad
+from preamp.kernels import Ops
+from preamp.optim.external_writes import became_wide, take_over
+
+
+@dataclass(slots=True)
+class Gate:
+    """Open while an optimizer steps.
+
+    At other times a part of a gradient is easily taken for all of it: its norm would differ from
+    rank to rank, and so would everything that is clipped by it.
+    """
+
+    is_open: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive elements of a tensor, in the order of its memory.
+
+    Attributes:
+        start: The first.
+        stop: One after the last.
+        gate: When a gradient's part may be read.
+    """
+
+    start: int
+    stop: int
+    gate: Gate
+
+    def of(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The elements as a vector: a view wherever ``tensor`` has the strides of ``like``."""
+        if tensor.stride() != like.stride():
+            tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor.detach())
+        return in_memory_order(tensor)[self.start : self.stop]
+
+    def check_readable(self, name: str) -> None:
+        """Raise `PreampStateError` unless the optimizer steps.
+
+        Args:
+            name: Of the parameter.
+        """
+        if not self.gate.is_open:
+            raise PreampStateError(
+                message(
+                    f"The gradient of the master of {name!r} was read, of which this rank has a "
+                    "part",
+                    "Between backward and step the whole gradient is that of the model's "
+                    "parameter; parts are the optimizer's",
+                    "Clip with preamp.clip_grad_norm_(optimizer, max_norm), which knows the whole "
+                    "gradients' norm",
+                )
+            )
+
+
+class Holding:
+    """How much of a weight its master has, and the whole gradient.
+
+    The gradient is whole in any case: its norm is what is clipped by, and under ``no_sync`` it is
+    each rank's own.
+
+    Attributes:
+        part: The elements that the master has, or ``None`` for all.
+        gathered: All of the master, while somebody needs it.
+    """
+
+    __slots__ = ("_half", "_master", "_name", "_whole", "gathered", "part")
+
+    def __init__(self, master: torch.Tensor, half: torch.Tensor, name: str) -> None:
+        """Let ``master`` have all of ``half``, which messages call ``name``."""
+        self.part: Part | None = None
+        self._master = master
+        self._half = half
+        self._name = name
+        self._whole: torch.Tensor | None = None
+        self.gathered: torch.Tensor | None = None
+
+    def value(self) -> torch.Tensor:
+        """All of the master.
+
+        Raises:
+            PreampStateError: The other ranks have the rest of it.
+        """
+        if self.part is None or self.gathered is not None:
+            return self._master if self.gathered is None else self.gathered
+        raise PreampStateError(
+            message(
+                f"state_dict() was called on a model whose masters ranks share, {self._name!r} "
+                "for one",
+                "This rank does not know the float32 values of the others",
+                "Call preamp.parallel.full_state_dicts(model, optimizer) on every rank",
+            )
+        )
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of the weight, or of what has its shape, that the master has."""
+        return tensor if self.part is None else self.part.of(tensor, self._half)
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The whole unscaled float32 gradient, as far as it is made."""
+        return stored_grad(self._master) if self.part is None else self._whole
+
+    def keep(self, grad: torch.Tensor | None) -> None:
+        """Let ``grad`` be that gradient."""
+        if self.part is not None:
+            self._whole, grad = grad, None
+        store_grad(self._master, grad)
+
+    def keep_part(self, part: Part | None, value: torch.Tensor) -> None:
+        """Let the master have ``part`` of the weight from now on; ``None`` for all of it.
+
+        Args:
+            part: See above.
+            value: float32 values that become the master's storage; not copied.
+        """
+        gradient = self.gradient
+        self.keep(None)
+        self.part, self._master.data = part, value
+        self.keep(gradient)
+
+    def own_gradient(
+        self,
+        pending: tuple[torch.Tensor, torch.Tensor] | None,
+        make: Callable[[], torch.Tensor | None],
+        ops: Ops,
+    ) -> torch.Tensor | None:
+        """The part of the gradient that the master's optimizer reads; made once for each step.
+
+        Args:
+            pending: A half gradient that is not in `gradient` yet, and its factor.
+            make: Brings `gradient` up to date and returns it.
+            ops: Back end.
+
+        Raises:
+            PreampStateError: The optimizer is not stepping.
+        """
+        is_there = stored_grad(self._master) is not None
+        if self.part is None or is_there or (pending is None and self._whole is None):
+            return stored_grad(self._master)
+        self.part.check_readable(self._name)
+        if pending is not None and self._whole is None:  # nobody here needs the rest of it
+            wide = ops.widen_add([self.own(pending[0])], [pending[1]], [None])[0]
+            store_grad(self._master, wide)
+        elif (whole := make()) is not None:
+            store_grad(self._master, self.own(whole))
+        return stored_grad(self._master)
+
+    def take_over_written(self) -> None:
+        """Let the master take over what was written to its half weight from outside.
+
+        Elements that still equal their rounded master keep the master's full precision.
+
+        Raises:
+            PreampStateError: The weight is half no longer.
+        """
+        half, master = self._half.detach(), self._master
+        if half.dtype is torch.float32:
+            raise became_wide(self._name)
+        with torch.no_grad():
+            if master.device != half.device:  # model.to(device) after initialize
+                master.data = master.data.to(half.device)
+            take_over(self.own(half), master.data)
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a dense tensor as a vector that shares its memory.
+
+    Raises:
+        RuntimeError: From torch: elements overlap or lie apart.
+    """
+    if tensor.is_contiguous():
+        return tensor.detach().view(-1)
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.detach().permute(order).view(-1)
