@@ -149,7 +149,7 @@ def broken(change: str) -> object:
 @pytest.mark.parametrize(
     ("change", "where"),
     [
-        ("document['schema_version'] = 2", "schema version 2"),
+        ("document['schema_version'] = 1", "schema version 1"),
         ("del document['device']", "at results"),
         ("document['extra'] = 1", "at results"),
         ("document['interrupted'] = 0", "at results.interrupted"),

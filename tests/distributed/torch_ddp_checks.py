@@ -120,7 +120,7 @@ def check_plain_training_with_buckets_and_without() -> None:
 
 
 def check_masters_are_those_of_the_first_rank_from_the_first_forward_on() -> None:
-    """torch broadcasts the half weights alone; each rank drew masters of its own."""
+    """Torch broadcasts the half weights alone; each rank drew masters of its own."""
     for level, wrap in itertools.product(WITH_MASTERS, (TorchDDP, DistributedDataParallel)):
         run = Run(level, wrap=wrap)
         loss_of(run.ddp, 0)
@@ -158,7 +158,7 @@ def check_losses_with_scalers_of_their_own() -> None:
 
 
 def _bf16(state: Any, bucket: Any) -> Any:
-    """torch's hook, which it refuses by its name where there is no NCCL."""
+    """Torch's hook, which it refuses by its name where there is no NCCL."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 

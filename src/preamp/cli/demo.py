@@ -20,10 +20,12 @@ from preamp.core.errors import PreampUnavailableError, message
 from preamp.demo import files, notes
 from preamp.demo.config import DEFAULT_LEVELS, DemoConfig, ModelConfig, OptimizerConfig
 from preamp.demo.data import read_corpus
+from preamp.demo.parallel import SHARED, choose_parallel
 from preamp.demo.records import DemoResult
 from preamp.demo.run import Setting, prepare, run
-from preamp.demo.table import columns_of
+from preamp.demo.table import RANK_COLUMNS, columns_of, rank_rows
 from preamp.demo.watch import Unwatched
+from preamp.distributed.job import joined, launched_ranks, own_device, own_rank
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells count it: 128 + SIGINT."""
@@ -48,6 +50,9 @@ def demo(
     device: Annotated[
         str, typer.Option(help="auto (cuda where there is one), cpu, cuda, cuda:1, mps, xpu, …")
     ] = "auto",
+    parallel: Annotated[
+        str, typer.Option(help="What ranks of torchrun share: auto (ddp), ddp, zero1, fsdp.")
+    ] = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves the choice to torch.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for report.html and results.json.")] = Path(
         "preamp-demo"
@@ -57,7 +62,8 @@ def demo(
     """Train a small GPT once for each opt level and compare them.
 
     The text is the Python standard library's source code; nothing is downloaded. Ctrl-C stops
-    the run, reports what was measured until then, and exits with status 130.
+    the run, reports what was measured until then, and exits with status 130. On several GPUs or
+    CPUs: torchrun --nproc-per-node 2 -m preamp demo.
     """
     console = make_console()
     try:
@@ -67,7 +73,9 @@ def demo(
             steps=steps,
             batch=batch,
             seed=seed,
-            device=str(choose_device(device)),
+            device=str(own_device(choose_device(device))),
+            parallel=choose_parallel(parallel),
+            ranks=launched_ranks(),
             model=ModelConfig(layers=layers, width=width, heads=heads, context=context),
             optimizer=OptimizerConfig(learning_rate=lr),
         )
@@ -78,7 +86,10 @@ def demo(
         raise typer.Exit(2) from None
     if threads > 0:
         torch.set_num_threads(threads)
-    result = run_watched(setting, console, quiet=quiet)
+    with joined(setting.device):
+        result = run_watched(setting, console, quiet=quiet or own_rank() > 0)
+    if own_rank() > 0:  # the first one tells for all
+        raise typer.Exit(INTERRUPTED if result.interrupted else 0)
     show(result, console)
     page, data = files.write(result, out)
     console.print(f"Report: {page}\nData:   {data}", soft_wrap=True, highlight=False)
@@ -165,5 +176,25 @@ def show(result: DemoResult, console: Console) -> None:
         console.print(
             f"[bold]{row.level}[/]  {escape(notes.note_of(row, result))}", highlight=False
         )
+    show_ranks(result, console)
     for remark in (notes.HELD_OUT, notes.TIMING, notes.MEMORY):
         console.print(remark, style="dim", highlight=False)
+
+
+def show_ranks(result: DemoResult, console: Console) -> None:
+    """Print what each rank says, where there are several.
+
+    Args:
+        result: The run.
+        console: Where to.
+    """
+    rows = rank_rows(result)
+    if not rows:
+        return
+    table = Table(title=f"Ranks. {SHARED[result.config.parallel]}", title_justify="left")
+    table.box, table.pad_edge = SIMPLE_HEAVY, False
+    for title in RANK_COLUMNS:
+        table.add_column(title, justify="left" if title == "level" else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

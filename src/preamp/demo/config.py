@@ -88,6 +88,8 @@ class DemoConfig:
         seed: Of the initial weights and of the batches.
         device: Where to train, as ``torch.device`` spells it.
         held_out_windows: Windows of held-out text that are evaluated.
+        parallel: What ranks share; see :mod:`preamp.demo.parallel`.
+        ranks: How many there are; each takes its part of every batch.
         model: Size of the model.
         optimizer: AdamW's settings.
     """
@@ -98,6 +100,8 @@ class DemoConfig:
     seed: int = 0
     device: str = "cpu"
     held_out_windows: int = 512
+    parallel: str = "none"
+    ranks: int = 1
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
@@ -106,6 +110,15 @@ class DemoConfig:
         _require_at_least("steps", self.steps, 2)
         _require_at_least("batch", self.batch, 1)
         _require_at_least("held_out_windows", self.held_out_windows, 1)
+        _require_at_least("ranks", self.ranks, 1)
+        if self.batch % self.ranks:
+            raise ValueError(
+                message(
+                    f"Got batch={self.batch} with {self.ranks} ranks",
+                    "Every rank gets an equal part of each batch",
+                    f"Pass for example --batch {self.ranks * max(1, self.batch // self.ranks)}",
+                )
+            )
         if not self.levels or len(set(self.levels)) != len(self.levels):
             raise ValueError(
                 message(

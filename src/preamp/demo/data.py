@@ -137,6 +137,20 @@ def training_batches(
         yield windows(text, starts, context)
 
 
+def part_of_batch(batch: Batch, rank: int, ranks: int) -> Batch:
+    """Take one rank's windows of a batch.
+
+    Args:
+        batch: Windows whose number is a multiple of ``ranks``.
+        rank: Whose.
+        ranks: How many share the batch.
+
+    Returns:
+        Views of the windows ``rank``, ``rank + ranks``, and so on.
+    """
+    return Batch(inputs=batch.inputs[rank::ranks], targets=batch.targets[rank::ranks])
+
+
 def held_out_batches(text: Tensor, *, count: int, batch: int, context: int) -> Iterator[Batch]:
     """Cut windows at equal distances from the whole held-out text.
 

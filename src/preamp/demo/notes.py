@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from preamp.demo.parallel import agreement_of
 from preamp.demo.records import DemoResult, LevelResult
 
 _LEVELS = {
@@ -58,4 +59,6 @@ def note_of(row: LevelResult, result: DemoResult) -> str:
     computes_fp16 = row.dtypes is not None and "fp16" in row.dtypes.compute
     if computes_fp16 and result.config.device.startswith("cpu"):
         parts.append("On CPUs preamp multiplies fp16 numbers in fp32, so fp16 saves no time here.")
+    if row.ranks:
+        parts.append(agreement_of(row.ranks, result.config.parallel))
     return " ".join(part for part in parts if part)

@@ -9,9 +9,10 @@ from statistics import median
 from typing import Any, Literal, cast
 
 from preamp.demo.config import DemoConfig
+from preamp.demo.parallel import RankResult
 from preamp.numerics import Record
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Status = Literal["finished", "diverged", "refused", "interrupted"]
 
@@ -73,6 +74,7 @@ class LevelResult:
         memory: Bytes per parameter; None when the optimizer never stepped.
         activation_bytes: What autograd kept for one backward besides the parameters.
         peak_bytes: Highest allocation on the device; None where torch does not count it.
+        ranks: What each rank says, where there are several.
         records: What happened to the numbers, as the report reads it; not in ``results.json``.
     """
 
@@ -91,6 +93,7 @@ class LevelResult:
     memory: Memory | None
     activation_bytes: int | None
     peak_bytes: int | None
+    ranks: tuple[RankResult, ...] = ()
     records: tuple[Record, ...] = ()
 
     @property

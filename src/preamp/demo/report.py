@@ -8,8 +8,9 @@ from itertools import accumulate
 
 from preamp import report
 from preamp.demo import notes
+from preamp.demo.parallel import SHARED
 from preamp.demo.records import DemoResult, LevelResult
-from preamp.demo.table import Cell, columns_of
+from preamp.demo.table import RANK_COLUMNS, Cell, columns_of, rank_rows
 from preamp.report.blocks import Block, Column, Facts, Figure, Section, Table, Text
 from preamp.report.chart import Chart, Line, draw, legend
 from preamp.report.scales import finite_range, linear
@@ -50,6 +51,12 @@ def _results(result: DemoResult) -> Section:
     if picture is not None:
         text = "A line further to the left got there faster."
         blocks.append(Figure(title="Loss by time", body=picture, caption=text))
+    if ranks := rank_rows(result):
+        columns = [Column(title=title, is_number=i > 0) for i, title in enumerate(RANK_COLUMNS)]
+        shared = SHARED[result.config.parallel]
+        blocks.append(
+            Table(name="ranks-table", caption=f"Ranks. {shared}", columns=columns, rows=ranks)
+        )
     blocks += [Text(text=text) for text in (notes.HELD_OUT, notes.TIMING, notes.MEMORY)]
     return Section(name="results", title="Results", blocks=blocks)
 

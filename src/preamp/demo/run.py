@@ -13,13 +13,15 @@ import torch
 import preamp
 from preamp.core.errors import message
 from preamp.demo.config import DemoConfig
-from preamp.demo.data import Batch, Corpus, held_out_batches, training_batches
+from preamp.demo.data import Batch, Corpus, held_out_batches, part_of_batch, training_batches
 from preamp.demo.history import note_start, records_of
 from preamp.demo.measure import activation_bytes, dtypes_of, held_out_bits
 from preamp.demo.model import GPT
+from preamp.demo.parallel import RankResult, digest, gather_ranks, shard_before, wrap_after
 from preamp.demo.records import DemoResult, LevelResult, Status
 from preamp.demo.train import DivergedError, Tape, make_optimizer, train
 from preamp.demo.watch import Watcher
+from preamp.distributed.job import own_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +44,10 @@ class Setting:
         return torch.device(self.config.device)
 
     def training_batches(self) -> Iterator[Batch]:
-        """Yield the training batches, at every call the same ones."""
+        """Yield this rank's part of the training batches, at every call the same ones."""
         return self._on_device(
-            training_batches(
+            part_of_batch(batch, own_rank(), self.config.ranks)
+            for batch in training_batches(
                 self.corpus.train,
                 steps=self.config.steps,
                 batch=self.config.batch,
@@ -148,6 +151,7 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
     config = setting.config
     reset_peak(setting.device)
     model = copy.deepcopy(setting.start).to(setting.device)
+    shard_before(model, config.parallel)
     optimizer = make_optimizer(model, config.optimizer)
     model, optimizer = preamp.initialize(
         model,
@@ -159,12 +163,13 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
         numerics_every=max(config.steps // 12, 1),
     )
     engine = preamp.engine_of(optimizer)
+    wrapped = wrap_after(model, optimizer, config.parallel)
     tape = Tape(level=level)
     note_start(tape.history, engine, describe_device(setting.device))
     try:
         status, reason = outcome_of(
             lambda: train(
-                model, optimizer, setting.training_batches(), config, tape=tape, watcher=watcher
+                wrapped, optimizer, setting.training_batches(), config, tape=tape, watcher=watcher
             )
         )
         row = LevelResult(
@@ -185,9 +190,31 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
             peak_bytes=peak_of(setting.device),
             records=records_of(tape.history, engine),
         )
-        return row if status == "interrupted" else look_closer(row, setting, model, optimizer)
+        if status == "interrupted":
+            return row
+        row = replace(row, ranks=gather_ranks(rank_result_of(row, model)))
+        return look_closer(row, setting, model, optimizer)
     finally:
         engine.close()
+
+
+def rank_result_of(row: LevelResult, model: GPT) -> RankResult:
+    """Put together what this rank says of a training.
+
+    Args:
+        row: The level's row so far.
+        model: The trained model.
+    """
+    return RankResult(
+        rank=own_rank(),
+        steps_skipped=row.steps_skipped,
+        loss_scale=row.loss_scale,
+        losses=digest(row.losses),
+        weights=digest(model),
+        median_seconds=row.median_seconds,
+        bytes_per_parameter=row.memory and row.memory.total,
+        peak_bytes=row.peak_bytes,
+    )
 
 
 def look_closer(

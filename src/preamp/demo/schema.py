@@ -39,6 +39,8 @@ _CONFIG = {
     "seed": int,
     "device": str,
     "held_out_windows": int,
+    "parallel": str,
+    "ranks": int,
     "model": _MODEL,
     "optimizer": _OPTIMIZER,
 }
@@ -48,6 +50,16 @@ _MEMORY = {
     "gradients": _NUMBER,
     "optimizer_state": _NUMBER,
     "total": _NUMBER,
+}
+_RANK = {
+    "rank": int,
+    "steps_skipped": int,
+    "loss_scale": _OPTIONAL_NUMBER,
+    "losses": str,
+    "weights": str,
+    "median_seconds": _OPTIONAL_NUMBER,
+    "bytes_per_parameter": _OPTIONAL_NUMBER,
+    "peak_bytes": _OPTIONAL_NUMBER,
 }
 _LEVEL = {
     "level": str,
@@ -65,6 +77,7 @@ _LEVEL = {
     "memory": _Optional(_MEMORY),
     "activation_bytes": _OPTIONAL_NUMBER,
     "peak_bytes": _OPTIONAL_NUMBER,
+    "ranks": [_RANK],
     "best_seconds": _OPTIONAL_NUMBER,
     "median_seconds": _OPTIONAL_NUMBER,
     "tokens_per_second": _OPTIONAL_NUMBER,
@@ -103,7 +116,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def check_results(document: Any) -> None:
-    """Check data against schema version 1.
+    """Check data against this schema version.
 
     Args:
         document: What ``json.loads`` returned.

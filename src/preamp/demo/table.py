@@ -55,6 +55,34 @@ def columns_of(result: DemoResult) -> tuple[Column, ...]:
     return tuple(column for column in _COLUMNS if has_peak or column.title != "peak")
 
 
+RANK_COLUMNS = ("level", "rank", "median ms", "B/param", "peak MiB", "skipped", "loss scale")
+
+
+def rank_rows(result: DemoResult) -> list[list[str]]:
+    """What each rank says, as text cells below `RANK_COLUMNS`.
+
+    Args:
+        result: The run; empty if it had one process.
+    """
+    return [
+        [
+            row.level,
+            str(rank.rank),
+            _text(rank.median_seconds, format_seconds),
+            _text(rank.bytes_per_parameter, "{:.1f}".format),
+            _text(rank.peak_bytes, lambda size: f"{size / 2**20:,.1f}"),
+            str(rank.steps_skipped),
+            f"{rank.loss_scale:,.6g}",
+        ]
+        for row in result.levels
+        for rank in row.ranks
+    ]
+
+
+def _text(value: float | None, form: Callable[[float], str]) -> str:
+    return MISSING if value is None else form(value)
+
+
 def format_seconds(seconds: float) -> str:
     """Write a step time in milliseconds with three significant digits.
 

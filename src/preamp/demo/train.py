@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 import preamp
 from preamp.demo.config import DemoConfig, OptimizerConfig
@@ -18,6 +19,7 @@ from preamp.demo.measure import loss_of, memory_of
 from preamp.demo.model import GPT
 from preamp.demo.records import Memory
 from preamp.demo.watch import Progress, Watcher
+from preamp.distributed.job import mean_over_ranks
 from preamp.numerics import History
 
 PATIENCE = 5
@@ -68,7 +70,7 @@ def make_optimizer(model: GPT, config: OptimizerConfig) -> torch.optim.AdamW:
 
 
 def train(
-    model: GPT,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Iterable[Batch],
     config: DemoConfig,
@@ -79,9 +81,9 @@ def train(
     """Train at whatever opt level ``preamp.initialize`` gave the model.
 
     Args:
-        model: An initialised model.
+        model: An initialised model, wrapped where ranks share the work.
         optimizer: Its optimizer.
-        batches: Training text.
+        batches: Training text, this rank's part of each batch.
         config: Number of steps, learning rate, clipping.
         tape: Where measurements go.
         watcher: Is told of every step.
@@ -108,9 +110,10 @@ def train(
 
         wait_for(loss.device)
         seconds = time.perf_counter() - started
-        note_step(tape.history, len(tape.losses) + 1, bits_of(loss.item()), optimizer)
-        record_step(tape, loss.item(), seconds)
-        report_step(tape, optimizer, batch, watcher)
+        nats = mean_over_ranks(loss).item()
+        note_step(tape.history, len(tape.losses) + 1, bits_of(nats), optimizer)
+        record_step(tape, nats, seconds)
+        report_step(tape, optimizer, config.batch * config.model.context, watcher)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: DemoConfig) -> None:
@@ -140,7 +143,7 @@ def wait_for(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def count_bytes_once(model: GPT, optimizer: torch.optim.Optimizer, tape: Tape) -> None:
+def count_bytes_once(model: nn.Module, optimizer: torch.optim.Optimizer, tape: Tape) -> None:
     """Count memory at the first backward that finds the optimizer's state in place.
 
     Args:
@@ -185,14 +188,14 @@ def record_step(tape: Tape, loss: float, seconds: float) -> None:
 
 
 def report_step(
-    tape: Tape, optimizer: torch.optim.Optimizer, batch: Batch, watcher: Watcher
+    tape: Tape, optimizer: torch.optim.Optimizer, tokens: int, watcher: Watcher
 ) -> None:
     """Tell the watcher about the step just recorded.
 
     Args:
         tape: Holds the step.
         optimizer: Knows the engine, which knows the loss scale.
-        batch: Knows how much text it was.
+        tokens: Bytes of text in the step.
         watcher: Is told.
     """
     watcher.step_done(
@@ -201,6 +204,6 @@ def report_step(
             step=len(tape.losses),
             loss=tape.losses[-1],
             loss_scale=preamp.engine_of(optimizer).loss_scale(0),
-            tokens_per_second=batch.inputs.numel() / tape.seconds[-1],
+            tokens_per_second=tokens / tape.seconds[-1],
         )
     )

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A demo run on several ranks: who shares what, and what the ranks have to say in the end."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from preamp.core.errors import message
+from preamp.demo.model import GPT
+from preamp.distributed.job import gather_to_all, launched_ranks, shard_fully
+from preamp.parallel import DistributedDataParallel, shard_optimizer
+
+Parallel = Literal["none", "ddp", "zero1", "fsdp"]
+
+SHARED = {
+    "none": "One process.",
+    "ddp": "Every rank has everything; gradients are averaged.",
+    "zero1": "Every rank has all weights and gradients, and a part of masters and optimizer state.",
+    "fsdp": "Every rank has a part of weights, gradients, masters and optimizer state.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult:
+    """What one rank says of a training.
+
+    Attributes:
+        rank: Its number.
+        steps_skipped: Steps not taken.
+        loss_scale: At the end.
+        losses: Digest of the curve.
+        weights: Digest of the weights that it has; parts where they are sharded.
+        median_seconds: Of its steps.
+        bytes_per_parameter: What it holds between backward and step.
+        peak_bytes: Highest allocation; ``None`` where torch does not count.
+    """
+
+    rank: int
+    steps_skipped: int
+    loss_scale: float
+    losses: str
+    weights: str
+    median_seconds: float | None
+    bytes_per_parameter: float | None
+    peak_bytes: int | None
+
+
+def choose_parallel(name: str) -> Parallel:
+    """Turn the option into what this process can do.
+
+    Args:
+        name: ``"auto"``, or one of `Parallel`.
+
+    Raises:
+        ValueError: It is nothing of that, or needs more than one process.
+    """
+    ranks = launched_ranks()
+    if name == "auto":
+        return "none" if ranks == 1 else "ddp"
+    for known in get_args(Parallel):
+        if name == known and (name == "none") == (ranks == 1):
+            return known
+    is_known = name in get_args(Parallel)
+    raise ValueError(
+        message(
+            f"--parallel {name} with {ranks} process(es)" if is_known else f"--parallel {name!r}",
+            "Choose none for one process, and ddp, zero1 or fsdp for several",
+            "Start several with torchrun --nproc-per-node 2 -m preamp demo --parallel ddp",
+        )
+    )
+
+
+def shard_before(model: GPT, parallel: str) -> None:
+    """Do what has to be done before the optimizer is made. Mutates ``model``."""
+    if parallel == "fsdp":
+        shard_fully(model, model.blocks)
+
+
+def wrap_after(model: GPT, optimizer: torch.optim.Optimizer, parallel: str) -> nn.Module:
+    """Do what comes after ``preamp.initialize``, and return what runs forward.
+
+    Args:
+        model: Initialized.
+        optimizer: Initialized; with ZeRO-1 its state is shared from now on.
+        parallel: One of `Parallel`.
+    """
+    wrapped = DistributedDataParallel(model) if parallel in ("ddp", "zero1") else model
+    if parallel == "zero1":
+        shard_optimizer(optimizer)
+    return wrapped
+
+
+def gather_ranks(own: RankResult) -> tuple[RankResult, ...]:
+    """Collect what all ranks say; nothing where there is one."""
+    found = gather_to_all(own)
+    return tuple(found) if len(found) > 1 else ()
+
+
+def digest(values: object) -> str:
+    """Return a short text that is equal where all of ``values`` are."""
+    found = hashlib.sha256()
+    if isinstance(values, nn.Module):
+        for param in values.parameters():
+            local = param.to_local() if hasattr(param, "to_local") else param.detach()
+            found.update(local.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    else:
+        found.update(repr(values).encode())
+    return found.hexdigest()[:12]
+
+
+def agreement_of(ranks: tuple[RankResult, ...], parallel: str) -> str:
+    """Say whether ranks agree on what they have to agree on.
+
+    Args:
+        ranks: Two or more.
+        parallel: What they shared.
+    """
+    facts = {
+        "losses": {rank.losses for rank in ranks},
+        "skipped steps": {rank.steps_skipped for rank in ranks},
+        "loss scale": {rank.loss_scale for rank in ranks},
+    }
+    if parallel != "fsdp":  # where each has weights of its own
+        facts["weights"] = {rank.weights for rank in ranks}
+    different = [name for name, found in facts.items() if len(found) > 1]
+    if different:
+        return f"The {len(ranks)} ranks differ in {', '.join(different)}."
+    return f"The {len(ranks)} ranks agree on {', '.join(facts)}."
