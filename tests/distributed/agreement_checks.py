@@ -49,9 +49,9 @@ def _first_step(
         preamp.engine_of(updated).close()
 
 
-def _refused(text: str, call: Callable[[], Any]) -> None:
+def _refused(text: str, call: Callable[..., Any], *args: Any, **arguments: Any) -> None:
     with pytest.raises(preamp.PreampStateError, match=re.escape(text)):
-        call()
+        call(*args, **arguments)
 
 
 def check_levels() -> None:
@@ -63,17 +63,17 @@ def check_levels() -> None:
             "parameters. Build the model and call preamp.initialize in the same way on every "
             "rank, and load checkpoints on all of them."
         )
-        _refused(text, lambda: _first_step(wrap, opt_level=by_rank("O1", "O4")))
+        _refused(text, _first_step, wrap, opt_level=by_rank("O1", "O4"))
 
 
 def check_levels_whose_weights_have_other_dtypes() -> None:
     text = "opt_level is 'O2' on rank 0 and 'O1' on rank 1"
     level = by_rank("O2", "O1")
-    _refused(text, lambda: _first_step(DistributedDataParallel, opt_level=level))
+    _refused(text, _first_step, DistributedDataParallel, opt_level=level)
     text = "opt_level is 'O2' on rank 0 and 'O5' on rank 1"
     level = by_rank("O2", "O5")
     for wrap in (TORCH, DistributedDataParallel):
-        _refused(text, lambda: _first_step(wrap, opt_level=level))
+        _refused(text, _first_step, wrap, opt_level=level)
 
 
 def check_policies_and_scales() -> None:
@@ -81,10 +81,13 @@ def check_policies_and_scales() -> None:
         text = "min_loss_scale is None on rank 0 and 2.0 on rank 1. Under"
         _refused(
             text,
-            lambda: _first_step(wrap, loss_scale="dynamic", min_loss_scale=by_rank(None, 2.0)),
+            _first_step,
+            wrap,
+            loss_scale="dynamic",
+            min_loss_scale=by_rank(None, 2.0),
         )
         text = "the loss scale of loss 0 is 8.0 on rank 0 and 4.0 on rank 1. Under"
-        _refused(text, lambda: _first_step(wrap, loss_scale=by_rank(8.0, 4.0)))
+        _refused(text, _first_step, wrap, loss_scale=by_rank(8.0, 4.0))
 
 
 def check_parameters() -> None:
@@ -94,16 +97,16 @@ def check_parameters() -> None:
             "parameter 'b.weight' is number 2, 2×2, float32, updated by SGD 0, group 0 on rank 0 "
             "and missing on rank 1"
         )
-        _refused(text, lambda: _first_step(wrap, model))
+        _refused(text, _first_step, wrap, model)
         model = by_rank(Named(a=2, b=2), Named(b=2, a=2))
         text = "parameter 'a.weight' is number 0, 2×2"
-        _refused(text, lambda: _first_step(wrap, model))
+        _refused(text, _first_step, wrap, model)
         kind = by_rank(torch.optim.SGD, torch.optim.Adam)
         text = "updated by SGD 0, group 0 on rank 0 and number 0, 2×2, float32, updated by Adam 0"
-        _refused(text, lambda: _first_step(wrap, optimizer=kind))
+        _refused(text, _first_step, wrap, optimizer=kind)
     model = by_rank(Named(a=2), Named(a=3))
     text = "2×2, float32, updated by SGD 0, group 0 on rank 0 and number 0, 3×3"
-    _refused(text, lambda: _first_step(DistributedDataParallel, model))
+    _refused(text, _first_step, DistributedDataParallel, model)
 
 
 def check_a_rank_without_preamp() -> None:

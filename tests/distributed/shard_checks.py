@@ -212,9 +212,9 @@ def check_groups_that_are_added_later() -> None:
     _close(*runs)
 
 
-def _refused(text: str, call: Callable[[], Any]) -> None:
+def _refused(text: str, call: Callable[..., Any], *args: Any, **arguments: Any) -> None:
     with pytest.raises(preamp.PreampStateError, match=re.escape(text)):
-        call()
+        call(*args, **arguments)
 
 
 def check_what_is_refused() -> None:
@@ -249,7 +249,10 @@ def check_what_is_refused() -> None:
     ):
         _refused(
             f"{name} is not known to be elementwise. A rank has parts of the weights; LAMB, LARS,",
-            lambda: Run("O1", build, shared=True),
+            Run,
+            "O1",
+            build,
+            shared=True,
         )
     run = Run("O1", BUILDS["sgd"], shared=False)
     text = (

@@ -88,11 +88,24 @@ def demo(
         torch.set_num_threads(threads)
     with joined(setting.device):
         result = run_watched(setting, console, quiet=quiet or own_rank() > 0)
-    if own_rank() > 0:  # the first one tells for all
-        raise typer.Exit(INTERRUPTED if result.interrupted else 0)
-    show(result, console)
-    page, data = files.write(result, out)
-    console.print(f"Report: {page}\nData:   {data}", soft_wrap=True, highlight=False)
+    finish(result, console, out)
+
+
+def finish(result: DemoResult, console: Console, out: Path) -> None:
+    """Print and write the result, where this is the first rank, which tells for all.
+
+    Args:
+        result: The run.
+        console: Where to print.
+        out: Folder for the files.
+
+    Raises:
+        typer.Exit: The run was interrupted.
+    """
+    if own_rank() == 0:
+        show(result, console)
+        page, data = files.write(result, out)
+        console.print(f"Report: {page}\nData:   {data}", soft_wrap=True, highlight=False)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
 

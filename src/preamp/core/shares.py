@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 _TOGETHER = 64
-"""Elements that stay on one rank: four vectors of AVX-512 in float32, and no less than a line of any
-cache. Vectorised updates round the last elements of a tensor, too few for a vector, in other ways
-than those before (fused multiply-adds or none); this way they are the same ones on all ranks."""
+"""Elements that stay together: four vectors of AVX-512 in float32, two of half numbers.
+
+Vectorised updates round a tensor's last elements, too few for a vector, in other ways than those
+before (with or without fused multiply-adds); with shares like this they are the ones they were."""
 
 
 def share_of(elements: int, world_size: int) -> int:

@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
 
 from preamp.core.errors import message
 from preamp.demo.model import GPT
-from preamp.distributed.job import gather_to_all, launched_ranks, shard_fully
+from preamp.distributed.job import launched_ranks, shard_fully
 from preamp.parallel import DistributedDataParallel, shard_optimizer
 
 Parallel = Literal["none", "ddp", "zero1", "fsdp"]
@@ -95,19 +96,13 @@ def wrap_after(model: GPT, optimizer: torch.optim.Optimizer, parallel: str) -> n
     return wrapped
 
 
-def gather_ranks(own: RankResult) -> tuple[RankResult, ...]:
-    """Collect what all ranks say; nothing where there is one."""
-    found = gather_to_all(own)
-    return tuple(found) if len(found) > 1 else ()
-
-
 def digest(values: object) -> str:
     """Return a short text that is equal where all of ``values`` are."""
     found = hashlib.sha256()
     if isinstance(values, nn.Module):
-        for param in values.parameters():
-            local = param.to_local() if hasattr(param, "to_local") else param.detach()
-            found.update(local.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        for param in cast("Iterable[Any]", values.parameters()):
+            own = (param.to_local() if hasattr(param, "to_local") else param).detach()
+            found.update(own.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     else:
         found.update(repr(values).encode())
     return found.hexdigest()[:12]

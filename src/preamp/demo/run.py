@@ -17,7 +17,8 @@ from preamp.demo.data import Batch, Corpus, held_out_batches, part_of_batch, tra
 from preamp.demo.history import note_start, records_of
 from preamp.demo.measure import activation_bytes, dtypes_of, held_out_bits
 from preamp.demo.model import GPT
-from preamp.demo.parallel import RankResult, digest, gather_ranks, shard_before, wrap_after
+from preamp.demo.parallel import shard_before, wrap_after
+from preamp.demo.rank_results import with_ranks
 from preamp.demo.records import DemoResult, LevelResult, Status
 from preamp.demo.train import DivergedError, Tape, make_optimizer, train
 from preamp.demo.watch import Watcher
@@ -192,29 +193,10 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
         )
         if status == "interrupted":
             return row
-        row = replace(row, ranks=gather_ranks(rank_result_of(row, model)))
+        row = with_ranks(row, model)
         return look_closer(row, setting, model, optimizer)
     finally:
         engine.close()
-
-
-def rank_result_of(row: LevelResult, model: GPT) -> RankResult:
-    """Put together what this rank says of a training.
-
-    Args:
-        row: The level's row so far.
-        model: The trained model.
-    """
-    return RankResult(
-        rank=own_rank(),
-        steps_skipped=row.steps_skipped,
-        loss_scale=row.loss_scale,
-        losses=digest(row.losses),
-        weights=digest(model),
-        median_seconds=row.median_seconds,
-        bytes_per_parameter=row.memory and row.memory.total,
-        peak_bytes=row.peak_bytes,
-    )
 
 
 def look_closer(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,11 +68,11 @@ def _exchange(bucket: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     rank, world_size = group.rank(), group.size()
     flat = [in_memory_order(tensor) for tensor in bucket]
     shares = [share_of(tensor.numel(), world_size) for tensor in flat]
-    own = flat[0].new_zeros(sum(shares))
+    own: Any = flat[0].new_zeros(sum(shares))
     for tensor, place in zip(flat, own.split(shares), strict=True):
         start, stop = span_of(tensor.numel(), rank, world_size)
         place[: stop - start] = tensor[start:stop]
-    found = own.new_empty(world_size, own.numel())
+    found: Any = own.new_empty(world_size, own.numel())
     collectives.all_gather(
         [row.view(torch.uint8) for row in found.unbind(0)], own.view(torch.uint8), group=group
     )

@@ -32,7 +32,7 @@ def own_rank() -> int:
 
 def own_device(device: torch.device) -> torch.device:
     """The accelerator of this rank, where ``device`` names a kind and not one of them."""
-    if device.type == "cpu" or device.index is not None or launched_ranks() == 1:
+    if device.type == "cpu" or ":" in str(device) or launched_ranks() == 1:
         return device
     return torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
 

@@ -179,5 +179,5 @@ def _is_whole(key: str, value: object, whole: torch.Tensor) -> bool:
 
 
 def _is_part(key: str, value: object, part: Part) -> bool:
-    is_state = key != "step" and isinstance(value, torch.Tensor)
-    return is_state and value.shape == (part.stop - part.start,)
+    size = (part.stop - part.start,)
+    return key != "step" and isinstance(value, torch.Tensor) and value.shape == size

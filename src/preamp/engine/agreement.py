@@ -64,7 +64,7 @@ def compare_ranks(engine: Engine | None, module: nn.Module, group: Any) -> None:
     """
     if group.size() == 1:
         return
-    facts = {} if engine is None else _facts(engine, module)
+    facts: Facts = {} if engine is None else _facts(engine, module)
     masters = [] if engine is None else _masters(engine, module)
     own = torch.tensor([*_digest(facts), _checksum(masters)], dtype=torch.int64)
     device = next((param.device for param in module.parameters()), torch.device("cpu"))

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The demo on several ranks learns what one process learns with the same batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cases.demo import CORPUS, config
+from cases.ranks import run_ranks
+from preamp.demo.config import DemoConfig
+from preamp.demo.parallel import RankResult, agreement_of, choose_parallel, digest
+from preamp.demo.records import to_json
+from preamp.demo.run import prepare, run
+from preamp.demo.schema import check_results, read_results
+from preamp.demo.watch import Unwatched
+
+LEVELS = ("O0", "O1", "O2", "O5")
+WAYS = ("ddp", "zero1")
+BUDGETS = {"O0": 1e-5, "O1": 2e-3, "O2": 2e-3, "O5": 2e-2}
+"""Bits per byte; half slices of a batch are multiplied in another order than all of it."""
+
+
+def _config(**changes: Any) -> DemoConfig:
+    return replace(config(*LEVELS, steps=8), batch=4, **changes)
+
+
+def _train(rank: int) -> dict[str, Any]:
+    os.environ.update(WORLD_SIZE="2", RANK=str(rank))  # as torchrun does
+    found: dict[str, Any] = {}
+    for way in WAYS:
+        result = run(prepare(_config(parallel=way, ranks=2), CORPUS), Unwatched())
+        found[way] = json.loads(json.dumps(to_json(result)))
+    return found
+
+
+def test_curves_are_those_of_one_process(tmp_path: Path) -> None:
+    alone = run(prepare(_config(), CORPUS), Unwatched())
+    ranks = run_ranks(_train, tmp_path)
+    for way in WAYS:
+        first, second = (found[way] for found in ranks)
+        check_results(first)
+        for ours, other, wanted in zip(
+            first["levels"], second["levels"], alone.levels, strict=True
+        ):
+            level = wanted.level
+            assert ours["status"] == "finished"
+            assert ours["losses"] == other["losses"]
+            assert ours["losses"] == pytest.approx(wanted.losses, abs=BUDGETS[level]), level
+            assert ours["held_out_bits"] == pytest.approx(wanted.held_out_bits, abs=0.02)
+            assert ours["ranks"] == other["ranks"]
+            assert [rank["rank"] for rank in ours["ranks"]] == [0, 1]
+            assert len({rank["weights"] for rank in ours["ranks"]}) == 1
+        assert first["config"]["parallel"] == way
+    for whole, shared in zip(ranks[0]["ddp"]["levels"], ranks[0]["zero1"]["levels"], strict=True):
+        assert whole["losses"] == shared["losses"]
+        assert whole["ranks"][0]["weights"] == shared["ranks"][0]["weights"]
+        assert whole["memory"]["optimizer_state"] > 1.5 * shared["memory"]["optimizer_state"]
+        assert whole["memory"]["weights"] == shared["memory"]["weights"]
+        if whole["level"] in ("O2", "O5"):
+            assert whole["memory"]["masters"] > 1.5 * shared["memory"]["masters"]
+
+
+def test_torchrun_starts_it(tmp_path: Path) -> None:
+    options = "--layers 1 --width 16 --heads 2 --context 8 --batch 2 --steps 3 --levels O2"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "preamp",
+        "demo",
+        *options.split(),
+        "--device",
+        "cpu",
+    ]
+    done = subprocess.run(
+        [*command, "--parallel", "zero1", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Report:") == 1  # the first rank tells for all
+    told = " ".join(done.stdout.split())
+    assert "The 2 ranks agree on losses, skipped steps, loss scale, weights." in told
+    document = read_results(tmp_path / "results.json")
+    assert document["config"]["ranks"] == 2
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "a part of masters and optimizer state" in page
+
+
+def _rank(rank: int, **changes: Any) -> RankResult:
+    made = RankResult(
+        rank=rank,
+        steps_skipped=0,
+        loss_scale=1.0,
+        losses="a",
+        weights="b",
+        median_seconds=None,
+        bytes_per_parameter=None,
+        peak_bytes=None,
+    )
+    return replace(made, **changes)
+
+
+def test_ranks_that_differ_are_told_so() -> None:
+    ranks = (_rank(0), _rank(1, weights="c", steps_skipped=1))
+    assert agreement_of(ranks, "ddp") == "The 2 ranks differ in skipped steps, weights."
+    ranks = (_rank(0), _rank(1, weights="c"))
+    assert agreement_of(ranks, "fsdp") == "The 2 ranks agree on losses, skipped steps, loss scale."
+
+
+def test_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert choose_parallel("auto") == choose_parallel("none") == "none"
+    text = (
+        "--parallel ddp with 1 process(es). Choose none for one process, and ddp, zero1 or fsdp "
+        "for several. Start several with torchrun --nproc-per-node 2 -m preamp demo --parallel ddp."
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        choose_parallel("ddp")
+    with pytest.raises(ValueError, match=re.escape("--parallel 'tp'. Choose none")):
+        choose_parallel("tp")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert choose_parallel("auto") == "ddp"
+    assert [choose_parallel(name) for name in ("ddp", "zero1", "fsdp")] == ["ddp", "zero1", "fsdp"]
+    with pytest.raises(ValueError, match=re.escape("--parallel none with 2 process(es).")):
+        choose_parallel("none")
+
+
+def test_every_rank_needs_an_equal_part() -> None:
+    text = (
+        "Got batch=3 with 2 ranks. Every rank gets an equal part of each batch. Pass for example "
+        "--batch 2."
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        DemoConfig(batch=3, ranks=2)
+
+
+def test_bytes_are_compared_by_their_digest() -> None:
+    torch.manual_seed(0)
+    from_one = torch.nn.Linear(2, 2)
+    assert digest(from_one) == digest(from_one)
+    with torch.no_grad():
+        before = digest(from_one)
+        from_one.weight[0, 0] += 1e-3
+    assert digest(from_one) != before
