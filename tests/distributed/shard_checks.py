@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import preamp
@@ -255,12 +256,30 @@ def check_what_is_refused() -> None:
             shared=True,
         )
     run = Run("O1", BUILDS["sgd"], shared=False)
-    text = (
-        "This SGD is not sharded. full_state_dicts puts together what "
-        "preamp.parallel.shard_optimizer shared out. Call state_dict() of model and optimizer."
-    )
-    _refused(text, lambda: full_state_dicts(run.model, run.optimizer))
+    assert (full_state_dicts(run.model, run.optimizer) is None) == (dist.get_rank() > 0)
     _close(run)
+
+
+def check_torchs_own_sharding() -> None:
+    """It has an optimizer inside, which does not see masters."""
+
+    def build(params: Any) -> Any:
+        return ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1)
+
+    text = (
+        "A ZeroRedundancyOptimizer was given at a level with master weights. Its inner optimizer "
+        "would update the half weights themselves, by scaled gradients. Initialize the optimizer "
+        "that it would make, and then call preamp.parallel.shard_optimizer(optimizer)."
+    )
+    for level in ("O2", "O5"):
+        _refused(text, Run, level, build, shared=False)
+    for level in ("O0", "O1", "O4"):
+        wanted = functools.partial(optim.SGD, lr=0.1)
+        runs = Run(level, build, shared=False), Run(level, wanted, shared=False)
+        for run in runs:
+            run.train()
+        _assert_same_weights(runs, level)
+        _close(*runs)
 
 
 def check_a_failing_step_leaves_whole_parameters() -> None:

@@ -191,10 +191,9 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
             peak_bytes=peak_of(setting.device),
             records=records_of(tape.history, engine),
         )
-        if status == "interrupted":
-            return row
-        row = with_ranks(row, model)
-        return look_closer(row, setting, model, optimizer)
+        if status != "interrupted":
+            row = look_closer(with_ranks(row, model), setting, model, optimizer)
+        return row
     finally:
         engine.close()
 

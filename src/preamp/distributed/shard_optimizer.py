@@ -12,7 +12,7 @@ from torch import nn, optim
 
 from preamp.core.errors import PreampStateError, message
 from preamp.core.ranks import broadcast_from_first
-from preamp.distributed.groups import default_group, require_group
+from preamp.distributed.groups import default_group, group_is_ready, require_group
 from preamp.distributed.sharing import Sharing
 from preamp.engine.agreement import compare_ranks
 from preamp.engine.lookup import bare, engine_of
@@ -111,30 +111,24 @@ def full_state_dicts(
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Return ``model.state_dict()`` and ``optimizer.state_dict()`` as of a run without sharding.
 
-    All ranks make this call, and load what it returned: ``model.load_state_dict`` and
+    All ranks make this call, also those of a run that shares nothing, and load what it returned: ``model.load_state_dict`` and
     ``optimizer.load_state_dict`` take each rank's part of it.
 
     Args:
         model: In the engine of ``optimizer``; may be wrapped.
-        optimizer: After `shard_optimizer`.
+        optimizer: Initialized.
         to: The rank of the group that wants them.
 
     Returns:
         Both on that rank, what was shared on the CPU; ``None`` on the others.
 
     Raises:
-        PreampStateError: ``optimizer`` is not sharded.
+        PreampStateError: ``optimizer`` has no engine.
     """
-    session = _session_of(optimizer)
-    sharing = session.sharing
-    if not isinstance(sharing, Sharing):
-        raise PreampStateError(
-            message(
-                f"This {type(optimizer).__name__} is not sharded",
-                "full_state_dicts puts together what preamp.parallel.shard_optimizer shared out",
-                "Call state_dict() of model and optimizer",
-            )
-        )
+    sharing = _session_of(optimizer).sharing
+    if not isinstance(sharing, Sharing):  # as with one process
+        is_mine = not group_is_ready() or default_group().rank() == to
+        return (model.state_dict(), optimizer.state_dict()) if is_mine else None
     is_mine = sharing.group.rank() == to
     for twin in sharing.twins():
         twin.absorb_external_write()

@@ -105,6 +105,25 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             )
 
 
+def check_keeps_params(optimizers: Sequence[torch.optim.Optimizer], *, has_masters: bool) -> None:
+    """Refuse an optimizer that hands the work to one inside, which would not see any master.
+
+    Raises:
+        PreampStateError: It is torch's ``ZeroRedundancyOptimizer``.
+    """
+    for optimizer in optimizers:  # by name: its module is not there in every torch
+        if has_masters and "ZeroRedundancyOptimizer" in {k.__name__ for k in type(optimizer).mro()}:
+            raise PreampStateError(
+                message(
+                    "A ZeroRedundancyOptimizer was given at a level with master weights",
+                    "Its inner optimizer would update the half weights themselves, by scaled "
+                    "gradients",
+                    "Initialize the optimizer that it would make, and then call "
+                    "preamp.parallel.shard_optimizer(optimizer)",
+                )
+            )
+
+
 def check_not_wrapped(models: Sequence[nn.Module]) -> None:
     """Refuse models inside DistributedDataParallel or DataParallel.
 

@@ -167,6 +167,7 @@ def create_engine(
     num_losses = checks.check_num_losses(num_losses)
     checks.check_optimizers(optimizer_list)
     if policy.enabled:
+        checks.check_keeps_params(optimizer_list, has_masters=policy.master_weights)
         checks.check_not_wrapped(model_list)
         if not allow_half_model:
             checks.check_not_half(model_list)

@@ -51,8 +51,9 @@ def estimate(
             else all of the model's. Its state is found by one step on tensors of a few elements.
         world_size: Ranks.
         sharding: ``"none"``: every rank has everything. ``"zero1"``: each tensor's master and
-            optimizer state are shared out. ``"fsdp"``: weights and gradients too. Shared tensors
-            are split by elements, the last share padded.
+            optimizer state are shared out, as by ``preamp.parallel.shard_optimizer``.
+            ``"fsdp"``: weights and gradients too. Tensors are split by elements; told is what
+            the rank with the largest shares has.
         loss_fn: ``loss_fn(model, batch)`` returns a scalar loss; adds ``activations`` and
             ``peak``, for one rank without sharding.
         batch: For ``loss_fn``: tensors, or containers of them.
