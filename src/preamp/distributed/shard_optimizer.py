@@ -111,8 +111,8 @@ def full_state_dicts(
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Return ``model.state_dict()`` and ``optimizer.state_dict()`` as of a run without sharding.
 
-    All ranks make this call, also those of a run that shares nothing, and load what it returned: ``model.load_state_dict`` and
-    ``optimizer.load_state_dict`` take each rank's part of it.
+    All ranks make this call, also those of a run that shares nothing. All load what it returned:
+    ``model.load_state_dict`` and ``optimizer.load_state_dict`` take each rank's part of it.
 
     Args:
         model: In the engine of ``optimizer``; may be wrapped.
