@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -193,6 +194,23 @@ def check_parameters_that_are_not_used() -> None:
             run.step()
         run.check_ranks()
         assert run.engine.steps_applied == STEPS
+        run.engine.close()
+
+
+def check_a_step_adds_no_communication() -> None:
+    """Ranks agree by the gradients that the wrapper has reduced; it does so without Python."""
+    names = [name for name in dir(dist) if name.startswith(("all_", "broadcast", "reduce", "send"))]
+    for level, wrap in itertools.product(LEVEL_NAMES, (TorchDDP, DistributedDataParallel)):
+        run = Run(level, wrap=wrap)
+        run.backward(0)
+        run.step()
+        with pytest.MonkeyPatch.context() as patch:
+            for name in names:
+                patch.setattr(dist, name, None)  # whoever calls it fails
+            run.backward(1)
+            preamp.clip_grad_norm_(run.optimizer, 1.0)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
         run.engine.close()
 
 
