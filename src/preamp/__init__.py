@@ -16,6 +16,8 @@ from preamp.casting import register_bfloat16_function as register_bfloat16_funct
 from preamp.casting import register_float_function as register_float_function
 from preamp.casting import register_half_function as register_half_function
 from preamp.casting import register_promote_function as register_promote_function
+from preamp.checkpoint.entry import load_checkpoint as load_checkpoint
+from preamp.checkpoint.entry import save_checkpoint as save_checkpoint
 from preamp.compat.alias import install_apex_alias as install_apex_alias
 from preamp.compat.alias import remove_apex_alias as remove_apex_alias
 from preamp.core.errors import LossScaleError as LossScaleError
@@ -63,6 +65,7 @@ __all__ = [
     "half_function",
     "initialize",
     "install_apex_alias",
+    "load_checkpoint",
     "load_state_dict",
     "master_params",
     "plan",
@@ -72,6 +75,7 @@ __all__ = [
     "register_half_function",
     "register_promote_function",
     "remove_apex_alias",
+    "save_checkpoint",
     "scale_loss",
     "state_dict",
     "step_scheduler",

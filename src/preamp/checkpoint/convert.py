@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import pickle
@@ -17,6 +16,7 @@ import torch
 from preamp.checkpoint.reader import ApexRecord, read_apex_checkpoint
 from preamp.checkpoint.scaler_state import plain_loss_scaler
 from preamp.core.errors import message
+from preamp.core.files import replacing
 
 UNCHANGED = "unchanged"
 RECORD = "object of "
@@ -284,15 +284,8 @@ def write_atomically(content: Any, target: Path) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    draft = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with draft.open("xb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
+    with replacing(target) as file:
+        torch.save(content, file)
+        file.flush()
         # torch.load's default must take it, or the conversion would have been for nothing.
-        cast("Any", torch).load(draft, map_location="cpu", mmap=True, weights_only=True)
-        os.replace(draft, target)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            draft.unlink()
+        cast("Any", torch).load(file.name, map_location="cpu", mmap=True, weights_only=True)

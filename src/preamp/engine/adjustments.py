@@ -22,6 +22,10 @@ class Adjustments:
         """Let ``scaler`` react with the next block that does, at the latest with the next step."""
         self._late[id(scaler)] = scaler
 
+    def is_due(self, scaler: LossScaler) -> bool:
+        """Whether ``scaler`` has yet to react."""
+        return id(scaler) in self._late
+
     def catch_up(self) -> None:
         """There is a step: let all react."""
         for scaler in tuple(self._late.values()):

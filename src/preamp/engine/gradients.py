@@ -28,6 +28,7 @@ class GradientBooks:
         stage: Where the gradients stand.
         is_open: Whether a ``scale_loss`` block is under way.
         known_norm: What a census found, if clipping wants it.
+        direct, delayed: Gradients without masters; those left scaled, or ``None``.
     """
 
     def __init__(
@@ -46,9 +47,9 @@ class GradientBooks:
         self._reduced_at = reductions.unreduced
         self._optimizer = optimizer
         self._ops = ops
-        self._direct = DirectGradients(ops)
-        self._own: list[torch.Tensor] = []  # without masters, in this block and no earlier one
-        self._delayed: Delayed | None = None
+        self.direct = DirectGradients(ops)
+        self._own: list[torch.Tensor] = []  # without masters, in this block only
+        self.delayed: Delayed | None = None
 
     def params(self) -> Iterator[torch.Tensor]:
         """What the optimizer updates."""
@@ -71,7 +72,7 @@ class GradientBooks:
         """
         self.known_norm.forget()
         self._own = self._unclaimed(claimed)
-        if self._delayed is None:  # otherwise raw gradients of one scale pile up in place
+        if self.delayed is None:  # otherwise raw gradients of one scale pile up in place
             carry: torch.Tensor | float | None = None
             scale = 1.0 if plan.scaler.is_identity else plan.scaler.scale
             if plan.may_reduce and self.may_be_local:
@@ -80,7 +81,7 @@ class GradientBooks:
             for twin in twins:
                 twin.reconcile()  # all may refuse before anything is moved
             # Takes itself back if it fails.
-            self._direct.set_aside(
+            self.direct.set_aside(
                 self._own,
                 carry,
                 scale if plan.will_delay else None,
@@ -102,27 +103,22 @@ class GradientBooks:
     @property
     def has_aside(self) -> bool:
         """Whether an earlier gradient is away while others were left scaled."""
-        return self._direct.has_aside or any(twin.has_aside for twin in self.masters or ())
+        return self.direct.has_aside or any(twin.has_aside for twin in self.masters or ())
 
     def _unclaimed(self, claimed: set[int]) -> list[torch.Tensor]:
         own = [param for param in self.direct_params() if id(param) not in claimed]
         claimed.update(map(id, own))
         return own
 
-    @property
-    def is_delayed(self) -> bool:
-        """Whether gradients were left scaled."""
-        return self._delayed is not None
-
     def continues_with(self, scaler: LossScaler) -> bool:
         """Whether gradients left scaled, if any, can be added to as they are."""
-        return self._delayed is None or self._delayed.continues_with(scaler)
+        return self.delayed is None or self.delayed.continues_with(scaler)
 
     # -- a block ends ------------------------------------------------------------------------
 
     def abort(self) -> None:
         """The body raised: drop its gradients, restore those from before."""
-        if self.is_open and self._delayed is None:
+        if self.is_open and self.delayed is None:
             self.undo()
         # After a delayed block nothing was set aside; what autograd added stays, as in torch.
         self.is_open = False
@@ -131,11 +127,10 @@ class GradientBooks:
         """Restore the gradients from before the block, or from before the first delayed one."""
         was_open, self.is_open = self.is_open, False
         self.known_norm.forget()
-        if self._delayed is not None:
-            self._delayed = None
-            self.stage = Stage.READY
+        if self.delayed is not None:
+            self.delayed, self.stage = None, Stage.READY
         if was_open:
-            self._direct.put_back(self._own)
+            self.direct.put_back(self._own)
             for twin in self.masters or ():
                 twin.put_back()
             for twin in self.masters or ():
@@ -153,10 +148,10 @@ class GradientBooks:
         for twin in self.masters or ():
             twin.stand_in()
             twin.note_raw()
-        if self._delayed is None:
+        if self.delayed is None:
             inverse = None if scaler.is_identity else note.scale.reciprocal()
-            self._delayed = Delayed(scaler, generation, inverse, note)
-        self._delayed.has_gradients |= self.holds_raw()
+            self.delayed = Delayed(scaler, generation, inverse, note)
+        self.delayed.has_gradients |= self.holds_raw()
         self.stage = Stage.SCALED
 
     def census(self, scaler: LossScaler, note: GradientNote) -> torch.Tensor | None:
@@ -184,7 +179,7 @@ class GradientBooks:
     def _holds_earlier(self) -> bool:
         """Whether earlier gradients join those of this backward."""
         twins = self.masters or ()
-        return self._direct.has_earlier or any(t.master.has_materialized_grad for t in twins)
+        return self.direct.has_earlier or any(t.master.has_materialized_grad for t in twins)
 
     def merge(self, factor: torch.Tensor | None) -> None:
         """Unscale the new gradients and add the earlier ones.
@@ -192,7 +187,7 @@ class GradientBooks:
         Args:
             factor: float32 scalar, or ``None`` where there is nothing to unscale.
         """
-        self._direct.merge(self._own, factor)
+        self.direct.merge(self._own, factor)
         for twin in self.masters or ():
             twin.stand_in()
 
@@ -205,7 +200,7 @@ class GradientBooks:
         """
         if is_reduced:
             self._reduced_at = self._reductions.unreduced
-        self._direct.commit(self._own)
+        self.direct.commit(self._own)
         factors: dict[torch.device, torch.Tensor] = {}
         for twin in self.masters or ():
             device = twin.half.device  # a factor elsewhere would make clipping wait for a copy
@@ -216,7 +211,7 @@ class GradientBooks:
         self.known_norm.commit(factor, tuple(factors.values()), is_reduced=is_reduced)
         self.is_open = False
         self.stage = Stage.UNSCALED
-        self._delayed = None
+        self.delayed = None
 
     # -- gradients left scaled ---------------------------------------------------------------
 
@@ -229,7 +224,7 @@ class GradientBooks:
         Returns:
             What `census` found and the note of it; ``None`` where nobody looked.
         """
-        delayed = self._delayed
+        delayed = self.delayed
         if delayed is None:
             return None
         self._own = self._unclaimed(claimed)
@@ -254,13 +249,13 @@ class GradientBooks:
 
     def holds_any(self) -> bool:
         """Whether gradients from before are left; those that the script zeroed do not count."""
-        return self._direct.holds_gradient(self.direct_params()) or any(
+        return self.direct.holds_gradient(self.direct_params()) or any(
             twin.holds_gradient for twin in self.masters or ()
         )
 
     def is_abandoned(self) -> bool:
         """Whether the script has dropped all gradients of a delayed accumulation."""
-        delayed = self._delayed
+        delayed = self.delayed
         return delayed is not None and delayed.has_gradients and not self.holds_raw()
 
     def refuse_sparse(self) -> None:
@@ -283,11 +278,11 @@ class GradientBooks:
             twin.drop()
             if not self.is_open:
                 twin.end()
-        self._direct.forget()
+        self.direct.forget()
 
     def zero(self, zero_rest: Callable[[], object]) -> object:
         """Fill them with zeros instead; see `Masters.zero_gradients`."""
-        self._direct.forget()
+        self.direct.forget()
         if self.masters is None:
             return zero_rest()
         return self.masters.zero_gradients(zero_rest, in_backward=self.is_open)
@@ -295,6 +290,11 @@ class GradientBooks:
     def reset(self) -> None:
         """Back to READY: nothing delayed."""
         self.stage = Stage.READY
-        self._delayed = None
+        self.delayed = None
         self.known_norm.forget()
         self._reduced_at = self._reductions.unreduced
+
+    def resume(self, stage: Stage, delayed: Delayed | None, *, may_be_local: bool) -> None:
+        """Go on where another process has stopped."""
+        self.stage, self.delayed = stage, delayed
+        self._reduced_at = self._reductions.unreduced - int(may_be_local)

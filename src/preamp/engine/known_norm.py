@@ -88,6 +88,25 @@ class KnownNorm:
         self.forget()  # clipped gradients have another
         return norm
 
+    def memo(
+        self, grads: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, bool, bool]:
+        """What to keep to go on in another process; arguments as `take`."""
+        return self._norm if self._is_of(grads, factors) else None, self._clips, self._clipped
+
+    def recall(
+        self,
+        memo: tuple[torch.Tensor | None, bool, bool],
+        grads: Sequence[torch.Tensor],
+        factors: Sequence[torch.Tensor],
+    ) -> None:
+        """Go on from there; the gradients are in place again."""
+        self.forget()
+        norm, self._clips, self._clipped = memo
+        if norm is not None:
+            self._norm, self._grads, self._factors = norm, grads, factors
+            self._versions = {id(grad): version_of(grad) for grad in grads}
+
     def _is_of(self, grads: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]) -> bool:
         if self._norm is None or not _is_sound(self._norm, grads):
             return False

@@ -31,6 +31,7 @@ class OptimizerSession:
         masters: Its float32 masters, or ``None`` at levels without.
         gradients: Where its gradients stand.
         notes: What the backwards since the last step found, for overflow messages.
+        found_inf: Not zero if the next step must be skipped; ``None`` if nobody looked.
         backwards: Backwards collected so far.
         steps_applied: Steps that updated the weights.
         steps_skipped: Steps not taken because of overflow.
@@ -57,7 +58,7 @@ class OptimizerSession:
         self.skips_in_row = 0
         self.sharing: StepSharing = Unshared()
         self._name_of = name_of
-        self._found_inf: torch.Tensor | None = None
+        self.found_inf: torch.Tensor | None = None
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -138,11 +139,11 @@ class OptimizerSession:
     def begin_backward(self, plan: Plan, claimed: set[int]) -> None:
         """Set earlier gradients aside. Mutates the parameters' ``grad``. Arguments as `settle`."""
         if (
-            self._found_inf is not None
-            and not self.gradients.is_delayed
+            self.found_inf is not None
+            and self.gradients.delayed is None
             and not self.gradients.holds_any()
         ):
-            self._found_inf = None  # the overflowed gradients were dropped: a fresh start
+            self.found_inf = None  # the overflowed gradients were dropped: a fresh start
             self.notes.clear()
         self.gradients.begin(plan, claimed)
 
@@ -164,9 +165,9 @@ class OptimizerSession:
             found_inf: float32 scalar, not zero if this optimizer's next step must be skipped.
             note: What to tell about it.
         """
-        if self._found_inf is not None:
-            found_inf = torch.maximum(self._found_inf.to(found_inf.device), found_inf)
-        self._found_inf = found_inf
+        if self.found_inf is not None:
+            found_inf = torch.maximum(self.found_inf.to(found_inf.device), found_inf)
+        self.found_inf = found_inf
         self.notes = [*self.notes[-_NOTES_KEPT + 1 :], note]
 
     # -- one step ----------------------------------------------------------------------------
@@ -176,7 +177,7 @@ class OptimizerSession:
 
         torch's protocol for it is the one of its ``GradScaler``; fused optimizers follow it.
         """
-        found_inf = self._found_inf
+        found_inf = self.found_inf
         if found_inf is None or host_reaches(found_inf):
             return None
         return found_inf if self.obeys_on_device else None
@@ -188,9 +189,9 @@ class OptimizerSession:
 
     def overflowed(self) -> bool:
         """Whether the gradients at hand contain an overflow. Synchronises if any was possible."""
-        if self._found_inf is None or self._found_inf.item() != 0:
-            return self._found_inf is not None
-        self._found_inf = None  # known to be clean: not asked for again
+        if self.found_inf is None or self.found_inf.item() != 0:
+            return self.found_inf is not None
+        self.found_inf = None  # known to be clean: not asked for again
         return False
 
     def check_unscaled(self) -> None:
@@ -227,7 +228,7 @@ class OptimizerSession:
     def reset(self) -> None:
         """Back to READY: no overflow, nothing delayed."""
         self.gradients.reset()
-        self._found_inf = None
+        self.found_inf = None
         self.notes.clear()
 
     # -- zero_grad ---------------------------------------------------------------------------

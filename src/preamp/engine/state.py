@@ -39,11 +39,8 @@ def scalers_state(engine: Engine) -> dict[str, Any]:
     return state
 
 
-def load_scalers(engine: Engine, state: Mapping[str, Any]) -> bool:
-    """Set scalers by the number in their key, and the counters if there are any.
-
-    Returns:
-        Whether there were.
+def read_scalers(engine: Engine, state: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    """Check that ``state`` fits, and return the counters of each optimizer if there are any.
 
     Raises:
         ValueError: See `Engine.load_state_dict`.
@@ -62,9 +59,21 @@ def load_scalers(engine: Engine, state: Mapping[str, Any]) -> bool:
         )
     for scaler, key in zip(engine.scalers, wanted, strict=True):
         scaler.read_state(state[key])
-    counts = _read_steps(state.get("steps", ()))
-    for scaler, key in zip(engine.scalers, wanted, strict=True):
-        scaler.load_state_dict(state[key])
+    return _read_steps(state.get("steps", ()))
+
+
+def load_scalers(engine: Engine, state: Mapping[str, Any]) -> bool:
+    """Set scalers by the number in their key, and the counters if there are any.
+
+    Returns:
+        Whether there were.
+
+    Raises:
+        ValueError: See `Engine.load_state_dict`.
+    """
+    counts = read_scalers(engine, state)
+    for index, scaler in enumerate(engine.scalers):
+        scaler.load_state_dict(state[f"{_PREFIX}{index}"])
     for session, count in zip(engine.sessions.values(), counts, strict=False):
         session.steps_applied, session.steps_skipped, session.skips_in_row = count
     return bool(counts)

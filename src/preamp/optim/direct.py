@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,19 @@ Factor = torch.Tensor | float
 
 def _beside(factor: Factor, grad: torch.Tensor) -> Factor:
     return factor.to(grad.device) if isinstance(factor, torch.Tensor) else factor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DirectMemo:
+    """What is known of gradients besides these, to go on in another process.
+
+    Attributes:
+        untouched: Indices of the parameters whose gradient is as the latest merge left it.
+        aside: Index, gradient, and whether it is carried, of what is set aside.
+    """
+
+    untouched: list[int]
+    aside: list[tuple[int, torch.Tensor, bool]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,6 +176,21 @@ class DirectGradients:
             if version_of(grad) == self._versions.get(id(param)) or has_nonzero(grad):
                 return True
         return False
+
+    def memo(self, params: Sequence[torch.Tensor]) -> DirectMemo:
+        """What to keep beside the gradients of ``params``."""
+        known = {id(param): index for index, param in enumerate(params)}
+        grads = [(index, id(param), param.grad) for index, param in enumerate(params)]
+        return DirectMemo(
+            [i for i, key, g in grads if g is not None and version_of(g) == self._versions.get(key)],
+            [(known[key], e.grad, e.is_carried) for key, e in self._aside.items() if key in known],
+        )
+
+    def recall(self, params: Sequence[torch.Tensor], memo: DirectMemo) -> None:
+        """Go on from there; the gradients are in place again."""
+        self._aside = {id(params[i]): _Earlier(params[i], g, c) for i, g, c in memo.aside}
+        grads = [(id(params[index]), params[index].grad) for index in memo.untouched]
+        self._versions = {key: version_of(grad) for key, grad in grads if grad is not None}
 
     def forget(self) -> None:
         """Drop what was set aside."""

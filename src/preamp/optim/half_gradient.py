@@ -65,6 +65,25 @@ class HalfGradient:
         return self.is_plain and (self.factor is not None or self.is_alone or self.is_spent)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TwinMemo:
+    """What a twin knows of its gradients besides these, to go on in another process.
+
+    Attributes:
+        seen: The half gradient as it is now.
+        is_raw: Whether it still is what a block left scaled; ``None`` if none did.
+        is_open: Whether a backward is under way.
+        is_carried: Whether the half gradient holds the earlier one too.
+        zeros_aside: Whether zeros are away meanwhile.
+    """
+
+    seen: HalfGradient | None
+    is_raw: bool | None
+    is_open: bool
+    is_carried: bool
+    zeros_aside: bool
+
+
 def unscaled(tensor: torch.Tensor, *, is_zeroed: bool = False) -> HalfGradient:
     """Return the record of a gradient that has no loss scale on it."""
     one = tensor.new_ones((), dtype=torch.float32)
@@ -97,3 +116,15 @@ def changed_in_place(tensor: torch.Tensor, name: str) -> PreampStateError:
             "every backward inside scale_loss",
         )
     )
+
+
+def is_at(version: int | None, grad: torch.Tensor | None) -> bool | None:
+    """Whether ``grad`` has that version; ``None`` where there is no version to compare with."""
+    return None if version is None else grad is not None and version_of(grad) == version
+
+
+def version_if(is_same: bool | None, grad: torch.Tensor | None) -> int | None:
+    """A version that makes `is_at` say ``is_same`` of ``grad``."""
+    if is_same is None:
+        return None
+    return -1 if grad is None or not is_same else version_of(grad)

@@ -16,7 +16,8 @@ import torch
 
 from preamp.core.tensors import WeightMark, stored_grad, version_of
 from preamp.kernels import Ops
-from preamp.optim.half_gradient import HalfGradient, changed_in_place, nothing_more, unscaled
+from preamp.optim import half_gradient
+from preamp.optim.half_gradient import HalfGradient, TwinMemo, nothing_more, unscaled
 from preamp.optim.master_parameter import MasterParameter
 from preamp.optim.part import Holding
 
@@ -258,7 +259,7 @@ class Twin:
             return
         if not seen.may_be_read_again(now):
             if now is not seen.tensor or bool(now.any()):
-                raise changed_in_place(now, self.name)
+                raise half_gradient.changed_in_place(now, self.name)
             # Zeros are a gradient, as in plain torch: momentum and weight decay go on.
             self.held.keep(None)
             self._seen = unscaled(now, is_zeroed=True)
@@ -266,6 +267,19 @@ class Twin:
         if seen.factor is None:
             self.held.keep(None)
         self._seen = unscaled(now)
+
+    def memo(self) -> TwinMemo:
+        """What to keep beside the gradients, to go on from here in another process."""
+        if not self._open:
+            self.reconcile()
+        is_raw = half_gradient.is_at(self._raw, self.half.grad)
+        return TwinMemo(self._seen, is_raw, self._open, self._is_carried, self._zeros_aside)
+
+    def recall(self, memo: TwinMemo) -> None:
+        """Go on from there; the gradients are in place again."""
+        self._seen, self._open, self._is_carried = memo.seen, memo.is_open, memo.is_carried
+        self._zeros_aside = memo.zeros_aside
+        self._raw = half_gradient.version_if(memo.is_raw, self.half.grad)
 
     # -- weights -----------------------------------------------------------------------------
 

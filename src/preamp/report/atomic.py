@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Files that are there in full, or as they were before."""
+"""Pages that are there in full, or as they were before."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
-import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +12,8 @@ from preamp.core.errors import system_error
 
 _ALLOWED: Final = "A page goes to a file, in a folder in which files can be made"
 _DO: Final = "Pass another path"
+
+from preamp.core.files import replacing
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -33,7 +33,8 @@ def replace_file(path: Path, text: str) -> None:
             raise FileExistsError(errno.EEXIST, "What is there is no regular file")
         missing += (each for each in target.parents if not each.exists())
         target.parent.mkdir(parents=True, exist_ok=True)
-        _replace(target, text)
+        with replacing(target) as file:
+            file.write(text.encode("utf-8"))
     except BaseException as error:
         for folder in missing:
             with contextlib.suppress(OSError):
@@ -41,27 +42,3 @@ def replace_file(path: Path, text: str) -> None:
         if isinstance(error, OSError):
             raise system_error(error, f"{path} cannot be written", _ALLOWED, _DO) from None
         raise
-
-
-def _replace(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, _mode(path))
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
-
-
-def _mode(path: Path) -> int:
-    """Permissions of the file that is replaced, or those that a new file gets."""
-    if path.exists():
-        return path.stat().st_mode & 0o777
-    mask = os.umask(0o022)  # there is no way to read it without setting it
-    os.umask(mask)
-    return 0o666 & ~mask

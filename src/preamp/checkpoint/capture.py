@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The content of a checkpoint: everything that training goes on from, as plain data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from preamp.checkpoint.rng import random_states
+from preamp.checkpoint.subjects import Subjects, class_name, of_model, params_of
+from preamp.core.dtypes import dtype_name
+from preamp.engine import Engine
+from preamp.engine.pending import check_outside_blocks, pending_state
+
+
+def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
+    """Return the content, whose tensors are mostly the live ones. Synchronises.
+
+    Args:
+        subjects: Not mutated, except that masters take over what was written to half weights.
+        extra: Put in as it is.
+
+    Raises:
+        PreampStateError: Inside a ``scale_loss`` block; or a gradient was changed while a loss
+            scale was on it.
+    """
+    for engine in subjects.engines:
+        check_outside_blocks(engine, "save_checkpoint")
+    names = {id(param): name for name, param in subjects.named_params()}
+    masters = subjects.masters()
+    return {
+        "models": [_model_state(model) for model in subjects.models],
+        "optimizers": [_optimizer_state(optimizer, names) for optimizer in subjects.optimizers],
+        "own_params": {
+            name: masters.get(id(param), param).detach()
+            for name, param in subjects.named_params()
+            if name.startswith("optimizers/")
+        },
+        "engines": [_engine_state(engine, subjects) for engine in subjects.engines],
+        "gradients": subjects.gradients(),
+        "schedulers": [
+            {"class": class_name(scheduler), "state": scheduler.state_dict()}
+            for scheduler in subjects.schedulers
+        ],
+        "rng": [random_states()],
+        "extra": extra,
+    }
+
+
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    state = model.state_dict()
+    metadata: Any = getattr(state, "_metadata", {})
+    return {
+        "class": class_name(model),
+        "state": {
+            name: value.contiguous() if isinstance(value, torch.Tensor) else value
+            for name, value in state.items()
+        },
+        "metadata": {name: dict(entry) for name, entry in metadata.items()},
+    }
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Any]:
+    return {
+        "class": class_name(optimizer),
+        "state": optimizer.state_dict(),
+        "params": describe_params(optimizer, names),
+    }
+
+
+def describe_params(
+    optimizer: torch.optim.Optimizer, names: dict[int, str]
+) -> list[dict[str, Any]]:
+    """What tells whether a state is of this very optimizer: its parameters, in their order."""
+    return [
+        {
+            "name": names[id(of_model(param))],
+            "shape": list(param.shape),
+            "dtype": dtype_name(param.dtype),
+        }
+        for param in params_of(optimizer)
+    ]
+
+
+def _engine_state(engine: Engine, subjects: Subjects) -> dict[str, Any]:
+    return {
+        "opt_level": engine.policy.opt_level,
+        "optimizers": [
+            index for index, o in enumerate(subjects.optimizers) if id(o) in engine.sessions
+        ],
+        "scalers": engine.state_dict(),
+        "pending": pending_state(engine),
+    }

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What users call; what it takes loads with the first call, so that importing preamp stays light."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from preamp.checkpoint.background import Saving
+
+Models = nn.Module | Sequence[nn.Module] | None
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    models: Models = None,
+    optimizers: Optimizers = None,
+    schedulers: Any = None,
+    extra: Any = None,
+    *,
+    keep_last: int | None = None,
+    asynchronous: bool = False,
+) -> Saving:
+    """Save everything that training goes on from, at any point between two ``scale_loss`` blocks.
+
+    The file holds the models' float32 values, the optimizers' state in its own dtypes, loss scales
+    and counters, gradients that are there (with what is known of them, so also between
+    ``scale_loss`` and ``step`` and within an accumulation), schedulers, and the states of the
+    random generators of Python, numpy and torch. A run that loads it goes on bitwise as the one
+    that saved it. Gradients take room: save after ``zero_grad`` where that is possible.
+
+    The file is written beside its place, flushed to the disk and then put there in one move:
+    whatever happens meanwhile, ``path`` is the old file or the new one.
+
+    Args:
+        path: The file; its folder is made. A name ending in ``.safetensors`` chooses that format
+            (``pip install 'preamp[safetensors]'``), any other torch's.
+        models: One or several, initialized or not. Wrappers are looked through.
+        optimizers: One or several; all of a ``preamp.initialize`` call.
+        schedulers: One or several objects with ``state_dict`` and ``load_state_dict``.
+        extra: Plain data of your own: numbers, strings, tensors, and containers of them.
+        keep_last: Remove older files whose name differs from this one's in its last number only,
+            up to so many of the newest, this one included; afterwards.
+        asynchronous: Return when everything is copied to the CPU's memory, and write in the
+            background. The next call waits for the writing to end.
+
+    Returns:
+        A handle, whose ``wait()`` returns when the file is on the disk.
+
+    Raises:
+        OSError: The file cannot be written; what was there before still is. Also of the
+            previous call, if that was asynchronous.
+        TypeError: Something is no plain data, or of the wrong kind.
+        ValueError: ``keep_last`` with a name without a number.
+        PreampStateError: Inside a ``scale_loss`` block; or an optimizer of the ``initialize`` call
+            is missing.
+        PreampUnavailableError: The package of the format is missing.
+
+    Mutates:
+        Nothing, except that masters take over what was written to their half weights. Synchronises.
+    """
+    from preamp.checkpoint import saving
+    from preamp.checkpoint.subjects import Subjects
+
+    subjects = Subjects.of(models, optimizers, schedulers)
+    options = saving.Options(keep_last=keep_last, asynchronous=asynchronous)
+    return saving.save(Path(path), subjects, extra, options)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    models: Models = None,
+    optimizers: Optimizers = None,
+    schedulers: Any = None,
+    *,
+    gradients: bool = True,
+    rng: bool | None = None,
+) -> Any:
+    """Load what `save_checkpoint` has written, all of it or nothing.
+
+    The file is read in full and verified before anything changes, and nothing in it is executed.
+    Call ``preamp.initialize`` first. The level may be another one than that of the run that saved:
+    weights and optimizer state are float32.
+
+    Args:
+        path: The file.
+        models: As many as were saved, in the same order; mutated. Left out, none is loaded.
+        optimizers: The same; with them come loss scales, counters and gradients.
+        schedulers: The same.
+        gradients: Take over gradients that were pending. Otherwise there are none afterwards.
+        rng: Set the random generators. Left out: where optimizers are given.
+
+    Returns:
+        The ``extra`` that was saved.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        CheckpointError: The file is damaged, incomplete, foreign, or of a newer version. The
+            message names the newest complete checkpoint of the folder.
+        ValueError: The file does not fit the objects.
+        PreampStateError: Inside a ``scale_loss`` block.
+        PreampUnavailableError: The package of the format is missing.
+    """
+    from preamp.checkpoint import saving
+    from preamp.checkpoint.subjects import Subjects
+
+    subjects = Subjects.of(models, optimizers, schedulers)
+    restores = bool(subjects.optimizers) if rng is None else rng
+    return saving.load(Path(path), subjects, gradients=gradients, rng=restores)

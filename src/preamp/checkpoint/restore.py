@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Loading a checkpoint's content: all of it, or nothing.
+
+Everything that can be checked or allocated beforehand is. What remains is in three parts: models,
+optimizers and schedulers have a ``load_state_dict`` of their own, which may raise, and are taken
+back then; gradients and what engines know of them are assigned, which cannot fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from preamp.checkpoint.fitting import check_fits, check_own_params
+from preamp.checkpoint.rng import set_random_states
+from preamp.checkpoint.subjects import Subjects, params_of
+from preamp.core.dtypes import dtype_name
+from preamp.core.errors import message
+from preamp.core.tensors import store_grad
+from preamp.core.undo import UndoStack
+from preamp.engine.pending import (
+    check_outside_blocks,
+    drop_pending,
+    is_idle,
+    prepare_pending,
+)
+from preamp.engine.state import read_scalers
+
+Apply = Callable[[], None]
+
+
+def restore(
+    content: Mapping[str, Any], subjects: Subjects, *, gradients: bool, states: Any
+) -> None:
+    """Set ``subjects`` to ``content``, or leave them as they are.
+
+    Args:
+        content: Of a checkpoint; its tensors are copied.
+        subjects: Mutated.
+        gradients: Whether to take over pending gradients; they are dropped otherwise.
+        states: Of the random generators, or ``None`` to leave these alone.
+
+    Raises:
+        ValueError: The content does not fit.
+        PreampStateError: Inside a ``scale_loss`` block.
+        Exception: What a ``load_state_dict`` raised.
+    """
+    for engine in subjects.engines:
+        check_outside_blocks(engine, "load_checkpoint")
+        engine.ledger.settle(wait=True, gives_up=False)
+        for session in engine.sessions.values():
+            session.adopt()
+    check_fits(content, subjects)
+    finals: list[Apply] = []
+    if subjects.optimizers:
+        check_own_params(content["own_params"], subjects)
+        finals = [
+            *(lambda engine=engine: drop_pending(engine) for engine in subjects.engines),
+            _prepare_gradients(content["gradients"] if gradients else {}, subjects),
+            *_prepare_engines(content["engines"], subjects, gradients=gradients),
+        ]
+    optimizers = _owned([saved["state"] for saved in content["optimizers"]], {})
+    undo = UndoStack()
+    try:
+        for model, saved in zip(subjects.models, content["models"], strict=False):
+            _load_model(model, saved, subjects, undo)
+        if subjects.optimizers:
+            _load_own_params(content["own_params"], subjects, undo)
+        for index, optimizer in enumerate(subjects.optimizers):
+            _load_optimizer(optimizer, content["optimizers"][index], optimizers[index], undo)
+        for scheduler, saved in zip(subjects.schedulers, content["schedulers"], strict=False):
+            _load_scheduler(scheduler, _owned(saved["state"], {}), undo)
+    except BaseException:
+        undo.unwind()
+        raise
+    for apply in finals:
+        apply()
+    if states is not None:
+        set_random_states(states)
+
+
+def _owned(tree: Any, made: dict[int, torch.Tensor]) -> Any:
+    """Copy a tree of plain data, so that nothing in it is mapped from the file any more."""
+    if isinstance(tree, torch.Tensor):
+        if id(tree) not in made:
+            made[id(tree)] = tree.clone()
+        return made[id(tree)]
+    if isinstance(tree, dict):
+        twin = copy.copy(tree)
+        for key, item in tree.items():
+            twin[key] = _owned(item, made)
+        return twin
+    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
+        return type(tree)([_owned(item, made) for item in tree])
+    return tree
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+def _load_model(
+    model: nn.Module, saved: Mapping[str, Any], subjects: Subjects, undo: UndoStack
+) -> None:
+    masters = subjects.masters()
+    touched = [*model.parameters(), *model.buffers()]
+    touched += [masters[id(param)] for param in model.parameters() if id(param) in masters]
+    before = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in touched]
+    extra = [
+        (module, module.get_extra_state())
+        for module in model.modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+
+    def restore_model() -> None:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+        for module, state in extra:
+            with contextlib.suppress(Exception):  # it has just raised for another state
+                module.set_extra_state(state)
+
+    undo.push(restore_model)
+    state: OrderedDict[str, Any] = OrderedDict(saved["state"])
+    setattr(state, "_metadata", saved["metadata"])  # noqa: B010
+    model.load_state_dict(state)
+
+
+def _load_own_params(
+    saved: Mapping[str, torch.Tensor], subjects: Subjects, undo: UndoStack
+) -> None:
+    masters = subjects.masters()
+    for name, param in subjects.named_params():
+        if name in saved:
+            for tensor in (masters.get(id(param), param), param):
+                value = tensor.detach().clone()
+                undo.push(lambda tensor=tensor, value=value: _write(tensor, value))
+                _write(tensor, saved[name])
+
+
+def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(value)
+
+
+# -- optimizers and schedulers -------------------------------------------------------------------
+
+
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], state: Any, undo: UndoStack
+) -> None:
+    old_state, old_groups = optimizer.state, optimizer.param_groups
+
+    def restore_optimizer() -> None:
+        optimizer.state, optimizer.param_groups = old_state, old_groups
+
+    undo.push(restore_optimizer)
+    optimizer.load_state_dict(state)
+    _keep_dtypes(optimizer, saved["params"], state)
+
+
+def _keep_dtypes(
+    optimizer: torch.optim.Optimizer, params: Sequence[Mapping[str, Any]], state: Any
+) -> None:
+    """Give back their dtype to tensors that torch has cast to that of the parameter.
+
+    Where the parameter has another dtype than it had, that cast is what is wanted.
+    """
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for number, saved, param in zip(numbers, params, params_of(optimizer), strict=True):
+        if saved["dtype"] != dtype_name(param.dtype):
+            continue
+        own: dict[str, Any] = optimizer.state.get(param, {})
+        for key, value in state["state"].get(number, {}).items():
+            now = own.get(key)
+            both = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
+            if both and now.dtype != value.dtype and now.shape == value.shape:
+                own[key] = value.to(now.device)
+
+
+def _load_scheduler(scheduler: Any, state: Any, undo: UndoStack) -> None:
+    before = copy.deepcopy(scheduler.state_dict())
+    undo.push(lambda: scheduler.load_state_dict(before))
+    scheduler.load_state_dict(state)
+
+
+# -- gradients and engines -----------------------------------------------------------------------
+
+
+def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
+    """Bring the gradients to their devices; return what puts them in place of those there."""
+    masters = subjects.masters()
+    places: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    known: set[str] = set()
+    for name, param in subjects.named_params():
+        sides, master = saved.get(name, {}), masters.get(id(param))
+        known.add(name)
+        for side, tensor in (("model", param), ("master", master)):
+            grad = sides.get(side)
+            if tensor is None:
+                if grad is not None:
+                    raise _other_gradients(f"{name!r} has no master")
+                continue
+            if grad is not None and (grad.dtype, grad.shape) != (tensor.dtype, tensor.shape):
+                raise _other_gradients(f"that of {name!r} is {dtype_name(grad.dtype)}")
+            places.append((tensor, None if grad is None else grad.to(tensor.device, copy=True)))
+    unknown = sorted(saved.keys() - known)
+    if unknown:
+        raise _other_gradients(f"there is no parameter {unknown[0]!r}")
+
+    def apply() -> None:
+        for tensor, grad in places:
+            store_grad(tensor, grad)
+
+    return apply
+
+
+def _prepare_engines(
+    saved: Sequence[Mapping[str, Any]], subjects: Subjects, *, gradients: bool
+) -> list[Apply]:
+    applies: list[Apply] = []
+    for engine, entry in zip(subjects.engines, saved, strict=False):
+        read_scalers(engine, entry["scalers"])
+        applies.append(lambda engine=engine, entry=entry: engine.load_state_dict(entry["scalers"]))
+        if gradients:
+            try:
+                applies.append(prepare_pending(engine, _owned(entry["pending"], {})))
+            except (KeyError, TypeError, ValueError, IndexError) as error:
+                if not is_idle(entry["pending"]):
+                    raise _other_gradients(str(error)) from error
+    return applies
+
+
+def _other_gradients(got: str) -> ValueError:
+    return ValueError(
+        message(
+            f"The checkpoint has gradients that are not those of these models: {got}",
+            "Gradients are taken over at the opt level they were made at; nothing was loaded",
+            "Initialize at that level, or leave them out with gradients=False",
+        )
+    )

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`save_checkpoint` and `load_checkpoint`, past their arguments."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from preamp.checkpoint.background import LATEST, Saving
+from preamp.checkpoint.capture import capture
+from preamp.checkpoint.restore import restore
+from preamp.checkpoint.series import check_keep_last, instead_of, tidy
+from preamp.checkpoint.storage import CheckpointError, Draft, check_format, read, write
+from preamp.checkpoint.subjects import Subjects
+from preamp.core.errors import message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to save.
+
+    Attributes:
+        keep_last: How many of the series to keep, or ``None``.
+        asynchronous: Whether to write in the background.
+    """
+
+    keep_last: int | None
+    asynchronous: bool
+
+
+def save(path: Path, subjects: Subjects, extra: Any, options: Options) -> Saving:
+    """See ``preamp.save_checkpoint``."""
+    LATEST.wait()
+    check_format(path)
+    check_keep_last(path, options.keep_last)
+    draft = Draft.of(capture(subjects, extra), copy=options.asynchronous)
+    saving = Saving(path)
+
+    def job() -> None:
+        try:
+            write(draft, path)
+            tidy(path, options.keep_last)
+        except (OSError, RuntimeError) as error:  # torch raises the second where writing fails
+            raise _not_written(path, error) from error
+
+    if options.asynchronous:
+        saving.start(job)
+        LATEST.set(saving)
+    else:
+        job()
+    return saving
+
+
+def _not_written(path: Path, error: Exception) -> OSError:
+    code = error.errno if isinstance(error, OSError) else None
+    text = message(
+        f"{path} could not be written: {os.strerror(code) if code else str(error).splitlines()[0]}",
+        "A checkpoint needs a folder that can be written to, with room for the whole file; what "
+        "was there before is untouched",
+        "Make room or choose another place, and save again",
+    )
+    return OSError(code or errno.EIO, text)
+
+
+def load(path: Path, subjects: Subjects, *, gradients: bool, rng: bool) -> Any:
+    """See ``preamp.load_checkpoint``."""
+    LATEST.wait()
+    content = read_or_refuse(path)
+    restore(content, subjects, gradients=gradients, states=content["rng"][0] if rng else None)
+    return content["extra"]
+
+
+def read_or_refuse(path: Path) -> Mapping[str, Any]:
+    """Read a file, or say what is wrong with it and which one to load instead."""
+    try:
+        return read(path)
+    except FileNotFoundError as error:
+        text = message(
+            f"There is no file {path}",
+            "A file that preamp.save_checkpoint has written is loaded; nothing was",
+            instead_of(path),
+        )
+        raise FileNotFoundError(errno.ENOENT, text) from error
+    except CheckpointError as error:
+        raise CheckpointError(
+            message(
+                f"{path} is not loaded: {error}",
+                "Complete and unchanged files of preamp.save_checkpoint are loaded; nothing was",
+                instead_of(path),
+            )
+        ) from error

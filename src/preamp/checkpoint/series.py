@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Several checkpoints in one folder: the newest that can be loaded, and which ones to remove."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from preamp.checkpoint.storage import CheckpointError, read
+from preamp.core.errors import PreampUnavailableError, message
+from preamp.core.files import remove_leftovers
+
+_NUMBER = re.compile(r"\d+(?=\D*$)")
+
+
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the newest file in ``folder`` that `load_checkpoint` would load, or ``None``.
+
+    Files are read in full to verify them, newest first, until one is good. Anything else in the
+    folder is passed over, as are drafts that a killed process has left.
+
+    Args:
+        folder: Where to look, not deeper. It need not exist.
+    """
+    return next(_good_ones(Path(folder)), None)
+
+
+def _good_ones(folder: Path) -> Iterator[Path]:
+    for path in _newest_first(folder):
+        with contextlib.suppress(CheckpointError, PreampUnavailableError, OSError):
+            read(path)
+            yield path
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    found: list[tuple[int, int, Path]] = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with contextlib.suppress(OSError):  # another process may have removed it
+            if path.is_file() and not path.name.startswith("."):
+                found.append((path.stat().st_mtime_ns, _number_in(path.name) or 0, path))
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def _number_in(name: str) -> int | None:
+    match = _NUMBER.search(name)
+    return None if match is None else int(match[0])
+
+
+def instead_of(path: Path) -> str:
+    """Say which checkpoint to load instead of ``path``."""
+    other = next((good for good in _good_ones(path.parent) if good != path), None)
+    if other is None:
+        return f"There is no other complete checkpoint in {path.parent}; take one from elsewhere"
+    return f"Load {other}, the newest complete checkpoint in its folder"
+
+
+def check_keep_last(path: Path, keep_last: int | None) -> None:
+    """Raise `ValueError` unless it can be told which files to remove."""
+    if keep_last is None:
+        return
+    if keep_last < 1:
+        raise ValueError(
+            message(
+                f"keep_last is {keep_last}",
+                "At least the checkpoint just written is kept: a number from 1, or None for all",
+                "Pass how many of the newest to keep",
+            )
+        )
+    if _number_in(path.name) is None:
+        raise ValueError(
+            message(
+                f"keep_last={keep_last} with the file name {path.name!r}",
+                "Files to be removed are those whose name differs in its last number only",
+                "Put the step into the name, such as 'step_1000.pt'",
+            )
+        )
+
+
+def tidy(path: Path, keep_last: int | None) -> None:
+    """Remove the oldest of the series of ``path``, which is the newest, and dead drafts of it.
+
+    Args:
+        path: The checkpoint just written.
+        keep_last: How many of those whose name differs in the last number only to keep, by the
+            time they were written; ``None`` for all.
+    """
+    remove_leftovers(path)
+    if keep_last is None:
+        return
+    pattern = _NUMBER.sub("#", path.name)
+    series = [p for p in _newest_first(path.parent) if _NUMBER.sub("#", p.name) == pattern]
+    others = [p for p in series if p.name != path.name]
+    for old in others[keep_last - 1 :]:
+        remove_leftovers(old)
+        with contextlib.suppress(FileNotFoundError):
+            old.unlink()

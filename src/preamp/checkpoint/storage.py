@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checkpoint files: a manifest and tensors, in torch's zip format or in that of safetensors.
+
+The manifest is JSON. It says which format and version this is, what the content looks like, and
+for each tensor its dtype, shape, size and checksum; a checksum of its own lies beside it. Both
+formats hold tensors and strings only, and are read without running anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+
+from preamp.checkpoint.codec import decode, encode
+from preamp.checkpoint.migrations import VERSION, migrated
+from preamp.checkpoint.parts import Part, Stored, describe, verified
+from preamp.core.errors import PreampError, PreampUnavailableError, message
+from preamp.core.files import replacing
+from preamp.core.version import __version__
+
+FORMAT = "preamp checkpoint"
+SAFETENSORS = ".safetensors"
+_MANIFEST, _DIGEST = "preamp", "preamp_sha256"
+_ZIP = b"PK\x03\x04"
+
+
+class CheckpointError(PreampError):
+    """A file is damaged, incomplete, foreign, or of a newer version; nothing was loaded."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """A checkpoint that is ready to be written: the CPU has all of it.
+
+    Attributes:
+        tree: What `encode` made of the content.
+        tensors: By name.
+    """
+
+    tree: Any
+    tensors: dict[str, Stored]
+
+    @classmethod
+    def of(cls, content: Any, *, copy: bool) -> Draft:
+        """Bring everything in ``content`` to the CPU. Synchronises with its devices.
+
+        Args:
+            content: Plain data.
+            copy: Whether what changes there afterwards must not change the draft.
+
+        Raises:
+            TypeError: Something is no plain data.
+            ValueError: It contains itself.
+        """
+        tree, tensors = encode(content, "the checkpoint")
+        return cls(tree, {name: Stored.of(tensor, copy=copy) for name, tensor in tensors.items()})
+
+
+def check_format(path: Path) -> None:
+    """Raise `PreampUnavailableError` if ``path`` names a format whose package is missing."""
+    if path.suffix == SAFETENSORS and importlib.util.find_spec("safetensors") is None:
+        raise PreampUnavailableError(
+            message(
+                f"{path} is to be in the format of safetensors, which is not installed",
+                "Files of any other name are in torch's format, which needs nothing more",
+                "Install it with pip install 'preamp[safetensors]', or choose another name",
+            )
+        )
+
+
+def write(draft: Draft, path: Path) -> None:
+    """Write a file; it is there in full, or what was there before still is.
+
+    Args:
+        draft: The content.
+        path: Where; what is there is replaced. The suffix ``.safetensors`` chooses that format.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    parts = describe(draft.tensors)
+    manifest = json.dumps(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "preamp": __version__,
+            "torch": str(torch.__version__),
+            "tree": draft.tree,
+            "parts": {name: part.to_json() for name, part in parts.items()},
+        },
+        allow_nan=False,
+    )
+    about = {_MANIFEST: manifest, _DIGEST: hashlib.sha256(manifest.encode()).hexdigest()}
+    data = {name: kept.data for name, kept in draft.tensors.items()}
+    with replacing(path) as file:
+        if path.suffix == SAFETENSORS:
+            _write_safetensors(data, about, file)
+        else:
+            torch.save({**about, "tensors": data}, file)
+
+
+def _write_safetensors(
+    data: Mapping[str, torch.Tensor], about: Mapping[str, str], file: BinaryIO
+) -> None:
+    module = cast("Any", importlib.import_module("safetensors.torch"))
+    module.save_file(dict(data), file.name, metadata={"format": "pt", **about})
+
+
+def read(path: Path) -> Any:
+    """Read a file, verify every byte of its content, and bring it to the current version.
+
+    Args:
+        path: A file written by `write`.
+
+    Returns:
+        The content. Its tensors are mapped from the file: copy what is to outlive it.
+
+    Raises:
+        CheckpointError: The file is damaged, incomplete, foreign, or of a newer version; says
+            only in which way.
+        PreampUnavailableError: It is in a format whose package is missing.
+        OSError: There is no such file, or it cannot be opened.
+    """
+    try:
+        about, data = _open(path)
+        text = str(about[_MANIFEST])
+        if hashlib.sha256(text.encode()).hexdigest() != about[_DIGEST]:
+            raise ValueError("the checksum of its manifest is wrong")
+        manifest = cast("dict[str, Any]", json.loads(text))
+        version = manifest["version"]
+        if manifest["format"] != FORMAT or not isinstance(version, int):
+            raise ValueError("its manifest is of another kind")
+        parts = {name: Part.from_json(part) for name, part in manifest["parts"].items()}
+        tensors = verified(parts, data)
+        return migrated(decode(manifest["tree"], tensors), version)
+    except (OSError, MemoryError, PreampError):
+        raise
+    except Exception as error:  # a damaged file makes readers raise nearly anything
+        raise CheckpointError(_cause(error)) from error
+
+
+def _open(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the manifest with its checksum, and the tensors."""
+    with path.open("rb") as file:
+        start = file.read(len(_ZIP))
+        size = os.fstat(file.fileno()).st_size
+    if start == _ZIP:
+        content = cast("Any", torch).load(path, map_location="cpu", mmap=True, weights_only=True)
+        if not isinstance(content, dict) or _MANIFEST not in content:
+            raise ValueError("it is a file of torch.save without preamp's manifest")
+        about = cast("dict[str, Any]", content)
+        return about, about.pop("tensors")
+    if size < 8 or int.from_bytes(start, "little") > size:  # where safetensors has a length
+        raise ValueError("it is in neither of the two formats")
+    check_format(path.with_suffix(SAFETENSORS))
+    opened = cast("Any", importlib.import_module("safetensors")).safe_open(path, framework="pt")
+    with opened as file:
+        about = file.metadata() or {}
+        if _MANIFEST not in about:
+            raise ValueError("it is a file of safetensors without preamp's manifest")
+        return about, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def _cause(error: Exception) -> str:
+    """The first line of what is wrong; torch adds advice to load the file unsafely."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else repr(error)

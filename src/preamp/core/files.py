@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Files that are there in full, or as they were before."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+from typing import BinaryIO
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+_NAME_KEPT = 40  # characters of the file's name in that of its draft
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Generator[BinaryIO]:
+    """Write a draft beside ``path`` and put it in its place in one move, when the block ends well.
+
+    The draft and its folder's entry are on the disk when the block has ended. If it raises, or
+    the process dies, what was there before still is.
+
+    Args:
+        path: The file; its folder is made where it does not exist. A link is followed.
+
+    Yields:
+        The draft, open for writing; its ``name`` is its path.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_prefix(path), suffix=".part")
+    os.close(handle)
+    try:
+        with _locked(Path(name)):
+            with open(name, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(name, _mode(path))
+            os.replace(name, path)
+        _sync_folder(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove drafts of ``path`` whose process has died; those being written are left alone."""
+    path = path.resolve()
+    for draft in path.parent.glob("*.part") if fcntl is not None else ():
+        if draft.name.startswith(_prefix(path)):
+            with contextlib.suppress(OSError), _locked(draft) as was_free:
+                if was_free:  # the system has released its writer's lock
+                    draft.unlink()
+
+
+def _prefix(path: Path) -> str:
+    return f".{path.name[:_NAME_KEPT]}."
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Generator[bool]:
+    """Hold the lock of a file; yields whether it could be had."""
+    if fcntl is None:
+        yield False
+        return
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_held = True
+        except OSError:  # somebody else has it, or the file system has no locks
+            is_held = False
+        yield is_held
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _mode(path: Path) -> int:
+    """Permissions of the file that is replaced, or those that a new file gets."""
+    if path.exists():
+        return path.stat().st_mode & 0o777
+    mask = os.umask(0o022)  # there is no way to read it without setting it
+    os.umask(mask)
+    return 0o666 & ~mask

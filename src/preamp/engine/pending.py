@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Where an engine stands within a step, as plain data: to stop anywhere and go on bitwise.
+
+Between two steps nearly all of it is empty. After a ``scale_loss`` block it is what the block has
+found and what unscales its gradients. The gradients themselves are the caller's to keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from preamp.core.tensors import stored_grad, version_of
+from preamp.engine import refusals
+from preamp.engine.engine import Engine
+from preamp.engine.overflow import GradientNote
+from preamp.engine.session import OptimizerSession
+from preamp.engine.stage import Delayed, Stage
+from preamp.optim import DirectMemo, HalfGradient, MasterParameter, Twin, TwinMemo
+
+Apply = Callable[[], None]
+
+
+def check_outside_blocks(engine: Engine, what: str) -> None:
+    """Raise `PreampStateError` inside of a ``scale_loss`` block, where gradients are incomplete."""
+    if any(session.gradients.is_open for session in engine.sessions.values()):
+        raise refusals.inside_block(what)
+
+
+def pending_state(engine: Engine) -> dict[str, Any]:
+    """Return everything but weights, gradients and optimizers' state. Synchronises.
+
+    Raises:
+        PreampStateError: A gradient was changed while a loss scale was on it.
+    """
+    engine.ledger.settle(wait=True)
+    return {
+        "last_skipped": engine.ledger.last_skipped,
+        "scalers": [
+            {"found_inf": float(s.found_inf), "is_due": engine.adjustments.is_due(s)}
+            for s in engine.scalers
+        ],
+        "sessions": [_session_state(engine, session) for session in engine.sessions.values()],
+    }
+
+
+def _session_state(engine: Engine, session: OptimizerSession) -> dict[str, Any]:
+    books, params = session.gradients, list(session.gradients.params())
+    twins = _twins(params)
+    memos = {index: twin.memo() for index, twin in twins.items()}
+    grads, factors = _clippable(params)
+    norm, clips, clipped = books.known_norm.memo(grads, factors)
+    table: dict[int, int] = {}  # of factors, by id
+    values: list[float] = []
+    for memo in memos.values():
+        factor = None if memo.seen is None else memo.seen.factor
+        if factor is not None and id(factor) not in table:
+            table[id(factor)] = len(values)
+            values.append(float(factor))
+    direct = books.direct.memo(params)
+    flag = None if session.found_inf is None else float(session.found_inf)
+    places = {id(_of_model(param)): index for index, param in enumerate(params)}
+    return {
+        "stage": books.stage.value,
+        "found_inf": flag,
+        "may_be_local": books.may_be_local,
+        "delayed": None if books.delayed is None else _delayed_state(engine, books.delayed),
+        "norm": {"value": norm, "clips": clips, "clipped": clipped},
+        "untouched": direct.untouched,
+        "aside": direct.aside,
+        "factors": values,
+        "twins": {index: _memo_state(memo, table) for index, memo in memos.items()},
+        "notes": [_note_state(note, places) for note in session.notes] if flag else [],
+    }
+
+
+def _twins(params: Sequence[torch.Tensor]) -> dict[int, Twin]:
+    pairs = enumerate(params)
+    masters = {i: p.twin for i, p in pairs if isinstance(p, MasterParameter)}
+    return {index: twin for index, twin in masters.items() if twin is not None}
+
+
+def _of_model(param: torch.Tensor) -> torch.Tensor:
+    """The model's parameter behind what an optimizer updates."""
+    twin = param.twin if isinstance(param, MasterParameter) else None
+    return param if twin is None else twin.half
+
+
+def _clippable(params: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """All gradients as clipping sees them, and what unscales the half ones."""
+    grads = [p.grad for p in params if not isinstance(p, MasterParameter) and p.grad is not None]
+    pending = [twin.pending for twin in _twins(params).values() if stored_grad(twin.master) is None]
+    pairs = [pair for pair in pending if pair is not None]
+    return [*grads, *(grad for grad, _ in pairs)], [factor for _, factor in pairs]
+
+
+def _memo_state(memo: TwinMemo, table: Mapping[int, int]) -> dict[str, Any]:
+    seen = memo.seen
+    return {
+        "is_raw": memo.is_raw,
+        "is_open": memo.is_open,
+        "is_carried": memo.is_carried,
+        "zeros_aside": memo.zeros_aside,
+        "seen": None
+        if seen is None
+        else {
+            "factor": None if seen.factor is None else table[id(seen.factor)],
+            "is_plain": seen.is_plain,
+            "is_alone": seen.is_alone,
+            "is_spent": seen.is_spent,
+            "is_zeroed": seen.is_zeroed,
+        },
+    }
+
+
+def _delayed_state(engine: Engine, delayed: Delayed) -> dict[str, Any]:
+    return {
+        "loss_id": engine.scalers.index(delayed.scaler),
+        "is_current": delayed.continues_with(delayed.scaler),
+        "inverse": None if delayed.inverse is None else float(delayed.inverse),
+        "has_gradients": delayed.has_gradients,
+        "note": _note_state(delayed.note, {}),
+    }
+
+
+def _note_state(note: GradientNote, places: Mapping[int, int]) -> dict[str, Any]:
+    found = [
+        ([places[id(p)] for p in params], largest, finite)
+        for params, largest, finite in note.found
+        if all(id(param) in places for param in params)
+    ]
+    return {
+        "loss_id": note.loss_id,
+        "loss_finite": bool(note.loss_finite),
+        "scale": float(note.scale),
+        "found": found,
+    }
+
+
+def is_idle(state: Mapping[str, Any]) -> bool:
+    """Whether what `pending_state` returned was between two steps, with nothing to keep."""
+    return all(
+        entry["stage"] == Stage.READY.value and entry["found_inf"] is None
+        for entry in state["sessions"]
+    )
+
+
+def drop_pending(engine: Engine) -> None:
+    """Be between two steps: without gradients, and without anything known of earlier ones."""
+    for session in engine.sessions.values():
+        session.gradients.drop()
+        for param in session.direct_params():
+            param.grad = None
+        session.reset()
+
+
+# -- and back ------------------------------------------------------------------------------------
+
+
+def prepare_pending(engine: Engine, state: Mapping[str, Any]) -> Apply:
+    """Read what `pending_state` returned, and return what applies it; nothing changes before.
+
+    Args:
+        engine: Of the same optimizers, with their gradients as they were when `Apply` is called.
+        state: Plain data; its tensors are used as they are.
+
+    Raises:
+        KeyError, TypeError, ValueError, IndexError: ``state`` does not fit the engine.
+    """
+    scalers = [(float(s["found_inf"]), bool(s["is_due"])) for s in state["scalers"]]
+    sessions = list(engine.sessions.values())
+    applies = [
+        _prepare_session(engine, session, entry)
+        for session, entry in zip(sessions, state["sessions"], strict=True)
+    ]
+    last_skipped = bool(state["last_skipped"])
+
+    def apply() -> None:
+        for scaler, (found_inf, is_due) in zip(engine.scalers, scalers, strict=True):
+            scaler.found_inf.fill_(found_inf)
+            if is_due:
+                engine.adjustments.later(scaler)
+        for apply_one in applies:
+            apply_one()
+        engine.ledger.last_skipped = last_skipped
+
+    return apply
+
+
+def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[str, Any]) -> Apply:
+    params = list(session.gradients.params())
+    twins = _twins(params)
+    if twins.keys() != state["twins"].keys():
+        raise ValueError("other parameters have masters")
+    stage, flag = Stage(state["stage"]), state["found_inf"]
+    found_inf = None if flag is None else torch.tensor(float(flag), device=engine.device)
+    direct = DirectMemo(
+        [int(index) for index in state["untouched"]],
+        [(int(index), grad, bool(carried)) for index, grad, carried in state["aside"]],
+    )
+    for index in (*direct.untouched, *(index for index, _, _ in direct.aside)):
+        params[index]
+    norm, notes = state["norm"], [_note(engine, note, params) for note in state["notes"]]
+    delayed = None if state["delayed"] is None else _delayed(engine, state["delayed"])
+    is_current = delayed is not None and bool(state["delayed"]["is_current"])
+    factors = _Factors(state["factors"])
+    memos = {index: _memo(state["twins"][index], factors, twin) for index, twin in twins.items()}
+    books = session.gradients
+
+    def apply() -> None:
+        # A static scale is what initialize says now; gradients of another one are not added to.
+        if delayed and is_current and delayed.scaler.value() == float(delayed.note.scale):
+            delayed.generation = delayed.scaler.generation
+        books.resume(stage, delayed, may_be_local=bool(state["may_be_local"]))
+        session.found_inf, session.notes = found_inf, notes
+        books.direct.recall(params, direct)
+        for index, twin in twins.items():
+            twin.recall(memos[index]())
+        books.known_norm.recall(
+            (norm["value"], bool(norm["clips"]), bool(norm["clipped"])), *_clippable(params)
+        )
+
+    return apply
+
+
+class _Factors:
+    """What unscales gradients: one tensor for each value and device, as after a block."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = values
+        self._made: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    def on(self, index: int, device: torch.device) -> torch.Tensor:
+        key = (index, device)
+        if key not in self._made:
+            self._made[key] = _scalar(self._values[index], device)
+        return self._made[key]
+
+
+def _scalar(value: float, device: torch.device) -> torch.Tensor:
+    return torch.tensor(float(value), dtype=torch.float32, device=device)
+
+
+def _memo(state: Mapping[str, Any], factors: _Factors, twin: Twin) -> Callable[[], TwinMemo]:
+    """Return what makes the memo once the gradient is there."""
+    given, is_raw = state["seen"], state["is_raw"]
+    where = [bool(state[name]) for name in ("is_open", "is_carried", "zeros_aside")]
+    if given is None:
+        return lambda: TwinMemo(None, is_raw, *where)
+    place = given["factor"]
+    factor = None if place is None else factors.on(place, twin.half.device)
+    flags = [bool(given[f"is_{name}"]) for name in ("plain", "alone", "spent", "zeroed")]
+
+    def make() -> TwinMemo:
+        grad = twin.half.grad
+        seen = None if grad is None else HalfGradient(grad, version_of(grad), factor, *flags)
+        return TwinMemo(seen, is_raw, *where)
+
+    return make
+
+
+def _delayed(engine: Engine, state: Mapping[str, Any]) -> Delayed:
+    scaler = engine.scaler(int(state["loss_id"]))
+    note = _note(engine, state["note"], ())
+    inverse = None if state["inverse"] is None else _scalar(state["inverse"], engine.device)
+    return Delayed(scaler, -1, inverse, note, bool(state["has_gradients"]))
+
+
+def _note(
+    engine: Engine, state: Mapping[str, Any], params: Sequence[torch.Tensor]
+) -> GradientNote:
+    note = GradientNote(
+        loss_id=int(state["loss_id"]),
+        loss_finite=torch.tensor(bool(state["loss_finite"])),
+        scale=_scalar(state["scale"], engine.device),
+    )
+    for places, largest, finite in state["found"]:
+        note.found.append(([_of_model(params[place]) for place in places], largest, finite))
+    return note
