@@ -20,6 +20,7 @@ from preamp.checkpoint.entry import load_checkpoint as load_checkpoint
 from preamp.checkpoint.entry import save_checkpoint as save_checkpoint
 from preamp.compat.alias import install_apex_alias as install_apex_alias
 from preamp.compat.alias import remove_apex_alias as remove_apex_alias
+from preamp.core.errors import CheckpointError as CheckpointError
 from preamp.core.errors import LossScaleError as LossScaleError
 from preamp.core.errors import PreampError as PreampError
 from preamp.core.errors import PreampPolicyError as PreampPolicyError
@@ -45,6 +46,7 @@ from preamp.policy import Policy as Policy
 
 __all__ = [
     "OPT_LEVELS",
+    "CheckpointError",
     "Engine",
     "LossScaleError",
     "OverflowCause",

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Files of earlier runs: read without running code from them, and written as plain data."""
+"""Checkpoints of whole runs, and files of earlier ones, read without running code from them."""
 
+from preamp.checkpoint.background import Saving as Saving
 from preamp.checkpoint.convert import Finding as Finding
 from preamp.checkpoint.convert import convert_apex_checkpoint as convert_apex_checkpoint
 from preamp.checkpoint.convert import describe as describe
+from preamp.checkpoint.entry import latest_checkpoint as latest_checkpoint
+from preamp.checkpoint.entry import read_checkpoint as read_checkpoint
 from preamp.checkpoint.reader import ApexRecord as ApexRecord
 from preamp.checkpoint.reader import read_apex_checkpoint as read_apex_checkpoint
 from preamp.checkpoint.scaler_state import ScalerState as ScalerState

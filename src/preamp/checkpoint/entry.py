@@ -114,3 +114,38 @@ def load_checkpoint(
     subjects = Subjects.of(models, optimizers, schedulers)
     restores = bool(subjects.optimizers) if rng is None else rng
     return saving.load(Path(path), subjects, gradients=gradients, rng=restores)
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read and verify a file of ``preamp.save_checkpoint`` without any objects to load it into.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The content: under ``"models"`` and ``"optimizers"`` a list of dicts with what
+        ``state_dict()`` returned under ``"state"``, under ``"extra"`` what was given. Tensors are
+        on the CPU and mapped from the file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        CheckpointError: It is damaged, incomplete, foreign, or of a newer version.
+        PreampUnavailableError: The package of the format is missing.
+    """
+    from preamp.checkpoint import saving
+
+    return saving.read_or_refuse(Path(path))
+
+
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the newest file in ``folder`` that ``preamp.load_checkpoint`` would load, or ``None``.
+
+    Files are read in full to verify them, newest first, until one is good. Anything else in the
+    folder is passed over, as are drafts that a killed process has left.
+
+    Args:
+        folder: Where to look, not deeper. It need not exist.
+    """
+    from preamp.checkpoint import series
+
+    return next(series.good_ones(Path(folder)), None)

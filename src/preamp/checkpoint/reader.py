@@ -102,9 +102,8 @@ def read_apex_checkpoint(
 
 
 def _refusal(path: str | os.PathLike[str], error: Exception) -> str:
-    named = re.search(r"GLOBAL (\S+)", str(error))
-    if named is not None and isinstance(error, pickle.UnpicklingError):
-        name = named[1].removeprefix("builtins.")  # only some versions of torch write it
+    name = _class_asked_for(error)
+    if name is not None:
         return message(
             f"{os.fspath(path)} asks for {name}, which is neither a tensor nor plain data",
             f"Tensors, plain containers and records of {', '.join(APEX_CLASSES)} are read; "
@@ -113,14 +112,24 @@ def _refusal(path: str | os.PathLike[str], error: Exception) -> str:
             "out what is not plain data, and save it again",
         )
     return message(
-        f"{os.fspath(path)} cannot be read: {_cause(error)}",
+        f"{os.fspath(path)} cannot be read: {cause_of(error)}",
         "Files written by torch.save are read, in the zip and in the older format",
         "Check that the file is complete and is a checkpoint",
     )
 
 
-def _cause(error: Exception) -> str:
-    """The line that says what is wrong; torch puts advice before and after it."""
+def _class_asked_for(error: Exception) -> str | None:
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    if named is None or not isinstance(error, pickle.UnpicklingError):
+        return None
+    return named[1].removeprefix("builtins.")  # only some versions of torch write it
+
+
+def cause_of(error: Exception) -> str:
+    """The line that says what is wrong with a file; torch puts advice before and after it."""
+    name = _class_asked_for(error)
+    if name is not None:
+        return f"it asks for {name}, which is no plain data"
     lines = [line.strip() for line in str(error).splitlines()]
     causes = [line for line in lines if line and not line.startswith(_ADVICE)]
     return causes[-1] if causes else type(error).__name__

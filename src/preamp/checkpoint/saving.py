@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from preamp.checkpoint.background import LATEST, Saving
 from preamp.checkpoint.capture import capture
 from preamp.checkpoint.restore import restore
 from preamp.checkpoint.series import check_keep_last, instead_of, tidy
-from preamp.checkpoint.storage import CheckpointError, Draft, check_format, read, write
+from preamp.checkpoint.storage import Draft, check_format, read, write
 from preamp.checkpoint.subjects import Subjects
-from preamp.core.errors import message
+from preamp.core.errors import CheckpointError, message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +73,8 @@ def load(path: Path, subjects: Subjects, *, gradients: bool, rng: bool) -> Any:
     return content["extra"]
 
 
-def read_or_refuse(path: Path) -> Mapping[str, Any]:
-    """Read a file, or say what is wrong with it and which one to load instead."""
+def read_or_refuse(path: Path) -> dict[str, Any]:
+    """See ``preamp.checkpoint.read_checkpoint``."""
     try:
         return read(path)
     except FileNotFoundError as error:

@@ -4,31 +4,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from preamp.checkpoint.storage import CheckpointError, read
-from preamp.core.errors import PreampUnavailableError, message
+from preamp.checkpoint.storage import read
+from preamp.core.errors import CheckpointError, PreampUnavailableError, message
 from preamp.core.files import remove_leftovers
 
 _NUMBER = re.compile(r"\d+(?=\D*$)")
 
 
-def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the newest file in ``folder`` that `load_checkpoint` would load, or ``None``.
-
-    Files are read in full to verify them, newest first, until one is good. Anything else in the
-    folder is passed over, as are drafts that a killed process has left.
-
-    Args:
-        folder: Where to look, not deeper. It need not exist.
-    """
-    return next(_good_ones(Path(folder)), None)
-
-
-def _good_ones(folder: Path) -> Iterator[Path]:
+def good_ones(folder: Path) -> Iterator[Path]:
+    """Yield the files in ``folder`` that can be loaded, newest first, reading each in full."""
     for path in _newest_first(folder):
         with contextlib.suppress(CheckpointError, PreampUnavailableError, OSError):
             read(path)
@@ -51,7 +39,7 @@ def _number_in(name: str) -> int | None:
 
 def instead_of(path: Path) -> str:
     """Say which checkpoint to load instead of ``path``."""
-    other = next((good for good in _good_ones(path.parent) if good != path), None)
+    other = next((good for good in good_ones(path.parent) if good != path), None)
     if other is None:
         return f"There is no other complete checkpoint in {path.parent}; take one from elsewhere"
     return f"Load {other}, the newest complete checkpoint in its folder"

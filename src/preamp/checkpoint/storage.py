@@ -8,6 +8,7 @@ formats hold tensors and strings only, and are read without running anything.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import importlib.util
@@ -23,7 +24,8 @@ import torch
 from preamp.checkpoint.codec import decode, encode
 from preamp.checkpoint.migrations import VERSION, migrated
 from preamp.checkpoint.parts import Part, Stored, describe, verified
-from preamp.core.errors import PreampError, PreampUnavailableError, message
+from preamp.checkpoint.reader import cause_of
+from preamp.core.errors import CheckpointError, PreampError, PreampUnavailableError, message
 from preamp.core.files import replacing
 from preamp.core.version import __version__
 
@@ -31,10 +33,6 @@ FORMAT = "preamp checkpoint"
 SAFETENSORS = ".safetensors"
 _MANIFEST, _DIGEST = "preamp", "preamp_sha256"
 _ZIP = b"PK\x03\x04"
-
-
-class CheckpointError(PreampError):
-    """A file is damaged, incomplete, foreign, or of a newer version; nothing was loaded."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,8 +109,12 @@ def write(draft: Draft, path: Path) -> None:
 def _write_safetensors(
     data: Mapping[str, torch.Tensor], about: Mapping[str, str], file: BinaryIO
 ) -> None:
-    module = cast("Any", importlib.import_module("safetensors.torch"))
-    module.save_file(dict(data), file.name, metadata={"format": "pt", **about})
+    module = cast("Any", importlib.import_module("safetensors"))
+    save = cast("Any", importlib.import_module("safetensors.torch")).save_file
+    try:
+        save(dict(data), file.name, metadata={"format": "pt", **about})
+    except module.SafetensorError as error:
+        raise OSError(errno.EIO, str(error)) from error
 
 
 def read(path: Path) -> Any:
@@ -130,8 +132,10 @@ def read(path: Path) -> Any:
         PreampUnavailableError: It is in a format whose package is missing.
         OSError: There is no such file, or it cannot be opened.
     """
+    with path.open("rb") as file:  # that it cannot be opened is no damage
+        start, size = file.read(len(_ZIP)), os.fstat(file.fileno()).st_size
     try:
-        about, data = _open(path)
+        about, data = _open(path, start, size)
         text = str(about[_MANIFEST])
         if hashlib.sha256(text.encode()).hexdigest() != about[_DIGEST]:
             raise ValueError("the checksum of its manifest is wrong")
@@ -142,17 +146,14 @@ def read(path: Path) -> Any:
         parts = {name: Part.from_json(part) for name, part in manifest["parts"].items()}
         tensors = verified(parts, data)
         return migrated(decode(manifest["tree"], tensors), version)
-    except (OSError, MemoryError, PreampError):
+    except (MemoryError, PreampError):
         raise
     except Exception as error:  # a damaged file makes readers raise nearly anything
-        raise CheckpointError(_cause(error)) from error
+        raise CheckpointError(cause_of(error)) from error
 
 
-def _open(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _open(path: Path, start: bytes, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the manifest with its checksum, and the tensors."""
-    with path.open("rb") as file:
-        start = file.read(len(_ZIP))
-        size = os.fstat(file.fileno()).st_size
     if start == _ZIP:
         content = cast("Any", torch).load(path, map_location="cpu", mmap=True, weights_only=True)
         if not isinstance(content, dict) or _MANIFEST not in content:
@@ -168,9 +169,3 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         if _MANIFEST not in about:
             raise ValueError("it is a file of safetensors without preamp's manifest")
         return about, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def _cause(error: Exception) -> str:
-    """The first line of what is wrong; torch adds advice to load the file unsafely."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else repr(error)

@@ -24,6 +24,10 @@ class PreampUnavailableError(PreampError):
     """What was asked for by name needs hardware or a package that is not here."""
 
 
+class CheckpointError(PreampError):
+    """A file is damaged, incomplete, foreign, or of a newer version; nothing was loaded."""
+
+
 class LossScaleError(PreampError):
     """Dynamic loss scaling cannot go on.
 

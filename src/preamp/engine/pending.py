@@ -61,7 +61,7 @@ def _session_state(engine: Engine, session: OptimizerSession) -> dict[str, Any]:
             values.append(float(factor))
     direct = books.direct.memo(params)
     flag = None if session.found_inf is None else float(session.found_inf)
-    places = {id(_of_model(param)): index for index, param in enumerate(params)}
+    places = {id(param): index for index, param in enumerate(_all_of_model(engine))}
     return {
         "stage": books.stage.value,
         "found_inf": flag,
@@ -82,10 +82,11 @@ def _twins(params: Sequence[torch.Tensor]) -> dict[int, Twin]:
     return {index: twin for index, twin in masters.items() if twin is not None}
 
 
-def _of_model(param: torch.Tensor) -> torch.Tensor:
-    """The model's parameter behind what an optimizer updates."""
-    twin = param.twin if isinstance(param, MasterParameter) else None
-    return param if twin is None else twin.half
+def _all_of_model(engine: Engine) -> list[torch.Tensor]:
+    """The models' parameters behind everything that the engine's optimizers update."""
+    updated = [p for session in engine.sessions.values() for p in session.gradients.params()]
+    twins = [param.twin if isinstance(param, MasterParameter) else None for param in updated]
+    return [p if t is None else t.half for p, t in zip(updated, twins, strict=True)]
 
 
 def _clippable(params: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -202,7 +203,8 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
     )
     for index in (*direct.untouched, *(index for index, _, _ in direct.aside)):
         params[index]
-    norm, notes = state["norm"], [_note(engine, note, params) for note in state["notes"]]
+    norm, own = state["norm"], _all_of_model(engine)
+    notes = [_note(engine, note, own) for note in state["notes"]]
     delayed = None if state["delayed"] is None else _delayed(engine, state["delayed"])
     is_current = delayed is not None and bool(state["delayed"]["is_current"])
     factors = _Factors(state["factors"])
@@ -277,5 +279,5 @@ def _note(
         scale=_scalar(state["scale"], engine.device),
     )
     for places, largest, finite in state["found"]:
-        note.found.append(([_of_model(params[place]) for place in places], largest, finite))
+        note.found.append(([params[place] for place in places], largest, finite))
     return note

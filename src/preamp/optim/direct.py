@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from preamp.core.dtypes import is_half
-from preamp.core.tensors import version_of
+from preamp.core.tensors import stored_grad, version_of
 from preamp.kernels import Ops
 
 Parameters = Iterable[torch.Tensor]
@@ -178,9 +178,9 @@ class DirectGradients:
         return False
 
     def memo(self, params: Sequence[torch.Tensor]) -> DirectMemo:
-        """What to keep beside the gradients of ``params``."""
+        """What to keep beside the gradients of ``params``; masters among them are passed over."""
         known = {id(param): index for index, param in enumerate(params)}
-        grads = [(index, id(param), param.grad) for index, param in enumerate(params)]
+        grads = [(index, id(param), stored_grad(param)) for index, param in enumerate(params)]
         return DirectMemo(
             [i for i, key, g in grads if g is not None and version_of(g) == self._versions.get(key)],
             [(known[key], e.grad, e.is_carried) for key, e in self._aside.items() if key in known],

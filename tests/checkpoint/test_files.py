@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is written to the disk, and what happens if that fails or the file is damaged later."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import preamp
+from checkpoint.runs import Backward, Run, Step, Zero
+from engine.harness import same
+from preamp import CheckpointError
+from preamp.checkpoint import latest_checkpoint, read_checkpoint
+from preamp.checkpoint import migrations, storage
+
+FORMATS = pytest.mark.parametrize("name", ["run_1.pt", "run_1.safetensors"])
+STEP = [Backward(), Step(), Zero()]
+
+
+def model_of(value: float) -> nn.Module:
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(value)
+    return model
+
+
+def save(path: Path, value: float, **options: Any) -> Any:
+    return preamp.save_checkpoint(path, model_of(value), extra={"value": value}, **options)
+
+
+def value_in(path: Path) -> float:
+    model = model_of(-1.0)
+    extra = preamp.load_checkpoint(path, model)
+    assert {float(x) for p in model.parameters() for x in p.detach().flatten()} == {extra["value"]}
+    return extra["value"]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# -- content -------------------------------------------------------------------------------------
+
+PLAIN: dict[Any, Any] = {
+    "numbers": [1, -2.5, float("inf"), float("-inf"), True, None, 10**30, 1e-300, 1j, -0.0],
+    "containers": (1, (2, [3]), {4: {5, 6}}, frozenset({7}), OrderedDict(b=1, a=2)),
+    "counter": Counter({3: 1}),
+    "keys": {1: "int", 2.5: "float", None: "none", (1, "a"): "tuple", "$x": "dollar"},
+    "things": [torch.float16, torch.device("cpu"), torch.Size([1, 2]), b"\x00\xff", "ü\n\ud800"],
+    "empty": [{}, [], (), "", set()],
+}
+TENSORS = [
+    torch.tensor(3.0),
+    torch.empty(0, 3),
+    torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+    torch.randn(4, 3).t(),
+    torch.arange(6).reshape(2, 3)[:, 1:],
+    torch.ones(3, dtype=torch.float8_e4m3fn),
+    torch.randn(2, dtype=torch.complex64).conj(),
+    torch.tensor([True, False]),
+    torch.randn(1).expand(3, 2),
+    torch.tensor([float("nan"), -0.0, float("inf")], dtype=torch.bfloat16),
+]
+
+
+@FORMATS
+def test_plain_data_come_back_as_they_were(name: str, tmp_path: Path) -> None:
+    preamp.save_checkpoint(tmp_path / name, extra=PLAIN)
+    back = preamp.load_checkpoint(tmp_path / name)
+    assert repr(back) == repr(PLAIN)
+
+
+@FORMATS
+def test_tensors_come_back_as_they_were(name: str, tmp_path: Path) -> None:
+    shared = torch.randn(3)
+    given_ = [*TENSORS, shared, shared, torch.eye(3).to_sparse()]
+    preamp.save_checkpoint(tmp_path / name, extra=given_)
+    back = preamp.load_checkpoint(tmp_path / name)
+    for old, new in zip(given_, back, strict=True):
+        assert (old.dtype, old.shape, old.layout) == (new.dtype, new.shape, new.layout)
+        assert old.is_sparse or new.stride() == old.contiguous().stride() or (
+            new.stride() == old.stride()
+        )
+        dense = [t.to_dense() if t.is_sparse else t for t in (old, new)]
+        raw = [t.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for t in dense]
+        assert torch.equal(*raw)
+    back[-3][0] = 7.0
+    assert back[-2][0] == 7.0  # one tensor, as before
+
+
+def test_a_slice_is_saved_without_what_it_is_cut_from(tmp_path: Path) -> None:
+    preamp.save_checkpoint(tmp_path / "a.pt", extra=torch.zeros(1_000_000)[:2])
+    assert (tmp_path / "a.pt").stat().st_size < 100_000
+
+
+class Options:
+    """Not plain data."""
+
+
+@pytest.mark.parametrize(
+    ("extra", "place", "kind"),
+    [
+        ({"run": {"args": Options()}}, "['run']['args']", "Options"),
+        ([lambda: None], "[0]", "function"),
+        ({"m": nn.Linear(1, 1)}, "['m']", "Linear"),
+        ({"s": signal.SIGTERM}, "['s']", "Signals"),
+        ({"t": torch.ones(1, device="meta")}, "['t']", "on meta"),
+    ],
+)
+def test_other_data_are_refused(extra: Any, place: str, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"the checkpoint['extra']{place} is a ")) as got:
+        preamp.save_checkpoint(tmp_path / "a.pt", extra=extra)
+    assert kind in str(got.value)
+    assert names_in(tmp_path) == []
+
+
+def test_what_contains_itself_is_refused(tmp_path: Path) -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(ValueError, match="contains itself"):
+        preamp.save_checkpoint(tmp_path / "a.pt", extra=loop)
+
+
+def test_the_file_is_one_of_torch(tmp_path: Path) -> None:
+    save(tmp_path / "a.pt", 2.0)
+    content = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert torch.equal(content["tensors"]["models/0/state/weight"], torch.full((2, 3), 2.0))
+
+
+def test_values_without_objects(tmp_path: Path) -> None:
+    save(tmp_path / "a.pt", 2.0)
+    content = read_checkpoint(tmp_path / "a.pt")
+    model = nn.Linear(3, 2)
+    model.load_state_dict(content["models"][0]["state"])
+    assert float(model.bias[0]) == 2.0
+    assert content["extra"] == {"value": 2.0}
+
+
+def test_permissions_are_those_of_ordinary_files(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    save(tmp_path / "a.pt", 1.0)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "a.pt")]
+    assert modes[0] == modes[1]
+    (tmp_path / "a.pt").chmod(0o640)
+    save(tmp_path / "a.pt", 2.0)
+    assert stat.S_IMODE((tmp_path / "a.pt").stat().st_mode) == 0o640
+
+
+# -- series --------------------------------------------------------------------------------------
+
+
+def test_keep_last(tmp_path: Path) -> None:
+    for name in ("best.pt", "step_5.txt", "other_1.pt"):
+        (tmp_path / name).write_bytes(b"mine")
+    for step in (8, 9, 10, 11):
+        save(tmp_path / f"step_{step}.pt", step, keep_last=2)
+    assert names_in(tmp_path) == ["best.pt", "other_1.pt", "step_10.pt", "step_11.pt", "step_5.txt"]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_11.pt"
+    # A run that went back to an earlier step is the newest nevertheless.
+    save(tmp_path / "step_9.pt", 9.0, keep_last=2)
+    assert "step_10.pt" not in names_in(tmp_path)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_9.pt"
+
+
+def test_keep_last_refuses(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep_last is 0"):
+        save(tmp_path / "step_1.pt", 1.0, keep_last=0)
+    with pytest.raises(ValueError, match="Put the step into the name"):
+        save(tmp_path / "last.pt", 1.0, keep_last=3)
+    assert names_in(tmp_path) == []
+
+
+def test_latest_of_nothing(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+    (tmp_path / "notes.txt").write_text("PK\x03\x04 not really")
+    assert latest_checkpoint(tmp_path) is None
+
+
+# -- writing fails -------------------------------------------------------------------------------
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """The system refuses to make files larger than ``size`` bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@FORMATS
+@pytest.mark.parametrize("size", [0, 100, 3000])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_without_room(name: str, size: int, asynchronous: bool, tmp_path: Path) -> None:
+    save(tmp_path / name, 1.0)
+    with file_size_limit(size), pytest.raises(OSError, match="could not be written") as got:
+        save(tmp_path / name, 2.0, asynchronous=asynchronous).wait()
+    assert str(tmp_path / name) in str(got.value)
+    assert "Make room or choose another place" in str(got.value)
+    assert names_in(tmp_path) == [name]
+    assert value_in(tmp_path / name) == 1.0
+    save(tmp_path / name, 3.0)
+    assert value_in(tmp_path / name) == 3.0
+
+
+def test_an_error_in_the_background_reaches_the_next_call(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    saving = save(tmp_path / "file" / "a.pt", 1.0, asynchronous=True)
+    with pytest.raises(OSError, match="could not be written"):
+        save(tmp_path / "b.pt", 2.0)
+    assert saving.done
+    assert saving.wait() == tmp_path / "file" / "a.pt"  # told once
+    save(tmp_path / "b.pt", 2.0)
+    assert value_in(tmp_path / "b.pt") == 2.0
+
+
+EXITS = """
+import sys, torch, preamp
+preamp.save_checkpoint(sys.argv[1], extra=torch.zeros(4_000_000), asynchronous=True)
+"""
+
+
+def test_nothing_is_lost_at_exit(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    good, bad = tmp_path / "a.pt", tmp_path / "file" / "a.pt"
+    done = [
+        subprocess.run(
+            [sys.executable, "-c", EXITS, str(path)], capture_output=True, text=True, check=True
+        )
+        for path in (good, bad)
+    ]
+    assert preamp.load_checkpoint(good).shape == (4_000_000,)
+    assert done[0].stderr == ""
+    assert done[1].stderr.startswith(f"preamp: {bad} could not be written")
+
+
+def test_training_goes_on_while_the_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written is what was there when the call returned."""
+    run = Run("O2")
+    run.play(STEP)
+    may_write, write = threading.Event(), storage.write
+
+    def late(*args: Any) -> None:
+        assert may_write.wait(60)
+        write(*args)
+
+    monkeypatch.setattr("preamp.checkpoint.saving.write", late)
+    saving = run.save(tmp_path / "a.pt", asynchronous=True)
+    expected = run.numbers()
+    assert not saving.done
+    run.play([*STEP, Backward()])
+    may_write.set()
+    assert saving.wait() == tmp_path / "a.pt"
+    run.load(tmp_path / "a.pt")
+    assert same(run.numbers(), expected)
+
+
+# -- damaged and hostile files -------------------------------------------------------------------
+
+
+@contextmanager
+def unchanged(run: Run) -> Iterator[None]:
+    before, identities = run.numbers(), [id(o.state) for o in run.optimizers]
+    yield
+    assert same(run.numbers(), before)
+    assert [id(o.state) for o in run.optimizers] == identities
+
+
+def assert_refused(run: Run, path: Path, *, beside: Path) -> None:
+    with unchanged(run), pytest.raises(CheckpointError) as got:
+        run.load(path)
+    text = str(got.value)
+    assert text.startswith(f"{path} is not loaded: ")
+    assert "Complete and unchanged files of preamp.save_checkpoint are loaded; nothing was." in text
+    assert f"Load {beside}, the newest complete checkpoint in its folder." in text
+    assert "weights_only" not in text
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two good files of different runs in each format, and one to damage."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    for seed, name in enumerate(("good", "other")):
+        run = Run("O2", ("sgd",), seed=seed)
+        run.play([*STEP, Backward()])
+        for suffix in ("pt", "safetensors"):
+            run.save(folder / f"{name}.{suffix}")
+        preamp.engine_of(run.models[0]).close()
+    return folder
+
+
+def damaged(data: st.DataObject, good: bytes, other: bytes) -> bytes:
+    kind = data.draw(st.sampled_from(["cut", "flip", "splice", "swap", "grow", "zero"]))
+    at = data.draw(st.integers(0, len(good) - 1))
+    to = min(len(good), at + data.draw(st.integers(1, 2000)))
+    if kind == "cut":
+        return good[:at]
+    if kind == "flip":
+        return good[:at] + bytes([good[at] ^ (1 << data.draw(st.integers(0, 7)))]) + good[at + 1 :]
+    if kind == "splice":
+        return good[:at] + other[at:to] + good[to:]
+    if kind == "swap":
+        return good[:at] + good[to : 2 * to - at] + good[at:to] + good[2 * to - at :]
+    if kind == "grow":
+        return good[:at] + bytes(to - at) + good[at:]
+    return good[:at] + bytes(to - at) + good[to:]
+
+
+@given(data=st.data())
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_a_damaged_file_is_refused_or_whole(suffix: str, folder: Path, data: Any) -> None:
+    """Bytes that say nothing, such as those between two parts, may be others."""
+    path, run = folder / f"damaged.{suffix}", Run("O2", ("sgd",), seed=2)
+    good, other = (folder / f"{name}.{suffix}" for name in ("good", "other"))
+    path.write_bytes(damaged(data, good.read_bytes(), other.read_bytes()))
+    try:
+        read_checkpoint(path)
+    except CheckpointError:
+        for one in (good, other):
+            os.utime(one, ns=(0, 0))
+        os.utime(good, ns=(10**9, 10**9))
+        for one in folder.glob(f"*.{'pt' if suffix != 'pt' else 'safetensors'}"):
+            os.utime(one, ns=(0, 0))
+        assert_refused(run, path, beside=good)
+    else:
+        run.load(path)
+        numbers = run.numbers()
+        run.load(good)
+        assert same(run.numbers(), numbers)
+    path.unlink()
+    preamp.engine_of(run.models[0]).close()
+
+
+class Hostile:
+    """Unpickles by making a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def hostile_files(mark: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
+    thing = Hostile(mark)
+    yield "pickle", lambda path: path.write_bytes(pickle.dumps(thing)) and None
+    yield "torch", lambda path: torch.save({"preamp": thing, "tensors": {}}, path)
+    yield "beside", lambda path: torch.save({"preamp": "", "tensors": {}, "x": thing}, path)
+    yield "legacy", lambda path: torch.save(thing, path, _use_new_zipfile_serialization=False)
+    yield "module", lambda path: torch.save(nn.Linear(1, 1), path)
+    yield "foreign", lambda path: torch.save({"model": {}}, path)
+    yield "empty", lambda path: path.write_bytes(b"") and None
+    yield "text", lambda path: path.write_text("hello " * 100) and None
+    yield "zip", lambda path: zipfile.ZipFile(path, "w").writestr("a", "b")
+    yield "script", lambda path: torch.jit.script(nn.ReLU()).save(path)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_hostile_and_foreign_files(tmp_path: Path) -> None:
+    mark = tmp_path / "executed"
+    run = Run("O1")
+    run.save(tmp_path / "good.pt")
+    for name, make in hostile_files(mark):
+        path = tmp_path / f"{name}.bad"
+        make(path)
+        assert_refused(run, path, beside=tmp_path / "good.pt")
+        assert not mark.exists()
+    pickle.loads((tmp_path / "pickle.bad").read_bytes())
+    assert mark.exists()  # it does make one
+
+
+def test_a_folder_and_a_missing_file(tmp_path: Path) -> None:
+    run = Run("O0")
+    with unchanged(run), pytest.raises(FileNotFoundError, match="There is no other complete"):
+        run.load(tmp_path / "nowhere.pt")
+    save(tmp_path / "good.pt", 1.0)
+    with unchanged(run), pytest.raises(FileNotFoundError, match=re.escape("good.pt, the newest")):
+        run.load(tmp_path / "nowhere.pt")
+
+
+def test_a_tensor_under_another_name(tmp_path: Path) -> None:
+    """A file put together again with all checksums of its zip right, but two parts swapped."""
+    run = Run("O1", ("adam",))
+    run.play(STEP)
+    run.save(tmp_path / "good.pt")
+    content = torch.load(tmp_path / "good.pt", weights_only=True)
+    tensors = content["tensors"]
+    a, b = (n for n in tensors if n.endswith(("0/exp_avg", "0/exp_avg_sq")))
+    tensors[a], tensors[b] = tensors[b], tensors[a]
+    torch.save(content, tmp_path / "swapped.pt")
+    assert_refused(run, tmp_path / "swapped.pt", beside=tmp_path / "good.pt")
+
+
+# -- versions ------------------------------------------------------------------------------------
+
+
+def test_an_older_version_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "old.pt", 3.0)
+
+    def to_2(content: dict[str, Any]) -> dict[str, Any]:
+        return {**content, "extra": {**content["extra"], "migrated": 2}}
+
+    def to_3(content: dict[str, Any]) -> dict[str, Any]:
+        return {**content, "extra": {**content["extra"], "migrated": content["extra"]["migrated"] + 1}}
+
+    monkeypatch.setattr(migrations, "VERSION", 3)
+    monkeypatch.setattr(migrations, "MIGRATIONS", {1: to_2, 2: to_3})
+    assert preamp.load_checkpoint(tmp_path / "old.pt") == {"value": 3.0, "migrated": 3}
+
+
+def test_a_newer_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as newer:
+        newer.setattr(storage, "VERSION", migrations.VERSION + 1)
+        save(tmp_path / "new.pt", 1.0)
+    with pytest.raises(CheckpointError, match="which a newer preamp has written"):
+        preamp.load_checkpoint(tmp_path / "new.pt")
