@@ -152,7 +152,7 @@ def test_values_without_objects(tmp_path: Path) -> None:
     content = read_checkpoint(tmp_path / "a.pt")
     model = nn.Linear(3, 2)
     model.load_state_dict(content["models"][0]["state"])
-    assert float(model.bias[0]) == 2.0
+    assert model.bias.tolist() == [2.0, 2.0]
     assert content["extra"] == {"value": 2.0}
 
 
@@ -255,7 +255,8 @@ def test_nothing_is_lost_at_exit(tmp_path: Path) -> None:
     ]
     assert preamp.load_checkpoint(good).shape == (4_000_000,)
     assert done[0].stderr == ""
-    assert done[1].stderr.startswith(f"preamp: {bad} could not be written")
+    assert done[1].stderr.startswith("preamp: ")
+    assert f"{bad} could not be written" in done[1].stderr
 
 
 def test_training_goes_on_while_the_file_is_written(

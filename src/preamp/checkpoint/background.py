@@ -9,6 +9,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from preamp.checkpoint.ranks import raise_together
+from preamp.core.ranks import has_process_group
+
 
 class Saving:
     """A checkpoint on its way to the disk.
@@ -23,7 +26,8 @@ class Saving:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
+        self._is_open = False  # whether other ranks have yet to learn what became of it
 
     def start(self, job: Callable[[], None]) -> None:
         """Run ``job`` in a thread of its own."""
@@ -31,9 +35,10 @@ class Saving:
         def run() -> None:
             try:
                 job()
-            except BaseException as error:
+            except Exception as error:
                 self._error = error
 
+        self._is_open = has_process_group()
         # No daemon: the interpreter waits for it.
         self._thread = threading.Thread(target=run, name=f"saving {self.path.name}", daemon=False)
         self._thread.start()
@@ -44,7 +49,7 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Wait until the file is on the disk.
+        """Wait until the file is on the disk. With several ranks all of them call it.
 
         Returns:
             Its path.
@@ -53,18 +58,24 @@ class Saving:
             OSError: It could not be written; the file is what it was before. Raised once, here or
                 by the next ``save_checkpoint``.
         """
-        if self._thread is not None:
-            self._thread.join()
-        error, self._error = self._error, None
+        error = self._take_error()
+        if self._is_open:
+            self._is_open = False
+            raise_together(error)
         if error is not None:
             raise error
         return self.path
 
+    def _take_error(self) -> Exception | None:
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        return error
+
     def tell(self) -> None:
-        """Print the error that nobody has been told of."""
-        try:
-            self.wait()
-        except BaseException as error:
+        """Print the error that nobody has been told of. Other ranks are not waited for."""
+        error = self._take_error()
+        if error is not None:
             print(f"preamp: {error}", file=sys.stderr, flush=True)
 
 

@@ -44,7 +44,7 @@ def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
             {"class": class_name(scheduler), "state": scheduler.state_dict()}
             for scheduler in subjects.schedulers
         ],
-        "rng": [random_states()],
+        "rng": random_states(),
         "extra": extra,
     }
 

@@ -134,7 +134,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     from preamp.checkpoint import saving
 
-    return saving.read_or_refuse(Path(path))
+    return saving.read_or_refuse(Path(path)).content
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from preamp.checkpoint.fitting import check_fits, check_own_params
+from preamp.checkpoint.ranks import together
 from preamp.checkpoint.rng import set_random_states
 from preamp.checkpoint.subjects import Subjects, params_of
 from preamp.core.dtypes import dtype_name
@@ -56,26 +57,14 @@ def restore(
         engine.ledger.settle(wait=True, gives_up=False)
         for session in engine.sessions.values():
             session.adopt()
-    check_fits(content, subjects)
     finals: list[Apply] = []
-    if subjects.optimizers:
-        check_own_params(content["own_params"], subjects)
-        finals = [
-            *(lambda engine=engine: drop_pending(engine) for engine in subjects.engines),
-            _prepare_gradients(content["gradients"] if gradients else {}, subjects),
-            *_prepare_engines(content["engines"], subjects, gradients=gradients),
-        ]
-    optimizers = _owned([saved["state"] for saved in content["optimizers"]], {})
     undo = UndoStack()
     try:
-        for model, saved in zip(subjects.models, content["models"], strict=False):
-            _load_model(model, saved, subjects, undo)
-        if subjects.optimizers:
-            _load_own_params(content["own_params"], subjects, undo)
-        for index, optimizer in enumerate(subjects.optimizers):
-            _load_optimizer(optimizer, content["optimizers"][index], optimizers[index], undo)
-        for scheduler, saved in zip(subjects.schedulers, content["schedulers"], strict=False):
-            _load_scheduler(scheduler, _owned(saved["state"], {}), undo)
+        with together():
+            check_fits(content, subjects)
+            if subjects.optimizers:
+                finals = _prepare(content, subjects, gradients=gradients)
+            _load_parts(content, subjects, undo)
     except BaseException:
         undo.unwind()
         raise
@@ -83,6 +72,27 @@ def restore(
         apply()
     if states is not None:
         set_random_states(states)
+
+
+def _prepare(content: Mapping[str, Any], subjects: Subjects, *, gradients: bool) -> list[Apply]:
+    check_own_params(content["own_params"], subjects)
+    return [
+        *(lambda engine=engine: drop_pending(engine) for engine in subjects.engines),
+        _prepare_gradients(content["gradients"] if gradients else {}, subjects),
+        *_prepare_engines(content["engines"], subjects, gradients=gradients),
+    ]
+
+
+def _load_parts(content: Mapping[str, Any], subjects: Subjects, undo: UndoStack) -> None:
+    optimizers = _owned([saved["state"] for saved in content["optimizers"]], {})
+    for model, saved in zip(subjects.models, content["models"], strict=False):
+        _load_model(model, saved, subjects, undo)
+    if subjects.optimizers:
+        _load_own_params(content["own_params"], subjects, undo)
+    for index, optimizer in enumerate(subjects.optimizers):
+        _load_optimizer(optimizer, content["optimizers"][index], optimizers[index], undo)
+    for scheduler, saved in zip(subjects.schedulers, content["schedulers"], strict=False):
+        _load_scheduler(scheduler, _owned(saved["state"], {}), undo)
 
 
 def _owned(tree: Any, made: dict[int, torch.Tensor]) -> Any:

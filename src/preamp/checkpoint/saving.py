@@ -11,11 +11,14 @@ from typing import Any
 
 from preamp.checkpoint.background import LATEST, Saving
 from preamp.checkpoint.capture import capture
+from preamp.checkpoint.gathering import encoded, gather
+from preamp.checkpoint.ranks import rank, together, world_size
 from preamp.checkpoint.restore import restore
 from preamp.checkpoint.series import check_keep_last, instead_of, tidy
-from preamp.checkpoint.storage import Draft, check_format, read, write
+from preamp.checkpoint.storage import Loaded, check_format, read, write
 from preamp.checkpoint.subjects import Subjects
 from preamp.core.errors import CheckpointError, message
+from preamp.core.log import say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +37,16 @@ class Options:
 def save(path: Path, subjects: Subjects, extra: Any, options: Options) -> Saving:
     """See ``preamp.save_checkpoint``."""
     LATEST.wait()
-    check_format(path)
-    check_keep_last(path, options.keep_last)
-    draft = Draft.of(capture(subjects, extra), copy=options.asynchronous)
+    with together():
+        check_format(path)
+        check_keep_last(path, options.keep_last)
+        own = encoded(capture(subjects, extra))
+    draft = gather(own, subjects.buffer_names(), copy=options.asynchronous)
     saving = Saving(path)
 
     def job() -> None:
+        if draft is None:  # the first rank writes
+            return
         try:
             write(draft, path)
             tidy(path, options.keep_last)
@@ -50,7 +57,8 @@ def save(path: Path, subjects: Subjects, extra: Any, options: Options) -> Saving
         saving.start(job)
         LATEST.set(saving)
     else:
-        job()
+        with together():
+            job()
     return saving
 
 
@@ -68,15 +76,37 @@ def _not_written(path: Path, error: Exception) -> OSError:
 def load(path: Path, subjects: Subjects, *, gradients: bool, rng: bool) -> Any:
     """See ``preamp.load_checkpoint``."""
     LATEST.wait()
-    content = read_or_refuse(path)
-    restore(content, subjects, gradients=gradients, states=content["rng"][0] if rng else None)
-    return content["extra"]
+    with together():
+        loaded = read_or_refuse(path, rank())
+        if gradients and subjects.optimizers and not loaded.is_shared:
+            _check_ranks(loaded)
+    states = loaded.content["rng"] if rng else None
+    if states is not None and loaded.ranks != world_size():
+        say(
+            f"preamp: {path} has the random states of {loaded.ranks} ranks; those of "
+            f"{world_size()} stay as they are"
+        )
+        states = None
+    restore(loaded.content, subjects, gradients=gradients, states=states)
+    return loaded.content["extra"]
 
 
-def read_or_refuse(path: Path) -> dict[str, Any]:
-    """See ``preamp.checkpoint.read_checkpoint``."""
+def _check_ranks(loaded: Loaded) -> None:
+    if loaded.ranks != world_size():
+        raise ValueError(
+            message(
+                f"The checkpoint has gradients that {loaded.ranks} ranks had each for itself, and "
+                f"there are {world_size()} now",
+                "Gradients that were not reduced yet load into as many ranks; nothing was loaded",
+                "Start as many, or leave the gradients out with gradients=False",
+            )
+        )
+
+
+def read_or_refuse(path: Path, rank: int = 0) -> Loaded:
+    """Read a file, or say what is wrong with it and which one to load instead."""
     try:
-        return read(path)
+        return read(path, rank)
     except FileNotFoundError as error:
         text = message(
             f"There is no file {path}",

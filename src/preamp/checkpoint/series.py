@@ -75,13 +75,12 @@ def tidy(path: Path, keep_last: int | None) -> None:
         keep_last: How many of those whose name differs in the last number only to keep, by the
             time they were written; ``None`` for all.
     """
-    remove_leftovers(path)
+    pattern = _NUMBER.sub("#", path.name)
+    remove_leftovers(path.parent, lambda name: _NUMBER.sub("#", name) == pattern)
     if keep_last is None:
         return
-    pattern = _NUMBER.sub("#", path.name)
     series = [p for p in _newest_first(path.parent) if _NUMBER.sub("#", p.name) == pattern]
     others = [p for p in series if p.name != path.name]
     for old in others[keep_last - 1 :]:
-        remove_leftovers(old)
         with contextlib.suppress(FileNotFoundError):
             old.unlink()

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from preamp.checkpoint.codec import decode, encode
+from preamp.checkpoint.codec import decode
 from preamp.checkpoint.migrations import VERSION, migrated
 from preamp.checkpoint.parts import Part, Stored, describe, verified
 from preamp.checkpoint.reader import cause_of
@@ -40,27 +40,27 @@ class Draft:
     """A checkpoint that is ready to be written: the CPU has all of it.
 
     Attributes:
-        tree: What `encode` made of the content.
+        trees: What `encode` made of the content, of each rank.
         tensors: By name.
     """
 
-    tree: Any
+    trees: list[Any]
     tensors: dict[str, Stored]
 
-    @classmethod
-    def of(cls, content: Any, *, copy: bool) -> Draft:
-        """Bring everything in ``content`` to the CPU. Synchronises with its devices.
 
-        Args:
-            content: Plain data.
-            copy: Whether what changes there afterwards must not change the draft.
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """What was read from a file.
 
-        Raises:
-            TypeError: Something is no plain data.
-            ValueError: It contains itself.
-        """
-        tree, tensors = encode(content, "the checkpoint")
-        return cls(tree, {name: Stored.of(tensor, copy=copy) for name, tensor in tensors.items()})
+    Attributes:
+        content: Of one rank.
+        ranks: How many there were.
+        is_shared: Whether all had the same gradients, and knew the same about them.
+    """
+
+    content: dict[str, Any]
+    ranks: int
+    is_shared: bool
 
 
 def check_format(path: Path) -> None:
@@ -92,7 +92,7 @@ def write(draft: Draft, path: Path) -> None:
             "version": VERSION,
             "preamp": __version__,
             "torch": str(torch.__version__),
-            "tree": draft.tree,
+            "trees": draft.trees,
             "parts": {name: part.to_json() for name, part in parts.items()},
         },
         allow_nan=False,
@@ -117,11 +117,12 @@ def _write_safetensors(
         raise OSError(errno.EIO, str(error)) from error
 
 
-def read(path: Path) -> Any:
+def read(path: Path, rank: int = 0) -> Loaded:
     """Read a file, verify every byte of its content, and bring it to the current version.
 
     Args:
         path: A file written by `write`.
+        rank: Whose content; that of the first one if there were fewer.
 
     Returns:
         The content. Its tensors are mapped from the file: copy what is to outlive it.
@@ -145,11 +146,19 @@ def read(path: Path) -> Any:
             raise ValueError("its manifest is of another kind")
         parts = {name: Part.from_json(part) for name, part in manifest["parts"].items()}
         tensors = verified(parts, data)
-        return migrated(decode(manifest["tree"], tensors), version)
+        trees = cast("list[Any]", manifest["trees"])
+        tree = trees[rank if rank < len(trees) else 0]
+        content = migrated(decode(tree, tensors), version)
+        return Loaded(content, len(trees), all(_pending(t) == _pending(trees[0]) for t in trees))
     except (MemoryError, PreampError):
         raise
     except Exception as error:  # a damaged file makes readers raise nearly anything
         raise CheckpointError(cause_of(error)) from error
+
+
+def _pending(tree: Any) -> list[Any]:
+    """What of a tree is about gradients; other tensors have other names."""
+    return [tree.get("gradients"), tree.get("engines")]
 
 
 def _open(path: Path, start: bytes, size: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -89,6 +89,14 @@ class Subjects:
             if isinstance(param, MasterParameter) and param.twin is not None
         }
 
+    def buffer_names(self) -> frozenset[str]:
+        """The names that buffers of models have among the tensors of a content."""
+        return frozenset(
+            f"models/{index}/state/{name}"
+            for index, model in enumerate(self.models)
+            for name, _ in model.named_buffers()
+        )
+
     def gradients(self) -> dict[str, dict[str, torch.Tensor]]:
         """Every gradient there is, by the parameter's name: of the model's side, and the master's."""
         masters = self.masters()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,7 +15,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-_NAME_KEPT = 40  # characters of the file's name in that of its draft
+_NAME_KEPT = 200  # characters of the file's name in that of its draft
 
 
 @contextlib.contextmanager
@@ -53,11 +53,15 @@ def replacing(path: Path) -> Generator[BinaryIO]:
         raise
 
 
-def remove_leftovers(path: Path) -> None:
-    """Remove drafts of ``path`` whose process has died; those being written are left alone."""
-    path = path.resolve()
-    for draft in path.parent.glob("*.part") if fcntl is not None else ():
-        if draft.name.startswith(_prefix(path)):
+def remove_leftovers(folder: Path, is_meant: Callable[[str], bool]) -> None:
+    """Remove drafts whose process has died; those that are being written are left alone.
+
+    Args:
+        folder: Where to look.
+        is_meant: Whether to remove drafts of the file of this name, which may be shortened.
+    """
+    for draft in folder.glob(".*.part") if fcntl is not None else ():
+        if is_meant(draft.name[1:].rsplit(".", 2)[0]):
             with contextlib.suppress(OSError), _locked(draft) as was_free:
                 if was_free:  # the system has released its writer's lock
                     draft.unlink()

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Several processes and one checkpoint: the first rank writes, and all learn what became of it.
+
+Every rank makes the same calls. What was to fail on one rank alone is made known to all before
+anything changes, so none waits for another that has given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from preamp.core.errors import PreampError, PreampStateError, message
+from preamp.core.ranks import has_process_group
+
+_CHUNK = 1 << 20
+_SHARED = ("models/", "optimizers/", "own_params/")
+_SHOWN = 3
+
+
+def rank() -> int:
+    """Number of this process; 0 without others."""
+    return dist.get_rank() if has_process_group() else 0
+
+
+def world_size() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if has_process_group() else 1
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether ``flag`` is set on any rank; each has to ask. One all-reduce of a number."""
+    if not has_process_group():
+        return flag
+    is_near = "nccl" not in str(dist.get_backend())
+    device = "cpu" if is_near else f"cuda:{torch.cuda.current_device()}"
+    number = torch.tensor(int(flag), device=device)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    return bool(number.item())
+
+
+@contextmanager
+def together() -> Generator[None]:
+    """Run a block on every rank. If it raises on one, all raise: that error, or one naming it."""
+    if not has_process_group():
+        yield
+        return
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    raise_together(own)
+
+
+def raise_together(own: Exception | None) -> None:
+    """Raise on every rank if there is an error on one.
+
+    Args:
+        own: The error of this rank, or ``None``.
+
+    Raises:
+        PreampError: Another rank has one; its text is quoted.
+    """
+    texts = gathered(None if own is None else f"{type(own).__name__}: {own}")
+    if own is not None:
+        raise own
+    failed = [(number, text) for number, text in enumerate(texts) if text is not None]
+    if failed:
+        number, text = failed[0]
+        raise PreampError(
+            message(
+                f"Rank {number} of {len(texts)} failed with {text}",
+                "A checkpoint is saved or loaded by all ranks or by none",
+                "See to the cause on that rank; this one is as it was",
+            )
+        )
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return ``value`` of every rank, on every rank."""
+    if not has_process_group():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def gathered_on_first(value: Any) -> list[Any]:
+    """Return ``value`` of every rank on the first one, and nothing on the others."""
+    if not has_process_group():
+        return [value]
+    values: list[Any] | None = [None] * dist.get_world_size() if rank() == 0 else None
+    dist.gather_object(value, values, dst=0)
+    return values or []
+
+
+def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Any, ...]]:
+    """Return for each tensor what differs where two of them differ, computed on its device."""
+    return {
+        name: (str(tensor.dtype), tuple(tensor.shape), _fingerprint(tensor))
+        for name, tensor in tensors.items()
+    }
+
+
+def _fingerprint(tensor: torch.Tensor) -> int:
+    raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    words = raw.view(torch.int32) if raw.numel() % 4 == 0 and raw.numel() else raw
+    total = torch.zeros((), dtype=torch.int64, device=raw.device)
+    for number, chunk in enumerate(cast("Iterable[torch.Tensor]", words.split(_CHUNK))):
+        # Odd factors, so that the same words in another order sum to something else.
+        start = 2 * number * _CHUNK + 1
+        factors = torch.arange(start, start + 2 * chunk.numel(), 2, device=raw.device)
+        total = total + (chunk.to(torch.int64) * factors * factors).sum()
+    return int(total)
+
+
+def differing(
+    prints: Mapping[str, tuple[Any, ...]], first: Mapping[str, tuple[Any, ...]]
+) -> list[str]:
+    """Names of the tensors that the first rank does not have, or has others for."""
+    return [name for name, known in prints.items() if first.get(name) != known]
+
+
+def check_shared(differences: list[list[str]], buffers: frozenset[str]) -> None:
+    """Raise `PreampStateError` if ranks disagree about what they train together.
+
+    Args:
+        differences: For each rank, in what it differs from the first one.
+        buffers: Names of the models' buffers, which may differ.
+    """
+    for number, names in enumerate(differences):
+        shared = [name for name in names if name.startswith(_SHARED) and name not in buffers]
+        if shared:
+            raise PreampStateError(
+                message(
+                    f"Rank {number} has other values than rank 0 in {len(shared)} of the weights "
+                    f"and optimizer states, such as {', '.join(shared[:_SHOWN])}",
+                    "Ranks that save one checkpoint have the same weights and optimizer states; "
+                    "gradients, buffers and random states may differ",
+                    "Broadcast them from one rank if they should be the same; parallel parts of "
+                    "one model are saved by a process group of the ranks that share them",
+                )
+            )

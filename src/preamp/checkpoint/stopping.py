@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ending a run in good order when the system asks for it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from preamp.checkpoint.background import LATEST
+from preamp.checkpoint.ranks import any_rank
+from preamp.core.errors import PreampStateError, message
+
+
+class StopRequest:
+    """Whether the process was asked to stop, and the way to do so.
+
+    Attributes:
+        signal_number: Of the signal that came, or ``None``.
+    """
+
+    def __init__(self) -> None:
+        """Nobody has asked yet."""
+        self.signal_number: int | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal came, to this process or to any other one of the default process group.
+
+        With several ranks every one of them asks at the same place, as often as the others: the
+        answer is an all-reduce of one number, and the same for all. Signals do not reach ranks at
+        the same time, and one that stopped alone would leave the others waiting.
+        """
+        return any_rank(self.signal_number is not None)
+
+    def exit(self) -> NoReturn:
+        """Leave the program with 128 plus the signal's number, 143 for SIGTERM.
+
+        A checkpoint that is being written in the background is waited for.
+
+        Raises:
+            SystemExit: Always, unless an error is raised.
+            OSError: The checkpoint could not be written.
+        """
+        LATEST.wait()
+        raise SystemExit(128 + (self.signal_number or signal.SIGTERM))
+
+
+@contextmanager
+def stop_on_signal(*signals: int) -> Generator[StopRequest]:
+    """Let a signal end the run after the step under way instead of at once.
+
+    Inside of the block a signal only sets a mark, which the loop looks at between two steps.
+    Further ones change nothing; afterwards they do again what they did before.
+
+    Args:
+        *signals: Which ones, such as ``signal.SIGUSR1``; ``signal.SIGTERM`` if left out.
+
+    Yields:
+        What tells whether one came.
+
+    Raises:
+        PreampStateError: Not in the main thread, which alone can receive signals.
+
+    Example:
+        ```python
+        with preamp.checkpoint.stop_on_signal() as stop:
+            for step in range(start, steps):
+                train(step)
+                if stop.requested:
+                    preamp.save_checkpoint(path, model, optimizer, extra={"step": step + 1})
+                    stop.exit()
+        ```
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise PreampStateError(
+            message(
+                f"stop_on_signal was called in the thread {threading.current_thread().name!r}",
+                "Python receives signals in the main thread only",
+                "Enter it in the main thread, around the training loop",
+            )
+        )
+    request = StopRequest()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        del frame
+        request.signal_number = number
+
+    before = {number: signal.signal(number, note) for number in signals or (signal.SIGTERM,)}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
