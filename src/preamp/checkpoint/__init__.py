@@ -11,3 +11,5 @@ from preamp.checkpoint.reader import ApexRecord as ApexRecord
 from preamp.checkpoint.reader import read_apex_checkpoint as read_apex_checkpoint
 from preamp.checkpoint.scaler_state import ScalerState as ScalerState
 from preamp.checkpoint.scaler_state import plain_loss_scaler as plain_loss_scaler
+from preamp.checkpoint.stopping import StopRequest as StopRequest
+from preamp.checkpoint.stopping import stop_on_signal as stop_on_signal

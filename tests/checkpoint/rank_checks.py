@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What every rank checks about checkpoints; run by ``test_ranks.py``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+import preamp
+from checkpoint.runs import Net, params_of, weights_of
+from engine.harness import same
+from preamp.core.tensors import stored_grad
+from preamp.parallel import DistributedDataParallel
+
+
+def shared_folder() -> Path:
+    """A folder that all ranks know; each check has its own."""
+    names: list[Any] = [None]
+    if dist.get_rank() == 0:
+        names = [os.fspath(Path(os.environ["PREAMP_TEST_FOLDER"]) / str(time.monotonic_ns()))]
+        os.mkdir(names[0])
+    dist.broadcast_object_list(names)
+    return Path(names[0])
+
+
+class Ranks:
+    """A model under DistributedDataParallel, whose ranks see other batches and random numbers."""
+
+    def __init__(self, level: str, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        model = Net()
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=0.0625, eps=1e-4)
+        preamp.initialize(
+            model, self.optimizer, opt_level=level, verbosity=0, loss_scale="dynamic"
+        )
+        self.inner = model
+        self.model = DistributedDataParallel(model)
+        torch.manual_seed(100 * seed + dist.get_rank())
+
+    def backward(self, *, poison: bool = False) -> None:
+        loss = self.model(torch.randn(4, 2, 4, 4)).float().square().mean()
+        with preamp.scale_loss(loss, self.optimizer) as scaled:
+            (scaled * float("inf") if poison else scaled).backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def local(self, *, poison: bool = False) -> None:
+        with self.model.no_sync():
+            self.backward(poison=poison)
+
+    def save(self, path: Path, **options: Any) -> Any:
+        return preamp.save_checkpoint(path, self.model, self.optimizer, **options)
+
+    def numbers(self) -> dict[str, Any]:
+        engine = preamp.engine_of(self.inner)
+        params = [*self.inner.parameters(), *params_of(self.optimizer)]
+        grads = [stored_grad(param) for param in params]
+        return {
+            "weights": [t.detach().clone() for t in weights_of(self.inner)],
+            "optimizer": [t.clone() for s in self.optimizer.state.values() for t in s.values()],
+            "gradients": [None if g is None else g.clone() for g in grads],
+            "engine": engine.state_dict(),
+            "flags": [float(scaler.found_inf) for scaler in engine.scalers],
+            "random": torch.get_rng_state(),
+        }
+
+
+def check_bitwise_resume_within_an_accumulation() -> None:
+    """Each rank goes on with its own gradients, buffers and random numbers."""
+    for level in ("O1", "O2"):
+        folder, whole = shared_folder(), Ranks(level)
+        whole.backward()
+        whole.step()
+        whole.local(poison=dist.get_rank() == 1)
+        whole.save(folder / "a.pt")
+        before = whole.numbers()
+        whole.backward()
+        whole.step()
+        resumed = Ranks(level, seed=1)
+        preamp.load_checkpoint(folder / "a.pt", resumed.model, resumed.optimizer)
+        assert same(resumed.numbers(), before)
+        resumed.backward()
+        resumed.step()
+        assert same(resumed.numbers(), whole.numbers())
+        assert preamp.engine_of(whole.inner).last_step_skipped
+        for run in (whole, resumed):
+            preamp.engine_of(run.inner).close()
+
+
+def check_a_file_has_one_copy_of_what_is_shared() -> None:
+    folder, run = shared_folder(), Ranks("O2")
+    run.backward()
+    run.step()
+    run.save(folder / "a.pt")
+    names = list(torch.load(folder / "a.pt", weights_only=True)["tensors"])
+    own = [name for name in names if name.startswith("ranks/")]
+    assert own
+    assert all("/bn.running" in name or "/rng/" in name for name in own)
+    assert len(list(folder.iterdir())) == 1
+
+
+def check_failures_are_everybodys() -> None:
+    """A rank that fails alone, before, while and after writing; the old file stays good."""
+    folder, run = shared_folder(), Ranks("O1")
+    path, rank = folder / "a.pt", dist.get_rank()
+    run.save(path)
+    extra = {"bad": object()} if rank == 1 else None
+    with pytest.raises(TypeError if rank == 1 else preamp.PreampError, match="object"):
+        run.save(path, extra=extra)
+    for asynchronous in (False, True):
+        (folder / "file").touch()
+        error = OSError if rank == 0 else preamp.PreampError
+        with pytest.raises(error, match=r"file/b\.pt could not be written"):
+            run.save(folder / "file" / "b.pt", asynchronous=asynchronous).wait()
+    other = torch.nn.Linear(1, 1) if rank == 1 else run.model
+    before = run.numbers()
+    there = path if rank == 0 else folder / "nowhere.pt"
+    error = FileNotFoundError if rank == 1 else preamp.PreampError
+    with pytest.raises(error, match="nowhere"):
+        preamp.load_checkpoint(there, run.model, run.optimizer)
+    with pytest.raises(ValueError if rank == 1 else preamp.PreampError, match="lacks"):
+        preamp.load_checkpoint(path, other, run.optimizer)
+    assert same(run.numbers(), before)
+    preamp.load_checkpoint(path, run.model, run.optimizer)
+
+
+def check_different_weights_are_refused() -> None:
+    folder, run = shared_folder(), Ranks("O2")
+    with torch.no_grad():
+        if dist.get_rank() == 1:
+            run.inner.last.weight[0, 0] += 1
+    with pytest.raises(preamp.PreampStateError, match="Rank 1 has other values than rank 0 in 1"):
+        run.save(folder / "a.pt")
+    assert list(folder.iterdir()) == []
+
+
+def check_asynchronous_saving() -> None:
+    folder, run = shared_folder(), Ranks("O2")
+    first = run.save(folder / "step_1.pt", asynchronous=True, keep_last=1)
+    run.backward()
+    run.step()
+    run.save(folder / "step_2.pt", asynchronous=True, keep_last=1)  # waits for the first
+    assert first.done
+    run.save(folder / "step_3.pt", keep_last=1)
+    assert [path.name for path in folder.iterdir()] == ["step_3.pt"]
+
+
+def check_a_signal_to_one_rank_stops_all() -> None:
+    with preamp.checkpoint.stop_on_signal() as stop:
+        assert not stop.requested
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+        with pytest.raises(SystemExit) as exit_:
+            stop.exit()
+    assert exit_.value.code == 143

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checkpoints of two ranks, and loading them into another number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import preamp
+from checkpoint import rank_checks
+from checkpoint.runs import Net
+from distributed.ranks import assert_pass, checks_of
+
+
+def save_from_two_ranks() -> None:
+    """Leave two files for a single process: with each rank's own gradients, and without."""
+    run = rank_checks.Ranks("O1")
+    folder = rank_checks.shared_folder().parent
+    run.backward()
+    run.save(folder / "reduced.pt")
+    run.step()
+    run.local()
+    run.save(folder / "local.pt")
+
+
+def test_on_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PREAMP_TEST_FOLDER", str(tmp_path))
+    assert_pass([*checks_of(rank_checks), save_from_two_ranks], 2, tmp_path)
+
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0625, eps=1e-4)
+    preamp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale="dynamic")
+    state = torch.get_rng_state()
+    preamp.load_checkpoint(tmp_path / "reduced.pt", model, optimizer)
+    assert model.last.weight.grad is not None
+    assert "has the random states of 2 ranks; those of 1 stay as they are" in capsys.readouterr().out
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ValueError, match="that 2 ranks had each for itself, and there are 1 now"):
+        preamp.load_checkpoint(tmp_path / "local.pt", model, optimizer)
+    preamp.load_checkpoint(tmp_path / "local.pt", model, optimizer, gradients=False)
+    assert model.last.weight.grad is None
+    assert preamp.engine_of(model).steps_applied == 1
