@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ LONGEST_LIFE = 0.25  # seconds of saving before the kill, at most
 SIZE = 60_000
 
 
-def content(number: int) -> dict[str, object]:
+def content(number: int) -> dict[str, Any]:
     """What file ``number`` holds."""
     return {"number": number, "values": torch.full((SIZE,), float(number))}
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-
 import preamp
 from checkpoint.runs import Net, params_of, weights_of
 from engine.harness import same
+from preamp.checkpoint import stop_on_signal
 from preamp.core.tensors import stored_grad
 from preamp.parallel import DistributedDataParallel
 
@@ -38,9 +38,7 @@ class Ranks:
         torch.manual_seed(seed)
         model = Net()
         self.optimizer = torch.optim.Adam(model.parameters(), lr=0.0625, eps=1e-4)
-        preamp.initialize(
-            model, self.optimizer, opt_level=level, verbosity=0, loss_scale="dynamic"
-        )
+        preamp.initialize(model, self.optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
         self.inner = model
         self.model = DistributedDataParallel(model)
         torch.manual_seed(100 * seed + dist.get_rank())
@@ -156,7 +154,7 @@ def check_asynchronous_saving() -> None:
 
 
 def check_a_signal_to_one_rank_stops_all() -> None:
-    with preamp.checkpoint.stop_on_signal() as stop:
+    with stop_on_signal() as stop:
         assert not stop.requested
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -29,8 +29,7 @@ import preamp
 from checkpoint.runs import Backward, Run, Step, Zero
 from engine.harness import same
 from preamp import CheckpointError
-from preamp.checkpoint import latest_checkpoint, read_checkpoint
-from preamp.checkpoint import migrations, storage
+from preamp.checkpoint import latest_checkpoint, migrations, read_checkpoint, storage
 
 FORMATS = pytest.mark.parametrize("name", ["run_1.pt", "run_1.safetensors"])
 STEP = [Backward(), Step(), Zero()]
@@ -98,8 +97,10 @@ def test_tensors_come_back_as_they_were(name: str, tmp_path: Path) -> None:
     back = preamp.load_checkpoint(tmp_path / name)
     for old, new in zip(given_, back, strict=True):
         assert (old.dtype, old.shape, old.layout) == (new.dtype, new.shape, new.layout)
-        assert old.is_sparse or new.stride() == old.contiguous().stride() or (
-            new.stride() == old.stride()
+        assert (
+            old.is_sparse
+            or new.stride() == old.contiguous().stride()
+            or (new.stride() == old.stride())
         )
         dense = [t.to_dense() if t.is_sparse else t for t in (old, new)]
         raw = [t.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for t in dense]
@@ -239,7 +240,14 @@ def test_an_error_in_the_background_reaches_the_next_call(tmp_path: Path) -> Non
 
 
 EXITS = """
-import sys, torch, preamp
+import sys, threading, torch, preamp
+from preamp.checkpoint import saving, storage
+
+def late(*args, **options):
+    threading.main_thread().join()  # the interpreter is exiting
+    storage.write(*args, **options)
+
+saving.write = late
 preamp.save_checkpoint(sys.argv[1], extra=torch.zeros(4_000_000), asynchronous=True)
 """
 
@@ -267,9 +275,9 @@ def test_training_goes_on_while_the_file_is_written(
     run.play(STEP)
     may_write, write = threading.Event(), storage.write
 
-    def late(*args: Any) -> None:
+    def late(*args: Any, **options: Any) -> None:
         assert may_write.wait(60)
-        write(*args)
+        write(*args, **options)
 
     monkeypatch.setattr("preamp.checkpoint.saving.write", late)
     saving = run.save(tmp_path / "a.pt", asynchronous=True)
@@ -369,16 +377,16 @@ class Hostile:
         return os.mkdir, (str(self.mark),)
 
 
-def hostile_files(mark: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
+def hostile_files(mark: Path) -> Iterator[tuple[str, Callable[[Path], object]]]:
     thing = Hostile(mark)
-    yield "pickle", lambda path: path.write_bytes(pickle.dumps(thing)) and None
+    yield "pickle", lambda path: path.write_bytes(pickle.dumps(thing))
     yield "torch", lambda path: torch.save({"preamp": thing, "tensors": {}}, path)
     yield "beside", lambda path: torch.save({"preamp": "", "tensors": {}, "x": thing}, path)
     yield "legacy", lambda path: torch.save(thing, path, _use_new_zipfile_serialization=False)
     yield "module", lambda path: torch.save(nn.Linear(1, 1), path)
     yield "foreign", lambda path: torch.save({"model": {}}, path)
-    yield "empty", lambda path: path.write_bytes(b"") and None
-    yield "text", lambda path: path.write_text("hello " * 100) and None
+    yield "empty", lambda path: path.write_bytes(b"")
+    yield "text", lambda path: path.write_text("hello " * 100)
     yield "zip", lambda path: zipfile.ZipFile(path, "w").writestr("a", "b")
     yield "script", lambda path: torch.jit.script(nn.ReLU()).save(path)
 
@@ -429,7 +437,10 @@ def test_an_older_version_is_migrated(tmp_path: Path, monkeypatch: pytest.Monkey
         return {**content, "extra": {**content["extra"], "migrated": 2}}
 
     def to_3(content: dict[str, Any]) -> dict[str, Any]:
-        return {**content, "extra": {**content["extra"], "migrated": content["extra"]["migrated"] + 1}}
+        return {
+            **content,
+            "extra": {**content["extra"], "migrated": content["extra"]["migrated"] + 1},
+        }
 
     monkeypatch.setattr(migrations, "VERSION", 3)
     monkeypatch.setattr(migrations, "MIGRATIONS", {1: to_2, 2: to_3})

@@ -30,7 +30,9 @@ def test_killed_while_saving() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    match = re.fullmatch(r"(\d+) kills, (\d+) times with an unfinished .*, (\d+) files.*\n", done.stdout)
+    match = re.fullmatch(
+        r"(\d+) kills, (\d+) times with an unfinished .*, (\d+) files.*\n", done.stdout
+    )
     assert match, done.stdout
     kills, unfinished, files = map(int, match.groups())
     assert kills == KILLS
@@ -122,5 +124,8 @@ def test_other_threads_are_refused() -> None:
         with stop_on_signal():
             pass
 
-    with ThreadPoolExecutor(1) as threads, pytest.raises(preamp.PreampStateError, match="main thread"):
+    with (
+        ThreadPoolExecutor(1) as threads,
+        pytest.raises(preamp.PreampStateError, match="main thread"),
+    ):
         threads.submit(enter).result()

@@ -37,10 +37,13 @@ def test_on_two_ranks(
     state = torch.get_rng_state()
     preamp.load_checkpoint(tmp_path / "reduced.pt", model, optimizer)
     assert model.last.weight.grad is not None
-    assert "has the random states of 2 ranks; those of 1 stay as they are" in capsys.readouterr().out
+    assert (
+        "has the random states of 2 ranks; those of 1 stay as they are" in capsys.readouterr().out
+    )
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(ValueError, match="that 2 ranks had each for itself, and there are 1 now"):
         preamp.load_checkpoint(tmp_path / "local.pt", model, optimizer)
     preamp.load_checkpoint(tmp_path / "local.pt", model, optimizer, gradients=False)
     assert model.last.weight.grad is None
-    assert preamp.engine_of(model).steps_applied == 1
+    engine = preamp.engine_of(model)
+    assert engine.steps_applied + engine.steps_skipped == 1

@@ -66,9 +66,13 @@ class Saving:
             raise error
         return self.path
 
-    def _take_error(self) -> Exception | None:
+    def join(self) -> None:
+        """Wait until nothing is being written any more, without asking what became of it."""
         if self._thread is not None:
             self._thread.join()
+
+    def _take_error(self) -> Exception | None:
+        self.join()
         error, self._error = self._error, None
         return error
 
@@ -91,6 +95,11 @@ class Latest:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
+
+    def join(self) -> None:
+        """Wait for it, whatever becomes of it; other ranks are not asked."""
+        if self._saving is not None:
+            self._saving.join()
 
     def set(self, saving: Saving) -> None:
         """There is a new one."""

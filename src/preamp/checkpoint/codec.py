@@ -174,7 +174,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "$bytes": bytes.fromhex,
     "$dtype": dtype_named,
     "$device": torch.device,
-    "$sparse": lambda made: torch.sparse_coo_tensor(
+    "$sparse": lambda made: cast("Any", torch).sparse_coo_tensor(
         *made, check_invariants=True, is_coalesced=True
     ),
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What users call; what it takes loads with the first call, so that importing preamp stays light."""
+"""What users call; what it takes loads with the first call, so importing preamp stays light."""
 
 from __future__ import annotations
 
@@ -134,6 +134,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     from preamp.checkpoint import saving
 
+    saving.LATEST.join()
     return saving.read_or_refuse(Path(path)).content
 
 
@@ -141,11 +142,13 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """Return the newest file in ``folder`` that ``preamp.load_checkpoint`` would load, or ``None``.
 
     Files are read in full to verify them, newest first, until one is good. Anything else in the
-    folder is passed over, as are drafts that a killed process has left.
+    folder is passed over, as are drafts that a killed process has left. One that this process is
+    writing in the background is waited for.
 
     Args:
         folder: Where to look, not deeper. It need not exist.
     """
-    from preamp.checkpoint import series
+    from preamp.checkpoint import saving, series
 
+    saving.LATEST.join()
     return next(series.good_ones(Path(folder)), None)

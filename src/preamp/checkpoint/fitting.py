@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from preamp.checkpoint.capture import describe_params
-from preamp.checkpoint.subjects import Subjects, class_name, params_of
+from preamp.checkpoint.subjects import Subjects, class_name
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import message
 
@@ -112,17 +112,12 @@ def _check_engines(saved: Sequence[Mapping[str, Any]], subjects: Subjects) -> No
 def check_own_params(saved: Mapping[str, torch.Tensor], subjects: Subjects) -> None:
     """Raise `ValueError` unless what only optimizers have is what they had."""
     own = {n for n, _ in subjects.named_params() if n.startswith("optimizers/")}
-    if own != saved.keys():
+    if own != set(saved):
         raise _unfit(
-            f"lacks {_shown(sorted(own - saved.keys()))} and has "
-            f"{_shown(sorted(saved.keys() - own))} beyond the optimizers' own parameters",
+            f"lacks {_shown(sorted(own - set(saved)))} and has "
+            f"{_shown(sorted(set(saved) - own))} beyond the optimizers' own parameters",
             "the same models beside the optimizers as when it was saved",
         )
-
-
-def count_params(subjects: Subjects) -> int:
-    """How many parameters the optimizers update."""
-    return sum(len(params_of(optimizer)) for optimizer in subjects.optimizers)
 
 
 def _beyond(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

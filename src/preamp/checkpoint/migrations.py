@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 VERSION = 1
 """Of what is written. It changes when content would be misunderstood, not when some is added."""
@@ -21,10 +21,11 @@ def migrated(content: Any, version: int) -> dict[str, Any]:
     """
     if not isinstance(content, dict):
         raise ValueError("its content is of another kind")
+    migrated_content = cast("dict[str, Any]", content)
     known = (*MIGRATIONS, VERSION)
     if version not in known:
         newer = ", which a newer preamp has written" if version > VERSION else ""
         raise ValueError(f"it has version {version}{newer}; versions {known} are known")
     for step in range(version, VERSION):
-        content = MIGRATIONS[step](content)
-    return content
+        migrated_content = MIGRATIONS[step](migrated_content)
+    return migrated_content

@@ -160,8 +160,15 @@ class Stored:
         )
 
 
-def describe(tensors: Mapping[str, Stored]) -> dict[str, Part]:
-    """Return the manifest's entries of ``tensors``."""
+def describe(tensors: Mapping[str, Stored], *, alone: bool) -> dict[str, Part]:
+    """Return the manifest's entries of ``tensors``.
+
+    Args:
+        tensors: By name.
+        alone: Start no threads. While the interpreter exits there can be no new ones.
+    """
+    if alone:
+        return {name: kept.part() for name, kept in tensors.items()}
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:
         return dict(zip(tensors, threads.map(Stored.part, tensors.values()), strict=True))
 

@@ -39,7 +39,7 @@ def any_rank(flag: bool) -> bool:
     is_near = "nccl" not in str(dist.get_backend())
     device = "cpu" if is_near else f"cuda:{torch.cuda.current_device()}"
     number = torch.tensor(int(flag), device=device)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
+    cast("Any", dist).all_reduce(number, dist.ReduceOp.MAX)
     return bool(number.item())
 
 
@@ -86,7 +86,7 @@ def gathered(value: Any) -> list[Any]:
     if not has_process_group():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    cast("Any", dist).all_gather_object(values, value)
     return values
 
 
@@ -111,7 +111,9 @@ def _fingerprint(tensor: torch.Tensor) -> int:
     raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     words = raw.view(torch.int32) if raw.numel() % 4 == 0 and raw.numel() else raw
     total = torch.zeros((), dtype=torch.int64, device=raw.device)
-    for number, chunk in enumerate(cast("Iterable[torch.Tensor]", words.split(_CHUNK))):
+    for number, chunk in enumerate(
+        cast("Iterable[torch.Tensor]", cast("Any", words).split(_CHUNK))
+    ):
         # Odd factors, so that the same words in another order sum to something else.
         start = 2 * number * _CHUNK + 1
         factors = torch.arange(start, start + 2 * chunk.numel(), 2, device=raw.device)

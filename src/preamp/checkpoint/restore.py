@@ -12,7 +12,7 @@ import contextlib
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -102,12 +102,13 @@ def _owned(tree: Any, made: dict[int, torch.Tensor]) -> Any:
             made[id(tree)] = tree.clone()
         return made[id(tree)]
     if isinstance(tree, dict):
-        twin = copy.copy(tree)
-        for key, item in tree.items():
+        twin = copy.copy(cast("dict[Any, Any]", tree))
+        for key, item in twin.items():
             twin[key] = _owned(item, made)
         return twin
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
-        return type(tree)([_owned(item, made) for item in tree])
+        items = cast("list[Any]", tree)
+        return type(items)([_owned(item, made) for item in items])
     return tree
 
 
@@ -212,9 +213,9 @@ def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
         known.add(name)
         for side, tensor in (("model", param), ("master", master)):
             grad = sides.get(side)
+            if tensor is None and grad is not None:
+                raise _other_gradients(f"{name!r} has no master")
             if tensor is None:
-                if grad is not None:
-                    raise _other_gradients(f"{name!r} has no master")
                 continue
             if grad is not None and (grad.dtype, grad.shape) != (tensor.dtype, tensor.shape):
                 raise _other_gradients(f"that of {name!r} is {dtype_name(grad.dtype)}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -46,7 +46,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     Devices that are not here are passed over; those without a state keep theirs.
     """
     version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(cast("Any", numbers).tolist()), gauss))
+    random.setstate((version, tuple(numbers.tolist()), gauss))
     torch.set_rng_state(states["torch"].clone())
     numpy, saved = _numpy(), states.get("numpy")
     if numpy is not None and saved is not None:

@@ -48,7 +48,7 @@ def save(path: Path, subjects: Subjects, extra: Any, options: Options) -> Saving
         if draft is None:  # the first rank writes
             return
         try:
-            write(draft, path)
+            write(draft, path, alone=options.asynchronous)
             tidy(path, options.keep_last)
         except (OSError, RuntimeError) as error:  # torch raises the second where writing fails
             raise _not_written(path, error) from error

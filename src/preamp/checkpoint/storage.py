@@ -75,17 +75,18 @@ def check_format(path: Path) -> None:
         )
 
 
-def write(draft: Draft, path: Path) -> None:
+def write(draft: Draft, path: Path, *, alone: bool = False) -> None:
     """Write a file; it is there in full, or what was there before still is.
 
     Args:
         draft: The content.
         path: Where; what is there is replaced. The suffix ``.safetensors`` chooses that format.
+        alone: Start no threads, since the interpreter may be exiting.
 
     Raises:
         OSError: It cannot be written.
     """
-    parts = describe(draft.tensors)
+    parts = describe(draft.tensors, alone=alone)
     manifest = json.dumps(
         {
             "format": FORMAT,
@@ -164,17 +165,19 @@ def _pending(tree: Any) -> list[Any]:
 def _open(path: Path, start: bytes, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the manifest with its checksum, and the tensors."""
     if start == _ZIP:
-        content = cast("Any", torch).load(path, map_location="cpu", mmap=True, weights_only=True)
+        content: Any = cast("Any", torch).load(
+            path, map_location="cpu", mmap=True, weights_only=True
+        )
         if not isinstance(content, dict) or _MANIFEST not in content:
             raise ValueError("it is a file of torch.save without preamp's manifest")
-        about = cast("dict[str, Any]", content)
-        return about, about.pop("tensors")
+        whole = cast("dict[str, Any]", content)
+        return whole, whole["tensors"]
     if size < 8 or int.from_bytes(start, "little") > size:  # where safetensors has a length
         raise ValueError("it is in neither of the two formats")
     check_format(path.with_suffix(SAFETENSORS))
     opened = cast("Any", importlib.import_module("safetensors")).safe_open(path, framework="pt")
     with opened as file:
-        about = file.metadata() or {}
+        about: dict[str, Any] = file.metadata() or {}
         if _MANIFEST not in about:
             raise ValueError("it is a file of safetensors without preamp's manifest")
-        return about, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return about, {name: file.get_tensor(name) for name in file.keys()}

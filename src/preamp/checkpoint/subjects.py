@@ -98,7 +98,7 @@ class Subjects:
         )
 
     def gradients(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Every gradient there is, by the parameter's name: of the model's side, and the master's."""
+        """Every gradient, by the parameter's name: of the model's side, and the master's."""
         masters = self.masters()
         found: dict[str, dict[str, torch.Tensor]] = {}
         for name, param in self.named_params():
@@ -157,9 +157,9 @@ def _wrong_kind(item: object, what: str) -> TypeError:
 
 def _bare_model(model: nn.Module) -> nn.Module:
     """The model inside torch's wrappers."""
-    inner = getattr(model, "_orig_mod", None)  # of torch.compile
-    if inner is None and isinstance(model, (DataParallel, DistributedDataParallel)):
-        inner = model.module
+    inner: object = getattr(model, "_orig_mod", None)  # of torch.compile
+    if isinstance(model, (DataParallel, DistributedDataParallel)):
+        inner = cast("Any", model).module
     return model if not isinstance(inner, nn.Module) else _bare_model(inner)
 
 

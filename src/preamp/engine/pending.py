@@ -199,14 +199,16 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
     found_inf = None if flag is None else torch.tensor(float(flag), device=engine.device)
     direct = DirectMemo(
         [int(index) for index in state["untouched"]],
-        [(int(index), grad, bool(carried)) for index, grad, carried in state["aside"]],
+        [(int(i), grad.to(params[i].device), bool(carried)) for i, grad, carried in state["aside"]],
     )
-    for index in (*direct.untouched, *(index for index, _, _ in direct.aside)):
-        params[index]
+    if any(index not in range(len(params)) for index in direct.untouched):
+        raise IndexError("there are fewer parameters")
     norm, own = state["norm"], _all_of_model(engine)
+    known = None if norm["value"] is None else norm["value"].to(engine.device)
     notes = [_note(engine, note, own) for note in state["notes"]]
-    delayed = None if state["delayed"] is None else _delayed(engine, state["delayed"])
-    is_current = delayed is not None and bool(state["delayed"]["is_current"])
+    left: Any = state["delayed"]
+    delayed = None if left is None else _delayed(engine, left)
+    is_current = left is not None and bool(left["is_current"])
     factors = _Factors(state["factors"])
     memos = {index: _memo(state["twins"][index], factors, twin) for index, twin in twins.items()}
     books = session.gradients
@@ -221,7 +223,7 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
         for index, twin in twins.items():
             twin.recall(memos[index]())
         books.known_norm.recall(
-            (norm["value"], bool(norm["clips"]), bool(norm["clipped"])), *_clippable(params)
+            (known, bool(norm["clips"]), bool(norm["clipped"])), *_clippable(params)
         )
 
     return apply
@@ -270,14 +272,13 @@ def _delayed(engine: Engine, state: Mapping[str, Any]) -> Delayed:
     return Delayed(scaler, -1, inverse, note, bool(state["has_gradients"]))
 
 
-def _note(
-    engine: Engine, state: Mapping[str, Any], params: Sequence[torch.Tensor]
-) -> GradientNote:
+def _note(engine: Engine, state: Mapping[str, Any], params: Sequence[torch.Tensor]) -> GradientNote:
     note = GradientNote(
         loss_id=int(state["loss_id"]),
         loss_finite=torch.tensor(bool(state["loss_finite"])),
         scale=_scalar(state["scale"], engine.device),
     )
-    for places, largest, finite in state["found"]:
-        note.found.append(([params[place] for place in places], largest, finite))
+    found: Any = state["found"]
+    for places, largest, finite in found:
+        note.found.append(([params[int(place)] for place in places], largest, finite))
     return note

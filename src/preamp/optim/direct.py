@@ -182,7 +182,11 @@ class DirectGradients:
         known = {id(param): index for index, param in enumerate(params)}
         grads = [(index, id(param), stored_grad(param)) for index, param in enumerate(params)]
         return DirectMemo(
-            [i for i, key, g in grads if g is not None and version_of(g) == self._versions.get(key)],
+            [
+                i
+                for i, key, g in grads
+                if g is not None and version_of(g) == self._versions.get(key)
+            ],
             [(known[key], e.grad, e.is_carried) for key, e in self._aside.items() if key in known],
         )
 
