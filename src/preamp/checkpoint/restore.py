@@ -212,7 +212,7 @@ def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
         sides, master = saved.get(name, {}), masters.get(id(param))
         known.add(name)
         for side, tensor in (("model", param), ("master", master)):
-            grad = sides.get(side)
+            grad: Any = sides.get(side)
             if tensor is None and grad is not None:
                 raise _other_gradients(f"{name!r} has no master")
             if tensor is None:

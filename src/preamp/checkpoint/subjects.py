@@ -160,7 +160,7 @@ def _bare_model(model: nn.Module) -> nn.Module:
     inner: object = getattr(model, "_orig_mod", None)  # of torch.compile
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         inner = cast("Any", model).module
-    return model if not isinstance(inner, nn.Module) else _bare_model(inner)
+    return _bare_model(inner) if isinstance(inner, nn.Module) else cast("nn.Module", model)
 
 
 def _check_complete(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -8,7 +8,7 @@ found and what unscales its gradients. The gradients themselves are the caller's
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -199,7 +199,10 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
     found_inf = None if flag is None else torch.tensor(float(flag), device=engine.device)
     direct = DirectMemo(
         [int(index) for index in state["untouched"]],
-        [(int(i), grad.to(params[i].device), bool(carried)) for i, grad, carried in state["aside"]],
+        [
+            (int(i), cast("Any", grad).to(params[i].device), bool(c))
+            for i, grad, c in state["aside"]
+        ],
     )
     if any(index not in range(len(params)) for index in direct.untouched):
         raise IndexError("there are fewer parameters")

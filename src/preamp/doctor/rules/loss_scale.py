@@ -102,7 +102,7 @@ class Clipping(Detector):
                 scale = engine.loss_scale()
                 if books.is_open and (direct or halves):
                     self._report(name, direct or halves, params, scale, "inside a scale_loss block")
-                elif books.is_delayed and (direct or halves):
+                elif books.delayed is not None and (direct or halves):
                     what = "left scaled by delay_unscale=True"
                     self._report(name, direct or halves, params, scale, what)
                 elif halves:
