@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from preamp.checkpoint.rng import random_states
-from preamp.checkpoint.subjects import Subjects, class_name, of_model, params_of
+from preamp.checkpoint.subjects import Subjects, class_name, params_of
 from preamp.core.dtypes import dtype_name
 from preamp.engine import Engine
 from preamp.engine.pending import check_outside_blocks, pending_state
+from preamp.optim import leaf_of
 
 
 def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def describe_params(
     """What tells whether a state is of this very optimizer: its parameters, in their order."""
     return [
         {
-            "name": names[id(of_model(param))],
+            "name": names[id(leaf_of(param))],
             "shape": list(param.shape),
             "dtype": dtype_name(param.dtype),
         }

@@ -188,7 +188,7 @@ def _keep_dtypes(
             continue
         own: dict[str, Any] = optimizer.state.get(param, {})
         for key, value in state["state"].get(number, {}).items():
-            now = own.get(key)
+            now: Any = own.get(key)
             both = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
             if both and now.dtype != value.dtype and now.shape == value.shape:
                 own[key] = value.to(now.device)
@@ -213,13 +213,15 @@ def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
         known.add(name)
         for side, tensor in (("model", param), ("master", master)):
             grad: Any = sides.get(side)
-            if tensor is None and grad is not None:
-                raise _other_gradients(f"{name!r} has no master")
             if tensor is None:
-                continue
-            if grad is not None and (grad.dtype, grad.shape) != (tensor.dtype, tensor.shape):
+                if grad is not None:
+                    raise _other_gradients(f"{name!r} has no master")
+            elif grad is None:
+                places.append((tensor, None))
+            elif (grad.dtype, grad.shape) != (tensor.dtype, tensor.shape):
                 raise _other_gradients(f"that of {name!r} is {dtype_name(grad.dtype)}")
-            places.append((tensor, None if grad is None else grad.to(tensor.device, copy=True)))
+            else:
+                places.append((tensor, grad.to(tensor.device, copy=True)))
     unknown = sorted(saved.keys() - known)
     if unknown:
         raise _other_gradients(f"there is no parameter {unknown[0]!r}")

@@ -15,7 +15,7 @@ from preamp.core.errors import PreampStateError, message
 from preamp.core.tensors import stored_grad
 from preamp.engine import Engine, find_engine
 from preamp.engine.lookup import bare
-from preamp.optim import MasterParameter
+from preamp.optim import MasterParameter, leaf_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +75,7 @@ class Subjects:
                     yield f"models/{index}/{name}", param
         for index, optimizer in enumerate(self.optimizers):
             for place, param in enumerate(params_of(optimizer)):
-                own = of_model(param)
+                own = leaf_of(param)
                 if id(own) not in seen:
                     seen.add(id(own))
                     yield f"optimizers/{index}/{place}", own
@@ -115,12 +115,6 @@ class Subjects:
 def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """What an optimizer updates, in the order of its groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def of_model(param: torch.Tensor) -> torch.Tensor:
-    """The half parameter of a master; any other parameter itself."""
-    twin = param.twin if isinstance(param, MasterParameter) else None
-    return param if twin is None else twin.half
 
 
 def class_name(thing: object) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Callable, Generator
@@ -35,6 +36,8 @@ def replacing(path: Path) -> Generator[BinaryIO]:
         OSError: It cannot be written.
     """
     path = path.resolve()
+    if path.exists() and not path.is_file():  # a device would be gone for all programs
+        raise FileExistsError(errno.EEXIST, "What is there is no regular file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=_prefix(path), suffix=".part")
     os.close(handle)

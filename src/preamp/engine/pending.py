@@ -18,7 +18,7 @@ from preamp.engine.engine import Engine
 from preamp.engine.overflow import GradientNote
 from preamp.engine.session import OptimizerSession
 from preamp.engine.stage import Delayed, Stage
-from preamp.optim import DirectMemo, HalfGradient, MasterParameter, Twin, TwinMemo
+from preamp.optim import DirectMemo, HalfGradient, MasterParameter, Twin, TwinMemo, leaf_of
 
 Apply = Callable[[], None]
 
@@ -84,9 +84,8 @@ def _twins(params: Sequence[torch.Tensor]) -> dict[int, Twin]:
 
 def _all_of_model(engine: Engine) -> list[torch.Tensor]:
     """The models' parameters behind everything that the engine's optimizers update."""
-    updated = [p for session in engine.sessions.values() for p in session.gradients.params()]
-    twins = [param.twin if isinstance(param, MasterParameter) else None for param in updated]
-    return [p if t is None else t.half for p, t in zip(updated, twins, strict=True)]
+    updated = (p for session in engine.sessions.values() for p in session.gradients.params())
+    return [leaf_of(param) for param in updated]
 
 
 def _clippable(params: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -197,12 +196,10 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
         raise ValueError("other parameters have masters")
     stage, flag = Stage(state["stage"]), state["found_inf"]
     found_inf = None if flag is None else torch.tensor(float(flag), device=engine.device)
+    aside = cast("list[tuple[int, torch.Tensor, bool]]", state["aside"])
     direct = DirectMemo(
         [int(index) for index in state["untouched"]],
-        [
-            (int(i), cast("Any", grad).to(params[i].device), bool(c))
-            for i, grad, c in state["aside"]
-        ],
+        [(int(i), grad.to(params[i].device), bool(carried)) for i, grad, carried in aside],
     )
     if any(index not in range(len(params)) for index in direct.untouched):
         raise IndexError("there are fewer parameters")

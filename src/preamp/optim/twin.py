@@ -21,6 +21,8 @@ from preamp.optim.half_gradient import HalfGradient, TwinMemo, nothing_more, uns
 from preamp.optim.master_parameter import MasterParameter
 from preamp.optim.part import Holding
 
+_BOOKS = ("_is_carried", "_open", "_ops", "_raw", "_rounded", "_seen", "_written", "_zeros_aside")
+
 
 class Twin:
     """Binds a half parameter to its master and keeps the books on their gradients.
@@ -33,21 +35,7 @@ class Twin:
         held: How much of the weight the master has, and the gradient.
     """
 
-    __slots__ = (
-        "_is_carried",
-        "_open",
-        "_ops",
-        "_raw",
-        "_rounded",
-        "_seen",
-        "_written",
-        "_zeros_aside",
-        "half",
-        "held",
-        "is_shared",
-        "master",
-        "name",
-    )
+    __slots__ = ("half", "held", "is_shared", "master", "name", *_BOOKS)
 
     def __init__(self, half: torch.nn.Parameter, data: torch.Tensor, name: str, ops: Ops) -> None:
         """Make the master of ``half``.
@@ -303,11 +291,9 @@ class Twin:
     def absorb_external_write(self) -> None:
         """Take over what was written to the half weight behind the master's back.
 
-        Weight clipping, re-initialisation or ``p.data = ...`` change the half weight; without
-        this the next step would restore the old value. Writes through ``p.data`` (but not
+        Without this the next step would restore the old value. Writes through ``p.data`` (but not
         assignments to it) do not raise the version and stay unseen.
         """
-        if self._written.is_of(self.half):
-            return
-        self.held.take_over_written()
-        self.note_written()
+        if not self._written.is_of(self.half):
+            self.held.take_over_written()
+            self.note_written()

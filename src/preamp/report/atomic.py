@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Final
 
 from preamp.core.errors import system_error
+from preamp.core.files import replacing
 
 _ALLOWED: Final = "A page goes to a file, in a folder in which files can be made"
 _DO: Final = "Pass another path"
-
-from preamp.core.files import replacing
 
 
 def replace_file(path: Path, text: str) -> None:
