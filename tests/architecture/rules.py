@@ -37,7 +37,12 @@ DEPTH = {room: depth for depth, row in enumerate(LAYERS) for room in row}
 
 ONLY_UNDER = {
     "triton": ("preamp.kernels.triton",),
-    "torch.distributed": ("preamp.distributed", "preamp.checkpoint", "preamp.core.ranks"),
+    "torch.distributed": (
+        "preamp.distributed",
+        "preamp.checkpoint",
+        "preamp.core.ranks",
+        "preamp.core.splits",
+    ),
 }
 """Modules that may be imported below the named packages only."""
 

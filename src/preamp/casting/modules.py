@@ -10,6 +10,8 @@ from torch import nn
 
 from preamp.casting.io import MatchWeightDtype
 from preamp.core.undo import Removable
+from preamp.kernels.fsdp import renew, reshard
+from preamp.kernels.shards import set_data
 
 # Layers whose kernels want inputs and weights of one dtype. Batch norms join them only where they
 # are half themselves: float32 ones take half inputs.
@@ -56,6 +58,7 @@ class Conversion:
         self.originals: dict[int, torch.Tensor] = {}
         self._original_grads: dict[int, torch.Tensor] = {}
         self._tensors: list[tuple[torch.Tensor, torch.dtype]] = []
+        self._models: list[nn.Module] = []
 
     def convert(self, model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool) -> None:
         """Cast the floating parameters, their gradients, and the floating buffers of ``model``.
@@ -67,6 +70,7 @@ class Conversion:
             dtype: Target dtype.
             keep_batchnorm_fp32: Leave batch norms with weights of their own as they are.
         """
+        self._models.append(model)
         for module in model.modules():
             if keep_batchnorm_fp32 and is_affine_batchnorm(module):
                 continue
@@ -74,6 +78,7 @@ class Conversion:
                 self._convert_tensor(tensor, dtype)
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
+        renew(model)
 
     def _convert_tensor(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         if tensor.dtype is dtype:
@@ -81,7 +86,7 @@ class Conversion:
         self.originals.setdefault(id(tensor), tensor.data)
         self._tensors.append((tensor, tensor.dtype))
         grad, tensor.grad = tensor.grad, None
-        tensor.data = tensor.data.to(dtype)
+        set_data(tensor, tensor.data.to(dtype))
         if grad is not None:
             self._original_grads[id(tensor)] = grad
             tensor.grad = grad.to(dtype)
@@ -98,13 +103,17 @@ class Conversion:
             values: Exact values to restore, by ``id(tensor)``: masters, or the originals. A
                 tensor that has none keeps its value, cast back.
         """
+        reshard(self._models)
         for tensor, dtype in reversed(self._tensors):
             grad, tensor.grad = tensor.grad, None
-            tensor.data = values.get(id(tensor), tensor.data).to(dtype)
+            set_data(tensor, values.get(id(tensor), tensor.data).to(dtype))
             if grad is not None:
                 original = self._original_grads.get(id(tensor))
                 tensor.grad = grad.to(dtype) if original is None else original
         self._tensors.clear()
+        for model in self._models:
+            renew(model)
+        self._models.clear()
 
 
 def _own_floating_tensors(module: nn.Module) -> Iterator[torch.Tensor]:

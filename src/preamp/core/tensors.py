@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,14 +17,59 @@ _GRAD_SLOT = cast("Any", torch.Tensor).grad
 # A step asks these several times for each tensor, so they are the bare functions of the runtime,
 # which cost half as much as functions around them.
 
-version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
-"""How often a tensor was changed in place; views of it count, writes by ``.data`` do not."""
-
 stored_grad: Callable[[torch.Tensor], torch.Tensor | None] = _GRAD_SLOT.__get__
 """The gradient that lies in a parameter itself, whatever a subclass shows as ``grad``."""
 
 store_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _GRAD_SLOT.__set__
 """Set the gradient in a parameter itself, past a subclass's ``grad`` property."""
+
+_DTENSOR = "torch.distributed.tensor"
+_modules = sys.modules
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor (``DTensor``); any other tensor itself.
+
+    The part shares its memory, so writing to it writes to the sharded tensor.
+    """
+    if not is_sharded(tensor):
+        return tensor
+    local: Any = cast("Any", tensor)._local_tensor  # noqa: SLF001
+    # What a collective still under way brings.
+    return local.wait() if hasattr(local, "wait") else local
+
+
+def locals_of(tensors: Sequence[Any]) -> Sequence[Any]:
+    """This rank's parts; ``tensors`` itself if it has no sharded one. ``None`` stays."""
+    if not has_sharded(tensors):
+        return tensors
+    return [None if tensor is None else local_of(tensor) for tensor in tensors]
+
+
+def has_sharded(tensors: Iterable[Any]) -> bool:
+    """Whether one of ``tensors`` is a ``DTensor``; costs nothing where nobody has loaded that."""
+    return _DTENSOR in _modules and any(map(is_sharded, tensors))
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether ``tensor`` is a ``DTensor``, of any placements."""
+    return _is_sharded_kind(type(tensor))
+
+
+@functools.cache  # a step asks this several times for each tensor
+def _is_sharded_kind(kind: type) -> bool:
+    return hasattr(kind, "device_mesh") and hasattr(kind, "_local_tensor")
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was changed in place; views of it count, writes by ``.data`` do not.
+
+    Of a sharded tensor its own version and that of this rank's part, which kernels write to.
+    """
+    own = tensor._version  # noqa: SLF001
+    if _is_sharded_kind(type(tensor)):
+        own += local_of(tensor)._version  # noqa: SLF001
+    return own
 
 
 def host_reaches(tensor: torch.Tensor) -> bool:
@@ -50,12 +96,13 @@ class WeightMark:
         self._mark(tensor)
 
     def _mark(self, tensor: torch.Tensor) -> None:
-        self._storage = StorageWeakRef(tensor.untyped_storage())
-        self._address = tensor.data_ptr()
+        local = local_of(tensor)
+        self._storage = StorageWeakRef(local.untyped_storage())
+        self._address = local.data_ptr()
         self._version = version_of(tensor)
 
     def _is_same_memory(self, tensor: torch.Tensor) -> bool:
-        return self._address == tensor.data_ptr() and not self._storage.expired()
+        return self._address == local_of(tensor).data_ptr() and not self._storage.expired()
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` was neither written to nor given other memory since."""

@@ -187,18 +187,3 @@ def check_num_losses(num_losses: Any) -> int:
             "Pass how many losses have a loss scale of their own, usually 1",
         )
     )
-
-
-def check_verbosity(verbosity: Any) -> int:
-    """Return ``verbosity`` as a number, also from a text; raises `TypeError` if it is none."""
-    try:
-        return int(verbosity)
-    except (TypeError, ValueError):
-        pass
-    raise TypeError(
-        message(
-            f"verbosity={verbosity!r} cannot be used",
-            "Allowed are 0, 1 and 2, also as a string such as '1'",
-            "Pass 0 to have nothing printed",
-        )
-    )

@@ -52,11 +52,13 @@ def clip_grad_norm_(
                 "Clip after the last scale_loss of the accumulation, called without delay_unscale",
             )
         )
-    ready = [param.grad for param in session.direct_params() if param.grad is not None]
+    owners = [param for param in session.direct_params() if param.grad is not None]
+    ready = [param.grad for param in owners if param.grad is not None]
     # Apart, not in tuples: thousands of these make Python's cycle collector look at everything.
     lazy: list[Twin] = []
     grads: list[torch.Tensor] = []
     factors: list[torch.Tensor] = []
+    joint = engine.reductions.joint
     for twin in session.masters or ():
         pending = twin.pending
         if pending is not None and norm_type == 2.0 and not twin.master.has_materialized_grad:
@@ -65,15 +67,16 @@ def clip_grad_norm_(
             factors.append(pending[1])
         elif (made := twin.gradient()) is not None:
             ready.append(made)
+            owners.append(twin.half)
+    owners += [twin.half for twin in lazy]
     if norm_type == 2.0:
         norm = session.gradients.known_norm.take([*ready, *grads], factors)
         if norm is None:
-            norm = engine.ops.l2norm(
-                [*ready, *grads], [*(None for _ in ready), *factors], engine.device
-            )
+            every, by = [*ready, *grads], [*(None for _ in ready), *factors]
+            norm = joint.norm(engine.ops, every, by, owners, engine.device)
         engine.recorder.norm_taken(session, norm)
     else:
-        norm = torch.nn.utils.get_total_norm(ready, norm_type)
+        norm = joint.norm_of_order(ready, norm_type, owners, engine.device)
     clip = (max_norm / (norm + _EPS)).clamp(max=1.0)
     with torch.no_grad():
         engine.ops.scale_add_(ready, clip, [None] * len(ready))

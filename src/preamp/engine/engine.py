@@ -18,6 +18,7 @@ from preamp.core.undo import UndoStack, run_all
 from preamp.engine import refusals
 from preamp.engine.adjustments import Adjustments
 from preamp.engine.exact import exact_value, load_exact
+from preamp.engine.joint_findings import Means
 from preamp.engine.ledger import Ledger
 from preamp.engine.names import ParameterNames
 from preamp.engine.order import BackwardOrder
@@ -27,9 +28,9 @@ from preamp.engine.parts import explain_engine, make_recorder, make_tracer, writ
 from preamp.engine.recording import Recording
 from preamp.engine.reductions import Reductions
 from preamp.engine.session import OptimizerSession, make_sessions
+from preamp.engine.sharding import Unreduced
 from preamp.engine.state import load_scalers, make_scaler, scalers_state
 from preamp.engine.teardown import weights_given_back
-from preamp.kernels import Ops
 from preamp.policy import Policy
 from preamp.scaling import LossScaler
 
@@ -64,7 +65,7 @@ class Engine:
         policy: Policy,
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
-        ops: Ops,
+        means: Means,
         *,
         num_losses: int,
         recording: Recording,
@@ -72,7 +73,7 @@ class Engine:
         """Collect the parts; ``initialize`` does the converting and hooking."""
         self.policy = policy
         self.models = tuple(models)
-        self.reductions = Reductions(self.models)
+        self.reductions = Reductions(self.models, means.splits)
         self.optimizers = tuple(optimizers)
         self.names = ParameterNames(self.models, self.optimizers)
         self.casts_functions = policy.enabled and policy.patch_torch_functions
@@ -91,19 +92,18 @@ class Engine:
         )
         self._when_dropped.atexit = False
         self.conversion = Conversion()
-        self.ops = ops
+        self.ops = ops = means.ops
         self.device = first_device(self.models, self.optimizers)
         self.scalers = [make_scaler(policy, self.device) for _ in range(num_losses)]
         self.order = BackwardOrder()
-        limit, told = policy.max_consecutive_skips, recording.verbosity
-        self.ledger = Ledger(
-            self.scalers, self.names.of, limit=limit, verbosity=told, order=self.order
-        )
+        limit, told, names = policy.max_consecutive_skips, recording.verbosity, self.names.of
+        self.ledger = Ledger(self.scalers, names, limit=limit, verbosity=told, order=self.order)
         self.tracer = make_tracer(self.models)
         self.ledger.on_skip.append(self.tracer.told)
         self.sessions = make_sessions(
             self.optimizers, ops, self.names.of, self.reductions, has_masters=policy.master_weights
         )
+        self.unreduced = Unreduced(self.models, self.optimizers, self.reductions)
         self.recorder = make_recorder(self, recording)
         self._on_close: list[Callable[[], None]] = []
         self.adjustments = Adjustments()

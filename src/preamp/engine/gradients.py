@@ -13,7 +13,8 @@ from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import Reductions
 from preamp.engine.stage import Delayed, Plan, Stage
 from preamp.kernels import Ops
-from preamp.optim import DirectGradients, MasterParameter, Masters, leaf_of
+from preamp.kernels.shards import place_gradients
+from preamp.optim import DirectGradients, Masters, is_master, leaf_of
 from preamp.scaling import LossScaler
 
 
@@ -59,7 +60,7 @@ class GradientBooks:
     def direct_params(self) -> list[torch.Tensor]:
         """The parameters that the optimizer updates without a master."""
         # By type: torch makes isinstance of a plain parameter a slow question.
-        return [param for param in self.params() if type(param) is not MasterParameter]
+        return [param for param in self.params() if not is_master(param)]
 
     # -- a block begins ----------------------------------------------------------------------
 
@@ -161,19 +162,17 @@ class GradientBooks:
             float32 scalar on the device, 1.0 if any new gradient is infinite or nan; ``None``
             for static scales, which do not look.
         """
+        place_gradients([*self._own, *(twin.half for twin in self.masters or ())])
         if not scaler.is_dynamic:
             return None
         own = set(map(id, self._own))
-        new = (p for p in self.params() if type(p) is MasterParameter or id(p) in own)
-        # No pairs: thousands of new tuples make Python's cycle collector look at everything.
-        params = [leaf for leaf in map(leaf_of, new) if leaf.grad is not None]
-        grads = [leaf.grad for leaf in params if leaf.grad is not None]
-        census = self._ops.census(
-            grads, scaler.device, with_norm=self.known_norm.is_wanted, with_max_abs=False
+        new = (p for p in self.params() if is_master(p) or id(p) in own)
+        wants_norm = self.known_norm.is_wanted
+        grads, census = self._reductions.joint.look(
+            self._ops, [*map(leaf_of, new)], scaler.device, note, with_norm=wants_norm
         )
         if census.norm is not None and not self._holds_earlier():
             self.known_norm.note(census.norm, grads)
-        note.add(params, grads, census)
         return census.found_inf
 
     def _holds_earlier(self) -> bool:
@@ -208,6 +207,7 @@ class GradientBooks:
                 one = torch.ones((), device=device)
                 factors[device] = one if factor is None else factor.to(device)
             twin.collect(factors[device], is_plain=factor is None)
+        is_reduced = is_reduced or self.known_norm.is_of_sharded
         self.known_norm.commit(factor, tuple(factors.values()), is_reduced=is_reduced)
         self.is_open = False
         self.stage = Stage.UNSCALED

@@ -22,19 +22,23 @@ from preamp.casting import (
     settle_thread,
 )
 from preamp.core.dtypes import HALF_DTYPES
+from preamp.core.splits import splits_over
 from preamp.core.undo import run_all, set_attribute
 from preamp.engine import checks
 from preamp.engine.agreement import RankComparison
 from preamp.engine.announce import announce
 from preamp.engine.engine import Engine
+from preamp.engine.joint_findings import Means
 from preamp.engine.lookup import ATTRIBUTE, find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
+from preamp.engine.params import master_types
 from preamp.engine.parts import run_record
 from preamp.engine.recording import OFF, Numerics, Recording, make_recording
 from preamp.engine.reductions import attach_reductions
-from preamp.kernels import ForeachType, Ops, cpu_lacks_fp16_matmul
+from preamp.engine.sharding import check_fits, check_groups
+from preamp.kernels import ForeachType, cpu_lacks_fp16_matmul
 from preamp.kernels import backend as ops_named
-from preamp.optim import MasterParameter
+from preamp.kernels.fsdp import gather_dtypes, reshard
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.policy import OnOverflow, Policy, Scope, level_defaults, resolve
 
@@ -65,6 +69,7 @@ def initialize(
     numerics: Numerics = "off",
     numerics_every: int = 100,
     history: str | os.PathLike[str] | None = None,
+    process_groups: Any = None,
 ) -> Any:
     """Put models and optimizers into mixed precision, in place.
 
@@ -110,6 +115,10 @@ def initialize(
             also histograms, of weights too, and how many weights a step left unchanged.
         numerics_every: They are taken at the first optimizer step and every so many after it.
         history: File that the records of the run are appended to as JSON lines.
+        process_groups: Groups of ``torch.distributed`` that hold parts of one model in plain
+            tensors: one, several, or a mapping from each to ``"tensor"`` (default) or
+            ``"pipeline"``. Overflow and norms are agreed over them; see the page on distributed
+            training. Groups of sharded tensors (``fully_shard``) are known without.
 
     Returns:
         The very objects passed in: ``models`` alone if ``optimizers`` is ``None``, else
@@ -127,27 +136,26 @@ def initialize(
         O4 also functions of torch, until the last such engine is closed.
     """
     if not enabled:
-        _create_off(models, optimizers)
-    else:
-        told = checks.check_verbosity(verbosity)
-        recording = make_recording(told, numerics, numerics_every, history)
-        overrides = {
-            "cast_model_type": cast_model_type,
-            "patch_torch_functions": patch_torch_functions,
-            "patch_torch_functions_type": patch_torch_functions_type,
-            "keep_batchnorm_fp32": keep_batchnorm_fp32,
-            "master_weights": master_weights,
-            "loss_scale": loss_scale,
-            "cast_model_outputs": cast_model_outputs,
-            "min_loss_scale": min_loss_scale,
-            "max_loss_scale": max_loss_scale,
-            "scope": scope,
-            "max_consecutive_skips": max_consecutive_skips,
-            "overflow": overflow,
-        }
-        policy, ops = resolve(opt_level, overrides, hard_override=hard_override), ops_named(backend)
-        announce(level_defaults(opt_level), policy, told)
-        create_engine(models, optimizers, policy, num_losses, recording, allow_half_model, ops)
+        return _create_off(models, optimizers)
+    recording = make_recording(verbosity, numerics, numerics_every, history)
+    overrides = {
+        "cast_model_type": cast_model_type,
+        "patch_torch_functions": patch_torch_functions,
+        "patch_torch_functions_type": patch_torch_functions_type,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+        "cast_model_outputs": cast_model_outputs,
+        "min_loss_scale": min_loss_scale,
+        "max_loss_scale": max_loss_scale,
+        "scope": scope,
+        "max_consecutive_skips": max_consecutive_skips,
+        "overflow": overflow,
+    }
+    policy, ops = resolve(opt_level, overrides, hard_override=hard_override), ops_named(backend)
+    announce(level_defaults(opt_level), policy, recording.verbosity)
+    means = Means(ops, splits_over(process_groups))
+    create_engine(models, optimizers, policy, num_losses, recording, allow_half_model, means)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -158,10 +166,11 @@ def create_engine(
     num_losses: int = 1,
     recording: Recording = OFF,
     allow_half_model: bool = False,
-    ops: Ops | None = None,
+    means: Means | None = None,
 ) -> Engine:
     """Check, convert and hook; what `initialize` does once the policy is known."""
     settle_thread()
+    means = Means(ops_named()) if means is None else means
     model_list = checks.as_models(models)
     optimizer_list = checks.as_optimizer_list(optimizers)
     num_losses = checks.check_num_losses(num_losses)
@@ -169,20 +178,23 @@ def create_engine(
     if policy.enabled:
         checks.check_keeps_params(optimizer_list, has_masters=policy.master_weights)
         checks.check_not_wrapped(model_list)
+        check_fits(model_list, policy, means.splits)
         if not allow_half_model:
             checks.check_not_half(model_list)
+    reshard(model_list)
     earlier = [(model, find_engine(model)) for model in model_list]
-    ops = ops_named() if ops is None else ops
     engine = Engine(
-        policy, model_list, optimizer_list, ops, num_losses=num_losses, recording=recording
+        policy, model_list, optimizer_list, means, num_losses=num_losses, recording=recording
     )
     try:
         if policy.enabled:
             _attach(engine)
         for optimizer in engine.optimizers:
             set_attribute(optimizer, ATTRIBUTE, engine.link, engine.undo)
+            if means.splits.given:
+                set_attribute(optimizer, "splits", means.splits, engine.undo)
             if isinstance(optimizer, FusedOptimizer):
-                set_attribute(optimizer, "backend", ops.name, engine.undo)
+                set_attribute(optimizer, "backend", means.ops.name, engine.undo)
         if policy.enabled:  # last, since it rounds: rolling back restores exact values
             for session in engine.sessions.values():
                 session.recast_state()
@@ -198,11 +210,12 @@ def create_engine(
     return engine
 
 
-def _create_off(models: Any, optimizers: Any) -> None:
-    """Make an engine that lets everything through."""
+def _create_off(models: Any, optimizers: Any) -> Any:
+    """Make an engine that lets everything through; returns what `initialize` does."""
     off = Policy(opt_level="O0", brief="off", enabled=False)
     own = checks.members_of(models, nn.Module)
     create_engine(own, checks.members_of(optimizers, torch.optim.Optimizer), off)
+    return models if optimizers is None else (models, optimizers)
 
 
 def _attach(engine: Engine) -> None:
@@ -214,10 +227,11 @@ def _attach(engine: Engine) -> None:
                 policy.cast_model_type,
                 keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32),
             )
-    if policy.master_weights:
-        engine.process_undo.hold(ForeachType(MasterParameter))
+    check_groups(engine.models)
     for session in engine.sessions.values():
         session.adopt(engine.conversion.originals)
+    if policy.master_weights:
+        engine.process_undo.hold(*map(ForeachType, master_types(engine.sessions.values())))
     for model in engine.models:
         _hook_model(engine, model)
     engine.reductions.compare_ranks = RankComparison(engine)
@@ -242,7 +256,8 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
         engine.cast_undo.hold(*region)
     else:
         undo.hold(*attach_plain_region(model))
-    undo.hold(*attach_io_casts(model, target, outputs))
+    inputs = target if target in HALF_DTYPES or not gather_dtypes(model) else None
+    undo.hold(*attach_io_casts(model, inputs, outputs))  # fully_shard casts what it gathers for
     undo.hold(attach_reductions(model, engine.reductions))
     if target in HALF_DTYPES:
         undo.hold(*attach_layer_casts(model, target))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from preamp.core.ranks import has_process_group
-from preamp.core.tensors import version_of
+from preamp.core.tensors import is_sharded, version_of
 
 
 class KnownNorm:
@@ -31,6 +31,11 @@ class KnownNorm:
     def is_wanted(self) -> bool:
         """Whether the script has clipped in this step or in the latest one."""
         return self._clips or self._clipped
+
+    @property
+    def is_of_sharded(self) -> bool:
+        """Whether it is of sharded gradients, which were reduced when they were sharded."""
+        return bool(self._grads) and all(map(is_sharded, self._grads))
 
     def note(self, norm: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
         """Note a norm, of no use before `commit`.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 
-from preamp.core.tensors import host_reaches
+from preamp.core.tensors import host_reaches, locals_of
 from preamp.engine.finite import read_again
 from preamp.engine.order import BackwardOrder
 from preamp.kernels import Census
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from preamp.numerics import OverflowRecord, TraceRecord
 
 Kind = Literal["inf", "nan"]
+NOT_HERE = "a gradient that another rank has a part of, and not in the part of this rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,8 @@ class OverflowCause:
         trace: The first module whose values became infinite or nan, if that was found.
         is_blind: Whether they were watched in vain: no forward of a module could be seen, as
             where the whole model is compiled or scripted.
+        was_elsewhere: Whether other ranks saw it, in their parts of the gradients, and this one
+            did not.
     """
 
     step: int
@@ -57,11 +60,12 @@ class OverflowCause:
     was_watched: bool = False
     trace: TraceRecord | None = None
     is_blind: bool = False
+    was_elsewhere: bool = False
 
     def named(self) -> str:
         """The overflowing parameters in words: the first one, and how many more."""
         if not self.parameters:
-            return "no gradient of this optimizer"
+            return NOT_HERE if self.was_elsewhere else "no gradient of this optimizer"
         more = len(self.parameters) - 1
         return f"{self.parameters[0]!r}" + (f" and {more} more" if more else "")
 
@@ -108,6 +112,7 @@ class GradientNote:
         loss_finite: Bool scalar tensor, whether the unscaled loss was finite.
         scale: float32 scalar tensor, the scale it was multiplied by.
         watched: What was seen of the modules, if they were watched.
+        found_inf: Per optimizer, float32 scalar, not zero if a gradient overflowed on any rank.
         found: Per optimizer, parameters, the largest magnitude of each one's gradient, and the
             largest finite one, or nan, where it is known.
     """
@@ -116,6 +121,7 @@ class GradientNote:
     loss_finite: torch.Tensor
     scale: torch.Tensor
     watched: Watched | None = None
+    found_inf: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     found: list[tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None]] = field(
         default_factory=list[tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None]]
     )
@@ -137,7 +143,7 @@ class GradientNote:
         if max_abs is None:
             return
         if max_finite is None and host_reaches(census.found_inf) and bool(census.found_inf != 0):
-            max_abs, max_finite = read_again(grads, max_abs)
+            max_abs, max_finite = read_again(locals_of(grads), max_abs)
         self.found.append((params, max_abs, max_finite))
 
     def overflowing(self) -> Iterator[Overflowing]:
@@ -181,9 +187,11 @@ def find_cause(
             old_scale=scales[0],
             new_scale=scales[0],
         )
+    was_elsewhere = False
     for note in notes:
         found = list(note.overflowing())
-        if found:  # an infinite loss may have finite gradients, and then skips nothing
+        was_elsewhere = not found and any(bool(flag != 0) for flag in note.found_inf)
+        if found or was_elsewhere:  # an infinite loss may have finite gradients: skips nothing
             break
     else:  # so many backwards ago that its note is gone
         note, found = notes[0], []
@@ -203,4 +211,5 @@ def find_cause(
         was_watched=sight is not None and sight.was_watched,
         is_blind=sight is not None and sight.is_blind,
         trace=None if sight is None else sight.trace,
+        was_elsewhere=was_elsewhere,
     )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from preamp.engine.session import OptimizerSession
-from preamp.optim import Twin
+from preamp.optim import MasterParameter, Twin
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
@@ -38,6 +38,12 @@ def first_device(
             for param in group["params"]:
                 return param.device
     return torch.device("cpu")
+
+
+def master_types(sessions: Iterable[OptimizerSession]) -> set[type[torch.Tensor]]:
+    """The classes of all masters, and the one of masters that come later."""
+    twins = [twin for session in sessions for twin in session.masters or ()]
+    return {MasterParameter, *(type(twin.master) for twin in twins)}
 
 
 def twin_of(half: torch.Tensor, sessions: Iterable[OptimizerSession]) -> Twin | None:

@@ -43,11 +43,11 @@ OFF = Recording()
 """Nothing is printed, measured or written."""
 
 
-def make_recording(verbosity: int, numerics: Any, every: Any, history: Any) -> Recording:
+def make_recording(verbosity: Any, numerics: Any, every: Any, history: Any) -> Recording:
     """Check the arguments of ``initialize``.
 
     Raises:
-        TypeError: ``history`` is no path.
+        TypeError: ``history`` is no path, or ``verbosity`` no number.
         ValueError: ``numerics`` or ``every`` cannot be used, or ``history`` is a folder.
     """
     if numerics not in get_args(Numerics):
@@ -66,7 +66,8 @@ def make_recording(verbosity: int, numerics: Any, every: Any, history: Any) -> R
                 "Pass after how many optimizer steps statistics are taken again, such as 100",
             )
         )
-    return Recording(verbosity=verbosity, numerics=numerics, every=every, path=_path_of(history))
+    told = check_verbosity(verbosity)
+    return Recording(verbosity=told, numerics=numerics, every=every, path=_path_of(history))
 
 
 def _path_of(history: Any) -> Path | None:
@@ -91,3 +92,18 @@ def _path_of(history: Any) -> Path | None:
             )
         )
     return path
+
+
+def check_verbosity(verbosity: Any) -> int:
+    """Return ``verbosity`` as a number, also from a text; raises `TypeError` if it is none."""
+    try:
+        return int(verbosity)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(
+        message(
+            f"verbosity={verbosity!r} cannot be used",
+            "Allowed are 0, 1 and 2, also as a string such as '1'",
+            "Pass 0 to have nothing printed",
+        )
+    )

@@ -20,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from preamp.casting.autocast_state import untraced
 from preamp.core.link import Link
 from preamp.core.ranks import has_process_group
+from preamp.core.splits import Splits
 from preamp.core.undo import Removable
+from preamp.engine.joint_findings import JointFindings
 from preamp.kernels.data_parallel import active_data_parallel, is_joining
 
 REDUCED = frozenset({True})
@@ -34,10 +36,14 @@ class Reductions:
         unreduced: How many forwards or blocks so far were under ``no_sync``; whoever remembers an
             earlier number may hold gradients of this rank alone.
         compare_ranks: Called once for each wrapper, on all of its ranks.
+        on_forward: Called when a model runs, may refuse it.
+        joint: What ranks tell each other that hold parts of the same parameters.
     """
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        """Look into ``models``, and around them when they run."""
+    def __init__(self, models: Sequence[nn.Module], splits: Splits | None = None) -> None:
+        """Look into ``models``, and around them when they run; ``splits`` are their parameters'."""
+        self.joint = JointFindings(splits or Splits())
+        self.on_forward: Callable[[], None] | None = None
         self.unreduced = 0
         self._models = models
         self._around: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -51,6 +57,8 @@ class Reductions:
         Nobody else knows when all ranks are sure to take part: ``initialize`` may be a matter of
         some of them, as in pipelines. Trainings that ``join`` may begin without some ranks.
         """
+        if self.on_forward is not None:
+            self.on_forward()
         wrapper = active_data_parallel()
         if wrapper is not None:
             is_new = wrapper.training and wrapper not in self._agreed and not is_joining(wrapper)

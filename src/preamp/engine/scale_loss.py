@@ -111,6 +111,7 @@ class _Block:
     def begin(self, *, will_delay: bool) -> None:
         for session in self._sessions:
             session.refuse_nested()
+        self._engine.unreduced.begin(self.scaler)
         self._engine.recorder.forget_dropped(self._members)
         may_reduce = True in self._answers
         plan = Plan(self.scaler, will_delay=will_delay, may_reduce=may_reduce)
@@ -146,6 +147,7 @@ class _Block:
 
     def delay(self) -> None:
         self._end_watch()
+        self._engine.unreduced.end(self.scaler)
         for session in self._sessions:
             session.gradients.delay(self.scaler, self._note, self._generation)
         self._engine.recorder.loss_seen(self._members, self._note.loss_id, self._loss)
@@ -166,7 +168,8 @@ class _Block:
         unscale_and_commit(self._sessions, self.scaler, self._note, is_reduced=is_reduced)
         self._engine.reductions.end_block()
         self._engine.tracer.end_backward()
-        if adjust and self._answers == LOCAL:  # other ranks do not know of an overflow here yet
+        is_local = self._engine.unreduced.end(self.scaler) or self._answers == LOCAL
+        if adjust and is_local:  # other ranks do not know of an overflow here yet
             self._engine.adjustments.later(self.scaler)
         elif adjust:
             self._engine.adjustments.now(self.scaler)

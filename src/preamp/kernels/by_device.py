@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from preamp.core.tensors import has_sharded, locals_of
 from preamp.kernels.joining import stack
 from preamp.kernels.ops import Census, Ops, Tensors
+from preamp.kernels.rules import LambRule, Update
+from preamp.kernels.shards import sharded_as
 
 
 class ByDevice:
@@ -33,6 +37,7 @@ class ByDevice:
         with_max_abs: bool = True,
     ) -> Census:
         """See `preamp.kernels.ops.Ops.census`."""
+        grads = locals_of(grads)
         groups = _by_device(grads)
         options = {"with_norm": with_norm, "with_max_abs": with_max_abs}
         if len(groups) < 2:
@@ -63,6 +68,7 @@ class ByDevice:
         self, grads: Tensors, factor: torch.Tensor | float, addends: Sequence[torch.Tensor | None]
     ) -> None:
         """See `preamp.kernels.ops.Ops.scale_add_`."""
+        grads, addends = locals_of(grads), locals_of(addends)
         for where, places in _by_device(grads).items():
             own, others = _pick(places, grads, addends)
             self._of(where).scale_add_(own, factor, others)
@@ -74,6 +80,9 @@ class ByDevice:
         addends: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor]:
         """See `preamp.kernels.ops.Ops.widen_add`."""
+        if has_sharded(halves):
+            wide = self.widen_add(locals_of(halves), factors, locals_of(addends))
+            return [sharded_as(local, half) for local, half in zip(wide, halves, strict=True)]
         found: dict[int, torch.Tensor] = {}
         for where, places in _by_device(halves).items():
             lists = _pick(places, halves, factors, addends)
@@ -82,6 +91,7 @@ class ByDevice:
 
     def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
         """See `preamp.kernels.ops.Ops.cast_copy_`."""
+        sources, targets = locals_of(sources), locals_of(targets)
         for where, places in _by_device(targets).items():
             self._of(where).cast_copy_(*_pick(places, sources, targets))
 
@@ -94,6 +104,7 @@ class ByDevice:
         ys: Sequence[torch.Tensor | None],
     ) -> None:
         """See `preamp.kernels.ops.Ops.axpby_`."""
+        targets, xs, ys = locals_of(targets), locals_of(xs), locals_of(ys)
         for where, places in _by_device(targets).items():
             outs, ins, others = _pick(places, targets, xs, ys)
             self._of(where).axpby_(outs, a, ins, b, others)
@@ -102,6 +113,7 @@ class ByDevice:
         self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor:
         """See `preamp.kernels.ops.Ops.l2norms`."""
+        tensors = locals_of(tensors)
         groups = _by_device(tensors)
         if len(groups) < 2:
             return self._of(next(iter(groups), device)).l2norms(tensors, factor, device)
@@ -117,6 +129,7 @@ class ByDevice:
         self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
     ) -> torch.Tensor:
         """See `preamp.kernels.ops.Ops.l2norm`."""
+        tensors = locals_of(tensors)
         groups = _by_device(tensors)
         if len(groups) < 2:
             return self._of(next(iter(groups), device)).l2norm(tensors, factors, device)
@@ -131,11 +144,28 @@ class ByDevice:
         if not op.endswith("_") or op.startswith("_"):
             raise AttributeError(op)
 
-        def update(params: Tensors, *lists: Tensors, **options: Any) -> None:
+        def update_(params: Tensors, *lists: Tensors, rule: Any, update: Update) -> None:
             if params:
-                getattr(self._of(params[0].device), op)(params, *lists, **options)
+                own, update = _own_parts((params, *lists), update)
+                getattr(self._of(own[0][0].device), op)(*own, rule=rule, update=update)
 
-        return update
+        return update_
+
+    def lamb_norms(
+        self, params: Tensors, *lists: Tensors, rule: LambRule, update: Update
+    ) -> torch.Tensor:
+        """See `preamp.kernels.ops.Ops.lamb_norms`; its lists lie on one device."""
+        own, update = _own_parts((params, *lists), update)
+        return self._of(own[0][0].device).lamb_norms(*own, rule=rule, update=update)
+
+
+def _own_parts(lists: Sequence[Tensors], update: Update) -> tuple[Sequence[Tensors], Update]:
+    """What an update rule is told, of sharded tensors this rank's parts."""
+    if not has_sharded(lists[0]):
+        return lists, update
+    if update.halves is not None:
+        update = replace(update, halves=locals_of(update.halves))
+    return [locals_of(column) for column in lists], update
 
 
 def _by_device(tensors: Tensors) -> dict[torch.device, list[int]]:

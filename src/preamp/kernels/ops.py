@@ -18,9 +18,8 @@ The update rules (``adam_`` and below) have one signature:
 * `Update` says what ``inv_scale``, ``found_inf`` and ``halves`` do. A gradient that is not finite
   spoils its own tensors only; skipping is ``found_inf``'s business.
 
-In their formulas ``p`` is the parameter and ``g = grad * inv_scale``; sums and norms are taken in
-the precision of the computation. The back ends agree with the reference within 4 ulps of the stored
-dtype times the magnitude of the largest term of the stored sum.
+In formulas ``p`` is the parameter, ``g = grad * inv_scale``; norms have the precision of sums.
+Back ends agree with the reference within 4 ulps, in the stored dtype, of the sum's largest term.
 """
 
 from __future__ import annotations
@@ -212,6 +211,10 @@ class Ops(Protocol):
         """
         ...
 
+    def lamb_norms(self, *lists: Tensors, rule: LambRule, update: Update) -> torch.Tensor:
+        """The ``|p|`` and ``|u|`` that ``lamb_`` would take, ``(2, n)``; mutates nothing."""
+        ...
+
     def sgd_(
         self,
         params: Tensors,
@@ -292,6 +295,6 @@ class Ops(Protocol):
 
 OP_NAMES = (
     *("census", "scale_add_", "widen_add", "cast_copy_", "axpby_", "l2norms", "l2norm"),
-    *("adam_", "lamb_", "sgd_", "novograd_", "adagrad_", "lars_"),
+    *("adam_", "lamb_", "lamb_norms", "sgd_", "novograd_", "adagrad_", "lars_"),
 )
 """Every op of the table; a back end must have all of them."""

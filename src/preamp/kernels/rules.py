@@ -9,7 +9,7 @@ reads in the same way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -33,12 +33,30 @@ class Update:
         halves: For each parameter a tensor that gets the new value rounded to its own dtype, or
             ``None``. Always rounded from the parameter as stored, so that a half weight equals
             its rounded master bitwise.
+        norms: The norms that the rule needs, shape ``(k, n)``, in place of those of the tensors
+            given: these are parts of larger ones. ``|p|`` and ``|u|`` for LAMB, ``|p|`` and ``|g|``
+            for LARS, that of the gradient for NovoGrad. Other rules ignore it.
     """
 
     step: int | torch.Tensor = 1
     inv_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
     halves: Sequence[torch.Tensor | None] | None = None
+    norms: torch.Tensor | None = None
+
+    def at(self, places: Sequence[int]) -> Update:
+        """What is told of the tensors at ``places`` alone."""
+        halves = None if self.halves is None else [self.halves[place] for place in places]
+        return replace(self, halves=halves, norms=norms_at(self.norms, places))
+
+
+def norms_at(norms: torch.Tensor | None, places: Sequence[int]) -> torch.Tensor | None:
+    """The columns of ``norms`` at ``places``; no index, whose upload would be waited for."""
+    if norms is None or len(places) == norms.shape[1]:
+        return norms
+    if not places:
+        return norms[:, :0]
+    return torch.stack([norms[:, place] for place in places], dim=1)
 
 
 class BiasCorrection(Enum):

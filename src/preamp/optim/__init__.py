@@ -7,6 +7,7 @@ from preamp.optim.half_gradient import HalfGradient as HalfGradient
 from preamp.optim.half_gradient import TwinMemo as TwinMemo
 from preamp.optim.larc import LARC as LARC
 from preamp.optim.master_parameter import MasterParameter as MasterParameter
+from preamp.optim.master_parameter import is_master as is_master
 from preamp.optim.master_parameter import leaf_of as leaf_of
 from preamp.optim.masters import Masters as Masters
 from preamp.optim.masters import cast_state as cast_state

@@ -10,7 +10,7 @@ import torch
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import PreampStateError, message
 from preamp.core.ranks import has_process_group
-from preamp.core.tensors import version_of
+from preamp.core.tensors import local_of, version_of
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +53,8 @@ class HalfGradient:
         moved = now is not self.tensor and now.dtype is self.tensor.dtype and has_process_group()
         if not moved or version_of(self.tensor) != self.version:
             return False
-        if not torch.equal(now.view(torch.int16), self.tensor.view(torch.int16)):
+        mine, given = local_of(self.tensor), local_of(now)
+        if not torch.equal(given.view(torch.int16), mine.view(torch.int16)):
             return False
         self.tensor, self.version = now, version_of(now)
         return True
@@ -86,7 +87,7 @@ class TwinMemo:
 
 def unscaled(tensor: torch.Tensor, *, is_zeroed: bool = False) -> HalfGradient:
     """Return the record of a gradient that has no loss scale on it."""
-    one = tensor.new_ones((), dtype=torch.float32)
+    one = local_of(tensor).new_ones((), dtype=torch.float32)
     return HalfGradient(tensor, version_of(tensor), one, is_plain=True, is_zeroed=is_zeroed)
 
 

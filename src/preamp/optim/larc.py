@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampStateError, message
+from preamp.core.splits import Splits
+from preamp.core.tensors import local_of
+from preamp.kernels.shards import place_gradients
 from preamp.optim.fused.base import rate_of
+from preamp.optim.master_parameter import MasterParameter
+from preamp.optim.rank_norms import complete_
 
 
 class LARC:
@@ -28,7 +34,8 @@ class LARC:
     A wrapper, not an optimizer: give learning-rate schedulers the wrapped one, ``larc.optim``.
     Build it first, then pass it to ``preamp.initialize``, ``scale_loss`` and so on in the
     optimizer's place. It works on what the optimizer sees, float32 masters at O2 and O5, and
-    leaves everything alone where a step is skipped.
+    leaves everything alone where a step is skipped. Norms of sharded parameters (``DTensor``) are
+    those of the whole tensors, and cost one all-reduce.
 
     Formula: You, Gitman and Ginsburg, 2017, arXiv:1708.03888; the clipped form is NVIDIA's.
 
@@ -140,29 +147,58 @@ class _Adaptation:
             return
         self._is_done = True
         _refuse_sparse(optimizer)
+        own = [
+            (param, group)
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        place_gradients([param for param, _ in own])
+        norms = _norms([param for param, _ in own], getattr(optimizer, "splits", Splits()))
+        for (param, group), pair in zip(own, norms, strict=True):
+            self._adapt(param, pair, group)
         for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._adapt(param.detach(), param.grad, group)
             if "weight_decay" in group:
                 self._decays.append((group, group["weight_decay"]))
                 group["weight_decay"] = 0.0
 
     @torch.no_grad()
-    def _adapt(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+    def _adapt(self, param: torch.Tensor, norms: torch.Tensor, group: dict[str, Any]) -> None:
         larc, decay = self._larc, group.get("weight_decay", 0.0)
-        weights, wide = (tensor.to(math_dtype(param.dtype)) for tensor in (param, grad))
-        norm, grad_norm = (cast("Any", tensor).norm() for tensor in (weights, wide))
+        weights, wide = _wide(param)
+        norm, grad_norm = norms.unbind()
         ratio = larc.trust_coefficient * norm / (grad_norm + norm * decay + larc.eps)
         if larc.clip:
             ratio = (ratio / rate_of(group)).clamp(max=1.0)
         adapted = (wide + decay * weights) * ratio
         # Chosen on the device: asking a norm whether it is zero would wait for it.
-        grad.copy_(torch.where((norm != 0) & (grad_norm != 0), adapted, wide))
+        local_of(cast("torch.Tensor", param.grad)).copy_(
+            torch.where((norm != 0) & (grad_norm != 0), adapted, wide)
+        )
 
     def restore_weight_decay(self) -> None:
         for group, decay in self._decays:
             group["weight_decay"] = decay
+
+
+def _wide(param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's part of a parameter and of its gradient, in the precision of the arithmetic."""
+    dtype = math_dtype(param.dtype)
+    grad = cast("torch.Tensor", param.grad)
+    return local_of(param.detach()).to(dtype), local_of(grad.detach()).to(dtype)
+
+
+@torch.no_grad()
+def _norms(params: Sequence[torch.Tensor], splits: Splits) -> list[torch.Tensor]:
+    """The norm of each parameter and of its gradient, of whole tensors, as a vector of the two."""
+    pairs = [
+        torch.stack([cast("Any", tensor).norm() for tensor in _wide(param)]) for param in params
+    ]
+    if splits.concern(params):
+        owners = [p.twin.half if isinstance(p, MasterParameter) and p.twin else p for p in params]
+        over = [[splits.of(owner)] for owner in owners]
+        complete_([pair[:, None] for pair in pairs], over, splits)
+    return pairs
 
 
 def _refuse_sparse(optimizer: torch.optim.Optimizer) -> None:

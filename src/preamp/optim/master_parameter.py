@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 
-from preamp.core.tensors import store_grad, stored_grad
+from preamp.core.tensors import is_sharded, store_grad, stored_grad
+from preamp.kernels.shards import instance_of
 
 if TYPE_CHECKING:
     from preamp.optim.twin import Twin
@@ -54,7 +56,26 @@ class MasterParameter(torch.nn.Parameter):
         return plain.__reduce_ex__(protocol)
 
 
+def is_master(param: torch.Tensor) -> TypeGuard[MasterParameter]:
+    """Whether ``param`` is a master; torch makes isinstance of a parameter a slow question."""
+    return issubclass(type(param), MasterParameter)
+
+
 def leaf_of(param: torch.Tensor) -> torch.Tensor:
     """What gets the gradient of ``param`` in a backward: of a master its half weight."""
-    twin = param.twin if type(param) is MasterParameter else None
+    twin = param.twin if is_master(param) else None
     return param if twin is None else twin.half
+
+
+def master_parameter(data: torch.Tensor, *, requires_grad: bool) -> MasterParameter:
+    """Return ``data``, float32, as a master; not copied. Of a sharded tensor a sharded one."""
+    if not is_sharded(data):
+        return MasterParameter(data, requires_grad=requires_grad)
+    return instance_of(sharded_kind(type(data)), data, requires_grad=requires_grad)
+
+
+@functools.cache
+def sharded_kind(kind: type[torch.Tensor]) -> type[MasterParameter]:
+    """The class of masters whose data is of ``kind``, a ``DTensor``."""
+    made = type("ShardedMasterParameter", (MasterParameter, kind), {"__slots__": ()})
+    return cast("type[MasterParameter]", made)

@@ -11,7 +11,7 @@ import torch
 from preamp.core.dtypes import is_half
 from preamp.kernels import Ops
 from preamp.optim.half_gradient import zero_
-from preamp.optim.master_parameter import MasterParameter
+from preamp.optim.master_parameter import MasterParameter, is_master
 from preamp.optim.twin import Twin
 
 Group = dict[str, Any]
@@ -72,7 +72,7 @@ class Masters:
         for group in self._optimizer.param_groups:
             params: list[Any] = group["params"]
             for index, param in enumerate(params):
-                if type(param) is not MasterParameter and is_half(param) and param.requires_grad:
+                if not is_master(param) and is_half(param) and param.requires_grad:
                     params[index] = self._adopt_one(param, (originals or {}).get(id(param)))
 
     def _adopt_one(self, half: Any, original: torch.Tensor | None) -> MasterParameter:

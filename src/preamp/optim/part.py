@@ -11,6 +11,7 @@ import torch
 from preamp.core.errors import PreampStateError, message
 from preamp.core.tensors import store_grad, stored_grad
 from preamp.kernels import Ops
+from preamp.kernels.shards import set_data
 from preamp.optim.external_writes import became_wide, take_over
 
 
@@ -170,7 +171,7 @@ class Holding:
             raise became_wide(self._name)
         with torch.no_grad():
             if master.device != half.device:  # model.to(device) after initialize
-                master.data = master.data.to(half.device)
+                set_data(master, master.data.to(half.device))
             take_over(self.own(half), master.data)
 
 

@@ -18,7 +18,7 @@ from preamp.core.tensors import WeightMark, stored_grad, version_of
 from preamp.kernels import Ops
 from preamp.optim import half_gradient
 from preamp.optim.half_gradient import HalfGradient, TwinMemo, nothing_more, unscaled
-from preamp.optim.master_parameter import MasterParameter
+from preamp.optim.master_parameter import master_parameter
 from preamp.optim.part import Holding
 
 _BOOKS = ("_is_carried", "_open", "_ops", "_raw", "_rounded", "_seen", "_written", "_zeros_aside")
@@ -49,7 +49,7 @@ class Twin:
         self.half = half
         self.name = name
         self._ops = ops
-        self.master = MasterParameter(data, requires_grad=half.requires_grad)
+        self.master = master_parameter(data, requires_grad=half.requires_grad)
         self.master.twin = self
         self._seen: HalfGradient | None = None
         # While a backward is under way its half gradient is scaled and incomplete: nobody's yet.

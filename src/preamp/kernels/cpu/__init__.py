@@ -19,5 +19,6 @@ from preamp.kernels.cpu.reductions import l2norms as l2norms
 from preamp.kernels.cpu.sgd import sgd_ as sgd_
 from preamp.kernels.cpu.sizes import name as name
 from preamp.kernels.cpu.with_norms import lamb_ as lamb_
+from preamp.kernels.cpu.with_norms import lamb_norms as lamb_norms
 from preamp.kernels.cpu.with_norms import lars_ as lars_
 from preamp.kernels.cpu.with_norms import novograd_ as novograd_

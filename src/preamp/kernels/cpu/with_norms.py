@@ -6,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from preamp.kernels.cpu.sizes import small
 from preamp.kernels.cpu.updates import is_skipped
-from preamp.kernels.foreach.lamb import lamb_in_blocks
+from preamp.kernels.foreach.lamb import lamb_in_blocks, lamb_norms_in_blocks
 from preamp.kernels.foreach.lars import lars_in_blocks
 from preamp.kernels.foreach.novograd import novograd_in_blocks
 from preamp.kernels.ops import Tensors
-from preamp.kernels.rules import Update
+from preamp.kernels.rules import LambRule, Update
 
 
 def _in_small_blocks(op: Callable[..., None]) -> Callable[..., None]:
@@ -31,3 +33,8 @@ lars_ = _in_small_blocks(lars_in_blocks)
 
 novograd_ = _in_small_blocks(novograd_in_blocks)
 """See `preamp.kernels.ops.Ops.novograd_`."""
+
+
+def lamb_norms(*lists: Tensors, rule: LambRule, update: Update) -> torch.Tensor:
+    """See `preamp.kernels.ops.Ops.lamb_norms`."""
+    return lamb_norms_in_blocks(small(), *lists, rule=rule, update=update)

@@ -13,6 +13,7 @@ from preamp.kernels.foreach.elementwise import cast_copy_ as cast_copy_
 from preamp.kernels.foreach.elementwise import scale_add_ as scale_add_
 from preamp.kernels.foreach.elementwise import widen_add as widen_add
 from preamp.kernels.foreach.lamb import lamb_ as lamb_
+from preamp.kernels.foreach.lamb import lamb_norms as lamb_norms
 from preamp.kernels.foreach.lars import lars_ as lars_
 from preamp.kernels.foreach.novograd import novograd_ as novograd_
 from preamp.kernels.foreach.reductions import census as census

@@ -35,7 +35,8 @@ def lars_in_blocks(
     for part in work.parts(most):
         rate = work.each(part, rule.lr)
         if rule.uses_trust_ratio:
-            p_norms, g_norms = norms_over(part, norms)
+            given = work.given_norms(part.places)
+            p_norms, g_norms = norms_over(part, norms) if given is None else given
             rate = lars_rate(rate, p_norms, g_norms, rule)
         for block in part.blocks:
             slot = work.slot(block)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 
@@ -34,8 +33,7 @@ def novograd_in_blocks(
     if work.odd:
         columns = (params, grads, exp_avgs, norms)
         lists = ([column[place] for place in work.odd] for column in columns)
-        halves = update.halves and [update.halves[place] for place in work.odd]
-        reference.novograd_(*lists, rule=rule, update=replace(update, halves=halves))
+        reference.novograd_(*lists, rule=rule, update=update.at(work.odd))
         odd = set(work.odd)
         norms = [norm for place, norm in enumerate(norms) if place not in odd]
     order = math.inf if rule.uses_max_norm else 2.0
@@ -44,12 +42,15 @@ def novograd_in_blocks(
         slot = work.slot(block)
         return (slot.norms(slot.g, order),)
 
-    for norm, param in zip(norms, work.columns[0], strict=True):
+    for place, (norm, param) in enumerate(zip(norms, work.columns[0], strict=True)):
         if param.numel() == 0:  # not walked through; its norm is zero and may be the first one
-            _store([norm], next_norm(rule, norm.to(work.dtype), norm.new_zeros(1)), update)
+            given = work.given_norms([place])
+            now = norm.new_zeros(1) if given is None else given[0]
+            _store([norm], next_norm(rule, norm.to(work.dtype), now), update)
     for part in work.parts(most):
         own = [norms[place] for place in part.places]
-        (now,) = norms_over(part, of_block, order)
+        given = work.given_norms(part.places)
+        (now,) = norms_over(part, of_block, order) if given is None else given
         v = next_norm(rule, stack(own).to(work.dtype), now)
         for block in part.blocks:
             slot = work.slot(block)

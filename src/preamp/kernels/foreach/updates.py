@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,7 +22,7 @@ from preamp.kernels.foreach.norms import norms_of
 from preamp.kernels.joining import cat, stack
 from preamp.kernels.ops import Tensors
 from preamp.kernels.reference.update import Slot
-from preamp.kernels.rules import Scalar, Update
+from preamp.kernels.rules import Scalar, Update, norms_at
 
 _PARAM, _GRAD, _STATE = 0, 1, 2  # columns; halves come last
 
@@ -44,12 +43,19 @@ class Work:
         check_shapes(*self._given)
         self._update = update
         self.columns, self.odd = regular(*self._given)
+        left_out = set(self.odd)
+        self._kept = [place for place in range(len(params)) if place not in left_out]
 
     def leave_odd_to(self, op: Callable[..., None], rule: Any) -> None:
         """Let the reference's ``op`` update the places that were taken out."""
         if self.odd:
-            *lists, halves = ([column[i] for i in self.odd] for column in self._given)
-            op(*lists, rule=rule, update=replace(self._update, halves=halves))
+            *lists, _ = ([column[i] for i in self.odd] for column in self._given)
+            op(*lists, rule=rule, update=self._update.at(self.odd))
+
+    def given_norms(self, places: Sequence[int]) -> torch.Tensor | None:
+        """``update.norms`` of tensors of the columns, if the rule has been told them."""
+        norms = norms_at(self._update.norms, [self._kept[place] for place in places])
+        return None if norms is None else norms.to(self.dtype)
 
     def note_written(self) -> None:
         """Tell autograd of writes that torch's fused kernels keep from it."""

@@ -4,6 +4,7 @@
 from preamp.kernels.reference.adagrad import adagrad_ as adagrad_
 from preamp.kernels.reference.adam import adam_ as adam_
 from preamp.kernels.reference.lamb import lamb_ as lamb_
+from preamp.kernels.reference.lamb import lamb_norms as lamb_norms
 from preamp.kernels.reference.lars import lars_ as lars_
 from preamp.kernels.reference.novograd import novograd_ as novograd_
 from preamp.kernels.reference.ops import axpby_ as axpby_

@@ -21,14 +21,33 @@ def lamb_(
     update: Update,
 ) -> None:
     """See `preamp.kernels.ops.Ops.lamb_`."""
-    for slot in slots(params, grads, exp_avgs, exp_avg_sqs, update=update):
+    for place, slot in enumerate(slots(params, grads, exp_avgs, exp_avg_sqs, update=update)):
         u, m, v = lamb_direction(slot, rule, update.step)
         rate = slot.scalar(rule.lr)
         if rule.uses_trust_ratio:
-            p_norm, u_norm = norm(slot.p), norm(u)
+            if update.norms is None:
+                p_norm, u_norm = norm(slot.p), norm(u)
+            else:
+                p_norm, u_norm = slot.scalar(update.norms[:, place]).unbind()
             ratio = p_norm / u_norm
             rate = rate * torch.where(both_nonzero(p_norm, u_norm), ratio, torch.ones_like(ratio))
         slot.store(slot.p - rate * u, m, v)
+
+
+@torch.no_grad()
+def lamb_norms(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    rule: LambRule,
+    update: Update,
+) -> torch.Tensor:
+    """See `preamp.kernels.ops.Ops.lamb_norms`."""
+    places = slots(params, grads, exp_avgs, exp_avg_sqs, update=update)
+    found = [(norm(slot.p), norm(lamb_direction(slot, rule, update.step)[0])) for slot in places]
+    return torch.stack([torch.stack(row) for row in zip(*found, strict=True)])
 
 
 def lamb_direction(

@@ -20,10 +20,15 @@ def lars_(
     update: Update,
 ) -> None:
     """See `preamp.kernels.ops.Ops.lars_`."""
-    for slot in slots(params, grads, momentum_buffers, update=update):
+    for place, slot in enumerate(slots(params, grads, momentum_buffers, update=update)):
         rate = slot.scalar(rule.lr)
         if rule.uses_trust_ratio:
-            rate = lars_rate(rate, norm(slot.p), norm(slot.g), rule)
+            p_norm, g_norm = (
+                (norm(slot.p), norm(slot.g))
+                if update.norms is None
+                else slot.scalar(update.norms[:, place]).unbind()
+            )
+            rate = lars_rate(rate, p_norm, g_norm, rule)
         lars_slot(slot, rate, rule)
 
 

@@ -21,8 +21,11 @@ def novograd_(
     update: Update,
 ) -> None:
     """See `preamp.kernels.ops.Ops.novograd_`."""
-    for slot in slots(params, grads, exp_avgs, norms, update=update):
-        v = next_norm(rule, slot.state[1], max_norm(slot.g) if rule.uses_max_norm else norm(slot.g))
+    measure = max_norm if rule.uses_max_norm else norm
+    for place, slot in enumerate(slots(params, grads, exp_avgs, norms, update=update)):
+        given = update.norms
+        n = measure(slot.g) if given is None else slot.scalar(given[0, place])
+        v = next_norm(rule, slot.state[1], n)
         slot.store(*novograd_values(slot, v, rule, update.step), v)
 
 

@@ -27,6 +27,7 @@ from preamp.kernels.triton.elementwise import cast_copy_ as cast_copy_
 from preamp.kernels.triton.elementwise import scale_add_ as scale_add_
 from preamp.kernels.triton.elementwise import widen_add as widen_add
 from preamp.kernels.triton.lamb import lamb_ as lamb_
+from preamp.kernels.triton.lamb import lamb_norms as lamb_norms
 from preamp.kernels.triton.lars import lars_ as lars_
 from preamp.kernels.triton.launch import name as name
 from preamp.kernels.triton.novograd import novograd_ as novograd_

@@ -31,14 +31,40 @@ def lamb_(
     taken, others = places(*lists, update=update)
     for part in taken:
         arguments = _arguments(rule, part)
-        norms = part.empty(2, part.entries.count)
-        if rule.uses_trust_ratio:
-            partials = part.empty(2, part.entries.chunks)
-            part.launch(lamb_kernel, norms=partials, MEASURE=True, **arguments)
-            for sums, results in zip(partials, norms, strict=True):
-                gather(part.entries, sums, results, largest=False)
+        norms = part.given_norms()
+        if norms is None:
+            norms = part.empty(2, part.entries.count)
+            if rule.uses_trust_ratio:
+                _measure(part, norms, arguments)
         part.launch(lamb_kernel, norms=norms, MEASURE=False, **arguments)
     leave(reference.lamb_, others, *lists, rule=rule, update=update)
+
+
+@torch.no_grad()
+def lamb_norms(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    rule: LambRule,
+    update: Update,
+) -> torch.Tensor:
+    """See `preamp.kernels.ops.Ops.lamb_norms`."""
+    lists = (params, grads, exp_avgs, exp_avg_sqs)
+    taken, others = places(*lists, update=update)
+    if others or len(taken) != 1:
+        return reference.lamb_norms(*lists, rule=rule, update=update)
+    norms = taken[0].empty(2, len(params))
+    _measure(taken[0], norms, _arguments(rule, taken[0]))
+    return norms
+
+
+def _measure(part: Places, norms: torch.Tensor, arguments: dict[str, Any]) -> None:
+    partials = part.empty(2, part.entries.chunks)
+    part.launch(lamb_kernel, norms=partials, MEASURE=True, **arguments)
+    for sums, results in zip(partials, norms, strict=True):
+        gather(part.entries, sums, results, largest=False)
 
 
 def _arguments(rule: LambRule, part: Places) -> dict[str, Any]:

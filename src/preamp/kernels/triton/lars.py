@@ -27,7 +27,10 @@ def lars_(
     taken, others = places(*lists, update=update)
     for part in taken:
         p_norms = g_norms = part.entries.layout
-        if rule.uses_trust_ratio:
+        known = part.given_norms()
+        if known is not None:
+            p_norms, g_norms = known
+        elif rule.uses_trust_ratio:
             p_norms, g_norms = part.norms("P"), part.norms("G", update.inv_scale)
         part.launch(
             lars_kernel,

@@ -27,7 +27,11 @@ def novograd_(
     """See `preamp.kernels.ops.Ops.novograd_`."""
     taken, others = places(params, grads, exp_avgs, update=update, norms=norms)
     for part in taken:
-        measured = (part.max_norms if rule.uses_max_norm else part.norms)("G", update.inv_scale)
+        known = part.given_norms()
+        if known is not None:
+            measured = known[0]
+        else:
+            measured = (part.max_norms if rule.uses_max_norm else part.norms)("G", update.inv_scale)
         averages = torch.empty_like(measured)
         launch(
             average_norms,

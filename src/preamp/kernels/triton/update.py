@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -61,6 +61,11 @@ class Places:
                 value = 1.0 - beta ** cast("int", step)
             arguments[name] = number(value, self.math)
         return arguments
+
+    def given_norms(self) -> torch.Tensor | None:
+        """``update.norms``, if the rule has been told them."""
+        norms = self.update.norms
+        return None if norms is None else norms.to(self.math).contiguous()
 
     def norms(self, name: str, factor: torch.Tensor | None = None) -> torch.Tensor:
         """Return the norm of each parameter (``P``) or gradient (``G``), times ``factor``."""
@@ -120,7 +125,7 @@ def places(
             entries=table([row for row in group.rows if row], range(len(group.positions))),
             dtypes=dict(zip(names, group.dtypes, strict=True)),
             math=math_dtype(cast("torch.dtype", group.dtypes[0])),
-            update=update,
+            update=update if update.norms is None else update.at(group.positions),
             written=[t for i, row in enumerate(group.rows) if i != 1 for t in row],
         )
         for group in groups
@@ -132,6 +137,4 @@ def leave(
 ) -> None:
     """Let the reference's ``op`` update the places at ``positions``."""
     if positions:
-        if update.halves is not None:
-            update = replace(update, halves=pick(update.halves, positions))
-        op(*[pick(row, positions) for row in lists], rule=rule, update=update)
+        op(*[pick(row, positions) for row in lists], rule=rule, update=update.at(positions))

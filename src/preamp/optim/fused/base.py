@@ -17,8 +17,12 @@ import torch
 from torch.optim.optimizer import required
 
 from preamp.core.dtypes import math_dtype
+from preamp.core.splits import Splits
+from preamp.core.tensors import has_sharded
+from preamp.kernels.shards import place_gradients
 from preamp.optim.fused.checks import check_gradient, check_group
 from preamp.optim.fused.entries import Entry, entry_of
+from preamp.optim.master_parameter import is_master
 
 Group = dict[str, Any]
 Closure = Callable[[], Any]
@@ -36,6 +40,9 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
     set_grad_none: bool
     backend: str = "auto"
     """Name of the kernels that compute the update; see ``preamp.kernels.backend``."""
+
+    splits: Splits = Splits()
+    """Over which ranks parameters are split; ``DTensor`` parameters say so themselves."""
 
     _step_supports_amp_scaling = True
     """Tells torch's ``GradScaler`` to hand over what it knows instead of reading it."""
@@ -143,6 +150,8 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         """All groups that have parameters, with the entries of those that have gradients."""
         work: list[tuple[Group, list[Entry]]] = []
         for group in self.param_groups:
+            if has_sharded(group["params"]):
+                place_gradients([param for param in group["params"] if not is_master(param)])
             found = [entry_of(param) for param in group["params"]]
             entries = [entry for entry in found if entry is not None]
             self._check(entries)

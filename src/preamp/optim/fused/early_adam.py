@@ -15,6 +15,7 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampStateError, message
+from preamp.core.splits import Splits
 from preamp.kernels import AdamRule, BiasCorrection, Ops
 from preamp.optim.fused.base import Group, rate_of, scalar_on
 from preamp.optim.fused.entries import Entry
@@ -127,7 +128,7 @@ class EarlyArguments:
         """The norm of a group's scaled gradients, taken here if it was not given."""
         if self.grad_norms is not None:
             return self.grad_norms[index]
-        return global_norm(entries, ops)
+        return global_norm(entries, ops, Splits())
 
     def inverse_scale(
         self, index: int, entries: Sequence[Entry], max_norm: float, ops: Ops

@@ -11,7 +11,7 @@ import torch
 
 from preamp.core.tensors import stored_grad
 from preamp.kernels import Update
-from preamp.optim.master_parameter import MasterParameter
+from preamp.optim.master_parameter import is_master
 from preamp.optim.twin import Twin
 
 
@@ -32,6 +32,11 @@ class Entry(NamedTuple):
     factor: torch.Tensor | None = None
     twin: Twin | None = None
 
+    @property
+    def owner(self) -> torch.Tensor:
+        """The model's parameter."""
+        return self.param if self.half is None else self.half
+
 
 def entry_of(param: torch.Tensor) -> Entry | None:
     """The entry of a parameter that has a gradient.
@@ -40,16 +45,19 @@ def entry_of(param: torch.Tensor) -> Entry | None:
     and rounds the new master into the half weight while it is at hand.
     """
     # By type: torch makes isinstance of a plain parameter a slow question.
-    twin = param.twin if type(param) is MasterParameter else None
+    twin = param.twin if is_master(param) else None
     if twin is None:
         grad = param.grad
         return None if grad is None else Entry(param, grad)
     pending = twin.pending
+    half = twin.half if twin.held.part is None else twin.held.own(twin.half)
     if pending is not None and stored_grad(param) is None:
         half_grad, factor = pending
-        return Entry(param, twin.held.own(half_grad), twin.held.own(twin.half), factor, twin)
+        if half is not twin.half:
+            half_grad = twin.held.own(half_grad)
+        return Entry(param, half_grad, half, factor, twin)
     grad = param.grad
-    return None if grad is None else Entry(param, grad, twin.held.own(twin.half), None, twin)
+    return None if grad is None else Entry(param, grad, half, None, twin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +78,19 @@ class Batch:
     factor: torch.Tensor | None = None
     twins: list[Twin] = field(default_factory=list[Twin])
 
+    @property
+    def owners(self) -> list[torch.Tensor]:
+        """The model's parameters."""
+        pairs = zip(self.params, self.halves, strict=True)
+        return [param if half is None else half for param, half in pairs]
+
     def update(
         self,
         *,
         step: int | torch.Tensor = 1,
         inv_scale: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
+        norms: torch.Tensor | None = None,
     ) -> Update:
         """What the op is told.
 
@@ -83,13 +98,14 @@ class Batch:
             step: See `Update`.
             inv_scale: Multiplies the gradients in addition to `factor`.
             found_inf: See `Update`.
+            norms: See `Update`.
         """
         both = inv_scale if self.factor is None else self.factor
         if inv_scale is not None and self.factor is not None:
             both = self.factor * inv_scale.to(self.factor.device)
         has_halves = any(half is not None for half in self.halves)
         halves = self.halves if has_halves else None
-        return Update(step=step, inv_scale=both, found_inf=found_inf, halves=halves)
+        return Update(step=step, inv_scale=both, found_inf=found_inf, halves=halves, norms=norms)
 
     def note_written(self) -> None:
         """The op has rounded the masters into their half weights."""

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
-from preamp.kernels import LambRule, backend
+from preamp.core.splits import Splits
+from preamp.kernels import LambRule, Ops, Update, backend
 from preamp.optim.fused.base import (
     Closure,
     FusedOptimizer,
@@ -17,7 +20,7 @@ from preamp.optim.fused.base import (
 )
 from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
 from preamp.optim.fused.entries import Batch, batches
-from preamp.optim.fused.norms import clip_factor
+from preamp.optim.fused.norms import clip_factor, norms_of_wholes
 from preamp.optim.fused.on_device import Signals, count_step
 
 
@@ -104,31 +107,53 @@ class FusedLAMB(FusedOptimizer):
             every = [entry for _, entries in work for entry in entries]
             if not signals.is_skip:
                 ops, max_norm = backend(self.backend), self.defaults["max_grad_norm"]
-                factor = clip_factor(every, max_norm, signals.inv_scale, ops)
+                factor = clip_factor(every, max_norm, signals.inv_scale, ops, self.splits)
+                parts: list[LambPart] = []
                 for group, entries in work:
                     step = count_step(group, signals)
+                    rule = lamb_rule(group, decoupled=self.adam_w_mode, use_nvlamb=self.use_nvlamb)
                     for batch in batches(entries):
-                        self._update(group, batch, step, factor, signals.found_inf)
+                        update = batch.update(
+                            step=step, inv_scale=factor, found_inf=signals.found_inf
+                        )
+                        exp_avgs = self._state(batch.params, "exp_avg")
+                        exp_avg_sqs = self._state(batch.params, "exp_avg_sq")
+                        lists = [batch.params, batch.grads, exp_avgs, exp_avg_sqs]
+                        parts.append(LambPart(batch, lists, rule, update))
+                apply_lamb(parts, ops, self.splits)
             signals.unscale_([entry.grad for entry in every], backend(self.backend))
         return loss
 
-    def _update(
-        self,
-        group: Group,
-        batch: Batch,
-        step: int | torch.Tensor,
-        factor: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-    ) -> None:
-        backend(self.backend).lamb_(
-            batch.params,
-            batch.grads,
-            self._state(batch.params, "exp_avg"),
-            self._state(batch.params, "exp_avg_sq"),
-            rule=lamb_rule(group, decoupled=self.adam_w_mode, use_nvlamb=self.use_nvlamb),
-            update=batch.update(step=step, inv_scale=factor, found_inf=found_inf),
-        )
-        batch.note_written()
+
+@dataclass(frozen=True, slots=True)
+class LambPart:
+    """One call of the op.
+
+    Attributes:
+        batch: Whose.
+        lists: Parameters, gradients and moments.
+        rule: Of the group.
+        update: What it is told.
+    """
+
+    batch: Batch
+    lists: Sequence[list[torch.Tensor]]
+    rule: LambRule
+    update: Update
+
+
+def apply_lamb(parts: Sequence[LambPart], ops: Ops, splits: Splits) -> None:
+    """Update all parts, with the norms of whole tensors where ranks hold parts of them."""
+
+    def measure(place: int) -> torch.Tensor:
+        part = parts[place]
+        return ops.lamb_norms(*part.lists, rule=part.rule, update=part.update)
+
+    norms = norms_of_wholes([part.batch for part in parts], measure, splits)
+    for part, own in zip(parts, norms, strict=True):
+        update = part.update if own is None else replace(part.update, norms=own)
+        ops.lamb_(*part.lists, rule=part.rule, update=update)
+        part.batch.note_written()
 
 
 def lamb_rule(group: Group, *, decoupled: bool, use_nvlamb: bool) -> LambRule:

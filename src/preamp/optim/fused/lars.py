@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from preamp.optim.fused.base import (
 )
 from preamp.optim.fused.checks import check_nesterov, check_numbers
 from preamp.optim.fused.entries import Batch, batches
+from preamp.optim.fused.norms import norms_of_parts, norms_of_wholes
 from preamp.optim.fused.on_device import Signals
 
 
@@ -99,21 +101,38 @@ class FusedLARS(FusedOptimizer):
         with torch.no_grad():
             work, signals = self._collect(), Signals.of(self)
             if not signals.is_skip:
-                for group, entries in work:
-                    for batch in batches(entries):
-                        self._update(group, batch, signals)
+                parts = [(g, batch) for g, entries in work for batch in batches(entries)]
+                for (group, batch), norms in zip(parts, self._norms(parts, signals), strict=True):
+                    self._update(group, batch, signals, norms)
             signals.unscale_(
                 [entry.grad for _, entries in work for entry in entries], backend(self.backend)
             )
         return loss
 
-    def _update(self, group: Group, batch: Batch, signals: Signals) -> None:
+    def _norms(
+        self, parts: Sequence[tuple[Group, Batch]], signals: Signals
+    ) -> list[torch.Tensor | None]:
+        ops, own = backend(self.backend), [batch for _, batch in parts]
+
+        def measure(place: int) -> torch.Tensor:
+            params, grads = own[place].params, own[place].grads
+            factor = own[place].update(inv_scale=signals.inv_scale).inv_scale
+            weights = norms_of_parts(params, None, params, ops)
+            return torch.stack([weights, norms_of_parts(grads, factor, params, ops)])
+
+        return norms_of_wholes(own, measure, self.splits)
+
+    def _update(
+        self, group: Group, batch: Batch, signals: Signals, norms: torch.Tensor | None
+    ) -> None:
         backend(self.backend).lars_(
             batch.params,
             batch.grads,
             self._state(batch.params, "momentum_buffer"),
             rule=_rule(group),
-            update=batch.update(inv_scale=signals.inv_scale, found_inf=signals.found_inf),
+            update=batch.update(
+                inv_scale=signals.inv_scale, found_inf=signals.found_inf, norms=norms
+            ),
         )
         batch.note_written()
 

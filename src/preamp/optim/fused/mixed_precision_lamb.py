@@ -20,7 +20,7 @@ from preamp.optim.fused.base import (
 from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
 from preamp.optim.fused.entries import Batch, batches
 from preamp.optim.fused.full_precision import FullPrecision
-from preamp.optim.fused.lamb import lamb_rule
+from preamp.optim.fused.lamb import LambPart, apply_lamb, lamb_rule
 from preamp.optim.fused.norms import clip_factor
 from preamp.optim.fused.on_device import Signals, count_on_device, names_scaler, place_on_device
 
@@ -145,7 +145,8 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
             signals = Signals.of(self)
             every = [entry for _, entries in work for entry in entries]
             ops, max_norm = backend(self.backend), self.defaults["max_grad_norm"]
-            factor = clip_factor(every, max_norm, signals.inv_scale, ops)
+            factor = clip_factor(every, max_norm, signals.inv_scale, ops, self.splits)
+            parts: list[LambPart] = []
             for group, entries in work:
                 step = count_on_device(group, signals.found_inf)
                 for batch in batches(entries):
@@ -153,21 +154,19 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
                     update = batch.update(step=step, inv_scale=factor, found_inf=found_inf)
                     if self._copies.wanted_for(batch.params):
                         update = replace(update, halves=batch.params)
-                    self._update(group, batch, update)
+                    parts.append(self._part(group, batch, update))
+            apply_lamb(parts, ops, self.splits)
+            for part in parts:
+                self._copies.note_written(part.batch.params)
             signals.unscale_([entry.grad for entry in every], backend(self.backend))
         return loss
 
-    def _update(self, group: Group, batch: Batch, update: Update) -> None:
-        backend(self.backend).lamb_(
-            self._copies.of_all(batch.params, self.state),
-            batch.grads,
-            self._state(batch.params, "exp_avg"),
-            self._state(batch.params, "exp_avg_sq"),
-            rule=lamb_rule(group, decoupled=self.adam_w_mode, use_nvlamb=self.use_nvlamb),
-            update=update,
-        )
-        self._copies.note_written(batch.params)
-        batch.note_written()
+    def _part(self, group: Group, batch: Batch, update: Update) -> LambPart:
+        copies = [*self._copies.of_all(batch.params, self.state)]
+        exp_avgs = self._state(batch.params, "exp_avg")
+        exp_avg_sqs = self._state(batch.params, "exp_avg_sq")
+        rule = lamb_rule(group, decoupled=self.adam_w_mode, use_nvlamb=self.use_nvlamb)
+        return LambPart(batch, [copies, batch.grads, exp_avgs, exp_avg_sqs], rule, update)
 
     @property
     def _counts_on_device(self) -> bool:

@@ -1,38 +1,42 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The global norm of gradients, and the factor that clips them to one."""
+"""The norms that update rules need, over all ranks that hold parts of the tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
 
 import torch
 
+from preamp.core.dtypes import math_dtype
+from preamp.core.splits import Splits
+from preamp.core.tensors import locals_of
 from preamp.kernels import Ops
-from preamp.optim.fused.entries import Entry
+from preamp.kernels.reference.update import max_norm, norm
+from preamp.optim.fused.entries import Batch, Entry
+from preamp.optim.rank_norms import complete_, total_norm
 
-_vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_norm
 
-
-def global_norm(entries: Sequence[Entry], ops: Ops) -> torch.Tensor:
+def global_norm(entries: Sequence[Entry], ops: Ops, splits: Splits) -> torch.Tensor:
     """L2 norm over all unscaled gradients, a scalar on the device of the first parameter.
 
     float32, or float64 if one of the gradients is.
     """
-    device = entries[0].param.device
-    if all(entry.grad.dtype is not torch.float64 for entry in entries):
-        grads = [entry.grad for entry in entries]
-        return ops.l2norm(grads, [entry.factor for entry in entries], device)
-    return _vector_norm(torch.stack([_wide_norm(entry).to(device) for entry in entries]))
-
-
-def _wide_norm(entry: Entry) -> torch.Tensor:
-    norm = _vector_norm(entry.grad, dtype=torch.float64)
-    return norm if entry.factor is None else norm * entry.factor
+    return total_norm(
+        ops,
+        [entry.grad for entry in entries],
+        [entry.factor for entry in entries],
+        [entry.owner for entry in entries],
+        splits,
+        entries[0].param.device,
+    )
 
 
 def clip_factor(
-    entries: Sequence[Entry], max_norm: float, inv_scale: torch.Tensor | None, ops: Ops
+    entries: Sequence[Entry],
+    max_norm: float,
+    inv_scale: torch.Tensor | None,
+    ops: Ops,
+    splits: Splits,
 ) -> torch.Tensor | None:
     """What unscales gradients and clips them to a global norm, in one factor.
 
@@ -41,14 +45,69 @@ def clip_factor(
         max_norm: Largest norm of the unscaled gradients; 0 for no clipping.
         inv_scale: What unscales them, or ``None``.
         ops: The back end.
+        splits: Over which ranks parameters are split; a split gradient counts as a whole.
 
     Returns:
         A scalar on the device of the first parameter, or ``None`` where there is nothing to do.
     """
     if max_norm == 0 or not entries:
         return inv_scale
-    norm = global_norm(entries, ops)
+    norm = global_norm(entries, ops, splits)
     one = torch.ones_like(norm)
     scale = one if inv_scale is None else inv_scale.to(norm.device)
     norm = norm * scale
     return torch.where(norm > max_norm, max_norm / norm, one) * scale
+
+
+def norms_of_wholes(
+    batches: Sequence[Batch],
+    measure: Callable[[int], torch.Tensor],
+    splits: Splits,
+    *,
+    largest: bool = False,
+) -> list[torch.Tensor | None]:
+    """Return what rules are told in `Update.norms`: ``None`` where they measure by themselves.
+
+    Tensors of which this rank holds a part are measured here, and all of them completed by one
+    all-reduce for each group of ranks.
+
+    Args:
+        batches: All updates of a step.
+        measure: Returns norms of the parts of the batch of that index, shape ``(k, n)``.
+        splits: Says what is split.
+        largest: They are largest magnitudes rather than L2 norms.
+    """
+    found: list[torch.Tensor | None] = [None] * len(batches)
+    over = [[splits.of(owner) for owner in batch.owners] for batch in batches]
+    split = [place for place, own in enumerate(over) if any(own)]
+    columns = [measure(place) for place in split]
+    if columns:
+        complete_(columns, [over[place] for place in split], splits, largest=largest)
+    for place, column in zip(split, columns, strict=True):
+        found[place] = column
+    return found
+
+
+def norms_of_parts(
+    tensors: Sequence[torch.Tensor],
+    factor: torch.Tensor | None,
+    params: Sequence[torch.Tensor],
+    ops: Ops,
+    *,
+    largest: bool = False,
+) -> torch.Tensor:
+    """Return the norm of this rank's part of each ``tensor * factor``, shape ``(n,)``.
+
+    Args:
+        tensors: Parameters or gradients of a batch.
+        factor: A scalar, or ``None`` for 1.
+        params: The parameters; their dtype decides about float32 or float64.
+        ops: Back end.
+        largest: Largest magnitudes rather than L2 norms.
+    """
+    dtype, device = math_dtype(params[0].dtype), params[0].device
+    if dtype is torch.float32 and not largest:
+        return ops.l2norms(tensors, factor, device)
+    measure = max_norm if largest else norm
+    wide = [part.detach().to(dtype) for part in locals_of(tensors)]
+    return torch.stack([measure(part if factor is None else part * factor) for part in wide])

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from preamp.core.errors import message
+from preamp.core.tensors import local_of
 from preamp.kernels import NovoGradRule, backend
 from preamp.optim.fused.base import (
     Closure,
@@ -19,6 +21,7 @@ from preamp.optim.fused.base import (
 )
 from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
 from preamp.optim.fused.entries import Batch, batches
+from preamp.optim.fused.norms import norms_of_parts, norms_of_wholes
 from preamp.optim.fused.on_device import Signals, count_step
 
 NO_NORM_YET = -1.0
@@ -132,17 +135,48 @@ class FusedNovoGrad(FusedOptimizer):
         with torch.no_grad():
             work, signals = self._collect(), Signals.of(self)
             if not signals.is_skip:
-                for group, entries in work:
-                    step = count_step(group, signals)
-                    for batch in batches(entries):
-                        self._update(group, batch, step, signals)
+                steps = [count_step(group, signals) for group, _ in work]
+                parts = [
+                    (group, batch, step)
+                    for (group, entries), step in zip(work, steps, strict=True)
+                    for batch in batches(entries)
+                ]
+                norms = self._norms(parts, signals)
+                for (group, batch, step), own in zip(parts, norms, strict=True):
+                    self._update(group, batch, step, signals, own)
             signals.unscale_(
                 [entry.grad for _, entries in work for entry in entries], backend(self.backend)
             )
         return loss
 
+    def _norms(
+        self, parts: Sequence[tuple[Group, Batch, Any]], signals: Signals
+    ) -> list[torch.Tensor | None]:
+        """What the rule is told of the gradients: of each kind of norm on its own."""
+        found: list[torch.Tensor | None] = [None] * len(parts)
+        for largest in (False, True):
+            places = [i for i, (g, _, _) in enumerate(parts) if (g["norm_type"] == 0) is largest]
+            own = [parts[place][1] for place in places]
+            measure = functools.partial(self._measure, own, signals, largest)
+            norms = norms_of_wholes(own, measure, self.splits, largest=largest)
+            for place, norm in zip(places, norms, strict=True):
+                found[place] = norm
+        return found
+
+    def _measure(
+        self, own: Sequence[Batch], signals: Signals, largest: bool, place: int
+    ) -> torch.Tensor:
+        batch, ops = own[place], backend(self.backend)
+        factor = batch.update(inv_scale=signals.inv_scale).inv_scale
+        return norms_of_parts(batch.grads, factor, batch.params, ops, largest=largest)[None]
+
     def _update(
-        self, group: Group, batch: Batch, step: int | torch.Tensor, signals: Signals
+        self,
+        group: Group,
+        batch: Batch,
+        step: int | torch.Tensor,
+        signals: Signals,
+        norms: torch.Tensor | None,
     ) -> None:
         start = 0.0 if group["init_zero"] else NO_NORM_YET
         backend(self.backend).novograd_(
@@ -152,11 +186,14 @@ class FusedNovoGrad(FusedOptimizer):
             self._state(
                 batch.params,
                 "exp_avg_sq",
-                lambda param, dtype: param.new_full((), start, dtype=dtype),
+                lambda param, dtype: local_of(param).new_full((), start, dtype=dtype),
             ),
             rule=self._rule(group),
             update=batch.update(
-                step=step, inv_scale=signals.inv_scale, found_inf=signals.found_inf
+                step=step,
+                inv_scale=signals.inv_scale,
+                found_inf=signals.found_inf,
+                norms=norms,
             ),
         )
         batch.note_written()

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Sharded tensors (``DTensor``) where torch has no public way to do something to one.
+
+``torch.distributed.tensor`` is not imported: whoever has such a tensor has loaded it, and every
+class is reached through a tensor of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+
+from preamp.core.tensors import has_sharded, is_sharded, local_of
+
+T = TypeVar("T", bound=torch.Tensor)
+
+
+def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """``tensor.data = value``, which torch does only half for a sharded tensor.
+
+    Args:
+        tensor: Mutated; keeps its identity. It has no gradient of another dtype.
+        value: Of the same shape and placements.
+    """
+    tensor.data = value
+    if is_sharded(tensor):
+        sharded, given = cast("Any", tensor), cast("Any", value)
+        sharded._local_tensor = given._local_tensor
+        sharded._spec = given._spec
+
+
+@torch.no_grad()
+def sharded_as(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return ``local`` as this rank's part of a tensor that is sharded as ``like`` is.
+
+    Args:
+        local: Of the shape of this rank's part of ``like``, any dtype; not copied.
+        like: Any tensor; if it is not sharded, ``local`` itself is returned.
+    """
+    if not is_sharded(like):
+        return local
+    kind, whole = cast("Any", type(like)), cast("Any", like)
+    return kind.from_local(
+        local,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def instance_of(cls: type[T], data: torch.Tensor, *, requires_grad: bool) -> T:
+    """Return the sharded ``data`` as a parameter of ``cls``, a subclass of its own class.
+
+    ``torch.nn.Parameter`` would return it in its own class.
+    """
+    base = next(kind for kind in type(data).__mro__ if "_local_tensor" in vars(kind))
+    make, spec = cast("Any", base).__new__, cast("Any", data)._spec
+    param = make(cls, local_of(data).detach(), spec, requires_grad=requires_grad)
+    param._is_param = True
+    return param
+
+
+def place_gradients(params: Sequence[torch.Tensor]) -> None:
+    """Place each gradient as its parameter is; mutates ``grad``.
+
+    Tensor parallelism leaves some as sums that have yet to be added up over ranks. Communicates
+    for these, and only for these.
+    """
+    if not has_sharded(params):
+        return
+    for param in params:
+        grad = cast("Any", param.grad)
+        if grad is None or not (is_sharded(grad) and is_sharded(param)):
+            continue
+        wanted = cast("Any", param).placements
+        if grad.placements != wanted:
+            param.grad = grad.redistribute(placements=wanted)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Norms of tensors of which this rank holds a part, and others the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from preamp.core.splits import Groups, Splits
+from preamp.core.tensors import locals_of
+from preamp.kernels import Ops
+
+_torch = cast("Any", torch)
+
+
+def total_norm(
+    ops: Ops,
+    tensors: Sequence[torch.Tensor],
+    factors: Sequence[torch.Tensor | None],
+    params: Sequence[torch.Tensor],
+    splits: Splits,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return the L2 norm over all ``tensor * factor``, each split tensor counted as a whole.
+
+    A tensor that ranks hold copies of counts once. Costs one all-reduce of a few numbers for each
+    group that any tensor is split over.
+
+    Args:
+        ops: Back end.
+        tensors: Gradients.
+        factors: A float32 scalar for each, or ``None`` for 1.
+        params: Whose they are.
+        splits: Says what is split, and adds up over ranks.
+        device: Of the result, float32 (float64 if a tensor is).
+    """
+    kinds = splits.kinds(map(splits.sums_of, params)) if splits.concern(params) else {}
+    if len(kinds) <= 1:
+        return _norm_here(ops, tensors, factors, device)
+    norms = [
+        _norm_here(ops, [tensors[i] for i in own], [factors[i] for i in own], device)
+        for own in kinds.values()
+    ]
+    squares = [norm.double().square() for norm in norms]
+    splits.sum_(squares, list(kinds))
+    dtype = torch.float64 if any(n.dtype is torch.float64 for n in norms) else torch.float32
+    return torch.stack(squares).sum().sqrt().to(dtype)
+
+
+def _norm_here(
+    ops: Ops,
+    tensors: Sequence[torch.Tensor],
+    factors: Sequence[torch.Tensor | None],
+    device: torch.device,
+) -> torch.Tensor:
+    if all(tensor.dtype is not torch.float64 for tensor in tensors):
+        return ops.l2norm(tensors, factors, device)
+    wide = [
+        _wide_norm(tensor, factor).to(device)
+        for tensor, factor in zip(locals_of(tensors), factors, strict=True)
+    ]
+    return _torch.linalg.vector_norm(torch.stack(wide))
+
+
+def _wide_norm(tensor: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+    norm = _torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return norm if factor is None else norm * factor
+
+
+def norm_of_order(
+    tensors: Sequence[torch.Tensor],
+    order: float,
+    params: Sequence[torch.Tensor],
+    splits: Splits,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return the norm of any ``order`` over all ``tensors``, as `total_norm` does the L2 norm."""
+    if not splits.concern(params):
+        return torch.nn.utils.get_total_norm(tensors, order)
+    kinds, parts = splits.kinds(map(splits.sums_of, params)), locals_of(tensors)
+    norms: list[torch.Tensor] = []
+    for own in kinds.values():
+        some = [parts[place] for place in own if parts[place].numel()]  # torch refuses empty ones
+        norms.append(torch.nn.utils.get_total_norm(some, order).to(device).float().clone())
+    if order == math.inf:
+        splits.max_(norms, list(kinds))
+        return torch.stack(norms).max()
+    powers = [norm.double() ** order for norm in norms]
+    splits.sum_(powers, list(kinds))
+    return (torch.stack(powers).sum() ** (1.0 / order)).float()
+
+
+def complete_(
+    columns: Sequence[torch.Tensor],
+    over: Sequence[Sequence[Groups]],
+    splits: Splits,
+    *,
+    largest: bool = False,
+) -> None:
+    """Turn norms of parts into those of whole tensors, in place: one all-reduce per group.
+
+    Args:
+        columns: Norms of shape ``(k, n)``, ``k`` of each of ``n`` tensors. Mutated.
+        over: For each of them, what its tensors are split over.
+        splits: Adds up over ranks.
+        largest: They are largest magnitudes rather than L2 norms.
+    """
+    if not any(groups for own in over for groups in own):
+        return
+    device = columns[0].device
+    kinds: dict[Groups, list[tuple[int, int]]] = {}
+    for column, own in enumerate(over):
+        for place, groups in enumerate(own):
+            if groups:
+                kinds.setdefault(groups, []).append((column, place))
+    vectors: list[torch.Tensor] = []
+    for places in kinds.values():
+        wide = torch.stack([columns[c][:, i].to(device, torch.float64) for c, i in places])
+        vectors.append(wide if largest else wide.square())
+    (splits.max_ if largest else splits.sum_)(vectors, list(kinds))
+    for vector, places in zip(vectors, kinds.values(), strict=True):
+        norms = vector if largest else vector.sqrt()
+        for norm, (column, place) in zip(norms, places, strict=True):
+            columns[column][:, place].copy_(norm)

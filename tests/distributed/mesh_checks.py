@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What four ranks check of two-dimensional meshes and of groups that hold plain tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+import preamp
+from preamp import optimizers
+from preamp.core.tensors import local_of
+from preamp.parallel.LARC import LARC
+
+RANKS = 4
+SIDE = 2
+
+
+def prepare(params: Any, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
+    """Initialize an optimizer over ``params``, at a level that scales losses."""
+    model = nn.ParameterList(params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5) if optimizer is None else optimizer
+    options = {"opt_level": "O0", "loss_scale": "dynamic", "verbosity": 0} | options
+    preamp.initialize(model, optimizer, **options)
+    preamp.engine_of(optimizer).scaler(0).set_scale(16.0)
+    return optimizer
+
+
+def backward(optimizer: Any, grads: list[torch.Tensor], *, overflow_on: int | None = None) -> None:
+    """What a backward of a loss would leave."""
+    with preamp.scale_loss(torch.ones(()), optimizer):
+        for param, grad in zip(preamp.master_params(optimizer), grads, strict=True):
+            param.grad = grad * 16.0
+            if overflow_on == dist.get_rank():
+                local_of(param.grad).fill_(math.inf)
+
+
+def check_two_dimensional_meshes() -> None:
+    mesh = init_device_mesh("cpu", (SIDE, SIDE), mesh_dim_names=("a", "b"))
+    whole = torch.arange(12.0).reshape(4, 3)
+    placements: list[list[Any]] = [
+        [Replicate(), Shard(0)],
+        [Shard(0), Shard(1)],
+        [Shard(0), Shard(0)],
+        [Replicate(), Replicate()],
+    ]
+    params = [nn.Parameter(distribute_tensor(whole.clone(), mesh, p)) for p in placements]
+    optimizer = prepare(params)
+    grads = [distribute_tensor(whole, mesh, p) for p in placements]
+    wanted = torch.linalg.vector_norm(whole) * 2
+    for _ in range(3):
+        backward(optimizer, [grad.clone() for grad in grads])
+        torch.testing.assert_close(preamp.clip_grad_norm_(optimizer, 1.0), wanted)
+        optimizer.step()
+        optimizer.zero_grad()
+    backward(optimizer, grads, overflow_on=3)
+    optimizer.step()
+    engine = preamp.engine_of(optimizer)
+    assert engine.last_step_skipped
+    assert engine.loss_scale() == 8.0
+    assert engine.overflow_causes[0].was_elsewhere is (dist.get_rank() != 3)
+
+
+def check_gradients_that_are_sums_yet_to_be_added_up() -> None:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    ones = torch.ones(4)
+    param = nn.Parameter(distribute_tensor(ones.clone(), mesh, [Replicate()]))
+    optimizer = prepare([param])
+    partial = type(param.data).from_local(ones, mesh, [Partial()])
+    backward(optimizer, [partial])
+    torch.testing.assert_close(local_of(preamp.clip_grad_norm_(optimizer, 100.0)), ones.sum() * 2)
+    optimizer.step()
+    assert torch.equal(local_of(param.detach()), ones - 0.5 * RANKS)
+
+
+def check_replicated_groups_of_fully_shard() -> None:
+    """HSDP: shards within a row of the mesh, copies along the other dimension."""
+    mesh = init_device_mesh("cpu", (SIDE, SIDE), mesh_dim_names=("copies", "shards"))
+    torch.manual_seed(0)
+    single = nn.Linear(5, 3)
+    model = nn.Linear(5, 3)
+    model.load_state_dict(single.state_dict())
+    fully_shard(model, mesh=mesh)
+    rows = torch.randn(RANKS, 5, generator=torch.Generator().manual_seed(1))
+    norms: list[torch.Tensor] = []
+    for one, x in ((model, rows[dist.get_rank()][None]), (single, rows)):
+        optimizer = optimizers.FusedLAMB(one.parameters(), lr=0.1)
+        preamp.initialize(one, optimizer, opt_level="O5", loss_scale=1.0, verbosity=0)
+        with preamp.scale_loss(one(x).square().mean(), optimizer) as scaled:
+            scaled.backward()
+        norms.append(preamp.clip_grad_norm_(optimizer, 0.5))
+        optimizer.step()
+    torch.testing.assert_close(*norms, rtol=2e-2, atol=0)
+    states = (one.state_dict().values() for one in (model, single))
+    for found, wanted in zip(*states, strict=True):
+        torch.testing.assert_close(found.full_tensor(), wanted, rtol=2e-2, atol=2e-3)
+
+
+def groups() -> tuple[Any, Any]:
+    """The group that shares weights with this rank, and that of its pipeline's stages."""
+    mesh = init_device_mesh("cpu", (SIDE, SIDE), mesh_dim_names=("pipeline", "tensor"))
+    return mesh.get_group("tensor"), mesh.get_group("pipeline")
+
+
+def check_parts_in_plain_tensors() -> None:
+    """Each stage has a weight cut in two and a copied bias; the last one shares a copy."""
+    tensor, pipeline = groups()
+    stage, part = dist.get_rank() // SIDE, dist.get_rank() % SIDE
+    weights = torch.arange(16.0).reshape(2, 2, 4)
+    for optimizer_of in (optimizers.FusedSGD, torch.optim.SGD):
+        cut = nn.Parameter(torch.zeros(4))
+        cut.tensor_model_parallel = True  # type: ignore[attr-defined]
+        copied, shared = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+        shared.shared = stage == 1  # type: ignore[attr-defined]
+        optimizer = prepare(
+            [cut, copied, shared],
+            optimizer_of([cut, copied, shared], lr=0.5),
+            process_groups={tensor: "tensor", pipeline: "pipeline"},
+        )
+        own = [weights[stage, part], torch.full((2,), stage + 1.0), torch.ones(3)]
+        backward(optimizer, own)
+        wanted = (weights.square().sum() + 2 * 1 + 2 * 4 + 3).sqrt()
+        torch.testing.assert_close(preamp.clip_grad_norm_(optimizer, 1e3), wanted)
+        largest = preamp.clip_grad_norm_(optimizer, 1e3, math.inf)
+        torch.testing.assert_close(largest, weights.max())
+        optimizer.step()
+        assert torch.equal(cut.detach(), -0.5 * own[0])
+        optimizer.zero_grad()
+        backward(optimizer, own, overflow_on=2)
+        optimizer.step()
+        engine = preamp.engine_of(optimizer)
+        assert engine.last_step_skipped
+        assert engine.loss_scale() == 8.0
+
+
+def check_layer_wise_rates_of_parts_in_plain_tensors() -> None:
+    tensor, _ = groups()
+    part = dist.get_rank() % SIDE
+    whole = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
+    grad = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
+    for make in (
+        lambda p: optimizers.FusedLAMB(p, lr=0.1),
+        lambda p: optimizers.FusedLARS(p, lr=0.1, momentum=0.9, trust_coefficient=0.5),
+        lambda p: optimizers.FusedNovoGrad(p, lr=0.1),
+        lambda p: LARC(torch.optim.SGD(p, lr=0.1)),
+    ):
+        for level in ("O0", "O5"):
+            results: list[torch.Tensor] = []
+            for is_cut in (True, False):
+                param = nn.Parameter((whole[part] if is_cut else whole).clone())
+                param.tensor_model_parallel = is_cut  # type: ignore[attr-defined]
+                options = {"process_groups": tensor} if is_cut else {}
+                optimizer = make([param])
+                prepare([param], optimizer, opt_level=level, loss_scale=1.0, **options)
+                (updated,) = preamp.master_params(optimizer)
+                updated.grad = (grad[part] if is_cut else grad).clone()
+                optimizer.step()
+                results.append(updated.detach() if is_cut else updated.detach()[part])
+            torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def check_what_process_groups_may_be() -> None:
+    tensor, _ = groups()
+    for given, error, text in (
+        ("world", TypeError, "process_groups has a str"),
+        ({tensor: "data"}, ValueError, "says 'data' of a group"),
+        ([dist.GroupMember.NON_GROUP_MEMBER], ValueError, "is not in"),
+    ):
+        with pytest.raises(error, match=text):
+            prepare([nn.Parameter(torch.zeros(1))], process_groups=given)

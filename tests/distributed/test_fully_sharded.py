@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Sharded models and optimizers on several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from distributed import (
+    fully_sharded_checks,
+    fully_sharded_programs,
+    mesh_checks,
+    sharded_optimizer_checks,
+)
+from distributed.ranks import assert_pass, checks_of
+
+RUNS_ON_CPUS = hasattr(torch.cpu.Stream, "record_event")
+"""Whether a model under ``fully_shard`` can; in torch 2.6 none could."""
+
+
+def test_optimizers_on_two_ranks(tmp_path: Path) -> None:
+    modules = [sharded_optimizer_checks]
+    if RUNS_ON_CPUS:  # one start for all
+        modules += [fully_sharded_checks, fully_sharded_programs]
+    checks = [check for module in modules for check in checks_of(module)]
+    assert_pass(checks, fully_sharded_checks.RANKS, tmp_path)
+
+
+def test_meshes_and_groups_on_four_ranks(tmp_path: Path) -> None:
+    checks = checks_of(mesh_checks)
+    if not RUNS_ON_CPUS:
+        checks.remove(mesh_checks.check_replicated_groups_of_fully_shard)
+    assert_pass(checks, mesh_checks.RANKS, tmp_path)
