@@ -162,3 +162,14 @@ def check_a_signal_to_one_rank_stops_all() -> None:
         with pytest.raises(SystemExit) as exit_:
             stop.exit()
     assert exit_.value.code == 143
+
+
+def save_from_two_ranks() -> None:
+    """Leave two files for a single process: with each rank's own gradients, and without."""
+    run = Ranks("O1")
+    folder = shared_folder().parent
+    run.backward()
+    run.save(folder / "reduced.pt")
+    run.step()
+    run.local()
+    run.save(folder / "local.pt")

@@ -14,22 +14,11 @@ from checkpoint.runs import Net
 from distributed.ranks import assert_pass, checks_of
 
 
-def save_from_two_ranks() -> None:
-    """Leave two files for a single process: with each rank's own gradients, and without."""
-    run = rank_checks.Ranks("O1")
-    folder = rank_checks.shared_folder().parent
-    run.backward()
-    run.save(folder / "reduced.pt")
-    run.step()
-    run.local()
-    run.save(folder / "local.pt")
-
-
 def test_on_two_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PREAMP_TEST_FOLDER", str(tmp_path))
-    assert_pass([*checks_of(rank_checks), save_from_two_ranks], 2, tmp_path)
+    assert_pass([*checks_of(rank_checks), rank_checks.save_from_two_ranks], 2, tmp_path)
 
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0625, eps=1e-4)

@@ -3,59 +3,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import multiprocessing, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import multiprocessing
 
-import preamp
+from distributed.dying_rank import run_rank
 
-GROUP_SECONDS = 4
 PATIENCE_SECONDS = 60  # of the test, on a machine that others use as well
-
-
-def _rank(rank: int, folder: Path, how: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'meet'}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=GROUP_SECONDS),
-    )
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    engine = preamp.engine_of(optimizer)
-    wrapped = DistributedDataParallel(model)
-    for step in range(3):
-        if step == 2 and rank == 1:
-            (folder / "pid").write_text(str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        scale, taken = engine.loss_scale(), engine.steps_applied
-        loss = wrapped(torch.ones(2, 4)).sum()
-        try:
-            with preamp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-        except RuntimeError as error:
-            after = model.state_dict()
-            assert all(torch.equal(value, after[name]) for name, value in before.items())
-            assert (engine.loss_scale(), engine.steps_applied) == (scale, taken)
-            assert all(param.grad is None for param in model.parameters())
-            (folder / "reason").write_text(str(error))
-            os._exit(0)  # destroying the group would wait for the other once more
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -63,7 +20,7 @@ def _rank(rank: int, folder: Path, how: str) -> None:
 )
 def test_the_others_raise_in_time(tmp_path: Path, how: str, reason: str) -> None:
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_rank, args=(rank, tmp_path, how)) for rank in range(2)]
+    ranks = [context.Process(target=run_rank, args=(rank, tmp_path, how)) for rank in range(2)]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + PATIENCE_SECONDS
