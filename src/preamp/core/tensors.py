@@ -48,7 +48,7 @@ def locals_of(tensors: Sequence[Any]) -> Sequence[Any]:
 
 def has_sharded(tensors: Iterable[Any]) -> bool:
     """Whether one of ``tensors`` is a ``DTensor``; costs nothing where nobody has loaded that."""
-    return _DTENSOR in _modules and any(map(is_sharded, tensors))
+    return _DTENSOR in _modules and any(map(_is_sharded_kind, set(map(type, tensors))))
 
 
 def is_sharded(tensor: object) -> bool:

@@ -58,7 +58,7 @@ class MasterParameter(torch.nn.Parameter):
 
 def is_master(param: torch.Tensor) -> TypeGuard[MasterParameter]:
     """Whether ``param`` is a master; torch makes isinstance of a parameter a slow question."""
-    return issubclass(type(param), MasterParameter)
+    return type(param) in _KINDS
 
 
 def leaf_of(param: torch.Tensor) -> torch.Tensor:
@@ -78,4 +78,8 @@ def master_parameter(data: torch.Tensor, *, requires_grad: bool) -> MasterParame
 def sharded_kind(kind: type[torch.Tensor]) -> type[MasterParameter]:
     """The class of masters whose data is of ``kind``, a ``DTensor``."""
     made = type("ShardedMasterParameter", (MasterParameter, kind), {"__slots__": ()})
+    _KINDS.add(made)
     return cast("type[MasterParameter]", made)
+
+
+_KINDS: set[type] = {MasterParameter}

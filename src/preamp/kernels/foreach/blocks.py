@@ -175,7 +175,7 @@ def regular(*columns: Column) -> tuple[list[list[Any]], list[int]]:
         The columns, contiguous (dense tensors in another order, such as channels_last, are views
         of their memory), without the places that are returned next to them.
     """
-    if all(_are_plain(column) and all(map(_is_contiguous, column)) for column in columns):
+    if all(map(_are_contiguous, columns)):
         return [list(column) for column in columns], []
     kept: list[list[Any]] = [[] for _ in columns]
     odd: list[int] = []
@@ -189,12 +189,13 @@ def regular(*columns: Column) -> tuple[list[list[Any]], list[int]]:
     return kept, odd
 
 
-def _is_contiguous(tensor: torch.Tensor | None) -> bool:
-    return tensor is None or tensor.is_contiguous()
+def _are_contiguous(column: Column) -> bool:
+    tensors = [tensor for tensor in column if tensor is not None]
+    return _are_plain(tensors) and all(map(torch.Tensor.is_contiguous, tensors))
 
 
-def _are_plain(column: Column) -> bool:
-    kinds = {(t.layout, t.dtype) for t in column if t is not None}
+def _are_plain(tensors: Tensors) -> bool:
+    kinds = {(tensor.layout, tensor.dtype) for tensor in tensors}
     return all(layout is torch.strided and dtype.is_floating_point for layout, dtype in kinds)
 
 
