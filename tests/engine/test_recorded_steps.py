@@ -538,3 +538,33 @@ def test_overflows_of_every_optimizer_are_recorded_with_it() -> None:
     train_step(models[1], optimizers[1], 0, poison=True)
     (record,) = history_of(models[0]).of(OverflowRecord)
     assert record.optimizer == 1
+
+
+@pytest.mark.parametrize("factor", [1.0, math.inf, math.nan])
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_clipping_is_no_loss_scale(level: str, factor: float) -> None:
+    """Without ``scale_loss``, where the factor that clips is zero or nan too."""
+    model, optimizer = started(level, numerics="light")
+    (loss_of(model, 0) * factor).backward()
+    made = {name: param.grad for name, param in model.named_parameters()}
+    norm = preamp.clip_grad_norm_(optimizer, 2.0**-6)
+    optimizer.step()
+    (record,) = history_of(model).of(NumericsRecord)
+    assert [tensor.scale for tensor in record.tensors] == [1.0] * len(made)
+    if factor == 1.0:
+        assert norm > 2.0**-6
+        found = {tensor.name: tensor.max_abs for tensor in record.tensors}
+        assert found == {name: grad.abs().max() for name, grad in made.items() if grad is not None}
+
+
+def test_a_clipped_gradient_keeps_its_loss_scale_in_a_checkpoint(tmp_path: Path) -> None:
+    model, optimizer = started("O2", numerics="light")
+    backward(model, optimizer, 0)
+    preamp.clip_grad_norm_(optimizer, 2.0**-6)
+    preamp.save_checkpoint(tmp_path / "run.pt", model, optimizer)
+    resumed, optimizer = started("O2", seed=1, numerics="light")
+    preamp.load_checkpoint(tmp_path / "run.pt", resumed, optimizer)
+    optimizer.step()
+    (record,) = history_of(resumed).of(NumericsRecord)
+    scales = {tensor.dtype: tensor.scale for tensor in record.tensors}
+    assert scales == {"float16": 2.0**16, "float32": 1.0}

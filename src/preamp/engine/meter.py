@@ -105,7 +105,9 @@ class Meter:
             entry = entry_of(param)
             if entry is None or not _is_plain(entry.grad):
                 continue
-            place, factor = None, entry.factor
+            # The entry's own factor may clip as well, by zero or nan too.
+            twin = None if entry.factor is None else entry.twin
+            place, factor = None, None if twin is None else twin.unscales
             if factor is not None:
                 place = places.get(id(factor))
                 if place is None:

@@ -55,10 +55,10 @@ def _session_state(engine: Engine, session: OptimizerSession) -> dict[str, Any]:
     table: dict[int, int] = {}  # of factors, by id
     values: list[float] = []
     for memo in memos.values():
-        factor = None if memo.seen is None else memo.seen.factor
-        if factor is not None and id(factor) not in table:
-            table[id(factor)] = len(values)
-            values.append(float(factor))
+        for factor in () if memo.seen is None else (memo.seen.factor, memo.seen.unclipped):
+            if factor is not None and id(factor) not in table:
+                table[id(factor)] = len(values)
+                values.append(float(factor))
     direct = books.direct.memo(params)
     flag = None if session.found_inf is None else float(session.found_inf)
     places = {id(param): index for index, param in enumerate(_all_of_model(engine))}
@@ -111,6 +111,7 @@ def _memo_state(memo: TwinMemo, table: Mapping[int, int]) -> dict[str, Any]:
             "is_alone": seen.is_alone,
             "is_spent": seen.is_spent,
             "is_zeroed": seen.is_zeroed,
+            "unclipped": None if seen.unclipped is None else table[id(seen.unclipped)],
         },
     }
 
@@ -253,13 +254,15 @@ def _memo(state: Mapping[str, Any], factors: _Factors, twin: Twin) -> Callable[[
     where = [bool(state[name]) for name in ("is_open", "is_carried", "zeros_aside")]
     if given is None:
         return lambda: TwinMemo(None, is_raw, *where)
-    place = given["factor"]
-    factor = None if place is None else factors.on(place, twin.half.device)
+    both = (given["factor"], given.get("unclipped"))
+    factor, unclipped = (None if i is None else factors.on(i, twin.half.device) for i in both)
     flags = [bool(given[f"is_{name}"]) for name in ("plain", "alone", "spent", "zeroed")]
 
     def make() -> TwinMemo:
         grad = twin.half.grad
-        seen = None if grad is None else HalfGradient(grad, version_of(grad), factor, *flags)
+        if grad is None:
+            return TwinMemo(None, is_raw, *where)
+        seen = HalfGradient(grad, version_of(grad), factor, *flags, unclipped=unclipped)
         return TwinMemo(seen, is_raw, *where)
 
     return make

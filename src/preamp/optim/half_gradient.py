@@ -26,6 +26,7 @@ class HalfGradient:
         is_alone: Whether the master's gradient, if there is one, was made of it alone.
         is_spent: Whether a step has used it up.
         is_zeroed: Whether the script zeroed it.
+        unclipped: The factor that it had before it was clipped, if it was.
     """
 
     tensor: torch.Tensor
@@ -35,11 +36,23 @@ class HalfGradient:
     is_alone: bool = True
     is_spent: bool = False
     is_zeroed: bool = False
+    unclipped: torch.Tensor | None = None
+
+    def clip(self, factor: torch.Tensor) -> None:
+        """Unscale and clip it by ``factor``, if the master's gradient has it not yet."""
+        if self.factor is not None:
+            self.unclipped = self.unscales
+            self.factor = factor
+
+    @property
+    def unscales(self) -> torch.Tensor | None:
+        """What takes the loss scale from it and clips nothing."""
+        return self.factor if self.unclipped is None else self.unclipped
 
     def spend(self, now: torch.Tensor) -> None:
         """A step has used up ``now``, this gradient as it is by now."""
         self.tensor, self.version = now, version_of(now)
-        self.factor = None
+        self.factor = self.unclipped = None
         self.is_alone = self.is_spent = True
         self.is_zeroed = False
 

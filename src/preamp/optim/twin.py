@@ -109,15 +109,18 @@ class Twin:
         if self._is_carried:  # the half gradient holds the earlier one too
             self.held.keep(None)
         self.end()
-        grad = self.half.grad
-        self._seen = None
-        if grad is not None:
-            self._seen = HalfGradient(grad, version_of(grad), factor, is_plain)
+        now = self.half.grad
+        self._seen = None if now is None else HalfGradient(now, version_of(now), factor, is_plain)
 
     def replace_factor(self, factor: torch.Tensor) -> None:
         """Unscale a gradient that is still pending by ``factor`` instead; touches no memory."""
-        if self._seen is not None and self._seen.factor is not None:
-            self._seen.factor = factor
+        if self._seen is not None:
+            self._seen.clip(factor)
+
+    @property
+    def unscales(self) -> torch.Tensor | None:
+        """What takes the loss scale from a pending gradient, without what clips it."""
+        return None if self._seen is None else self._seen.unscales
 
     def gradient(self) -> torch.Tensor | None:
         """The whole unscaled float32 gradient, made if need be."""
@@ -281,10 +284,7 @@ class Twin:
         self._rounded = version_of(self.master)
 
     def take_rounded(self) -> bool:
-        """Whether that happened since this was last asked, and the master is still the same.
-
-        A step hook of the script's may have changed it.
-        """
+        """Whether that happened since this was last asked, and no step hook changed the master."""
         rounded, self._rounded = self._rounded, None
         return rounded is not None and rounded == version_of(self.master)
 
