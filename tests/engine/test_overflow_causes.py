@@ -145,6 +145,19 @@ def test_the_loss(level: str) -> None:
     assert run.cause.kinds == ("nan",) * 4
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_loss_whose_gradients_were_left_scaled(last: int) -> None:
+    """Then come those of another loss, of the same scale or another one."""
+    run = Run(num_losses=2)
+    run.backward(delay_unscale=True)
+    run.backward(delay_unscale=True, factor=math.inf)
+    run.backward(delay_unscale=True)
+    run.backward(loss_id=last)
+    run.optimizer.step()
+    assert not run.cause.loss_was_finite
+    assert run.cause.loss_id == 0
+
+
 @levels
 def test_a_gradient_between_modules(level: str) -> None:
     """Nothing is wrong with the loss, nor with what is nearer to it."""

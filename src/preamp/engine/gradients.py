@@ -153,7 +153,7 @@ class GradientBooks:
             inverse = None if scaler.is_identity else note.scale.reciprocal()
             self.delayed = Delayed(scaler, generation, inverse, note)
         self.delayed.has_gradients |= self.holds_raw()
-        self.stage = Stage.SCALED
+        self.delayed.note, self.stage = note, Stage.SCALED
 
     def census(self, scaler: LossScaler, note: GradientNote) -> torch.Tensor | None:
         """Look for overflow; note what is found.

@@ -109,7 +109,8 @@ class GradientNote:
 
     Attributes:
         loss_id: Which loss.
-        loss_finite: Bool scalar tensor, whether the unscaled loss was finite.
+        loss_finite: Bool scalar tensor, whether the unscaled loss was finite, and those before it whose
+            gradients were left scaled.
         scale: float32 scalar tensor, the scale it was multiplied by.
         watched: What was seen of the modules, if they were watched.
         found_inf: Per optimizer, float32 scalar, not zero if a gradient overflowed on any rank.
@@ -125,6 +126,11 @@ class GradientNote:
     found: list[tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None]] = field(
         default_factory=list[tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None]]
     )
+
+    def go_on_from(self, earlier: GradientNote) -> None:
+        """This backward adds to the gradients of an ``earlier`` one that were left scaled."""
+        finite = earlier.loss_finite.to(self.loss_finite.device)
+        self.loss_finite = torch.logical_and(self.loss_finite, finite)
 
     def add(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], census: Census

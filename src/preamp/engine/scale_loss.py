@@ -122,6 +122,8 @@ class _Block:
         try:
             for session in self._sessions:
                 session.begin_backward(plan, claimed)
+                if session.gradients.delayed is not None:
+                    self._note.go_on_from(session.gradients.delayed.note)
             if self.scaler.is_dynamic:
                 self._watch = self._engine.order.watch(self._note.loss_id, self._model_params)
         except BaseException:

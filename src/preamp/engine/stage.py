@@ -43,7 +43,7 @@ class Delayed:
         scaler: Whose scale it is.
         generation: The scaler's generation then; another one means another scale.
         inverse: What unscales them, a float32 scalar; ``None`` for the static scale 1.
-        note: Of the first backward that left any.
+        note: Of the latest backward that left any, and of those before it.
         has_gradients: Whether any gradient was left.
     """
 
