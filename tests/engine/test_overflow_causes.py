@@ -145,6 +145,18 @@ def test_the_loss(level: str) -> None:
     assert run.cause.kinds == ("nan",) * 4
 
 
+@pytest.mark.parametrize("which", [0, 299])
+def test_long_accumulation(which: int) -> None:
+    """However many backwards there were before or after."""
+    run = Run()
+    for index in range(300):
+        run.backward(factor=math.inf if index == which else 1.0)
+    run.optimizer.step()
+    assert run.cause.parameters == BACKWARD
+    assert run.cause.old_scale == 16.0
+    assert not run.cause.loss_was_finite
+
+
 @pytest.mark.parametrize("last", [0, 1])
 def test_a_loss_whose_gradients_were_left_scaled(last: int) -> None:
     """Then come those of another loss, of the same scale or another one."""

@@ -140,3 +140,19 @@ def test_the_cause_and_the_scale_are_those_of_the_loss_that_overflowed(
     assert cause.parameters == ("b.weight",)
     assert engine.loss_scale(0) == 4.0
     assert f"loss scaler 1 reducing loss scale to {2.0**-24}" in capsys.readouterr().out
+
+
+@levels
+def test_an_overflow_names_a_shared_weight_once(level: str) -> None:
+    model = Parts()
+    ours = two_optimizers(model)
+    preamp.initialize(model, ours, opt_level=level, loss_scale="dynamic", verbosity=0)
+    with preamp.scale_loss(model(X, "a").float().sum() * float("inf"), ours) as scaled:
+        scaled.backward()
+    for optimizer in ours:
+        optimizer.step()
+    overflowed = {name for name, p in model.named_parameters() if p.grad is not None}
+    for cause in preamp.engine_of(model).overflow_causes:
+        assert len(cause.parameters) == len(set(cause.parameters))
+        assert set(cause.parameters) <= overflowed
+    assert len(preamp.engine_of(model).overflow_causes) == 2

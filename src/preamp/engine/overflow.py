@@ -109,8 +109,8 @@ class GradientNote:
 
     Attributes:
         loss_id: Which loss.
-        loss_finite: Bool scalar tensor, whether the unscaled loss was finite, and those before it whose
-            gradients were left scaled.
+        loss_finite: Bool scalar tensor, whether the unscaled loss was finite, and those before it
+            whose gradients were left scaled.
         scale: float32 scalar tensor, the scale it was multiplied by.
         watched: What was seen of the modules, if they were watched.
         found_inf: Per optimizer, float32 scalar, not zero if a gradient overflowed on any rank.
@@ -153,12 +153,14 @@ class GradientNote:
         self.found.append((params, max_abs, max_finite))
 
     def overflowing(self) -> Iterator[Overflowing]:
-        """The parameters whose gradient was infinite or nan. Synchronises."""
+        """The parameters whose gradient was infinite or nan, each once. Synchronises."""
+        told: set[int] = set()  # a master in several optimizers is in the census of each
         for params, max_abs, max_finite in self.found:
             magnitudes = _values(max_abs)
             largest = [math.nan] * len(magnitudes) if max_finite is None else _values(max_finite)
             for param, magnitude, finite in zip(params, magnitudes, largest, strict=True):
-                if not math.isfinite(magnitude):
+                if not math.isfinite(magnitude) and id(param) not in told:
+                    told.add(id(param))
                     kind: Kind = "nan" if math.isnan(magnitude) else "inf"
                     yield Overflowing(param, kind, finite if math.isfinite(finite) else None)
 

@@ -20,7 +20,7 @@ from preamp.optim import Masters, Twin, cast_state, leaf_of
 from preamp.scaling import LossScaler
 
 NameOf = Callable[[torch.Tensor], str]
-_NOTES_KEPT = 64  # backwards between two steps that an overflow message can still look back on
+_NOTES_KEPT = 256  # backwards between two steps that an overflow message can still look back on
 
 
 class OptimizerSession:
@@ -168,7 +168,11 @@ class OptimizerSession:
         if self.found_inf is not None:
             found_inf = torch.maximum(self.found_inf.to(found_inf.device), found_inf)
         self.found_inf = found_inf
-        self.notes = [*self.notes[-_NOTES_KEPT + 1 :], note]
+        # The first backward that overflowed is told; where the host is near, it is known by now.
+        if host_reaches(found_inf) and (self.notes or not bool(found_inf != 0)):
+            return
+        if not self.notes or self.notes[-1] is not note:
+            self.notes = [*self.notes[-_NOTES_KEPT + 1 :], note]
 
     # -- one step ----------------------------------------------------------------------------
 
