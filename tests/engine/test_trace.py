@@ -227,6 +227,18 @@ def test_a_loss_that_is_not_finite_by_itself(capsys: pytest.CaptureFixture[str])
     assert cause.trace is None or cause.trace.type == ""
 
 
+@levels
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_data_that_is_not_finite(level: str, value: float) -> None:
+    """No module is blamed for it, nor the loss function."""
+    run = Run(level)
+    run.engine.trace_overflow()
+    run.forward = lambda x: run.model(x * value)
+    run.step()
+    (cause,) = run.engine.overflow_causes
+    assert (cause.was_watched, cause.loss_was_finite, cause.trace) == (True, False, None)
+
+
 class Masked(nn.Module):
     """Attention scores with a mask of minus infinity, made by one module and used by the next."""
 

@@ -168,12 +168,13 @@ class Observation:
         calls = [_Judged(seen, tables) for seen in self._calls]
         mine = (seen for seen in self._backwards if seen.backward == backward)
         wrong = [call for call in calls if call.goes_wrong]
+        came_in = not wrong and any(call.has_bad_input for call in calls)
         masks = [call for call in wrong if loss_was_finite and call.is_mask]
         wrong = [call for call in wrong if call not in masks]
         wrong += [judged for judged in (_Judged(s, tables) for s in mine) if judged.goes_wrong]
         first = next(iter((*wrong, *masks)), None)
         is_blind = not calls and (self.is_whole or self.has_compiled)
-        if is_blind and not loss_was_finite:
+        if (is_blind or came_in) and not loss_was_finite:
             first = None  # it came from a forward, and the backward only shows what it led to
         return Sight(
             was_watched=bool(calls) or self.is_whole,
@@ -191,13 +192,18 @@ class _Judged:
         self._outputs = [(one, *one.values(tables)) for one in seen.outputs]
 
     @property
-    def goes_wrong(self) -> bool:
-        """Whether finite values went in, and others came out."""
-        bad_input = any(
+    def has_bad_input(self) -> bool:
+        """Whether infinite values or nan went in, other than masks."""
+        return any(
             not _is_finite(low, high) and not (_is_mask(low, high) and not one.is_activation)
             for one, low, high in self._inputs
         )
-        return not bad_input and any(not _is_finite(low, high) for _, low, high in self._outputs)
+
+    @property
+    def goes_wrong(self) -> bool:
+        """Whether finite values went in, and others came out."""
+        comes_out = any(not _is_finite(low, high) for _, low, high in self._outputs)
+        return comes_out and not self.has_bad_input
 
     @property
     def is_mask(self) -> bool:

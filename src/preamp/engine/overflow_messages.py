@@ -46,8 +46,9 @@ def _where(cause: OverflowCause) -> str:
 def _traced(trace: TraceRecord | None) -> str:
     if trace is None:
         return (
-            "No module was seen to turn finite values into others: it happened in a forward "
-            "outside of the modules, in compiled code, or where gradients are added up."
+            "No module was seen to turn finite values into others: they came in with the data, or "
+            "it happened in a forward outside of the modules, in compiled code, or where gradients "
+            "are added up."
         )
     where = f"{trace.module!r} ({trace.type})" if trace.module else f"the {trace.type} itself"
     if not trace.type:
