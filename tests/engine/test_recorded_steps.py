@@ -568,3 +568,40 @@ def test_a_clipped_gradient_keeps_its_loss_scale_in_a_checkpoint(tmp_path: Path)
     (record,) = history_of(resumed).of(NumericsRecord)
     scales = {tensor.dtype: tensor.scale for tensor in record.tensors}
     assert scales == {"float16": 2.0**16, "float32": 1.0}
+
+
+def calls_of(history: History) -> list[tuple[int, int]]:
+    records = history.of(CastsRecord)
+    return [(record.step, sum(cast.calls for cast in record.casts)) for record in records]
+
+
+def test_casts_of_steps_that_are_not_measured_are_not_counted_after_a_resume() -> None:
+    model, optimizer = started("O1", numerics="full", numerics_every=4)
+    for step in range(6):
+        train_step(model, optimizer, step)
+    counters = preamp.engine_of(optimizer).state_dict()
+    ((_, one), (_, two)) = calls_of(history_of(model))
+    assert two == 2 * one
+    resumed, optimizer = started("O1", numerics="full", numerics_every=4)
+    preamp.engine_of(optimizer).load_state_dict(counters)
+    for step in range(6, 9):  # number 9 is measured
+        train_step(resumed, optimizer, step)
+    assert calls_of(history_of(resumed)) == [(9, one)]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_casts_of_optimizers_that_take_turns_are_counted_as_often(first: int) -> None:
+    nets = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    opts = [torch.optim.SGD(net.parameters(), lr=0.5) for net in nets]
+    preamp.initialize(
+        nets, opts, opt_level="O1", numerics="full", numerics_every=2, verbosity=0, loss_scale=1.0
+    )
+    for _ in range(4):
+        for index in (first, 1 - first):
+            with preamp.scale_loss(nets[index](torch.ones(2, 4)).sum(), opts[index]) as scaled:
+                scaled.backward()
+            opts[index].step()
+    engine = preamp.engine_of(nets[0])
+    engine.close()
+    (*_, (_, calls)) = calls_of(engine.history)
+    assert calls == 2 * 2 * 4  # measured steps, optimizers; input, weight, bias and sum

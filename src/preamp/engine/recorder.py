@@ -101,6 +101,7 @@ class Recorder:
                 for optimizer in self._optimizers.values():
                     optimizer.called.clear()
                     optimizer.coming = Coming()
+                    self._count_casts(optimizer)
                 self.history.add(self._position())
 
     def gradients_dropped(self, session: OptimizerSession) -> None:
@@ -189,10 +190,7 @@ class Recorder:
         optimizer.called.append(step)
         self._waiting.append((optimizer, step))
         # Nothing that may fail comes before: the books know of the step by now.
-        if self.inventory is not None:
-            others = self._optimizers.values()
-            due = any(self.recording.measures(other.next_number) for other in others)
-            self.inventory.count_casts(on=due)
+        self._count_casts(optimizer)
         if coming.memory is not None:
             self.history.add(coming.memory)
         if is_full and optimizer.index == 0:
@@ -249,6 +247,11 @@ class Recorder:
     def _next_number(self, optimizer: Steps) -> int:
         with self._lock:  # another thread may be in the middle of counting
             return optimizer.next_number
+
+    def _count_casts(self, optimizer: Steps) -> None:
+        """Count those on the way to a measured step of the first optimizer."""
+        if self.inventory is not None and optimizer.index == 0:
+            self.inventory.count_casts(on=self.recording.measures(optimizer.next_number))
 
     def _note_casts(self, step: int) -> None:
         casts = None if self.inventory is None else self.inventory.casts(step)
