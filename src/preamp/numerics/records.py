@@ -76,7 +76,7 @@ class StepRecord:
             losses are means.
         scales: Loss scale by loss id, after the step.
         skipped: Whether the weights stayed as they were.
-        norm: Global norm of the unscaled gradients, where ``preamp.clip_grad_norm_`` was called
+        norm: Euclidean norm of the unscaled gradients, where ``preamp.clip_grad_norm_`` was called
             after the last backward; else ``None``.
         lr: Of the first parameter group.
         optimizer: Index of the optimizer.

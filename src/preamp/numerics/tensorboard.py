@@ -24,8 +24,9 @@ class TensorBoardWriter:
     ``loss``, ``loss_scale``, ``skipped`` (1 or 0), ``gradient_norm`` and ``learning_rate``, and for
     each tensor ``headroom/<name>``, ``zeros/<name>``, ``below_subnormal/<name>``,
     ``below_normal/<name>`` and ``stalled/<name>``, shares of its elements from 0 to 1 but for the
-    headroom, and ``exponents/<name>`` with ``numerics="full"``. Losses after the first, and
-    optimizers after the first, have their number behind a tag's first part.
+    headroom, and ``exponents/<name>`` with ``numerics="full"``. Losses after the first are
+    ``loss/1``, and their gradients ``loss1.<name>``; optimizers after the first have
+    ``/optimizer1`` behind the tag, before the name.
     """
 
     def __init__(self, target: str | os.PathLike[str] | Any) -> None:
@@ -83,8 +84,11 @@ class TensorBoardWriter:
                 self._writer.add_scalar(_tag(name, record.optimizer), value, record.step)
 
     def _write_tensor(self, tensor: TensorStatistics, record: NumericsRecord) -> None:
-        name = tensor.name if tensor.what == "gradient" else f"{tensor.name}.{tensor.what}"
-        name = f"loss{record.loss_id}.{name}" if record.loss_id else name
+        name = tensor.name
+        if tensor.what != "gradient":
+            name = f"{name}.{tensor.what}"
+        elif record.loss_id:  # weights are no loss's, though they come in the record of one
+            name = f"loss{record.loss_id}.{name}"
         counts = {
             "zeros": tensor.zeros,
             "below_subnormal": tensor.below_subnormal,
