@@ -21,7 +21,11 @@ import os, signal, sys, time
 rank = int(sys.argv[sys.argv.index("--rank") + 1])
 print("rank", rank, sys.argv[1:], flush=True)
 print("to stderr", file=sys.stderr)
+if "fail" in sys.argv and rank == 0:
+    open("started", "w").close()
 if "fail" in sys.argv and rank == 1:
+    while not os.path.exists("started"):  # the first rank is ended when this one fails
+        time.sleep(0.01)
     sys.exit(7)
 if "die" in sys.argv and rank == 0:
     os.kill(os.getpid(), signal.SIGKILL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -133,6 +134,7 @@ def test_a_module_and_its_workers(zygote: Zygote, tmp_path: Path) -> None:
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
     monkeypatch.setattr("sys.argv", ["preamp", "doctor", *arguments])
+    monkeypatch.setattr("sys.path", list(sys.path))  # the folder of a program comes first there
     with pytest.raises(SystemExit) as end:
         main_module.main()
     return end.value.code
