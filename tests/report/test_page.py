@@ -133,6 +133,15 @@ def test_missing_parts_say_what_to_switch_on() -> None:
     assert "Casts of functions were not recorded." in words
 
 
+def test_skips_of_two_optimizers_at_the_same_step_are_both_listed() -> None:
+    steps = [made.step(4, skipped=True, optimizer=index) for index in (0, 1)]
+    causes = [made.overflow(4, f"{index}.weight", optimizer=index) for index in (0, 1)]
+    words = "".join(Outline(render([*steps, *causes])).words)
+    assert "All 2 skipped steps" in words
+    assert "0.weight" in words
+    assert "1.weight" in words
+
+
 def test_everything_recorded_is_on_the_page() -> None:
     words = " ".join("".join(Outline(render(full())).words).split())
     assert "2¹⁶ → 2¹⁵" in words

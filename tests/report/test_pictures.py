@@ -198,3 +198,31 @@ def test_memory_bars_fill_the_width_of_the_largest() -> None:
     assert widths == [("0%", "50%"), ("50%", "50%"), ("0%", "25%")]
     assert memory.categories_of(runs) == ["weights", "masters"]
     assert memory.bars([Run()], "m") is None
+
+
+def test_each_optimizer_counts_its_own_steps() -> None:
+    """A critic that steps five times as often: every record tells the scales of all losses."""
+    critic = [made.step(n, 9.0, scales={0: 2.0 ** -(n // 5), 1: 1.0}) for n in range(1, 11)]
+    other = [
+        made.step(n, losses={1: 5.0}, scales={0: 2.0**-n, 1: 4.0}, optimizer=1) for n in (1, 2)
+    ]
+    run = gather([*critic[:5], other[0], *critic[5:], other[1]])
+    assert run.scales() == {
+        "0": [(n, 2.0 ** -(n // 5)) for n in range(1, 11)],
+        "1": [(1, 4.0), (2, 4.0)],
+    }
+    assert run.losses() == {"0": [(n, 9.0) for n in range(1, 11)], "1": [(1, 5.0), (2, 5.0)]}
+
+
+@pytest.mark.parametrize("loss", [2.0, math.nan])
+def test_optimizers_of_one_loss_share_its_line(loss: float) -> None:
+    steps = [made.step(n, loss, optimizer=o) for n in (1, 2) for o in (0, 1)]
+    assert [(name, len(row)) for name, row in gather(steps).losses().items()] == [("0", 2)]
+
+
+def test_losses_under_one_id_are_told_apart_by_optimizer() -> None:
+    steps = [made.step(n, 1.0 + o, optimizer=o) for n in (1, 2) for o in (0, 1)]
+    assert gather(steps).losses() == {
+        "0 of optimizer 0": [(1, 1.0), (2, 1.0)],
+        "0 of optimizer 1": [(1, 2.0), (2, 2.0)],
+    }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -58,7 +59,7 @@ class Run:
 
     @property
     def first_losses(self) -> list[tuple[int, float]]:
-        """Step and loss of the first loss id; empty if there is none."""
+        """Step and loss of the first loss; empty if there is none."""
         return next(iter(self.losses().values()), list[tuple[int, float]]())
 
     @property
@@ -66,22 +67,54 @@ class Run:
         """Step and loss scale of the first loss id; empty if there is none."""
         return next(iter(self.scales().values()), list[tuple[int, float]]())
 
-    def losses(self) -> dict[int, list[tuple[int, float]]]:
-        """Step and loss, by loss id."""
-        found: dict[int, list[tuple[int, float]]] = {}
+    def losses(self) -> dict[str, list[tuple[int, float]]]:
+        """Step and loss, by loss id; apart by optimizer where several record different ones."""
+        found: dict[int, dict[int, list[tuple[int, float]]]] = {}
         for step in self.steps:
             for loss_id, loss in step.losses.items():
-                found.setdefault(loss_id, []).append((step.step, loss))
-        return dict(sorted(found.items()))
+                rows = found.setdefault(loss_id, {})
+                rows.setdefault(step.optimizer, []).append((step.step, loss))
+        return dict(pair for loss_id in sorted(found) for pair in _named(loss_id, found[loss_id]))
 
-    def scales(self) -> dict[int, list[tuple[int, float]]]:
-        """Step and loss scale after it, by loss id."""
+    def scales(self) -> dict[str, list[tuple[int, float]]]:
+        """Step and loss scale after it, by loss id.
+
+        Every optimizer's steps tell all scales, under numbers of its own; one of them is asked.
+        """
+        counts = Counter(step.optimizer for step in self.steps)
+        asked: dict[int, int] = {}
+        for step in self.steps:
+            for loss_id in step.losses:
+                asked.setdefault(loss_id, step.optimizer)
+        busiest = max(counts, key=lambda optimizer: counts[optimizer], default=0)
         found: dict[int, list[tuple[int, float]]] = {}
         for step in self.steps:
             for loss_id, value in step.scales.items():
-                if value > 0 and math.isfinite(value):
+                is_asked = step.optimizer == asked.get(loss_id, busiest)
+                if is_asked and value > 0 and math.isfinite(value):
                     found.setdefault(loss_id, []).append((step.step, value))
-        return dict(sorted(found.items()))
+        return {str(loss_id): found[loss_id] for loss_id in sorted(found)}
+
+
+def _named(
+    loss_id: int, rows: dict[int, list[tuple[int, float]]]
+) -> list[tuple[str, list[tuple[int, float]]]]:
+    """Name one loss's rows; optimizers that step on the same losses have one row together."""
+    different: dict[int, list[tuple[int, float]]] = {}
+    for optimizer in sorted(rows):
+        if not any(_is_same(rows[optimizer], other) for other in different.values()):
+            different[optimizer] = rows[optimizer]
+    if len(different) == 1:
+        return [(str(loss_id), row) for row in different.values()]
+    return [(f"{loss_id} of optimizer {index}", row) for index, row in different.items()]
+
+
+def _is_same(a: list[tuple[int, float]], b: list[tuple[int, float]]) -> bool:
+    """Whether two rows are equal; nan equals nan."""
+    return len(a) == len(b) and all(
+        step == other and (loss == found or (math.isnan(loss) and math.isnan(found)))
+        for (step, loss), (other, found) in zip(a, b, strict=True)
+    )
 
 
 def gather(records: History | Iterable[Record], name: str = "") -> Run:

@@ -40,28 +40,30 @@ def skips(run: Run, prefix: str) -> list[Table]:
         run: What is known of the run.
         prefix: Of the tables' ids.
     """
-    causes = {(overflow.step): overflow for overflow in run.overflows}
-    steps = sorted({*causes, *(step.step for step in run.skipped)})
+    causes = {(o.step, o.optimizer): o for o in run.overflows}
+    steps = sorted({*causes, *((step.step, step.optimizer) for step in run.skipped)})
     if not steps:
         return []
     listed = steps if len(steps) <= FIRST + LAST else [*steps[:FIRST], *steps[-LAST:]]
     caption = f"All {len(steps):,} skipped steps" if len(steps) > 1 else "The skipped step"
     if len(listed) < len(steps):
         caption = f"The first {FIRST} and the last {LAST} of {len(steps):,} skipped steps"
+    # Each optimizer counts its own steps.
+    has_several = any(step.optimizer for step in run.steps) or any(index for _, index in steps)
     columns = (
         Column(title="step", is_number=True),
+        *([Column(title="optimizer", is_number=True)] if has_several else []),
         Column(title="loss scale", is_number=True),
         Column(title="cause"),
         Column(title="first in", is_wide=True),
         Column(title="largest finite", is_number=True),
         Column(title="trace", is_wide=True),
     )
-    table = Table(
-        name=f"{prefix}-list",
-        caption=caption,
-        columns=columns,
-        rows=[[f"{step:,}", *_cause(causes.get(step))] for step in listed],
-    )
+    rows = [
+        [f"{step:,}", *([str(index)] if has_several else []), *_cause(causes.get((step, index)))]
+        for step, index in listed
+    ]
+    table = Table(name=f"{prefix}-list", caption=caption, columns=columns, rows=rows)
     return [table] if len(listed) == len(steps) else [table, _by_cause(run, prefix)]
 
 

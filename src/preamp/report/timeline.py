@@ -130,7 +130,7 @@ def scale_comparison(runs: Sequence[Run], name: str) -> Html | None:
         name=name,
         title="Loss scale by step, all runs",
         description=" ".join(
-            f"{words.shown(run.name)}: {_describe_scale(0, p)} {_skips(run)}"
+            f"{words.shown(run.name)}: {_describe_scale('0', p)} {_skips(run)}"
             for run, p in rows
             if p
         ),
@@ -216,7 +216,7 @@ def _describe_loss(name: str, points: Sequence[Point]) -> str:
     )
 
 
-def _describe_scale(loss_id: int, points: Sequence[Point]) -> str:
+def _describe_scale(loss_id: str, points: Sequence[Point]) -> str:
     values = [y for _, y in points]
     return (
         f"The loss scale of loss {loss_id} starts at {words.scale(values[0])}, ends at"
