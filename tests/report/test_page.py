@@ -129,8 +129,17 @@ def test_missing_parts_say_what_to_switch_on() -> None:
     words = " ".join("".join(Outline(render([made.start(), made.step(1)])).words).split())
     assert 'Gradients were not looked at. Pass numerics="full" to preamp.initialize' in words
     assert "No histogram was recorded." in words
-    assert "Bytes were not counted. Pass a history to preamp.initialize." in words
+    assert 'Bytes were not counted. Pass numerics="light" to preamp.initialize' in words
     assert "Casts of functions were not recorded." in words
+
+
+def test_a_part_that_full_statistics_leave_empty_says_why() -> None:
+    half = made.tensor(what="weight")
+    words = "".join(Outline(render([made.step(1, skipped=True), made.look(1, half)])).words)
+    assert "None of the steps that were looked at was taken" in words
+    single = made.tensor(what="weight", dtype="float32")
+    words = "".join(Outline(render([made.step(1), made.look(1, single)])).words)
+    assert "There are no half weights." in words
 
 
 def test_skips_of_two_optimizers_at_the_same_step_are_both_listed() -> None:

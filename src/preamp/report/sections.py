@@ -197,11 +197,7 @@ def _stall(run: Run, prefix: str) -> Section:
     rows = stalls(run)
     title = "Stalled updates"
     if not rows:
-        missing = Missing(
-            what="Updates of half weights were not looked at, or there are no half weights",
-            do=_NUMERICS,
-        )
-        return Section(name=prefix, title=title, blocks=[missing])
+        return Section(name=prefix, title=title, blocks=[_no_stall(run)])
     total = total_stall(rows)
     lead = (
         f"At the latest look {words.share(total.share)} of {total.elements:,} half weights stayed"
@@ -226,6 +222,19 @@ def _stall(run: Run, prefix: str) -> Section:
     return Section(name=prefix, title=title, lead=lead, blocks=[table])
 
 
+def _no_stall(run: Run) -> Block:
+    """Say why no update was compared; weights are looked at with ``numerics="full"`` only."""
+    dtypes = {t.dtype for record in run.numerics for t in record.tensors if t.what == "weight"}
+    if not dtypes:
+        return Missing(what="Updates of half weights were not looked at", do=_NUMERICS)
+    if dtypes.isdisjoint(("float16", "bfloat16")):
+        return Text(text="There are no half weights.")
+    return Missing(
+        what="None of the steps that were looked at was taken",
+        do="Pass a smaller `numerics_every` to `preamp.initialize` to have more of them",
+    )
+
+
 def memory_section(runs: list[Run], prefix: str) -> Section:
     """Make the part about memory, of one run or of several.
 
@@ -236,7 +245,8 @@ def memory_section(runs: list[Run], prefix: str) -> Section:
     drawn = memory.bars(runs, f"{prefix}-bars")
     if drawn is None:
         missing = Missing(
-            what="Bytes were not counted", do="Pass a `history` to `preamp.initialize`"
+            what="Bytes were not counted",
+            do='Pass `numerics="light"` to `preamp.initialize`, and take two steps or more',
         )
         return Section(name=prefix, title="Memory", blocks=[missing])
     categories = memory.categories_of(runs)
