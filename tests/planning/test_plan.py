@@ -266,6 +266,62 @@ def test_a_level_that_refuses_the_model_does_not_end_the_plan() -> None:
     assert {report.recommended, report.runner_up} == {"O1", "O4"}
 
 
+class Mixing(nn.Module):
+    """Multiplies float32 by its weight, as half weights do not allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float() @ self.weight
+
+
+def test_a_level_at_which_the_forward_raises_does_not_end_the_plan() -> None:
+    report = preamp.plan(Mixing(), mean_square, torch.randn(8, 4), verify_steps=2)
+    assert {name for name, plan in report.levels.items() if plan.fits} == {"O1", "O4"}
+    (problem,) = report.levels["O2"].problems
+    assert problem.kind == "refused"
+    assert problem.text.startswith("RuntimeError: expected ")
+    assert report.levels["O2"].loss_scale == 1.0
+
+
+def test_an_operation_that_takes_float16_only_is_no_refusal() -> None:
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        out = F.linear(model(batch), torch.ones(4, 4))
+        assert out.dtype is not torch.bfloat16, "no kernel"
+        return out.float().square().mean()
+
+    report = preamp.plan(nn.Linear(4, 4), loss_fn, torch.randn(8, 4), verify_steps=2)
+    assert report.levels["O1"].fits
+    assert report.levels["O1"].tensors
+    assert report.levels["O4"].problems[0].text == "AssertionError: no kernel"
+
+
+class OnlyFloat32(torch.autograd.Function):
+    """The same values; its backward has no half version."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        assert grad.dtype is torch.float32, "no kernel"
+        return grad
+
+
+def test_a_backward_that_raises_at_a_level_does_not_end_the_plan() -> None:
+    class Inner(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return OnlyFloat32.apply(x)  # pyright: ignore
+
+    model = nn.Sequential(nn.Linear(4, 4), Inner(), nn.Linear(4, 4))
+    report = preamp.plan(model, mean_square, torch.randn(8, 4), verify_steps=2)
+    assert report.recommended == "O0"
+    assert report.levels["O2"].problems[0].text == "AssertionError: no kernel"
+
+
 def test_steps_that_were_all_skipped_verify_nothing() -> None:
     # Within the backward of the loss, where no forecast looks, large gradients overflow.
     class Overflowing(torch.autograd.Function):

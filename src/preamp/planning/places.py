@@ -63,16 +63,20 @@ class Places:
         return name in self.half or (values.what != "update" and name in self.passing)
 
 
+NOWHERE = Places(*[frozenset[str]()] * 5)
+"""Of a level that cannot run."""
+
+
 def find_places(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -> Places:
     """Run one forward at a policy.
 
     Args:
         model: A copy in float32; mutated and given back in float32.
-        policy: The level.
+        policy: The level, or what `in_bfloat16` makes of it.
         loss_fn: See `plan`.
         batch: See `plan`.
     """
-    engine = create_engine(model, None, in_bfloat16(policy))
+    engine = create_engine(model, None, policy)
     half, known, outputs, computing = set[str](), set[str](), set[str](), set[str]()
 
     def note_output(name: str, output: torch.Tensor) -> None:

@@ -27,8 +27,8 @@ from preamp.planning.isolation import copy_of, untouched_random
 from preamp.planning.layout import slots_of
 from preamp.planning.losses import check_finite
 from preamp.planning.memory import estimate
-from preamp.planning.peak import LossFn, Pass, trace_pass
-from preamp.planning.places import Places, find_places, in_bfloat16
+from preamp.planning.peak import LossFn, Pass, first_line, trace_pass
+from preamp.planning.places import NOWHERE, Places, find_places, in_bfloat16
 from preamp.planning.ranges import Recording, record_ranges
 from preamp.planning.recommend import candidates, reasons_for
 from preamp.planning.report import LevelPlan, PlanProblem, PlanReport
@@ -117,14 +117,13 @@ def _policies(levels: Sequence[str] | None) -> dict[str, Policy]:
 
 
 def _look_at(task: _Task, name: str, policy: Policy, recording: Recording) -> LevelPlan:
-    half = policy.half_dtype
-    places = _places(task, policy)
+    form = FORMATS[dtype_name(policy.half_dtype)]
+    places, refused = _places(task, policy)
     held = judge.held_ranges(recording.ranges, places, policy)
-    form = FORMATS[dtype_name(half)]
-    scale = judge.scale_for(held, form)
+    scale = 1.0 if refused else judge.scale_for(held, form)
     tensors = judge.forecasts(held, form, scale)
     memory = estimate(task.model, policy, task.optimizer)
-    traced = _traced(task, policy)
+    traced = None if refused else _traced(task, policy)
     if traced is not None:
         kept = memory.total - memory.gradients + traced.peak
         peak = max(kept, memory.total + memory.master_gradients)
@@ -139,7 +138,7 @@ def _look_at(task: _Task, name: str, policy: Policy, recording: Recording) -> Le
         level=name,
         half=form.name,
         loss_scale=scale,
-        problems=judge.problems_of(tensors, form, scale),
+        problems=refused or judge.problems_of(tensors, form, scale),
         is_tight=judge.is_tight(tensors, form),
         tensors=tensors,
         memory=memory,
@@ -148,10 +147,25 @@ def _look_at(task: _Task, name: str, policy: Policy, recording: Recording) -> Le
     )
 
 
-def _places(task: _Task, policy: Policy) -> Places:
-    with untouched_random():
-        twin, _ = copy_of(task.model, None)
-        return find_places(twin, policy, task.loss_fn, task.batch)
+def _places(task: _Task, policy: Policy) -> tuple[Places, tuple[PlanProblem, ...]]:
+    """Where a level is half; nowhere if its forward raises, though float32's does not."""
+    failure: Exception | None = None
+    # An operation may take float16 only.
+    for like in dict.fromkeys((in_bfloat16(policy), policy.replace(loss_scale=1.0))):
+        try:
+            with untouched_random():
+                twin, _ = copy_of(task.model, None)
+                return find_places(twin, like, task.loss_fn, task.batch), ()
+        except Exception as error:  # whatever an operation of anyone's raises
+            failure = error
+    assert failure is not None
+    return NOWHERE, (_refused(failure),)
+
+
+def _refused(error: Exception) -> PlanProblem:
+    is_ours = isinstance(error, PreampError)
+    text = str(error) if is_ours else f"{type(error).__name__}: {first_line(error)}"
+    return PlanProblem(kind="refused", name="", text=text)
 
 
 def _traced(task: _Task, policy: Policy) -> Pass | None:
@@ -194,9 +208,8 @@ def _verify(
                 steps=len(expected),
                 scale=before.loss_scale,
             )
-        except PreampError as error:
-            refused = PlanProblem(kind="refused", name="", text=str(error))
-            found[name] = dataclasses.replace(before, problems=(refused,))
+        except Exception as error:  # float32 has taken these steps without one
+            found[name] = dataclasses.replace(before, problems=(_refused(error),))
             continue
         result = compare(losses, skipped, expected)
         problems = () if result.holds else (_departure(result, before.loss_scale),)

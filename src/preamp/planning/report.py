@@ -26,7 +26,7 @@ class PlanProblem:
             half format. ``"gradient overflow"``: a gradient is, even without a loss scale.
             ``"underflow"``: gradients vanish at the scale. ``"stall"``: updates round to nothing.
             ``"losses"``: the steps taken at the level did not follow float32's. ``"refused"``:
-            the level does not take such a model, as half weights with sparse gradients.
+            at the level the model, the loss or the optimizer raises what it does not in float32.
         name: The tensor, as in `TensorForecast`; empty for the model as a whole.
         text: One sentence with the number that led to it.
     """
