@@ -280,6 +280,13 @@ def test_state_of_other_sizes_is_refused() -> None:
         preamp.estimate(nn.Linear(9, 9, bias=False), "O0", Odd)
 
 
+def test_a_learning_rate_beyond_float16_changes_no_size() -> None:
+    model = nn.Linear(4, 3)
+    made = [torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9) for lr in (0.1, 1e6)]
+    usual, large = (preamp.estimate(model, "O3", optimizer) for optimizer in made)
+    assert large == usual
+
+
 def test_counting_makes_nothing() -> None:
     model = nn.Linear(8, 16, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -92,6 +92,13 @@ def test_refusals_say_what_is_allowed(
         assert part in str(caught.value)
 
 
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ValueError, match=r"LBFGS\.step needs a closure\. plan takes steps from"):
+        preamp.plan(model, mean_square, torch.ones(2, 4), optimizer)
+
+
 def test_an_initialized_model_is_refused() -> None:
     with pytest.raises(preamp.PreampStateError, match="initialized already"):
         preamp.plan(_initialized(), mean_square, torch.ones(8, 4))

@@ -77,7 +77,7 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
 
     Raises:
         TypeError: It is no optimizer.
-        ValueError: It has none of the model's parameters.
+        ValueError: It has none of the model's parameters, or steps with a closure only.
     """
     found: object = bare(optimizer)
     if not isinstance(found, torch.optim.Optimizer):
@@ -86,6 +86,14 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
                 f"Got {type(optimizer).__name__} in place of an optimizer",
                 "plan steps the optimizer, so it is a torch.optim.Optimizer",
                 "Make it over model.parameters(), or leave it out for AdamW",
+            )
+        )
+    if _needs_closure(found):
+        raise ValueError(
+            message(
+                f"{type(found).__name__}.step needs a closure",
+                "plan takes steps from gradients that it has looked at, one backward for each",
+                "Pass an optimizer that steps without a closure, or leave it out for AdamW",
             )
         )
     own = {id(param) for group in found.param_groups for param in group["params"]}
@@ -97,6 +105,16 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
                 "Make it over model.parameters(), or leave it out for AdamW",
             )
         )
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError:
+        return True
+    except ValueError:  # it has no signature, as some functions written in C
+        pass
+    return False
 
 
 def check_count(name: str, value: int, least: int) -> None:

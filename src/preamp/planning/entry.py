@@ -115,7 +115,8 @@ def plan(
     Raises:
         ValueError: A half model, one without anything to train, one that cannot be copied or that
             the loss does not use, a loss that is no finite scalar, gradients that are all zero,
-            an optimizer of another model, or a wrong number of steps.
+            an optimizer of another model or one that needs a closure, or a wrong number of
+            steps.
         TypeError: ``model`` is no module, ``optimizer`` no optimizer, or ``loss_fn`` cannot be
             called with a model and a batch.
         PreampPolicyError: A level is not known.

@@ -121,6 +121,10 @@ def _stepped(
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("LBFGS keeps a history of the whole model, of a length that grows")
         is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+        for group in optimizer.param_groups:
+            if isinstance(group.get("lr"), (int, float)):
+                # No size depends on it, and float16 may not hold it.
+                group["lr"] = min(group["lr"], 1.0)
         for tensor, param in small.items():
             if tensor.has_gradient:
                 grad = torch.full_like(param, 0.5)
