@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import preamp
@@ -99,6 +100,19 @@ def test_estimate_of_a_very_large_model_fits_its_columns() -> None:
     done = invoke("estimate", "--params", "1e18", "--levels", "O2")
     assert "13.88 EiB" in done.output
     assert "…" not in done.output
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_no_digit_is_left_out_on_a_narrow_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def narrow() -> Console:
+        return Console(width=columns)
+
+    monkeypatch.setattr("preamp.cli.estimate.make_console", narrow)
+    monkeypatch.setattr("preamp.cli.levels.make_console", narrow)
+    assert "…" not in invoke("estimate", "--params", "7e9").output
+    assert "…" not in invoke("levels").output
 
 
 def test_estimate_without_an_optimizer() -> None:

@@ -95,7 +95,7 @@ def _table(rows: list[MemoryEstimate]) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAVY, padding=(0, 1, 0, 0))
     table.add_column("level", style="bold")
     for name in (*first.categories, "total", "more in step"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")  # no digit is left out
     for row in rows:
         sizes = (*row.categories.values(), row.total, row.master_gradients)
         table.add_row(row.opt_level, *map(bytes_text, sizes))

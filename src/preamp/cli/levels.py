@@ -16,8 +16,8 @@ def levels() -> None:
     table = Table(title="Opt levels", title_justify="left")
     table.add_column("level", style="bold")
     for heading in ("model cast to", "functions cast to", "batch norm", "masters", "loss scale"):
-        table.add_column(heading)
-    table.add_column("in words")
+        table.add_column(heading, overflow="fold")
+    table.add_column("in words", overflow="fold")
     for name, policy in preamp.OPT_LEVELS.items():
         table.add_row(
             name,
