@@ -170,6 +170,13 @@ def test_plan_takes_names_and_prints_json(script: str) -> None:
     assert report["levels"]["O5"]["memory"]["parameters"] == 20
 
 
+def test_plan_looks_at_levels_whose_names_have_spaces(script: str) -> None:
+    steps = ("--steps", "1", "--verify-steps", "0", "--json")
+    done = invoke("plan", script, "--levels", "O2 O4, O5 without masters", *steps)
+    assert done.exit_code == 0, done.output
+    assert list(json.loads(done.stdout)["levels"]) == ["O2", "O4", "O5 without masters"]
+
+
 def test_plan_of_a_case() -> None:
     done = invoke("plan", "--case", "attention-logits", "--levels", "O2,O5", "--verify-steps", "1")
     assert done.exit_code == 0, done.output

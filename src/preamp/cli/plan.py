@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ import preamp
 from preamp.cli.console import only_answer_on_stdout
 from preamp.core.errors import PreampError, message
 from preamp.planning.cases import CASES, case_named
+from preamp.planning.planner import POLICIES
 
 _MODULE = "preamp_planned_script"
 T = TypeVar("T")
@@ -46,7 +46,7 @@ def plan(
     try:
         with only_answer_on_stdout(is_wanted=as_json):
             parts = _parts(script, names, case)
-            wanted = None if levels is None else re.split(r"[,\s]+", levels.strip(", "))
+            wanted = None if levels is None else _levels(levels)
             report = preamp.plan(*parts, levels=wanted, steps=steps, verify_steps=verify_steps)
     except (ValueError, TypeError, PreampError) as error:
         if not _is_ours(error):  # a bug in the script: its traceback tells more
@@ -57,6 +57,12 @@ def plan(
         typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
     else:
         typer.echo(str(report))
+
+
+def _levels(text: str) -> list[str]:
+    """Split at commas and spaces, except where a name has spaces itself."""
+    parts = [part.strip() for part in text.strip(", ").split(",")]
+    return [name for part in parts for name in ([part] if part in POLICIES else part.split())]
 
 
 def _parts(script: Path | None, names: str, case: str | None) -> Sequence[Any]:
