@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -226,3 +227,21 @@ def test_losses_under_one_id_are_told_apart_by_optimizer() -> None:
         "0 of optimizer 0": [(1, 1.0), (2, 1.0)],
         "0 of optimizer 1": [(1, 2.0), (2, 2.0)],
     }
+
+
+def test_gradients_that_are_not_finite_are_neither_zero_nor_free_of_underflow() -> None:
+    bad = made.tensor("a.weight", elements=100, zeros=10, nonfinite=90)
+    counts = Underflow()
+    counts.add(bad)
+    assert counts.zeros == 0.1
+    assert math.isnan(counts.share)
+    fine = made.tensor("b.weight")
+    found = heat_map(gather([made.look(1, bad, fine), made.look(2, bad, fine)]))
+    assert found is not None
+    other, layer = found.layers
+    assert (other.name, layer.name, layer.cells) == ("b", "a", (None, None))
+    assert heat.numbers(layer) == ("–", "1", "–", "–", "10\u00a0%")
+    assert "no gradient was finite" in heat.strip(layer, found, "x")
+    found = heat_map(gather([made.look(1, bad), made.look(2, replace(bad, nonfinite=0))]))
+    assert found is not None
+    assert (found.layers[0].cells, found.layers[0].worst) == ((None, 0.0), 0.0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -39,10 +40,13 @@ def strip(layer: Layer, heat: HeatMap, name: str) -> Html:
         name: Prefix of ids.
     """
     title = f"Underflow in {words.shown(layer.name)}"
-    description = (
-        f"From step {heat.first:,} to step {heat.last:,}; at most {words.share(layer.worst)}, at"
-        f" step {layer.worst_step:,}; at the end {words.share(layer.latest.share)}."
-    )
+    steps = f"From step {heat.first:,} to step {heat.last:,}"
+    description = f"{steps} no gradient was finite."
+    if not math.isnan(layer.worst):
+        description = (
+            f"{steps}; at most {words.share(layer.worst)}, at step {layer.worst_step:,}; at the"
+            f" end {words.share(layer.latest.share)}."
+        )
     return _strip(layer.cells, name, title, description)
 
 

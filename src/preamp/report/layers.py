@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,38 +22,46 @@ TIMES = 96
 
 @dataclass(slots=True, kw_only=True)
 class Underflow:
-    """Counts of a module's gradients at one time; all but ``elements`` are of elements not zero.
+    """Counts of a module's gradients at one time.
 
     Attributes:
         elements: How many there are.
-        nonzero: How many are not exactly zero.
+        exact_zeros: How many are exactly zero.
+        nonzero: How many are neither that nor infinite or nan; the next two are of these.
         below_normal: Below the format's smallest normal value: digits are lost.
         below_subnormal: Below its smallest value of all: lost.
     """
 
     elements: int = 0
+    exact_zeros: int = 0
     nonzero: int = 0
     below_normal: int = 0
     below_subnormal: int = 0
 
     @property
     def share(self) -> float:
-        """Part of the values that are not zero that lose digits, or all."""
-        return self.below_normal / self.nonzero if self.nonzero else 0.0
+        """Part of the values that are not zero that lose digits, or all; nan if none is finite."""
+        return self._part(self.below_normal)
 
     @property
     def lost(self) -> float:
         """Part of the values that are not zero that are lost altogether."""
-        return self.below_subnormal / self.nonzero if self.nonzero else 0.0
+        return self._part(self.below_subnormal)
 
     @property
     def zeros(self) -> float:
         """Part of all elements that are exactly zero."""
-        return 1 - self.nonzero / self.elements if self.elements else 0.0
+        return self.exact_zeros / self.elements if self.elements else 0.0
+
+    def _part(self, count: int) -> float:
+        if self.nonzero:
+            return count / self.nonzero
+        return 0.0 if self.exact_zeros == self.elements else math.nan
 
     def add(self, tensor: TensorStatistics) -> None:
         """Count one more tensor."""
         self.elements += tensor.elements
+        self.exact_zeros += tensor.zeros
         self.nonzero += tensor.elements - tensor.zeros - tensor.nonfinite
         self.below_normal += tensor.below_normal
         self.below_subnormal += tensor.below_subnormal
@@ -65,8 +74,8 @@ class Layer:
     Attributes:
         name: Qualified name of the module.
         cells: Share of underflow by column, the worst of what falls into it; ``None`` where
-            nothing does.
-        worst: The highest share.
+            nothing finite does.
+        worst: The highest share; nan if no gradient was finite.
         worst_step: Its step.
         latest: The counts at the end.
     """
@@ -123,7 +132,7 @@ def heat_map(run: Run, times: int = TIMES) -> HeatMap | None:
             row = rows.setdefault(module_of(tensor.name), {})
             row.setdefault(record.step, Underflow()).add(tensor)
     layers = [_layer(name, row, columns) for name, row in rows.items()]
-    layers.sort(key=lambda layer: (-layer.worst, -layer.latest.share))
+    layers.sort(key=lambda layer: (-_rank(layer.worst), -_rank(layer.latest.share)))
     form = gradients_of(looks[-1:])[0].form
     return HeatMap(first=steps[0], last=steps[-1], layers=tuple(layers), form=form)
 
@@ -131,9 +140,10 @@ def heat_map(run: Run, times: int = TIMES) -> HeatMap | None:
 def _layer(name: str, row: dict[int, Underflow], columns: dict[int, int]) -> Layer:
     cells: list[float | None] = [None] * (max(columns.values()) + 1)
     for step, counts in row.items():
-        before = cells[columns[step]]
-        cells[columns[step]] = counts.share if before is None else max(before, counts.share)
-    worst_step = max(row, key=lambda step: row[step].share)
+        if not math.isnan(counts.share):
+            before = cells[columns[step]]
+            cells[columns[step]] = counts.share if before is None else max(before, counts.share)
+    worst_step = max(row, key=lambda step: _rank(row[step].share))
     return Layer(
         name=name,
         cells=tuple(cells),
@@ -141,6 +151,25 @@ def _layer(name: str, row: dict[int, Underflow], columns: dict[int, int]) -> Lay
         worst_step=worst_step,
         latest=row[max(row)],
     )
+
+
+def worst_of(layers: Sequence[Layer]) -> Layer:
+    """Sum several rows up as one: the worst of each column."""
+    width = max(len(layer.cells) for layer in layers)
+    worst = max(layers, key=lambda layer: _rank(layer.worst))
+    columns = [[r.cells[i] for r in layers if i < len(r.cells)] for i in range(width)]
+    return Layer(
+        name="others",
+        cells=tuple(max((c for c in column if c is not None), default=None) for column in columns),
+        worst=worst.worst,
+        worst_step=worst.worst_step,
+        latest=max((layer.latest for layer in layers), key=lambda latest: _rank(latest.share)),
+    )
+
+
+def _rank(share: float) -> float:
+    """A number to sort shares by; nan comes below all others."""
+    return -1.0 if math.isnan(share) else share
 
 
 def gradients_of(records: Iterable[NumericsRecord]) -> list[TensorStatistics]:

@@ -19,7 +19,7 @@ from preamp.report.blocks import (
 )
 from preamp.report.evidence import has_masters, uses_half
 from preamp.report.gather import Run
-from preamp.report.layers import DETAILS, ROWS, HeatMap, Layer, heat_map, stalls, total_stall
+from preamp.report.layers import DETAILS, ROWS, HeatMap, heat_map, stalls, total_stall, worst_of
 from preamp.report.tables import name
 from preamp.report.verdict import judge
 
@@ -119,16 +119,7 @@ def _heat_table(found: HeatMap, prefix: str) -> Table:
     ]
     rest = found.layers[ROWS:]
     if rest:
-        cells = [layer.cells for layer in rest]
-        width = max(map(len, cells))
-        worst = max(rest, key=lambda layer: layer.worst)
-        summed = Layer(
-            name="others",
-            cells=tuple(_worst_cell(cells, column) for column in range(width)),
-            worst=worst.worst,
-            worst_step=worst.worst_step,
-            latest=max((layer.latest for layer in rest), key=lambda latest: latest.share),
-        )
+        summed = worst_of(rest)
         strip = heat.strip(summed, found, f"{prefix}-rest")
         label = f"the worst of {len(rest):,} others"
         rows.append([label, words.share(summed.worst), words.share(summed.latest.share), strip])
@@ -145,11 +136,6 @@ def _heat_table(found: HeatMap, prefix: str) -> Table:
         is_fluid=True,
         after=heat.legend(),
     )
-
-
-def _worst_cell(rows: list[tuple[float | None, ...]], column: int) -> float | None:
-    cells = [row[column] for row in rows if column < len(row)]
-    return max((cell for cell in cells if cell is not None), default=None)
 
 
 def _heat_details(found: HeatMap, prefix: str) -> Table:
