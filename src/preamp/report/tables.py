@@ -12,7 +12,7 @@ from preamp.report.advice import advise
 from preamp.report.blocks import Column, Table
 from preamp.report.gather import Run
 from preamp.report.svg import Html, breakable, joined, tag
-from preamp.report.timeline import smoothed
+from preamp.report.timeline import is_smoothed, smoothed
 from preamp.report.verdict import judge
 
 FIRST, LAST = 20, 30
@@ -189,10 +189,11 @@ def comparison(runs: Sequence[Run], prefix: str) -> Table:
         runs: In the order of the rows.
         prefix: Of the table's id.
     """
+    of_losses = "; last losses are running means" if any(map(is_smoothed, runs)) else ""
     titles = ("steps", "skipped", "last loss", "loss scale", "memory")
     return Table(
         name=f"{prefix}-table",
-        caption="The loss is averaged over the last steps",
+        caption=f"The main numbers{of_losses}",
         columns=(
             Column(title="run"),
             Column(title="level"),
