@@ -133,6 +133,13 @@ def test_missing_parts_say_what_to_switch_on() -> None:
     assert "Casts of functions were not recorded." in words
 
 
+def test_losses_that_cannot_be_drawn_are_told_of() -> None:
+    words = "".join(Outline(render([made.step(1, losses={})])).words)
+    assert "No loss was recorded. Pass a history to preamp.initialize, and call backward" in words
+    words = "".join(Outline(render([made.step(1, math.nan)])).words)
+    assert "No loss was finite." in words
+
+
 def test_a_part_that_full_statistics_leave_empty_says_why() -> None:
     half = made.tensor(what="weight")
     words = "".join(Outline(render([made.step(1, skipped=True), made.look(1, half)])).words)

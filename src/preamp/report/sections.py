@@ -65,13 +65,15 @@ def _timeline(run: Run, prefix: str) -> Section:
         marks = "Marks at the top are steps that were skipped." if run.skipped else ""
         text = f"{mean} {marks}".strip()
         blocks.append(Figure(title="Loss by step", body=loss, caption=text))
+    elif run.first_losses:
+        blocks.append(Text(text="No loss was finite."))
+    else:
+        do = "Pass a `history` to `preamp.initialize`, and call `backward` in `preamp.scale_loss`"
+        blocks.append(Missing(what="No loss was recorded", do=do))
     if scale is not None:
         text = "It halves at each overflow and doubles after a row of steps without one."
         caption = text if run.is_dynamic else "It is constant."
         blocks.append(Figure(title="Loss scale by step", body=scale, caption=caption))
-    if not blocks:
-        do = "Pass a `history` to `preamp.initialize`, and call `optimizer.step`"
-        blocks.append(Missing(what="No loss was recorded", do=do))
     return Section(name=prefix, title="Loss and loss scale", blocks=blocks)
 
 
