@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import preamp
+from preamp.core.tensors import local_of, storage_key
 from preamp.demo.data import Batch
 from preamp.demo.model import GPT
 from preamp.demo.records import Dtypes, Memory
@@ -71,7 +72,7 @@ def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Memory:
         optimizer: Its optimizer.
 
     Returns:
-        Bytes of each category, divided by the number of model parameters.
+        Bytes of each category on this rank, divided by the number of parameters of the whole model.
     """
     weights = list(model.parameters())
     masters = _masters(model, optimizer)
@@ -104,6 +105,8 @@ def dtypes_of(model: GPT, optimizer: torch.optim.Optimizer, batch: Batch) -> Dty
     def note(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
         seen.append(output)
 
+    # Before the forward, after which ``fully_shard`` may leave weights gathered.
+    weights, masters = _formats(model.parameters()), _formats(_masters(model, optimizer))
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     handles = [module.register_forward_hook(note) for module in linears]
     try:
@@ -113,9 +116,9 @@ def dtypes_of(model: GPT, optimizer: torch.optim.Optimizer, batch: Batch) -> Dty
         for handle in handles:
             handle.remove()
     return Dtypes(
-        weights=_formats(model.parameters()),
+        weights=weights,
         compute=_formats(seen),
-        masters=_formats(_masters(model, optimizer)) or "none",
+        masters=masters or "none",
     )
 
 
@@ -129,20 +132,29 @@ def activation_bytes(model: GPT, batch: Batch) -> int:
     Returns:
         Bytes of the distinct storages that autograd saved.
     """
-    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    known |= {batch.inputs.untyped_storage().data_ptr(), batch.targets.untyped_storage().data_ptr()}
+    known = {storage_key(t.untyped_storage()) for t in (batch.inputs, batch.targets)}
     kept: dict[int, int] = {}
+
+    def note(module: nn.Module, _inputs: tuple[Tensor, ...]) -> None:
+        # Not earlier: where parameters are sharded, they are gathered for the forward.
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        known.update(storage_key(local_of(t).untyped_storage()) for t in own)
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        kept[storage_key(storage)] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = loss_of(model, batch)
-    # The graph holds the storages until here, so no address was used twice.
+    handles = [module.register_forward_pre_hook(note) for module in model.modules()]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = loss_of(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    # The graph holds the storages until here, so no key was used twice.
     del loss
-    return sum(size for address, size in kept.items() if address not in known)
+    return sum(size for key, size in kept.items() if key not in known)
 
 
 def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -151,7 +163,8 @@ def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
 
 
 def _bytes(tensors: Iterable[object]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+    own = (local_of(t) for t in tensors if isinstance(t, Tensor))
+    return sum(t.numel() * t.element_size() for t in own)
 
 
 def _formats(tensors: Iterable[Tensor]) -> str:

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from preamp.casting import CastAudit
 from preamp.core.pytree import tensors_in
-from preamp.core.tensors import storage_key, stored_grad
+from preamp.core.tensors import local_of, storage_key, stored_grad
 from preamp.engine.casts import cast_records
 from preamp.kernels.sparse import stored_parts
 
@@ -32,7 +32,7 @@ class _Seen:
 
     def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
         total = 0
-        for tensor in tensors:
+        for tensor in map(local_of, tensors):
             if is_lazy(tensor):
                 continue
             if tensor.layout is not torch.strided:  # indices and values
@@ -52,7 +52,8 @@ def count_memory(engine: Engine) -> dict[str, int]:
 
     Storages are counted, each once, in the order of the categories: tied weights do not count
     twice, and a view counts with the whole storage behind it. Nothing is made by looking: a
-    master's gradient that was never read is not there. Does not synchronise.
+    master's gradient that was never read is not there. Of sharded tensors this rank's part counts,
+    with what ``fully_shard`` pads it with. Does not synchronise.
 
     Args:
         engine: Best between a backward and its step, and not before the second step: optimizers
@@ -63,7 +64,7 @@ def count_memory(engine: Engine) -> dict[str, int]:
         optimizers' state and in their groups, ``"loss scaler"`` each scaler's scale, counter and
         overflow flag.
     """
-    weights = [param for model in engine.models for param in model.parameters()]
+    weights: list[Any] = [param for model in engine.models for param in model.parameters()]
     buffers = [buffer for model in engine.models for buffer in model.buffers()]
     updated = [
         param
@@ -71,8 +72,10 @@ def count_memory(engine: Engine) -> dict[str, int]:
         for group in optimizer.param_groups
         for param in group["params"]
     ]
-    known = {id(param) for param in weights}
-    masters = [param for param in updated if id(param) not in known]
+    masters = [param for param in updated if getattr(param, "twin", None) is not None]
+    # Between a forward and its backward ``fully_shard`` has gathered weights in place of these.
+    known = {id(param) for param in (*weights, *masters)}
+    weights += (param for param in updated if id(param) not in known)
     gradients = [grad for p in (*weights, *masters) if (grad := stored_grad(p)) is not None]
     seen = _Seen()
     return {

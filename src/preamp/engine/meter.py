@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import dtype_name, is_half
+from preamp.core.tensors import local_of
 from preamp.engine.host_copies import HostCopies
 from preamp.engine.names import ParameterNames
 from preamp.engine.session import OptimizerSession
@@ -65,7 +66,11 @@ class Reading:
 
 
 class Meter:
-    """Reads tensors for their statistics; changes none of them, and does not synchronise."""
+    """Reads tensors for their statistics; changes none of them, and does not synchronise.
+
+    Of a sharded tensor it reads this rank's part. Whole ones would take a sum over the ranks of
+    some kilobytes per tensor, and have every rank wait for one that records alone.
+    """
 
     def __init__(self, names: ParameterNames, half: torch.dtype | None) -> None:
         """Measure nothing yet.
@@ -132,7 +137,7 @@ class Meter:
                 stalled = None
                 earlier = before.get(id(param))
                 if earlier is not None:
-                    stalled = copies.put(_count_equal(param.detach(), earlier))
+                    stalled = copies.put(_count_equal(local_of(param).detach(), earlier))
                 found.append(self._read(param, param, "weight", copies, stalled=stalled))
         return found
 
@@ -151,8 +156,9 @@ class Meter:
             if entry is not None and _is_plain(entry.grad):
                 weight = entry.param if entry.half is None else entry.half
                 if is_half(weight):
-                    copy = weight.detach().clone(memory_format=torch.contiguous_format)
-                    grad = entry.grad.detach().reshape(-1)
+                    own_part = local_of(weight).detach()
+                    copy = own_part.clone(memory_format=torch.contiguous_format)
+                    grad = local_of(entry.grad).detach().reshape(-1)
                     for block, own in zip(blocks_of(copy.view(-1)), blocks_of(grad), strict=True):
                         block.masked_fill_(own == 0, math.nan)
                     found[id(weight)] = copy
@@ -168,7 +174,7 @@ class Meter:
         scale: int | None = None,
         stalled: int | None = None,
     ) -> Reading:
-        measured = measure(tensor)
+        measured = measure(local_of(tensor))
         return Reading(
             name=self._names.of(param),
             what=what,

@@ -92,7 +92,8 @@ def gradients_always_zero(run: Run) -> Iterator[Values]:
     alive: dict[str, bool] = {}
     for record in run.numerics:
         for tensor in record.tensors:
-            if tensor.what == "gradient":
+            # A rank may have an empty part of a sharded tensor.
+            if tensor.what == "gradient" and tensor.elements:
                 was_alive = alive.get(tensor.name, False)
                 alive[tensor.name] = was_alive or tensor.zeros < tensor.elements
     dead = [name for name, lives in alive.items() if not lives]
