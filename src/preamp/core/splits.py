@@ -123,6 +123,18 @@ class Splits:
                 vectors[place].copy_(piece.view_as(vectors[place]))
 
 
+def meshes_of(params: Iterable[torch.Tensor]) -> list[Groups]:
+    """The meshes of sharded ``params``: for each a group for each dimension with several ranks."""
+    found: dict[int, Groups] = {}
+    for param in params:
+        if is_sharded(param):
+            mesh = cast("Any", param).device_mesh
+            if id(mesh) not in found:
+                dims = (dim for dim in range(mesh.ndim) if mesh.size(dim) > 1)
+                found[id(mesh)] = tuple(map(mesh.get_group, dims))
+    return list(dict.fromkeys(groups for groups in found.values() if groups))
+
+
 def splits_over(process_groups: Any) -> Splits:
     """Return the splits that ``initialize(process_groups=…)`` asks for.
 

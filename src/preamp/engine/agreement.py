@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether all ranks train the same thing, and that their masters begin equal.
+"""Whether all ranks train the same thing, and that copies of masters begin equal.
 
 `DistributedDataParallel` gives all ranks the first one's weights. Masters hold what weights were
 before the cast; where each rank drew its own, or one alone loaded a file, they are made equal as
@@ -20,7 +20,9 @@ from torch import nn
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import PreampStateError, message
 from preamp.core.ranks import broadcast_from_first, gather_objects, gather_tensors
+from preamp.core.splits import Group, Groups, meshes_of
 from preamp.engine.params import twin_of
+from preamp.kernels import fsdp
 
 if TYPE_CHECKING:
     from preamp.engine.engine import Engine
@@ -31,13 +33,13 @@ _ABSENT = "missing"
 
 
 class RankComparison:
-    """Compares the ranks of a data-parallel wrapper; does not keep the engine alive."""
+    """Compares the ranks that train one model; does not keep the engine alive."""
 
     def __init__(self, engine: Engine) -> None:
         """Compare what is known of ``engine``."""
         self._engine = weakref.ref(engine)
 
-    def __call__(self, wrapper: Any) -> None:
+    def of_wrapper(self, wrapper: Any) -> None:
         """Compare, on all ranks of ``wrapper`` at once; one all-gather of 40 bytes if all agree.
 
         Raises:
@@ -47,8 +49,35 @@ class RankComparison:
         if engine is not None:
             compare_ranks(engine, wrapper.module, wrapper.process_group)
 
+    def of_shards(self, model: nn.Module) -> None:
+        """Compare the ranks that ``fully_shard`` has spread ``model`` over, all of them at once.
 
-def compare_ranks(engine: Engine | None, module: nn.Module, group: Any) -> None:
+        One all-gather of 32 bytes for each dimension of a mesh if all agree. Masters are not made
+        equal: each rank has parts of its own.
+
+        Raises:
+            PreampStateError: Ranks differ; on all of them.
+        """
+        engine = self._engine()
+        if engine is None or not fsdp.has_sharded_parts(model):
+            return
+        fsdp.reshard((model,))  # an evaluation leaves gathered weights, which tell of no mesh
+        facts = {**_facts(engine, model), "what fully_shard was called on": _sharded_parts(model)}
+        own = _vector(_digest(facts), model)
+        meshes = meshes_of(model.parameters())
+        # First all questions: whoever raised after one would not take part in the next.
+        answers = [_gather(own, groups) for groups in meshes]
+        unequal = [
+            groups
+            for groups, found in zip(meshes, answers, strict=True)
+            if any(not torch.equal(other, found[0]) for other in found)
+        ]
+        details = [_gather_facts(facts, groups) for groups in unequal]
+        if details:
+            raise _refusal(details[0], "fully_shard")
+
+
+def compare_ranks(engine: Engine | None, module: nn.Module, group: Group) -> None:
     """Check that all ranks of ``group`` train ``module`` alike; make its masters equal.
 
     Args:
@@ -66,15 +95,38 @@ def compare_ranks(engine: Engine | None, module: nn.Module, group: Any) -> None:
         return
     facts: Facts = {} if engine is None else _facts(engine, module)
     masters = [] if engine is None else _masters(engine, module)
-    own = torch.tensor([*_digest(facts), _checksum(masters)], dtype=torch.int64)
-    device = next((param.device for param in module.parameters()), torch.device("cpu"))
-    everywhere = [found.cpu() for found in gather_tensors(own.to(device), group)]
-    if any(not torch.equal(found[:-1], own[:-1]) for found in everywhere):
-        raise _refusal(gather_objects(dict(facts), group))
-    if any(found[-1] != own[-1] for found in everywhere):
+    found = _gather(_vector([*_digest(facts), _checksum(masters)], module), (group,))
+    if any(not torch.equal(other[:-1], found[0][:-1]) for other in found):
+        raise _refusal(_gather_facts(facts, (group,)), "DistributedDataParallel")
+    if any(other[-1] != found[0][-1] for other in found):
         with torch.no_grad():
             for master in masters:
                 broadcast_from_first(master.detach(), group)
+
+
+def _vector(numbers: Sequence[int], module: nn.Module) -> torch.Tensor:
+    device = next((param.device for param in module.parameters()), torch.device("cpu"))
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def _gather(own: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
+    """Return ``own`` of all ranks that the groups, one for each dimension, lead to; on the CPU."""
+    found = own[None]
+    for group in reversed(groups):
+        found = torch.cat(gather_tensors(found, group))
+    return [*found.cpu()]
+
+
+def _gather_facts(facts: Facts, groups: Groups) -> list[Facts]:
+    found = [dict(facts)]
+    for group in reversed(groups):
+        found = [one for several in gather_objects(found, group) for one in several]
+    return [*found]
+
+
+def _sharded_parts(model: nn.Module) -> str:
+    parts = model.named_modules()
+    return ", ".join(repr(name) for name, part in parts if fsdp.is_fully_sharded(part))
 
 
 def _facts(engine: Engine, module: nn.Module) -> Facts:
@@ -128,7 +180,7 @@ def _checksum(masters: Iterable[torch.Tensor]) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-def _refusal(ranks: Sequence[Facts]) -> PreampStateError:
+def _refusal(ranks: Sequence[Facts], wrapper: str) -> PreampStateError:
     names = list(dict.fromkeys(name for facts in ranks for name in facts))
     if not all(ranks):
         without = [rank for rank, facts in enumerate(ranks) if not facts]
@@ -141,8 +193,7 @@ def _refusal(ranks: Sequence[Facts]) -> PreampStateError:
     return PreampStateError(
         message(
             f"The ranks do not train the same: {shown}",
-            "Under DistributedDataParallel all ranks have the same level, policy, loss scale and "
-            "parameters",
+            f"Under {wrapper} all ranks have the same level, policy, loss scale and parameters",
             "Build the model and call preamp.initialize in the same way on every rank, and load "
             "checkpoints on all of them",
         )

@@ -234,7 +234,7 @@ def _attach(engine: Engine) -> None:
         engine.process_undo.hold(*map(ForeachType, master_types(engine.sessions.values())))
     for model in engine.models:
         _hook_model(engine, model)
-    engine.reductions.compare_ranks = RankComparison(engine)
+    engine.reductions.comparison = RankComparison(engine)
     _install_function_casts(engine)
     for session in engine.sessions.values():
         OptimizerHooks(engine, session).attach(engine.undo)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from preamp.core.undo import Removable
 from preamp.engine.joint_findings import JointFindings
 from preamp.kernels.data_parallel import active_data_parallel, is_joining
 
+if TYPE_CHECKING:
+    from preamp.engine.agreement import RankComparison
+
 REDUCED = frozenset({True})
 LOCAL = frozenset({False})
 
@@ -35,7 +38,7 @@ class Reductions:
     Attributes:
         unreduced: How many forwards or blocks so far were under ``no_sync``; whoever remembers an
             earlier number may hold gradients of this rank alone.
-        compare_ranks: Called once for each wrapper, on all of its ranks.
+        comparison: Called once for each wrapper and each sharded model, on all of its ranks.
         on_forward: Called when a model runs, may refuse it.
         joint: What ranks tell each other that hold parts of the same parameters.
     """
@@ -48,26 +51,32 @@ class Reductions:
         self._models = models
         self._around: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._forwards: set[bool] = set()  # since the latest block
-        self._agreed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self.compare_ranks: Callable[[DistributedDataParallel], None] | None = None
+        self._agreed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.comparison: RankComparison | None = None
 
-    def note(self) -> None:
-        """Look at the forward under way; at the first one through a wrapper compare its ranks.
+    def note(self, model: nn.Module) -> None:
+        """Look at the forward of ``model`` that begins; at the first in training compare ranks.
 
         Nobody else knows when all ranks are sure to take part: ``initialize`` may be a matter of
         some of them, as in pipelines. Trainings that ``join`` may begin without some ranks.
         """
         if self.on_forward is not None:
             self.on_forward()
+        if self._is_new(model) and self.comparison is not None:
+            self.comparison.of_shards(model)
+            self._agreed.add(model)
         wrapper = active_data_parallel()
         if wrapper is not None:
-            is_new = wrapper.training and wrapper not in self._agreed and not is_joining(wrapper)
-            if is_new and self.compare_ranks is not None:
-                self.compare_ranks(wrapper)
+            is_new = self._is_new(wrapper) and not is_joining(wrapper)
+            if is_new and self.comparison is not None:
+                self.comparison.of_wrapper(wrapper)
                 self._agreed.add(wrapper)
             self._around.add(wrapper)
             self._forwards.add(bool(wrapper.require_backward_grad_sync))
             self.unreduced += not wrapper.require_backward_grad_sync
+
+    def _is_new(self, model: nn.Module) -> bool:
+        return model.training and model not in self._agreed
 
     def begin_block(self) -> frozenset[bool]:
         """Return whether the coming backward is reduced: one answer, or both if it may be."""
@@ -86,8 +95,8 @@ class Reductions:
 
 
 @untraced
-def _note(reductions: Reductions) -> None:
-    reductions.note()
+def _note(reductions: Reductions, model: nn.Module) -> None:
+    reductions.note(model)
 
 
 class NoteReduction:
@@ -99,12 +108,12 @@ class NoteReduction:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Look, where there are ranks and a backward can follow."""
-        del module, args
+        del args
         target = self.link.target
         if target is not None and has_process_group() and torch.is_grad_enabled():
-            _note(target)
+            _note(target, module)
 
 
 def attach_reductions(model: nn.Module, reductions: Reductions) -> Removable:
-    """Hook ``model``; returns the handle that undoes it."""
-    return model.register_forward_pre_hook(NoteReduction(reductions))
+    """Hook ``model``, before ``fully_shard`` gathers; returns the handle that undoes it."""
+    return model.register_forward_pre_hook(NoteReduction(reductions), prepend=True)
