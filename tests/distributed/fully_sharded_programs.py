@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -111,6 +112,58 @@ def check_refusals() -> None:
     with pytest.raises(preamp.PreampStateError, match="fully_shard was called after"):
         model(batch(0))
     preamp.engine_of(optimizer).close()
+
+
+def check_ranks_that_differ() -> None:
+    """Told before anything is gathered, also after an evaluation has left weights gathered."""
+    cases: list[tuple[str, Differing]] = [
+        ("opt_level is 'O2' on rank 0 and 'O5' on rank 1", Differing(levels=("O2", "O5"))),
+        ("loss_scale is 8.0 on rank 0 and 16.0 on rank 1", Differing(scales=(8.0, 16.0))),
+        ("parameter '1.weight' is number 1, 1×5, float16", Differing(widths=(1, 4))),
+        ("updated by SGD 0, group 0 on rank 0 and", Differing(optimizers=("SGD", "Adam"))),
+        ("what fully_shard was called on is '', '0' on rank 0", Differing(parts=(1, 2))),
+    ]
+    for text, case in cases:
+        with pytest.raises(preamp.PreampStateError, match=re.escape(text)) as caught:
+            case.first_forward()
+        assert "Under fully_shard all ranks have the same" in str(caught.value)
+    Differing().first_forward()
+    Differing().first_forward(evaluates_first=True)
+
+
+@dataclass
+class Differing:
+    """What each of two ranks trains."""
+
+    levels: tuple[str, str] = ("O2", "O2")
+    scales: tuple[float, float] = (8.0, 8.0)
+    widths: tuple[int, int] = (1, 1)
+    optimizers: tuple[str, str] = ("SGD", "SGD")
+    parts: tuple[int, int] = (2, 2)
+
+    def first_forward(self, *, evaluates_first: bool = False) -> None:
+        rank = dist.get_rank()
+        model = nn.Sequential(
+            nn.Linear(4, 5, bias=False), nn.Linear(5, self.widths[rank], bias=False)
+        )
+        for part in [*model.children()][: self.parts[rank]]:
+            fully_shard(part)
+        fully_shard(model)
+        optimizer = getattr(torch.optim, self.optimizers[rank])(model.parameters(), lr=0.1)
+        preamp.initialize(
+            model,
+            optimizer,
+            opt_level=self.levels[rank],
+            loss_scale=self.scales[rank],
+            verbosity=0,
+        )
+        try:
+            if evaluates_first:
+                with torch.no_grad():
+                    model(batch(rank))
+            model(batch(rank)).sum().backward()
+        finally:
+            preamp.engine_of(model).close()
 
 
 def check_batch_norms_by_themselves() -> None:

@@ -102,6 +102,21 @@ def check_replicated_groups_of_fully_shard() -> None:
         torch.testing.assert_close(found.full_tensor(), wanted, rtol=2e-2, atol=2e-3)
 
 
+def check_one_of_four_differs() -> None:
+    """All four are told, also those that share no dimension of the mesh with it."""
+    mesh = init_device_mesh("cpu", (SIDE, SIDE), mesh_dim_names=("copies", "shards"))
+    model = nn.Linear(5, 3)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    level = "O2" if dist.get_rank() == RANKS - 1 else "O5"
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with pytest.raises(
+        preamp.PreampStateError, match="opt_level is 'O5' on ranks 0, 1, 2 and 'O2' on rank 3"
+    ):
+        model(torch.ones(1, 5))
+    preamp.engine_of(optimizer).close()
+
+
 def groups() -> tuple[Any, Any]:
     """The group that shares weights with this rank, and that of its pipeline's stages."""
     mesh = init_device_mesh("cpu", (SIDE, SIDE), mesh_dim_names=("pipeline", "tensor"))

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What two ranks check of records about models under ``fully_shard``: of their own parts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import preamp
+from distributed.fully_sharded_checks import Run, batch, sgd, shard
+from preamp.core.tensors import local_of
+from preamp.engine.recording import Numerics
+from preamp.numerics import MemoryRecord, NumericsRecord, measure
+from preamp.optimizers import FusedAdam
+
+EVEN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.1),
+}
+
+
+def check_statistics_are_of_this_rank_s_part() -> None:
+    kinds: tuple[Numerics, ...] = ("light", "full")
+    for level, kind in itertools.product(("O0", "O1", "O2", "O5"), kinds):
+        run = Run(level, sgd, loss_scale="dynamic", numerics=kind, numerics_every=1)
+        run.engine.scaler(0).set_scale(8.0)
+        run.backward()
+        scale = 8.0 if level in ("O2", "O5") else 1.0  # what is still on the gradients
+        grads = {name: local_of(p.grad) / scale for name, p in grads_of(run)}
+        run.optimizer.step()
+        weights = {name: local_of(p).clone() for name, p in run.model.named_parameters()}
+        (record,) = [r for r in run.engine.history if isinstance(r, NumericsRecord)]
+        found = {(t.what, t.name): t for t in record.tensors}
+        for name, grad in grads.items():
+            told = found["gradient", name]
+            assert told.elements == grad.numel()
+            counts = measure(grad).counts
+            assert told.zeros == int(counts[0])
+            assert told.max_abs / told.scale == (float(grad.abs().max()) if grad.numel() else 0.0)
+        assert any(not grad.numel() for grad in grads.values()) is (dist.get_rank() == 1)
+        assert (("weight", "0.weight") in found) is (kind == "full")
+        for name, weight in weights.items() if kind == "full" else ():
+            told = found["weight", name]
+            assert told.elements == weight.numel()
+            assert told.max_abs == (float(weight.abs().max()) if weight.numel() else 0.0)
+            if level in ("O2", "O5"):
+                assert told.stalled is not None
+                assert told.stalled <= weight.numel()
+        run.engine.close()
+
+
+def grads_of(run: Run) -> list[tuple[str, Any]]:
+    return [(name, param) for name, param in run.model.named_parameters()]
+
+
+def check_memory_is_this_rank_s() -> None:
+    """As estimated where parts are even; after a forward, weights gathered for it are not masters."""
+    for level, (name, build) in itertools.product(("O0", "O1", "O2", "O3", "O5"), EVEN.items()):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+        wanted = preamp.estimate(
+            model,
+            level,
+            build(model.parameters()),
+            world_size=dist.get_world_size(),
+            sharding="fsdp",
+        ).categories
+        shard(model)
+        optimizer = build(model.parameters())
+        preamp.initialize(
+            model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0, numerics="light"
+        )
+        engine = preamp.engine_of(model)
+        for step in range(2):
+            with preamp.scale_loss(model(batch(0)).float().mean(), optimizer) as scaled:
+                scaled.backward()
+            if step:
+                assert preamp.count_memory(engine) == wanted, (level, name)
+            optimizer.step()
+            optimizer.zero_grad()
+        (record,) = [r for r in engine.history if isinstance(r, MemoryRecord)]
+        assert {k: v for k, v in record.categories.items() if k in wanted} == wanted
+        with torch.no_grad():
+            model(batch(0))
+        assert preamp.count_memory(engine)["masters"] == wanted["masters"]
+        engine.close()
+
+
+def check_reports_and_audits() -> None:
+    """A parameter whose part is empty here is not one without gradients."""
+    for level in ("O1", "O2"):
+        run = Run(level, sgd, loss_scale="dynamic", numerics="full", numerics_every=1)
+        run.engine.scaler(0).set_scale(8.0)
+        with preamp.audit_casts() as casts:
+            for _ in range(3):
+                run.step()
+        assert {cast.function for cast in casts} == ({"linear"} if level == "O1" else set())
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "report.html"
+            run.engine.report(path)
+            text = path.read_text(encoding="utf-8")
+        assert "A gradient is always zero" not in text
+        run.engine.close()
+
+
+def check_an_overflow_is_traced() -> None:
+    """Each rank watches the modules that it runs; a rank alone sees what its own rows lead to."""
+    for watches_always in (True, False):
+        options = {"overflow": "trace"} if watches_always else {}
+        run = Run("O2", sgd, loss_scale="dynamic", **options)
+        run.engine.scaler(0).set_scale(8.0)
+        if not watches_always:
+            run.engine.trace_overflow()
+        run.step()
+        with torch.no_grad():
+            local_of(run.model[0].weight).fill_(4.0)
+            rows = batch(run.rank)
+            rows[0] = 2.0**14 if run.rank == 1 else 1.0
+        with preamp.scale_loss(run.model(rows).float().mean(), run.optimizer) as scaled:
+            scaled.backward()
+        run.optimizer.step()
+        assert run.engine.last_step_skipped
+        (cause,) = run.engine.overflow_causes
+        assert cause.was_watched
+        if run.rank == 1:
+            assert cause.trace is not None
+            assert (cause.trace.module, cause.trace.phase) == ("0", "forward")
+        else:
+            assert cause.trace is None
+        run.engine.close()
