@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -18,9 +17,16 @@ import torch
 from cases.demo import CORPUS
 from cases.ranks import run_ranks
 from demo.rank_runs import WAYS, small, train
+from preamp import PreampUnavailableError
 from preamp.demo.config import DemoConfig
-from preamp.demo.parallel import SHARED, RankResult, agreement_of, choose_parallel, digest
-from preamp.demo.records import to_json
+from preamp.demo.parallel import (
+    SHARED,
+    RankResult,
+    agreement_of,
+    choose_parallel,
+    digest,
+    require_sharding,
+)
 from preamp.demo.run import prepare, run
 from preamp.demo.schema import check_results, read_results
 from preamp.demo.watch import Unwatched
@@ -135,6 +141,20 @@ def test_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [choose_parallel(name) for name in ("ddp", "zero1", "fsdp")] == ["ddp", "zero1", "fsdp"]
     with pytest.raises(ValueError, match=re.escape("--parallel none with 2 process(es).")):
         choose_parallel("none")
+
+
+def test_sharding_needs_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which CPUs lack in torch 2.6."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch.cpu, "Stream", object)
+    require_sharding("ddp", cpu)
+    require_sharding("fsdp", torch.device("meta"))
+    text = (
+        f"--parallel fsdp on CPUs with torch {torch.__version__}. Its fully_shard runs on "
+        "accelerators only. Choose --parallel ddp or zero1, or install a newer torch."
+    )
+    with pytest.raises(PreampUnavailableError, match=re.escape(text)):
+        require_sharding("fsdp", cpu)
 
 
 def test_every_rank_needs_an_equal_part() -> None:

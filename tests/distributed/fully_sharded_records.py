@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import preamp
 from distributed.fully_sharded_checks import Run, batch, sgd, shard
-from preamp.core.tensors import local_of
+from preamp.core.tensors import local_of, storage_key
 from preamp.engine.recording import Numerics
 from preamp.numerics import MemoryRecord, NumericsRecord, measure
 from preamp.optimizers import FusedAdam
@@ -63,7 +63,7 @@ def grads_of(run: Run) -> list[tuple[str, Any]]:
 
 
 def check_memory_is_this_rank_s() -> None:
-    """As estimated where parts are even; after a forward, weights gathered for it are not masters."""
+    """As estimated where parts are even; what a forward has gathered is no master."""
     for level, (name, build) in itertools.product(("O0", "O1", "O2", "O3", "O5"), EVEN.items()):
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
         wanted = preamp.estimate(
@@ -136,3 +136,37 @@ def check_an_overflow_is_traced() -> None:
         else:
             assert cause.trace is None
         run.engine.close()
+
+
+def check_what_casts_keep_until_the_backward() -> None:
+    """Whole half copies of weights at O4, and none where weights are gathered in half."""
+    side, layers = 32, 3
+    for level, dtype, copies in (
+        ("O0", None, 0),
+        ("O4", None, layers - 1),  # the first layer's input has no gradient
+        ("O4", torch.bfloat16, 0),
+        ("O5", None, 0),
+    ):
+        model = nn.Sequential(*[nn.Linear(side, side, bias=False) for _ in range(layers)])
+        options = {} if dtype is None else {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
+        shard(model, **options)
+        optimizer = sgd(model.parameters())
+        preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        saved: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor, saved: list[torch.Tensor] = saved) -> torch.Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(torch.ones(2, side)).float().sum()
+        # What fully_shard gathered for a layer is released when its forward ends.
+        weights = {
+            storage_key(storage): storage.nbytes()
+            for tensor in saved
+            if tensor.numel() == side * side
+            for storage in (tensor.untyped_storage(),)
+        }
+        assert sum(weights.values()) == copies * 2 * side * side, (level, dtype)
+        loss.backward()
+        preamp.engine_of(model).close()

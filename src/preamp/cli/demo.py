@@ -80,6 +80,7 @@ def demo(
             optimizer=OptimizerConfig(learning_rate=lr),
         )
         setting = prepare(config, read_corpus())
+        require_sharding(config.parallel, setting.device)
         files.require_folder(out)
     except (ValueError, OSError, PreampUnavailableError) as error:
         typer.echo(f"Error: {error}", err=True)

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import nn
 
-from preamp.core.errors import message
+from preamp.core.errors import PreampUnavailableError, message
 from preamp.demo.model import GPT
 from preamp.distributed.job import launched_ranks, shard_fully
 from preamp.parallel import DistributedDataParallel, shard_optimizer
@@ -74,6 +74,30 @@ def choose_parallel(name: str) -> Parallel:
             "Start several with torchrun --nproc-per-node 2 -m preamp demo --parallel ddp",
         )
     )
+
+
+def require_sharding(parallel: str, device: torch.device) -> None:
+    """Refuse to shard where this torch cannot.
+
+    Args:
+        parallel: One of `Parallel`.
+        device: Where to train.
+
+    Raises:
+        PreampUnavailableError: ``fully_shard`` needs events of CPU streams, which torch 2.6 lacks.
+    """
+    if (
+        parallel == "fsdp"
+        and device.type == "cpu"
+        and not hasattr(torch.cpu.Stream, "record_event")
+    ):
+        raise PreampUnavailableError(
+            message(
+                f"--parallel fsdp on CPUs with torch {torch.__version__}",
+                "Its fully_shard runs on accelerators only",
+                "Choose --parallel ddp or zero1, or install a newer torch",
+            )
+        )
 
 
 def shard_before(model: GPT, parallel: str) -> None:

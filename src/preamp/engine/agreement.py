@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -125,7 +125,7 @@ def _gather_facts(facts: Facts, groups: Groups) -> list[Facts]:
 
 
 def _sharded_parts(model: nn.Module) -> str:
-    parts = model.named_modules()
+    parts = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     return ", ".join(repr(name) for name, part in parts if fsdp.is_fully_sharded(part))
 
 
