@@ -20,7 +20,7 @@ from preamp.core.errors import PreampUnavailableError, message
 from preamp.demo import files, notes
 from preamp.demo.config import DEFAULT_LEVELS, DemoConfig, ModelConfig, OptimizerConfig
 from preamp.demo.data import read_corpus
-from preamp.demo.parallel import SHARED, choose_parallel
+from preamp.demo.parallel import SHARED, choose_parallel, require_sharding
 from preamp.demo.records import DemoResult
 from preamp.demo.run import Setting, prepare, run
 from preamp.demo.table import RANK_COLUMNS, columns_of, rank_rows
@@ -83,13 +83,18 @@ def demo(
         require_sharding(config.parallel, setting.device)
         files.require_folder(out)
     except (ValueError, OSError, PreampUnavailableError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise refused(error) from None
     if threads > 0:
         torch.set_num_threads(threads)
     with joined(setting.device):
         result = run_watched(setting, console, quiet=quiet or own_rank() > 0)
     finish(result, console, out)
+
+
+def refused(error: Exception) -> typer.Exit:
+    """Say why nothing was started; returns what ends the command."""
+    typer.echo(f"Error: {error}", err=True)
+    return typer.Exit(2)
 
 
 def finish(result: DemoResult, console: Console, out: Path) -> None:
