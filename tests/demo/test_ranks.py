@@ -69,6 +69,8 @@ def test_curves_are_those_of_one_process(tmp_path: Path) -> None:
         assert shared["dtypes"] == whole["dtypes"]
         for name, held in whole["memory"].items():
             assert held == pytest.approx(2 * shared["memory"][name], rel=0.02), (level, name)
+    if "fsdp" not in WAYS:
+        pytest.skip("fully_shard of this torch needs events of streams, which its CPUs lack")
 
 
 def test_torchrun_starts_it(tmp_path: Path) -> None:
