@@ -9,15 +9,19 @@ import torch
 from torch import nn
 
 from preamp.checkpoint.rng import random_states
+from preamp.checkpoint.shares import Shares, check_reduced
 from preamp.checkpoint.subjects import Subjects, class_name, params_of
 from preamp.core.dtypes import dtype_name
 from preamp.engine import Engine
 from preamp.engine.pending import check_outside_blocks, pending_state
+from preamp.kernels import fsdp
 from preamp.optim import leaf_of
 
 
 def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
     """Return the content, whose tensors are mostly the live ones. Synchronises.
+
+    Of what ranks hold parts there are `Piece` and ``DTensor`` values.
 
     Args:
         subjects: Not mutated, except that masters take over what was written to half weights.
@@ -25,17 +29,22 @@ def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
 
     Raises:
         PreampStateError: Inside a ``scale_loss`` block; or a gradient was changed while a loss
-            scale was on it.
+            scale was on it, or lies unreduced inside of ``fully_shard``.
     """
     for engine in subjects.engines:
         check_outside_blocks(engine, "save_checkpoint")
+    check_reduced(subjects.models)
+    fsdp.reshard(subjects.models)
+    shares = Shares(subjects)
     names = {id(param): name for name, param in subjects.named_params()}
     masters = subjects.masters()
     return {
-        "models": [_model_state(model) for model in subjects.models],
-        "optimizers": [_optimizer_state(optimizer, names) for optimizer in subjects.optimizers],
+        "models": [_model_state(model, shares) for model in subjects.models],
+        "optimizers": [
+            _optimizer_state(optimizer, names, shares) for optimizer in subjects.optimizers
+        ],
         "own_params": {
-            name: masters.get(id(param), param).detach()
+            name: shares.value_of(masters.get(id(param), param).detach(), id(param))
             for name, param in subjects.named_params()
             if name.startswith("optimizers/")
         },
@@ -50,8 +59,8 @@ def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
     }
 
 
-def _model_state(model: nn.Module) -> dict[str, Any]:
-    state = model.state_dict()
+def _model_state(model: nn.Module, shares: Shares) -> dict[str, Any]:
+    state = shares.model_state(model)
     metadata: Any = getattr(state, "_metadata", {})
     return {
         "class": class_name(model),
@@ -63,10 +72,12 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Any]:
+def _optimizer_state(
+    optimizer: torch.optim.Optimizer, names: dict[int, str], shares: Shares
+) -> dict[str, Any]:
     return {
         "class": class_name(optimizer),
-        "state": optimizer.state_dict(),
+        "state": shares.optimizer_state(optimizer),
         "params": describe_params(optimizer, names),
     }
 
@@ -78,7 +89,7 @@ def describe_params(
     return [
         {
             "name": names[id(leaf_of(param))],
-            "shape": list(param.shape),
+            "shape": list(leaf_of(param).shape),
             "dtype": dtype_name(param.dtype),
         }
         for param in params_of(optimizer)

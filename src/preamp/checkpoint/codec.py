@@ -17,8 +17,13 @@ from typing import Any, cast
 import torch
 
 from preamp.checkpoint.parts import check_storable, dtype_named
+from preamp.checkpoint.pieces import Box, Piece, describe_frame, piece_of, pieces_named
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import message
+from preamp.core.tensors import is_sharded
+
+Tensors = dict[str, torch.Tensor | Piece]
+Found = torch.Tensor | list[tuple[Box, torch.Tensor]]
 
 _ALLOWED = (
     "Plain data are numbers, strings, bytes, None, tensors, dtypes and devices, and lists, tuples, "
@@ -33,22 +38,25 @@ _LISTS: dict[type[Any], str] = {
 }
 
 
-def encode(tree: Any, what: str = "content") -> tuple[Any, dict[str, torch.Tensor]]:
+def encode(tree: Any, what: str = "content", ranks: int = 1) -> tuple[Any, Tensors]:
     """Take ``tree`` apart.
 
     Args:
         tree: Plain data. Not mutated, and its tensors are not copied.
         what: How to call it in errors.
+        ranks: How many there are.
 
     Returns:
         What ``json.dumps`` takes, and the tensors by name. Those that are the same memory in the
-        same shape are one.
+        same shape are one. Of sharded tensors there are this rank's pieces, under names that are
+        the same on every rank.
 
     Raises:
         TypeError: Something in it is no plain data, or a tensor of a kind that is not stored.
         ValueError: It contains itself.
+        PreampStateError: The pieces of a sharded tensor are no blocks of its elements.
     """
-    encoder = _Encoder(what)
+    encoder = _Encoder(what, ranks)
     try:
         return encoder.encode(tree, ()), encoder.tensors
     except RecursionError:
@@ -62,12 +70,17 @@ def encode(tree: Any, what: str = "content") -> tuple[Any, dict[str, torch.Tenso
 
 
 class _Encoder:
-    def __init__(self, what: str) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
+    def __init__(self, what: str, ranks: int) -> None:
+        self.tensors: Tensors = {}
         self._what = what
+        self._ranks = ranks
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, Piece):
+            return self._piece(value, path)
+        if is_sharded(value):
+            return self._piece(piece_of(value, self._place(path), self._ranks), path)
         if isinstance(value, torch.Tensor):
             return self._sparse(value, path) if value.is_sparse else self._tensor(value, path)
         kind: type[Any] = cast("type[Any]", type(value))
@@ -98,14 +111,24 @@ class _Encoder:
     def _tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> Any:
         check_storable(value, self._place(path))
         memory = (value.data_ptr(), value.dtype, value.shape, value.stride(), value.device)
-        name = self._names.get(memory) if value.numel() else None
+        return {"$tensor": self._named(value.detach(), memory if value.numel() else None, path)}
+
+    def _piece(self, piece: Piece, path: tuple[Any, ...]) -> Any:
+        # Two names for one tensor would be one name where pieces are empty and two elsewhere.
+        return {"$sharded": describe_frame(self._named(piece, None, path), piece)}
+
+    def _named(
+        self, kept: torch.Tensor | Piece, memory: tuple[Any, ...] | None, path: tuple[Any, ...]
+    ) -> str:
+        name = None if memory is None else self._names.get(memory)
         if name is None:
             name = "/".join(map(str, path)) or "value"
             while name in self.tensors:
                 name += "'"
-            self.tensors[name] = value.detach()
-            self._names[memory] = name
-        return {"$tensor": name}
+            self.tensors[name] = kept
+            if memory is not None:
+                self._names[memory] = name
+        return name
 
     def _sparse(self, value: torch.Tensor, path: tuple[Any, ...]) -> Any:
         whole = value.detach().coalesce()
@@ -145,12 +168,12 @@ def _atom(value: Any) -> Any:
     return {"$device": str(value)} if isinstance(value, torch.device) else None
 
 
-def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def decode(tree: Any, tensors: Mapping[str, Found]) -> Any:
     """Put together what `encode` took apart.
 
     Args:
         tree: What ``json.loads`` returned.
-        tensors: By name; used as they are.
+        tensors: By name; used as they are. Of sharded tensors all pieces; there will be `Pieces`.
 
     Raises:
         ValueError: ``tree`` is not of that form.
@@ -180,7 +203,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decode(tree: Any, tensors: Mapping[str, Found]) -> Any:
     if isinstance(tree, list):
         return [_decode(item, tensors) for item in cast("list[Any]", tree)]
     if not isinstance(tree, dict):
@@ -191,5 +214,13 @@ def _decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return {key: _decode(item, tensors) for key, item in entries.items()}
     ((tag, inside),) = entries.items()
     if tag == "$tensor":
-        return tensors[inside]
+        return _whole(tensors[inside])
+    if tag == "$sharded":
+        return pieces_named(inside, dtype_named(inside[1]), tensors)
     return _MAKERS[tag](_decode(inside, tensors))
+
+
+def _whole(found: Found) -> torch.Tensor:
+    if not isinstance(found, torch.Tensor):
+        raise ValueError("of a tensor there are only pieces")
+    return found

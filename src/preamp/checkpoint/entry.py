@@ -37,17 +37,19 @@ def save_checkpoint(
     that saved it. Gradients take room: save after ``zero_grad`` where that is possible.
 
     The file is written beside its place, flushed to the disk and then put there in one move:
-    whatever happens meanwhile, ``path`` is the old file or the new one.
+    whatever happens meanwhile, ``path`` is the old file or the new one. Where ranks hold parts of
+    parameters (``fully_shard``), or of masters and optimizer state (`shard_optimizer`), ``path`` is
+    a folder into which each rank writes a file with its parts; complete with the last of them.
 
     Args:
-        path: The file; its folder is made. A name ending in ``.safetensors`` chooses that format
-            (``pip install 'preamp[safetensors]'``), any other torch's.
+        path: The file, or that folder; its folder is made. A name ending in ``.safetensors``
+            chooses that format (``pip install 'preamp[safetensors]'``), any other torch's.
         models: One or several, initialized or not. Wrappers are looked through.
         optimizers: One or several; all of a ``preamp.initialize`` call.
         schedulers: One or several objects with ``state_dict`` and ``load_state_dict``.
         extra: Plain data of your own: numbers, strings, tensors, and containers of them.
-        keep_last: Remove older files whose name differs from this one's in its last number only,
-            up to so many of the newest, this one included; afterwards.
+        keep_last: Remove older checkpoints whose name differs from this one's in its last number
+            only, up to so many of the newest, this one included; afterwards.
         asynchronous: Return when everything is copied to the CPU's memory, and write in the
             background. The next call waits for the writing to end.
 
@@ -59,8 +61,10 @@ def save_checkpoint(
             previous call, if that was asynchronous.
         TypeError: Something is no plain data, or of the wrong kind.
         ValueError: ``keep_last`` with a name without a number.
-        PreampStateError: Inside a ``scale_loss`` block; or an optimizer of the ``initialize`` call
-            is missing.
+        PreampStateError: Inside a ``scale_loss`` block; an optimizer of the ``initialize`` call
+            is missing; gradients lie unreduced inside of ``fully_shard``; or ranks differ in what
+            they have to share.
+        PreampError: Another rank has failed, or did not answer within the group's timeout.
         PreampUnavailableError: The package of the format is missing.
 
     Mutates:
@@ -87,10 +91,10 @@ def load_checkpoint(
 
     The file is read in full and verified before anything changes, and nothing in it is executed.
     Call ``preamp.initialize`` first. The level may be another one than that of the run that saved:
-    weights and optimizer state are float32.
+    weights and optimizer state are float32. So may the number of ranks, and what they share.
 
     Args:
-        path: The file.
+        path: The file, or the folder of a sharded checkpoint.
         models: As many as were saved, in the same order; mutated. Left out, none is loaded.
         optimizers: The same; with them come loss scales, counters and gradients.
         schedulers: The same.
@@ -120,29 +124,30 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read and verify a file of ``preamp.save_checkpoint`` without any objects to load it into.
 
     Args:
-        path: The file.
+        path: The file, or the folder of a sharded checkpoint.
 
     Returns:
         The content: under ``"models"`` and ``"optimizers"`` a list of dicts with what
         ``state_dict()`` returned under ``"state"``, under ``"extra"`` what was given. Tensors are
-        on the CPU and mapped from the file.
+        on the CPU and mapped from the file; sharded ones are put together.
 
     Raises:
         FileNotFoundError: There is no such file.
         CheckpointError: It is damaged, incomplete, foreign, or of a newer version.
         PreampUnavailableError: The package of the format is missing.
     """
-    from preamp.checkpoint import saving
+    from preamp.checkpoint import placing, saving
 
     saving.LATEST.join()
-    return saving.read_or_refuse(Path(path)).content
+    return placing.whole(saving.read_or_refuse(Path(path)).content)
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the newest file in ``folder`` that ``preamp.load_checkpoint`` would load, or ``None``.
+    """Return the newest checkpoint in ``folder`` that would load, or ``None``.
 
-    Files are read in full to verify them, newest first, until one is good. Anything else in the
-    folder is passed over, as are drafts that a killed process has left. One that this process is
+    That is a file, or the folder of a sharded one. Files are read in full to verify them, newest
+    first, until one is good. Anything else is passed over, as are drafts that a killed process has
+    left, and folders that lack the file of a rank. One that this process is
     writing in the background is waited for.
 
     Args:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from preamp.checkpoint.capture import describe_params
+from preamp.checkpoint.shares import Shares
 from preamp.checkpoint.subjects import Subjects, class_name
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import message
@@ -28,8 +28,9 @@ def check_fits(content: Mapping[str, Any], subjects: Subjects) -> None:
         asked, saved = getattr(subjects, kind), content[kind]
         if asked and len(asked) != len(saved):
             raise _unfit(f"has {len(saved)} {kind}, not {len(asked)}", f"as many {kind}")
+    shares = Shares(subjects)
     for index, (model, saved) in enumerate(zip(subjects.models, content["models"], strict=False)):
-        _check_model(index, model, saved["state"])
+        _check_model(index, shares.model_forms(model), saved["state"])
     names = {id(param): name for name, param in subjects.named_params()}
     pairs = zip(subjects.optimizers, content["optimizers"], strict=False)
     for index, (optimizer, saved) in enumerate(pairs):
@@ -42,8 +43,7 @@ def check_fits(content: Mapping[str, Any], subjects: Subjects) -> None:
         _check_engines(content["engines"], subjects)
 
 
-def _check_model(index: int, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    own = model.state_dict()
+def _check_model(index: int, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     missing, extra = _beyond(own, saved), _beyond(saved, own)
     if missing or extra:
         raise _unfit(

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""From the contents of all ranks to the draft of one file."""
+"""From the contents of all ranks to the draft of one file, or of one file for each rank."""
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from preamp.checkpoint.codec import encode
+from preamp.checkpoint.codec import Tensors, encode
+from preamp.checkpoint.members import Member, next_number
 from preamp.checkpoint.parts import Stored
+from preamp.checkpoint.pieces import Box, Piece
 from preamp.checkpoint.ranks import (
+    Print,
     check_shared,
     differing,
     fingerprints,
@@ -21,52 +28,128 @@ from preamp.checkpoint.ranks import (
 )
 from preamp.checkpoint.storage import Draft
 
-Encoded = tuple[Any, dict[str, torch.Tensor]]
+Encoded = tuple[Any, Tensors]
 
 
 def encoded(content: Any) -> Encoded:
     """Take a content apart; see `encode` for the errors."""
-    return encode(content, "the checkpoint")
+    return encode(content, "the checkpoint", world_size())
 
 
-def gather(own: Encoded, buffers: frozenset[str], *, copy: bool) -> Draft | None:
-    """Bring what is to be written to the CPU of the first rank. Synchronises.
+def gather(own: Encoded, path: Path, buffers: frozenset[str], *, copy: bool) -> Draft | None:
+    """Bring to the CPU what this rank is to write. Synchronises.
 
-    Other ranks add what they have of their own: gradients that were not reduced, buffers, random
-    states. Everything else they only compare with the first rank, by fingerprints.
+    Where nothing is sharded that is everything on the first rank and nothing on the others, which
+    only send what they have of their own: gradients that were not reduced, buffers, random states.
+    Everything else they compare with the first rank, by fingerprints. Where something is
+    sharded every rank writes a file with its pieces and what it has of its own.
 
     Args:
         own: The content of this rank.
+        path: Of the checkpoint.
         buffers: Names of those tensors that are buffers of models.
         copy: Whether what changes there afterwards must not change the draft.
 
     Returns:
-        The draft on the first rank, ``None`` on the others.
+        The draft, or ``None`` on ranks that write nothing.
 
     Raises:
-        PreampStateError: Weights or optimizer states are not the same on all ranks.
+        PreampStateError: Weights or optimizer states are not the same on all ranks, or copies of
+            one piece differ.
     """
     tree, tensors = own
-    if world_size() == 1:
-        return Draft([tree], _stored(tensors, copy=copy))
+    plain = {name: kept for name, kept in tensors.items() if isinstance(kept, torch.Tensor)}
+    if world_size() == 1 and len(plain) == len(tensors):
+        return Draft([tree], _stored(plain, copy=copy))
     with together():
-        prints = fingerprints(tensors)
-    differences = [differing(prints_, prints_0) for prints_, prints_0 in _with_first(prints)]
-    check_shared(differences, buffers)
-    mine = differences[rank()]
-    parts = {name: Stored.of(tensors[name], copy=False) for name in mine}
+        found = _Ranks.of(tensors, path)
+    check_shared(found.differences, buffers, frozenset(tensors.keys() - plain.keys()))
+    mine = found.differences[rank()]
+    if found.has_pieces:
+        kept = plain if rank() == 0 else {name: plain[name] for name in mine}
+        return _one_of_several(_renamed(tree, set(mine), rank()), kept, tensors, found, copy=copy)
+    parts = {name: Stored.of(plain[name], copy=False) for name in mine}
     others = gathered_on_first((_renamed(tree, set(mine), rank()), parts) if rank() else None)
     if rank():
         return None
-    stored = _stored(tensors, copy=copy)
+    stored = _stored(plain, copy=copy)
     for number, (_, added) in enumerate(others[1:], start=1):
         stored |= {_name(number, name): part for name, part in added.items()}
     return Draft([tree, *(other for other, _ in others[1:])], stored)
 
 
-def _with_first(prints: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    all_prints = gathered(prints)
-    return [(one, all_prints[0]) for one in all_prints]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ranks:
+    """What the ranks know of each other's tensors.
+
+    Attributes:
+        differences: For each rank, the names of tensors in which it differs from the first one.
+        has_pieces: Whether any has pieces of tensors.
+        token: That the first rank drew.
+        number: Of the save into the folder.
+        pieces: Names of those that this rank is the first to have.
+    """
+
+    differences: list[list[str]]
+    has_pieces: bool
+    token: str
+    number: int
+    pieces: list[str]
+
+    @classmethod
+    def of(cls, tensors: Tensors, path: Path) -> _Ranks:
+        """Ask all ranks."""
+        number = next_number(path) if rank() == 0 else 0
+        told = gathered((fingerprints(tensors), uuid.uuid4().hex, number))
+        prints: list[dict[str, Print]] = [one for one, _, _ in told]
+        whole = [{n: p for n, p in one.items() if not _is_piece(p)} for one in prints]
+        differences = [differing(one, whole[0]) for one in whole]
+        pieces = [{n: p for n, p in one.items() if _is_piece(p)} for one in prints]
+        own = _first_holders(pieces, differences)
+        return cls(differences, any(pieces), told[0][1], told[0][2], own[rank()])
+
+
+def _is_piece(print_: Print) -> bool:
+    return isinstance(print_[0], Box)
+
+
+def _first_holders(
+    pieces: Sequence[dict[str, Print]], differences: list[list[str]]
+) -> list[list[str]]:
+    """For each rank, the names of pieces that none before it has; others are compared to these.
+
+    Args:
+        pieces: Of each rank.
+        differences: What differs is added to it.
+    """
+    known: dict[tuple[str, Any], Print] = {}
+    own: list[list[str]] = []
+    for one, different in zip(pieces, differences, strict=True):
+        first: list[str] = []
+        for name, print_ in one.items():
+            if print_[0].numel == 0:
+                continue
+            if known.setdefault((name, print_[0]), print_) is print_:
+                first.append(name)
+            elif known[name, print_[0]] != print_:
+                different.append(name)
+        own.append(first)
+    return own
+
+
+def _one_of_several(
+    tree: Any, plain: dict[str, torch.Tensor], tensors: Tensors, found: _Ranks, *, copy: bool
+) -> Draft:
+    number, ranks = rank(), world_size()
+    pieces = {name: cast("Piece", tensors[name]) for name in found.pieces}
+    stored = {
+        name if number == 0 else _name(number, name): Stored.of(tensor, copy=copy)
+        for name, tensor in plain.items()
+    }
+    stored |= {name: Stored.of(piece.data, copy=copy) for name, piece in pieces.items()}
+    member = Member(token=found.token, number=found.number, rank=number, ranks=ranks)
+    boxes = {name: piece.box for name, piece in pieces.items()}
+    return Draft([tree], stored, member, boxes)
 
 
 def _stored(tensors: dict[str, torch.Tensor], *, copy: bool) -> dict[str, Stored]:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from preamp.checkpoint.pieces import Piece
 from preamp.core.errors import PreampError, PreampStateError, message
 from preamp.core.ranks import has_process_group
 
@@ -66,7 +67,12 @@ def raise_together(own: Exception | None) -> None:
     Raises:
         PreampError: Another rank has one; its text is quoted.
     """
-    texts = gathered(None if own is None else f"{type(own).__name__}: {own}")
+    try:
+        texts = gathered(None if own is None else f"{type(own).__name__}: {own}")
+    except PreampError:
+        if own is None:
+            raise
+        texts = []
     if own is not None:
         raise own
     failed = [(number, text) for number, text in enumerate(texts) if text is not None]
@@ -86,7 +92,8 @@ def gathered(value: Any) -> list[Any]:
     if not has_process_group():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    cast("Any", dist).all_gather_object(values, value)
+    with _answered():
+        cast("Any", dist).all_gather_object(values, value)
     return values
 
 
@@ -95,15 +102,42 @@ def gathered_on_first(value: Any) -> list[Any]:
     if not has_process_group():
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size() if rank() == 0 else None
-    dist.gather_object(value, values, dst=0)
+    with _answered():
+        dist.gather_object(value, values, dst=0)
     return values or []
 
 
-def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Any, ...]]:
-    """Return for each tensor what differs where two of them differ, computed on its device."""
+@contextmanager
+def _answered() -> Generator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch's, of a closed connection or the group's timeout
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise PreampError(
+            message(
+                f"Another rank did not answer while a checkpoint was saved or loaded: {reason[0]}",
+                "All ranks save or load together, each by the same calls; files that were complete "
+                "are as they were",
+                "See why that rank ended, start all again, and load what "
+                "preamp.checkpoint.latest_checkpoint finds",
+            )
+        ) from error
+
+
+Print = tuple[Any, ...]
+"""What differs where two tensors differ."""
+
+
+def fingerprints(tensors: Mapping[str, torch.Tensor | Piece]) -> dict[str, Print]:
+    """Return for each tensor what differs where two of them differ, computed on its device.
+
+    Of a piece that no other rank has the values are not looked at.
+    """
     return {
-        name: (str(tensor.dtype), tuple(tensor.shape), _fingerprint(tensor))
-        for name, tensor in tensors.items()
+        name: (str(kept.dtype), tuple(kept.shape), _fingerprint(kept))
+        if isinstance(kept, torch.Tensor)
+        else (kept.box, kept.frame, None if kept.is_alone else _fingerprint(kept.data))
+        for name, kept in tensors.items()
     }
 
 
@@ -121,22 +155,27 @@ def _fingerprint(tensor: torch.Tensor) -> int:
     return int(total)
 
 
-def differing(
-    prints: Mapping[str, tuple[Any, ...]], first: Mapping[str, tuple[Any, ...]]
-) -> list[str]:
+def differing(prints: Mapping[str, Print], first: Mapping[str, Print]) -> list[str]:
     """Names of the tensors that the first rank does not have, or has others for."""
     return [name for name, known in prints.items() if first.get(name) != known]
 
 
-def check_shared(differences: list[list[str]], buffers: frozenset[str]) -> None:
+def check_shared(
+    differences: list[list[str]], buffers: frozenset[str], pieces: frozenset[str]
+) -> None:
     """Raise `PreampStateError` if ranks disagree about what they train together.
 
     Args:
         differences: For each rank, in what it differs from the first one.
         buffers: Names of the models' buffers, which may differ.
+        pieces: Names of sharded tensors, whose copies may not.
     """
     for number, names in enumerate(differences):
-        shared = [name for name in names if name.startswith(_SHARED) and name not in buffers]
+        shared = [
+            name
+            for name in names
+            if name in pieces or (name.startswith(_SHARED) and name not in buffers)
+        ]
         if shared:
             raise PreampStateError(
                 message(

@@ -32,6 +32,7 @@ from preamp.engine.pending import (
     prepare_pending,
 )
 from preamp.engine.state import read_scalers
+from preamp.optim import MasterParameter
 
 Apply = Callable[[], None]
 
@@ -148,10 +149,14 @@ def _load_own_params(
     masters = subjects.masters()
     for name, param in subjects.named_params():
         if name in saved:
-            for tensor in (masters.get(id(param), param), param):
+            master = masters.get(id(param))
+            sides = [(param, saved[name])]
+            if master is not None and master.twin is not None:
+                sides.insert(0, (master, master.twin.held.own(saved[name])))
+            for tensor, wanted in sides:
                 value = tensor.detach().clone()
                 undo.push(lambda tensor=tensor, value=value: _write(tensor, value))
-                _write(tensor, saved[name])
+                _write(tensor, wanted)
 
 
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -206,7 +211,7 @@ def _load_scheduler(scheduler: Any, state: Any, undo: UndoStack) -> None:
 def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
     """Bring the gradients to their devices; return what puts them in place of those there."""
     masters = subjects.masters()
-    places: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    places: list[tuple[Callable[[torch.Tensor | None], None], torch.Tensor | None]] = []
     known: set[str] = set()
     for name, param in subjects.named_params():
         sides, master = saved.get(name, {}), masters.get(id(param))
@@ -217,20 +222,27 @@ def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
                 if grad is not None:
                     raise _other_gradients(f"{name!r} has no master")
             elif grad is None:
-                places.append((tensor, None))
-            elif (grad.dtype, grad.shape) != (tensor.dtype, tensor.shape):
+                places.append((_keeper(tensor), None))
+            elif (grad.dtype, grad.shape) != (tensor.dtype, param.shape):
                 raise _other_gradients(f"that of {name!r} is {dtype_name(grad.dtype)}")
             else:
-                places.append((tensor, grad.to(tensor.device, copy=True)))
+                places.append((_keeper(tensor), grad.to(tensor.device, copy=True)))
     unknown = sorted(saved.keys() - known)
     if unknown:
         raise _other_gradients(f"there is no parameter {unknown[0]!r}")
 
     def apply() -> None:
-        for tensor, grad in places:
-            store_grad(tensor, grad)
+        for keep, grad in places:
+            keep(grad)
 
     return apply
+
+
+def _keeper(tensor: torch.Tensor) -> Callable[[torch.Tensor | None], None]:
+    """Return what stores a whole gradient, also where the master has a part of the weight."""
+    if isinstance(tensor, MasterParameter) and tensor.twin is not None:
+        return tensor.twin.held.keep
+    return lambda grad: store_grad(tensor, grad)
 
 
 def _prepare_engines(

@@ -12,10 +12,12 @@ from typing import Any
 from preamp.checkpoint.background import LATEST, Saving
 from preamp.checkpoint.capture import capture
 from preamp.checkpoint.gathering import encoded, gather
+from preamp.checkpoint.placing import placed
 from preamp.checkpoint.ranks import rank, together, world_size
+from preamp.checkpoint.reading import Loaded, Reader, read
 from preamp.checkpoint.restore import restore
 from preamp.checkpoint.series import check_keep_last, instead_of, tidy
-from preamp.checkpoint.storage import Loaded, check_format, read, write
+from preamp.checkpoint.storage import check_format, write
 from preamp.checkpoint.subjects import Subjects
 from preamp.core.errors import CheckpointError, message
 from preamp.core.log import say
@@ -41,14 +43,15 @@ def save(path: Path, subjects: Subjects, extra: Any, options: Options) -> Saving
         check_format(path)
         check_keep_last(path, options.keep_last)
         own = encoded(capture(subjects, extra))
-    draft = gather(own, subjects.buffer_names(), copy=options.asynchronous)
+    draft = gather(own, path, subjects.buffer_names(), copy=options.asynchronous)
     saving = Saving(path)
 
     def job() -> None:
         if draft is None:  # the first rank writes
             return
+        file = path if draft.member is None else draft.member.file_in(path)
         try:
-            write(draft, path, alone=options.asynchronous)
+            write(draft, file, alone=options.asynchronous)
             tidy(path, options.keep_last)
         except (OSError, RuntimeError) as error:  # torch raises the second where writing fails
             raise _not_written(path, error) from error
@@ -77,18 +80,19 @@ def load(path: Path, subjects: Subjects, *, gradients: bool, rng: bool) -> Any:
     """See ``preamp.load_checkpoint``."""
     LATEST.wait()
     with together():
-        loaded = read_or_refuse(path, rank())
+        loaded = read_or_refuse(path, Reader(rank=rank(), ranks=world_size()))
         if gradients and subjects.optimizers and not loaded.is_shared:
             _check_ranks(loaded)
-    states = loaded.content["rng"] if rng else None
+        content = placed(loaded.content, subjects)
+    states = content["rng"] if rng else None
     if states is not None and loaded.ranks != world_size():
         say(
             f"preamp: {path} has the random states of {loaded.ranks} ranks; those of "
             f"{world_size()} stay as they are"
         )
         states = None
-    restore(loaded.content, subjects, gradients=gradients, states=states)
-    return loaded.content["extra"]
+    restore(content, subjects, gradients=gradients, states=states)
+    return content["extra"]
 
 
 def _check_ranks(loaded: Loaded) -> None:
@@ -103,10 +107,10 @@ def _check_ranks(loaded: Loaded) -> None:
         )
 
 
-def read_or_refuse(path: Path, rank: int = 0) -> Loaded:
+def read_or_refuse(path: Path, reader: Reader | None = None) -> Loaded:
     """Read a file, or say what is wrong with it and which one to load instead."""
     try:
-        return read(path, rank)
+        return read(path, reader)
     except FileNotFoundError as error:
         text = message(
             f"There is no file {path}",

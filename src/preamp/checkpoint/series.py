@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from preamp.checkpoint.storage import read
+from preamp.checkpoint.members import is_sharded_folder, remove, tidy_folder, written_at
+from preamp.checkpoint.reading import read
 from preamp.core.errors import CheckpointError, PreampUnavailableError, message
 from preamp.core.files import remove_leftovers
 
@@ -16,7 +18,7 @@ _NUMBER = re.compile(r"\d+(?=\D*$)")
 
 
 def good_ones(folder: Path) -> Iterator[Path]:
-    """Yield the files in ``folder`` that can be loaded, newest first, reading each in full."""
+    """Yield the checkpoints in ``folder`` that can be loaded, newest first, reading all of each."""
     for path in _newest_first(folder):
         with contextlib.suppress(CheckpointError, PreampUnavailableError, OSError):
             read(path)
@@ -26,9 +28,10 @@ def good_ones(folder: Path) -> Iterator[Path]:
 def _newest_first(folder: Path) -> list[Path]:
     found: list[tuple[int, int, Path]] = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        with contextlib.suppress(OSError):  # another process may have removed it
-            if path.is_file() and not path.name.startswith("."):
-                found.append((path.stat().st_mtime_ns, _number_in(path.name) or 0, path))
+        # Another process may have removed it, and a folder may be anything.
+        with contextlib.suppress(OSError, ValueError):
+            if (path.is_file() or path.is_dir()) and not path.name.startswith("."):
+                found.append((written_at(path), _number_in(path.name) or 0, path))
     return [path for _, _, path in sorted(found, reverse=True)]
 
 
@@ -39,7 +42,9 @@ def _number_in(name: str) -> int | None:
 
 def instead_of(path: Path) -> str:
     """Say which checkpoint to load instead of ``path``."""
-    other = next((good for good in good_ones(path.parent) if good != path), None)
+    inside = good_ones(path) if path.is_dir() else iter(())  # a folder of checkpoints, perhaps
+    others = (good for good in itertools.chain(inside, good_ones(path.parent)) if good != path)
+    other = next(others, None)
     if other is None:
         return f"There is no other complete checkpoint in {path.parent}; take one from elsewhere"
     return f"Load {other}, the newest complete checkpoint in its folder"
@@ -71,16 +76,21 @@ def tidy(path: Path, keep_last: int | None) -> None:
     """Remove the oldest of the series of ``path``, which is the newest, and dead drafts of it.
 
     Args:
-        path: The checkpoint just written.
+        path: The checkpoint just written. Nothing is removed while other ranks' files are missing.
         keep_last: How many of those whose name differs in the last number only to keep, by the
             time they were written; ``None`` for all.
     """
+    if path.is_dir() and not tidy_folder(path):
+        return
     pattern = _NUMBER.sub("#", path.name)
     remove_leftovers(path.parent, lambda name: _NUMBER.sub("#", name) == pattern)
+    series = [p for p in path.parent.iterdir() if _NUMBER.sub("#", p.name) == pattern]
+    complete = [p for p in _newest_first(path.parent) if p in series and p != path]
+    for old in series:  # of saves that were cut short
+        if old not in complete and old != path and is_sharded_folder(old):
+            remove(old)
     if keep_last is None:
         return
-    series = [p for p in _newest_first(path.parent) if _NUMBER.sub("#", p.name) == pattern]
-    others = [p for p in series if p.name != path.name]
-    for old in others[keep_last - 1 :]:
+    for old in complete[keep_last - 1 :]:
         with contextlib.suppress(FileNotFoundError):
-            old.unlink()
+            remove(old) if old.is_dir() else old.unlink()

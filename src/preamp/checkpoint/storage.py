@@ -15,17 +15,17 @@ import importlib.util
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 
-from preamp.checkpoint.codec import decode
-from preamp.checkpoint.migrations import VERSION, migrated
+from preamp.checkpoint.members import Member
+from preamp.checkpoint.migrations import VERSION
 from preamp.checkpoint.parts import Part, Stored, describe, verified
-from preamp.checkpoint.reader import cause_of
-from preamp.core.errors import CheckpointError, PreampError, PreampUnavailableError, message
+from preamp.checkpoint.pieces import Box
+from preamp.core.errors import PreampUnavailableError, message
 from preamp.core.files import replacing
 from preamp.core.version import __version__
 
@@ -42,25 +42,14 @@ class Draft:
     Attributes:
         trees: What `encode` made of the content, of each rank.
         tensors: By name.
+        member: Which file of several this is, if it is one.
+        boxes: Where tensors that are pieces belong in the whole ones.
     """
 
     trees: list[Any]
     tensors: dict[str, Stored]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Loaded:
-    """What was read from a file.
-
-    Attributes:
-        content: Of one rank.
-        ranks: How many there were.
-        is_shared: Whether all had the same gradients, and knew the same about them.
-    """
-
-    content: dict[str, Any]
-    ranks: int
-    is_shared: bool
+    member: Member | None = None
+    boxes: Mapping[str, Box] = field(default_factory=dict[str, Box])
 
 
 def check_format(path: Path) -> None:
@@ -95,6 +84,7 @@ def write(draft: Draft, path: Path, *, alone: bool = False) -> None:
             "torch": str(torch.__version__),
             "trees": draft.trees,
             "parts": {name: part.to_json() for name, part in parts.items()},
+            **_membership(draft),
         },
         allow_nan=False,
     )
@@ -105,6 +95,13 @@ def write(draft: Draft, path: Path, *, alone: bool = False) -> None:
             _write_safetensors(data, about, file)
         else:
             torch.save({**about, "tensors": data}, file)
+
+
+def _membership(draft: Draft) -> dict[str, Any]:
+    if draft.member is None:
+        return {}
+    boxes = {name: box.to_json() for name, box in draft.boxes.items()}
+    return {"member": draft.member.to_json(), "boxes": boxes}
 
 
 def _write_safetensors(
@@ -118,48 +115,41 @@ def _write_safetensors(
         raise OSError(errno.EIO, str(error)) from error
 
 
-def read(path: Path, rank: int = 0) -> Loaded:
-    """Read a file, verify every byte of its content, and bring it to the current version.
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """What a file has, verified, and not put together yet.
+
+    Attributes:
+        manifest: Of the file.
+        tensors: By name, mapped from the file.
+    """
+
+    manifest: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+
+def contents_of(path: Path, *, checksums: bool = True) -> Contents:
+    """Read a file and verify it.
 
     Args:
         path: A file written by `write`.
-        rank: Whose content; that of the first one if there were fewer.
-
-    Returns:
-        The content. Its tensors are mapped from the file: copy what is to outlive it.
+        checksums: Whether to read every byte; otherwise another rank does.
 
     Raises:
-        CheckpointError: The file is damaged, incomplete, foreign, or of a newer version; says
-            only in which way.
-        PreampUnavailableError: It is in a format whose package is missing.
         OSError: There is no such file, or it cannot be opened.
+        Exception: Nearly any, from a damaged file; see ``reading.read``.
     """
-    with path.open("rb") as file:  # that it cannot be opened is no damage
+    with path.open("rb") as file:
         start, size = file.read(len(_ZIP)), os.fstat(file.fileno()).st_size
-    try:
-        about, data = _open(path, start, size)
-        text = str(about[_MANIFEST])
-        if hashlib.sha256(text.encode()).hexdigest() != about[_DIGEST]:
-            raise ValueError("the checksum of its manifest is wrong")
-        manifest = cast("dict[str, Any]", json.loads(text))
-        version = manifest["version"]
-        if manifest["format"] != FORMAT or not isinstance(version, int):
-            raise ValueError("its manifest is of another kind")
-        parts = {name: Part.from_json(part) for name, part in manifest["parts"].items()}
-        tensors = verified(parts, data)
-        trees = cast("list[Any]", manifest["trees"])
-        tree = trees[rank if rank < len(trees) else 0]
-        content = migrated(decode(tree, tensors), version)
-        return Loaded(content, len(trees), all(_pending(t) == _pending(trees[0]) for t in trees))
-    except (MemoryError, PreampError):
-        raise
-    except Exception as error:  # a damaged file makes readers raise nearly anything
-        raise CheckpointError(cause_of(error)) from error
-
-
-def _pending(tree: Any) -> list[Any]:
-    """What of a tree is about gradients; other tensors have other names."""
-    return [tree.get("gradients"), tree.get("engines")]
+    about, data = _open(path, start, size)
+    text = str(about[_MANIFEST])
+    if hashlib.sha256(text.encode()).hexdigest() != about[_DIGEST]:
+        raise ValueError("the checksum of its manifest is wrong")
+    manifest = cast("dict[str, Any]", json.loads(text))
+    if manifest["format"] != FORMAT or not isinstance(manifest["version"], int):
+        raise ValueError("its manifest is of another kind")
+    parts = {name: Part.from_json(part) for name, part in manifest["parts"].items()}
+    return Contents(manifest, verified(parts, data, checksums=checksums))
 
 
 def _open(path: Path, start: bytes, size: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -104,8 +104,8 @@ class Subjects:
         for name, param in self.named_params():
             master = masters.get(id(param))
             sides = {"model": stored_grad(param)}
-            if master is not None:
-                sides["master"] = stored_grad(master)
+            if master is not None and master.twin is not None:
+                sides["master"] = master.twin.held.gradient
             held = {side: grad for side, grad in sides.items() if grad is not None}
             if held:
                 found[name] = held

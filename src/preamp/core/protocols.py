@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -25,6 +26,20 @@ class MasterLookup(Protocol):
         ...
 
 
+class Span(Protocol):
+    """Consecutive elements of a tensor, in the order of its memory."""
+
+    @property
+    def start(self) -> int:
+        """The first."""
+        ...
+
+    @property
+    def stop(self) -> int:
+        """One after the last."""
+        ...
+
+
 class StepSharing(Protocol):
     """Lets ranks share the work of an optimizer's step."""
 
@@ -40,6 +55,10 @@ class StepSharing(Protocol):
         """Half weights are written: get the other ranks' parts. All ranks call this."""
         ...
 
+    def shared(self) -> Iterable[tuple[torch.Tensor, torch.Tensor, Span]]:
+        """What is shared: what the optimizer has, the weight, and this rank's part of it."""
+        ...
+
 
 class Unshared:
     """Every rank does all of it."""
@@ -52,3 +71,7 @@ class Unshared:
 
     def exchange(self) -> None:
         """Do nothing."""
+
+    def shared(self) -> Iterable[tuple[torch.Tensor, torch.Tensor, Span]]:
+        """Nothing."""
+        return ()

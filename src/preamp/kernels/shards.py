@@ -7,6 +7,7 @@ class is reached through a tensor of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
@@ -79,3 +80,42 @@ def place_gradients(params: Sequence[torch.Tensor]) -> None:
         wanted = cast("Any", param).placements
         if grad.placements != wanted:
             param.grad = grad.redistribute(placements=wanted)
+
+
+def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where this rank's part of a sharded tensor begins in the whole one, and its shape.
+
+    Where the part is empty neither need have as many numbers as the tensor has dimensions.
+    """
+    (chunk,) = cast("Any", tensor).__create_chunk_list__()
+    return tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))
+
+
+def is_evenly_cut(tensor: torch.Tensor) -> bool:
+    """Whether every rank's part of a sharded tensor is one block of its elements.
+
+    Along some dimension of the mesh ranks may hold terms of a sum; or one dimension of the tensor
+    is cut twice, in an order of torch's own, which gives blocks if all cuts are in equal parts.
+    """
+    sharded = cast("Any", tensor)
+    cuts: dict[int, int] = {}
+    is_usual = True
+    for dim, placement in enumerate(sharded.placements):
+        if placement.is_replicate():
+            continue
+        if not hasattr(placement, "dim"):
+            return False
+        is_usual = is_usual and type(placement).__name__ == "Shard"
+        cuts[placement.dim] = cuts.get(placement.dim, 1) * sharded.device_mesh.size(dim)
+    return is_usual or all(tensor.shape[dim] % parts == 0 for dim, parts in cuts.items())
+
+
+def is_on_every_rank_once(tensor: torch.Tensor, ranks: int) -> bool:
+    """Whether each of ``ranks`` has a part of a sharded tensor that no other one has."""
+    sharded = cast("Any", tensor)
+    sizes = [
+        sharded.device_mesh.size(dim)
+        for dim, placement in enumerate(sharded.placements)
+        if not placement.is_replicate()
+    ]
+    return math.prod(sizes) == ranks

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Bring a content into the form of what it is loaded into: sharded, shared, or whole.
+
+What ranks had in pieces and what they had whole go into either. Each rank copies from the files
+what it is going to hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from preamp.checkpoint.pieces import Pieces, cut, piece_of, shape_of
+from preamp.checkpoint.shares import Shares
+from preamp.checkpoint.subjects import Subjects, params_of
+from preamp.core.errors import message
+from preamp.core.tensors import is_sharded
+from preamp.kernels import fsdp
+from preamp.kernels.shards import sharded_as
+
+
+def placed(content: dict[str, Any], subjects: Subjects) -> dict[str, Any]:
+    """Return a content whose tensors are ``DTensor`` values where those of ``subjects`` are.
+
+    Where forms differ otherwise, the tensors are left whole for ``check_fits`` to complain about.
+
+    Args:
+        content: As read.
+        subjects: What it is loaded into. Not mutated, but its modules are resharded.
+
+    Raises:
+        ValueError: An optimizer has sharded state that is not of its parameter's shape.
+        PreampStateError: A parameter is sharded in a way that pieces cannot be cut for.
+    """
+    fsdp.reshard(subjects.models)
+    shares, made = Shares(subjects), dict(content)
+    models, optimizers = content["models"], content["optimizers"]
+    made["models"] = [
+        {**saved, "state": _model_state(saved["state"], model)}
+        for saved, model in zip(models, [*subjects.models, *[None] * len(models)], strict=False)
+    ]
+    made["optimizers"] = [
+        {**saved, "state": _optimizer_state(saved["state"], optimizer, shares)}
+        for saved, optimizer in zip(
+            optimizers, [*subjects.optimizers, *[None] * len(optimizers)], strict=False
+        )
+    ]
+    likes: dict[str, torch.Tensor] = dict(subjects.named_params())
+    made["own_params"] = _like(content["own_params"], likes)
+    made["gradients"] = {
+        name: {side: _as(grad, likes.get(name)) for side, grad in sides.items()}
+        for name, sides in content["gradients"].items()
+    }
+    made["engines"] = _engines(content["engines"], subjects)
+    return whole(made)
+
+
+def _model_state(state: Mapping[str, Any], model: nn.Module | None) -> Any:
+    if model is None:
+        return state
+    likes: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    likes |= dict(model.named_buffers(remove_duplicate=False))
+    return _like(state, likes)
+
+
+def _like(values: Mapping[str, Any], likes: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: _as(value, likes.get(name)) for name, value in values.items()}
+
+
+def _as(value: Any, like: torch.Tensor | None) -> Any:
+    """Return ``value`` sharded as ``like`` is, if it is of that shape."""
+    if not isinstance(value, (torch.Tensor, Pieces)) or like is None or not is_sharded(like):
+        return value
+    if shape_of(value) != tuple(like.shape):
+        return value
+    piece = piece_of(like, "A parameter", ranks=1)
+    local = cut(value, piece.frame, piece.box).reshape(piece.data.shape)
+    return sharded_as(local.to(piece.data.device), like)
+
+
+def _optimizer_state(
+    state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, shares: Shares
+) -> Any:
+    if optimizer is None:
+        return state
+    numbers: list[int] = [n for group in state["param_groups"] for n in group["params"]]
+    params = dict(zip(numbers, params_of(optimizer), strict=False))
+    saved: Mapping[int, Mapping[str, Any]] = state["state"]
+    entries = {
+        number: {
+            key: _state_entry(key, value, params.get(number), shares) for key, value in own.items()
+        }
+        for number, own in saved.items()
+    }
+    return {**state, "state": entries}
+
+
+def _state_entry(key: str, value: Any, param: torch.Tensor | None, shares: Shares) -> Any:
+    if not isinstance(value, (torch.Tensor, Pieces)) or param is None:
+        return value
+    share = shares.of(param)
+    if share is not None and key != "step" and shape_of(value) == share.frame.shape:
+        return cut(value, share.frame, share.box).to(param.device)
+    if isinstance(value, Pieces) and is_sharded(param) and shape_of(value) != tuple(param.shape):
+        raise ValueError(
+            message(
+                f"The checkpoint has a sharded state {key!r} of shape {shape_of(value)} for a "
+                f"parameter of shape {tuple(param.shape)}",
+                "Into sharded parameters states load that are whole or have the parameter's shape; "
+                "nothing was loaded",
+                "Load it into a model that is not sharded, or use another optimizer",
+            )
+        )
+    return value if key == "step" else _as(value, param)
+
+
+def _engines(engines: Any, subjects: Subjects) -> Any:
+    """Gradients that a block has set aside are sharded as what they are of."""
+    made: list[Any] = []
+    for entry, engine in zip(engines, subjects.engines, strict=False):
+        pending = dict(entry["pending"])
+        pending["sessions"] = [
+            {**saved, "aside": _aside(saved["aside"], list(session.gradients.params()))}
+            for saved, session in zip(pending["sessions"], engine.sessions.values(), strict=False)
+        ]
+        made.append({**entry, "pending": pending})
+    return [*made, *engines[len(made) :]]
+
+
+def _aside(aside: Any, params: list[torch.Tensor]) -> list[Any]:
+    likes = dict(enumerate(params))
+    return [(place, _as(grad, likes.get(place)), carried) for place, grad, carried in aside]
+
+
+def whole(tree: Any) -> Any:
+    """Return a tree of plain data in which sharded tensors are whole. Not mutated."""
+    if isinstance(tree, Pieces):
+        return tree.whole()
+    if isinstance(tree, dict):
+        entries = cast("dict[Any, Any]", tree)
+        twin = entries.copy()
+        for key, item in entries.items():
+            twin[key] = whole(item)
+        return twin
+    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
+        items = cast("list[Any]", tree)
+        return type(items)([whole(item) for item in items])
+    return tree

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""From a file, or the folder of a sharded checkpoint, to one rank's content."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from preamp.checkpoint.codec import Found, decode
+from preamp.checkpoint.members import files_of
+from preamp.checkpoint.migrations import migrated
+from preamp.checkpoint.pieces import Box
+from preamp.checkpoint.reader import cause_of
+from preamp.checkpoint.storage import Contents, contents_of
+from preamp.core.errors import CheckpointError, PreampError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """Who reads, where several do.
+
+    Attributes:
+        rank: Whose content; that of the first one if there were fewer.
+        ranks: How many read together. Each verifies its share of the files.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """What was read.
+
+    Attributes:
+        content: Of one rank; sharded tensors are `Pieces`.
+        ranks: How many there were.
+        is_shared: Whether all had the same gradients, and knew the same about them.
+    """
+
+    content: dict[str, Any]
+    ranks: int
+    is_shared: bool
+
+
+def read(path: Path, reader: Reader | None = None) -> Loaded:
+    """Read a checkpoint, verify every byte of its content, and bring it to the current version.
+
+    Args:
+        path: A file, or the folder of a sharded checkpoint.
+        reader: Who reads; by default the only one.
+
+    Returns:
+        The content. Its tensors are mapped from the files: copy what is to outlive them.
+
+    Raises:
+        CheckpointError: It is damaged, incomplete, foreign, or of a newer version; says only in
+            which way.
+        PreampUnavailableError: It is in a format whose package is missing.
+        OSError: There is no such file, or it cannot be opened.
+    """
+    who = reader or Reader()
+    if not path.is_dir():
+        path.open("rb").close()  # that it cannot be opened is no damage
+    try:
+        if not path.is_dir():
+            return _loaded([_alone(contents_of(path))], who.rank)
+        files = files_of(path)
+        found: list[Contents] = []
+        for number, file in enumerate(files):
+            is_mine = number % who.ranks == who.rank % who.ranks
+            found.append(_of_several(file, contents_of(file, checksums=is_mine), number, found))
+        return _loaded(found, who.rank)
+    except (MemoryError, PreampError):
+        raise
+    except Exception as error:  # a damaged file makes readers raise nearly anything
+        raise CheckpointError(cause_of(error)) from error
+
+
+def _alone(contents: Contents) -> Contents:
+    member = contents.manifest.get("member")
+    if member is not None:
+        raise ValueError(f"it is one of the {member['ranks']} files of a sharded checkpoint")
+    return contents
+
+
+def _of_several(file: Path, own: Contents, rank: int, before: list[Contents]) -> Contents:
+    member = own.manifest.get("member")
+    first: Any = before[0].manifest["member"] if before else member
+    if member is None or (member["rank"], member["token"]) != (rank, first["token"]):
+        raise ValueError(f"{file.name} is a file of another checkpoint")
+    return own
+
+
+def _loaded(found: list[Contents], rank: int) -> Loaded:
+    trees = [tree for contents in found for tree in cast("list[Any]", contents.manifest["trees"])]
+    tree = trees[rank if rank < len(trees) else 0]
+    content = migrated(decode(tree, _joined(found)), found[0].manifest["version"])
+    return Loaded(content, len(trees), all(_pending(t) == _pending(trees[0]) for t in trees))
+
+
+def _joined(found: list[Contents]) -> dict[str, Found]:
+    """The tensors of all files by name, and of sharded ones the pieces."""
+    joined: dict[str, Found] = {}
+    pieces: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+    for contents in found:
+        boxes = contents.manifest.get("boxes", {})
+        for name, tensor in contents.tensors.items():
+            if name in boxes:
+                pieces.setdefault(name, []).append((Box.from_json(boxes[name]), tensor))
+            else:
+                joined[name] = tensor
+    return {**joined, **pieces}
+
+
+def _pending(tree: Any) -> list[Any]:
+    """What of a tree is about gradients; other tensors have other names."""
+    return [tree.get("gradients"), tree.get("engines")]

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What every rank checks about checkpoints of which each rank writes a part."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import preamp
+from checkpoint.rank_checks import shared_folder
+from checkpoint.runs import LEVELS
+from checkpoint.sharded_runs import Parallel, Run, fused_adam, net, torch_adamw
+from engine.harness import same
+from preamp.checkpoint import latest_checkpoint, read_checkpoint, saving
+
+
+def check_bitwise_resume() -> None:
+    """Between steps, after a skipped one, and with gradients there; on as many ranks."""
+    for parallel in ("fsdp", "zero1"):
+        for level in LEVELS:
+            for build in (fused_adam, torch_adamw):
+                resume_once(level, parallel, build)
+
+
+def resume_once(level: str, parallel: Parallel, build: Any) -> None:
+    folder, whole = shared_folder(), Run(level, parallel, build=build)
+    whole.step()
+    whole.step(poison=dist.get_rank() == 1)
+    resumed = Run(level, parallel, seed=1, build=build)
+    for place in ("between", "pending", "used"):
+        if place == "pending":
+            whole.backward()
+        if place == "used":
+            whole.backward()
+            whole.optimizer.step()
+        whole.save(folder / place)
+        before = whole.numbers()
+        whole.step()
+        assert resumed.load(folder / place) == {"seed": 7}
+        assert same(resumed.numbers(), before), (level, parallel, place)
+        resumed.step()
+        assert same(resumed.numbers(), whole.numbers()), (level, parallel, place)
+    whole.close()
+    resumed.close()
+
+
+def check_other_ways_to_share() -> None:
+    """Each way loads what each other way has saved, with exact masters and optimizer state."""
+    for level in ("O1", "O2", "O5"):
+        folder = shared_folder()
+        ways: tuple[Parallel, ...] = ("fsdp", "ddp", "zero1")
+        for saved in ways:
+            run = Run(level, saved)
+            run.step()
+            run.step()
+            run.save(folder / saved)
+            expected = run.whole()
+            run.close()
+            assert (folder / saved).is_dir() is (saved != "ddp")
+            for loaded in ways:
+                other = Run(level, loaded, seed=1)
+                other.load(folder / saved)
+                assert same(other.whole(), expected), (level, saved, loaded)
+                other.step()
+                other.close()
+
+
+def check_every_part_is_written_once() -> None:
+    """Ranks write what they have; nobody gathers, and nothing is twice on the disk."""
+    for parallel in ("fsdp", "zero1"):
+        folder, run = shared_folder(), Run("O2", parallel)
+        run.step()
+        run.save(folder / "a")
+        names = sorted(path.name for path in (folder / "a").iterdir())
+        assert names == ["1-rank0-of2.pt", "1-rank1-of2.pt"]
+        sizes: dict[str, int] = {}
+        for name in names:
+            tensors = torch.load(folder / "a" / name, weights_only=True)["tensors"]
+            for key, value in tensors.items():
+                sizes[key] = sizes.get(key, 0) + value.numel()
+        weights = {key: n for key, n in sizes.items() if "models/0/state" in key}
+        assert weights == {f"models/0/state/{k}": p.numel() for k, p in net(0).named_parameters()}
+        moments = sum(n for key, n in sizes.items() if "exp_avg" in key)
+        assert moments == 2 * sum(weights.values())
+        run.close()
+
+
+def check_failures_are_everybodys() -> None:
+    """One rank's disk is full: all raise, what was there stays, and the next save clears up."""
+    folder, run = shared_folder(), Run("O2", "fsdp")
+    path, write = folder / "a", saving.write
+    run.save(path)
+    expected = read_checkpoint(path)["models"]
+    run.step()
+
+    def full_disk(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for asynchronous in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(saving, "write", full_disk)
+            error = OSError if dist.get_rank() == 1 else preamp.PreampError
+            with pytest.raises(error, match="a could not be written: No space left"):
+                run.save(path, asynchronous=asynchronous).wait()
+        assert saving.write is write
+        assert same(read_checkpoint(path)["models"], expected)
+        dist.barrier()
+    names = {name.name for name in path.iterdir()}
+    assert {"1-rank0-of2.pt", "1-rank1-of2.pt", "3-rank0-of2.pt"} <= names
+    run.save(path)
+    dist.barrier()
+    assert sorted(name.name for name in path.iterdir()) == ["4-rank0-of2.pt", "4-rank1-of2.pt"]
+    dist.barrier()
+    run.close()
+
+
+def check_unreduced_gradients_are_refused() -> None:
+    folder, run = shared_folder(), Run("O2", "fsdp")
+    run.inner.set_requires_gradient_sync(False)
+    run.backward()
+    with pytest.raises(preamp.PreampStateError, match="unreduced inside of fully_shard"):
+        run.save(folder / "a")
+    run.inner.set_requires_gradient_sync(True)
+    run.backward()
+    run.save(folder / "a")
+    run.update()
+    with torch.no_grad():
+        run.inner(torch.ones(1, 5))  # the whole weights stay gathered after this one
+    run.save(folder / "a")
+    run.load(folder / "a")
+    run.close()
+
+
+def check_series_in_the_background() -> None:
+    folder, run = shared_folder(), Run("O5", "fsdp")
+    (folder / "step_0").mkdir(exist_ok=True)
+    (folder / "step_0" / "1-rank1-of2.pt").touch()  # of a save that was cut short
+    (folder / "logs_1").mkdir(exist_ok=True)
+    dist.barrier()
+    for step in range(1, 4):
+        run.step()
+        run.save(folder / f"step_{step}", asynchronous=True, keep_last=2)
+    values = run.numbers()
+    run.step()  # the copies were made before
+    run.save(folder / "last.safetensors").wait()
+    dist.barrier()
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["last.safetensors", "logs_1", "step_2", "step_3"]
+    assert latest_checkpoint(folder) == folder / "last.safetensors"
+    files = sorted(path.name for path in (folder / "last.safetensors").iterdir())
+    assert files == [f"1-rank{rank}-of2.safetensors" for rank in range(2)]
+    dist.barrier()
+    other = Run("O5", "fsdp", seed=1)
+    other.load(folder / "step_3")
+    assert same(other.numbers(), values)
+    run.close()
+    other.close()
+
+
+# -- between numbers of ranks --------------------------------------------------------------------
+
+
+def saved_folder() -> Path:
+    return Path(os.environ["PREAMP_TEST_FOLDER"]) / "saved"
+
+
+SAVED = [(level, way) for level in ("O1", "O2", "O5") for way in ("fsdp", "zero1", "ddp")]
+
+
+def save_for_others() -> None:
+    """Leave checkpoints, and what is in them, for other numbers of ranks."""
+    folder = saved_folder()
+    folder.mkdir(exist_ok=True)
+    for level, way in SAVED:
+        run = Run(level, way)  # type: ignore[arg-type]
+        run.step()
+        run.step(poison=True)
+        run.step()
+        run.backward()
+        run.save(folder / f"{level}-{way}")
+        expected = run.whole()
+        if dist.get_rank() == 0:
+            torch.save(expected, folder / f"{level}-{way}.expected")
+        run.close()
+
+
+def check_loading_from_two_ranks() -> None:
+    """Into any number of ranks, in each way to share; gradients and counters with it."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    for level, saved in SAVED:
+        ways = ("fsdp", "zero1", "ddp") if level == "O2" else ("fsdp",)
+        expected = torch.load(saved_folder() / f"{level}-{saved}.expected", weights_only=False)
+        for way in ways if ranks > 1 else ("none",):
+            run = Run(level, way, seed=1)  # type: ignore[arg-type]
+            run.load(saved_folder() / f"{level}-{saved}")
+            assert same(run.whole(), expected), (level, saved, way)
+            assert (run.engine.steps_applied, run.engine.steps_skipped) == (2, 1)
+            run.update()
+            assert not run.engine.last_step_skipped
+            run.step()
+            run.close()
