@@ -57,8 +57,9 @@ MEMBERS = ((0,), (1,), (0, 1))
 POISONED = 0.02  # of the backwards
 SCALE = DynamicScale(init_scale=2.0**8, growth_interval=16, min_scale=1.0, max_scale=2.0**8)
 SIZE, UNIT, MAX_NORM = 16, 16.0, 16.0  # the lattice's gradient has a norm of 64
-SAVED, RELOADED = 0.04, 0.01  # of the steps
+SAVED, RELOADED = 0.05, 0.025  # of the steps
 WARM_UP_STEPS = 2000  # what is bounded has filled by then
+FROZEN_AT = 20
 RSS_SLACK, OBJECT_SLACK = 2 << 20, 400
 
 
@@ -144,6 +145,7 @@ class Run:
 
     def __init__(self, options: Options, seed: int) -> None:
         torch.manual_seed(seed)
+        random.seed(seed)
         net = nn.Sequential(
             nn.Linear(8, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.25), nn.Linear(12, 1)
         )
@@ -180,7 +182,7 @@ class Run:
         for block, loss_id in enumerate(step.losses):
             parts: list[torch.Tensor] = []
             if 0 in MEMBERS[loss_id]:
-                x = torch.randn(4, 8)
+                x = torch.randn(4, 8) + random.random()
                 parts.append((self.wrapped[0](x).float().sum(1) - x.sum(1)).square().mean())
             if 1 in MEMBERS[loss_id]:
                 parts.append(self.wrapped[1](signs * (UNIT * step.signs[1][block])).float().sum())
@@ -254,7 +256,7 @@ def train(
         if step.saves == "end" and checkpoints:
             run = _saved(run, options, folder, (number + 1, False), step, reloads, report)
         report(f"step {number}")
-        if number - first == 20:
+        if number == FROZEN_AT and gc.get_freeze_count():  # in a process of our own
             gc.collect()
             gc.freeze()  # what is there now is not counted, nor walked again and again
         if number % every == every - 1 and Path("/proc/self/statm").exists():

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The soak passes in a short form, and notices what it is there to notice."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import soak
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = soak.Options("O2", 40, 8, 1)
+MIB = 1 << 20
+
+
+def test_a_short_soak_passes() -> None:
+    levels = ("O1", "O2")
+    command = [sys.executable, str(ROOT / "tools/soak.py"), "--steps", "40", "--seed", "8"]
+    done = subprocess.run(
+        [*command, "--levels", ",".join(levels)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(
+        r"(O\d): 40 steps, (\d+) applied and (\d+) skipped .* (\d+) saves, (\d+) reloads; "
+        r"(\d+) kills, .* all ends are equal",
+        done.stdout,
+    )
+    assert tuple(level for level, *_ in found) == levels
+    for _, *numbers in found:
+        applied, skipped, saves, reloads, kills = map(int, numbers)
+        assert applied + skipped == 80
+        assert min(skipped, saves, reloads, kills) > 0
+
+
+def content(tmp_path: Path) -> dict[str, Any]:
+    """The end of a training without saves."""
+    soak.train(OPTIONS, tmp_path, checkpoints=False, reloads=False, report=lambda _: None)
+    return soak.read_checkpoint(tmp_path / "final.pt")
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_another_end_is_noticed(tmp_path: Path) -> None:
+    ends = [content(tmp_path / name) for name in ("one", "other")]
+    soak.check(OPTIONS, {"straight": ends[0], "killed": ends[1]})
+    weights = ends[1]["models"][0]["state"]
+    weights["4.bias"] = weights["4.bias"] + 2**-20
+    with pytest.raises(SystemExit, match=r"killed: other than straight in \['models/0/state/4.b"):
+        soak.check(OPTIONS, {"straight": ends[0], "killed": ends[1]})
+    ends[0]["engines"][0]["scalers"]["steps"][0]["applied"] -= 1
+    with pytest.raises(SystemExit, match="counters are"):
+        soak.check(OPTIONS, {"straight": ends[0]})
+    ends[0]["engines"][0]["scalers"]["steps"][0]["applied"] += 1
+    ends[0]["models"][1]["state"]["weight"] = torch.ones(soak.SIZE)
+    with pytest.raises(SystemExit, match="the lattice's weights"):
+        soak.check(OPTIONS, {"straight": ends[0]})
+
+
+@pytest.mark.parametrize(
+    ("what", "per_sample"), [("rss", MIB // 2), ("tensors", 1), ("objects", 100), (None, 0)]
+)
+def test_growth_is_noticed(what: str | None, per_sample: int) -> None:
+    flat = {"rss": 300 * MIB, "tensors": 50, "objects": 9000}
+    samples = [
+        soak.Memory(
+            step=2000 + 100 * number,
+            **{name: size + per_sample * number * (name == what) for name, size in flat.items()},
+        )
+        for number in range(15)
+    ]
+    grown = soak.growth(samples)
+    assert grown is None if what is None else grown is not None and grown.startswith(what)
+    assert soak.growth(samples[:8]) is None  # too few to tell
