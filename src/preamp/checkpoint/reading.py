@@ -39,11 +39,13 @@ class Loaded:
         content: Of one rank; sharded tensors are `Pieces`.
         ranks: How many there were.
         is_shared: Whether all had the same gradients, and knew the same about them.
+        written_by: Versions: of the content (``\"version\"``), of preamp and of torch.
     """
 
     content: dict[str, Any]
     ranks: int
     is_shared: bool
+    written_by: dict[str, Any]
 
 
 def read(path: Path, reader: Reader | None = None) -> Loaded:
@@ -99,7 +101,12 @@ def _loaded(found: list[Contents], rank: int) -> Loaded:
     trees = [tree for contents in found for tree in cast("list[Any]", contents.manifest["trees"])]
     tree = trees[rank if rank < len(trees) else 0]
     content = migrated(decode(tree, _joined(found)), found[0].manifest["version"])
-    return Loaded(content, len(trees), all(_pending(t) == _pending(trees[0]) for t in trees))
+    return Loaded(
+        content=content,
+        ranks=len(trees),
+        is_shared=all(_pending(one) == _pending(trees[0]) for one in trees),
+        written_by={key: found[0].manifest.get(key) for key in ("version", "preamp", "torch")},
+    )
 
 
 def _joined(found: list[Contents]) -> dict[str, Found]:

@@ -9,6 +9,7 @@ import typer
 
 from preamp.cli import run as program
 from preamp.cli.bench import bench
+from preamp.cli.checkpoint import checkpoint
 from preamp.cli.convert import convert_checkpoint
 from preamp.cli.demo import demo
 from preamp.cli.doctor import run_doctor
@@ -31,6 +32,7 @@ app.command()(estimate)
 app.command()(plan)
 app.command()(report)
 app.add_typer(bench)
+app.add_typer(checkpoint)
 
 
 @app.command(

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a checkpoint contains, as a few numbers and names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from preamp.checkpoint.background import LATEST
+from preamp.checkpoint.placing import whole
+from preamp.checkpoint.saving import read_or_refuse
+from preamp.core.dtypes import dtype_name
+
+CATEGORIES = {
+    "models": "models",
+    "optimizers": "optimizers",
+    "own_params": "optimizers",
+    "gradients": "gradients",
+    "engines": "pending steps",
+    "schedulers": "schedulers",
+    "rng": "random states",
+    "extra": "extra",
+}
+"""How the tensors under a key of the content are called in `Summary.bytes`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What is in a checkpoint that was verified.
+
+    Attributes:
+        path: The file, or the folder of a sharded checkpoint.
+        size: Of the file or of all of them, in bytes.
+        written_by: Versions: of the content (``"version"``), of preamp and of torch.
+        ranks: How many processes saved it.
+        engines: For each ``preamp.initialize`` call the opt level, the loss scale of each loss, and
+            steps applied and skipped of each optimizer.
+        models: For each the class, and under ``"tensors"`` name, shape and dtype of each.
+        optimizers: For each the class and the number of its parameters.
+        schedulers: Their classes.
+        extra: The keys of ``extra``, or the type of it if it is no dict.
+        bytes: Of the first rank's tensors, sharded ones in whole, by category; what is referred to twice counts once.
+    """
+
+    path: str
+    size: int
+    written_by: dict[str, Any]
+    ranks: int
+    engines: list[dict[str, Any]]
+    models: list[dict[str, Any]]
+    optimizers: list[dict[str, Any]]
+    schedulers: list[str]
+    extra: list[str] | str
+    bytes: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
+
+
+def summarize_checkpoint(path: Path) -> Summary:
+    """Read and verify a checkpoint, and tell what is in it.
+
+    Args:
+        path: A file of ``preamp.save_checkpoint``, in either format, or the folder of a
+            sharded one.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        CheckpointError: It is damaged, incomplete, foreign, or of a newer version; says why.
+        PreampUnavailableError: The package of the format is missing.
+    """
+    LATEST.join()
+    loaded = read_or_refuse(path)
+    content = whole(loaded.content)
+    extra: Any = content["extra"]
+    return Summary(
+        path=str(path),
+        size=_size(path),
+        written_by=loaded.written_by,
+        ranks=loaded.ranks,
+        engines=[_engine(engine) for engine in content["engines"]],
+        models=[_model(model) for model in content["models"]],
+        optimizers=[
+            {"class": optimizer["class"], "parameters": len(optimizer["params"])}
+            for optimizer in content["optimizers"]
+        ],
+        schedulers=[scheduler["class"] for scheduler in content["schedulers"]],
+        extra=_extra(extra),
+        bytes=_bytes(content),
+    )
+
+
+def _size(path: Path) -> int:
+    files = path.iterdir() if path.is_dir() else (path,)
+    return sum(file.stat().st_size for file in files)
+
+
+def _engine(saved: Mapping[str, Any]) -> dict[str, Any]:
+    scalers = saved["scalers"]
+    numbered = (entry for key, entry in scalers.items() if key != "steps")
+    return {
+        "opt_level": saved["opt_level"],
+        "loss_scales": [entry["loss_scale"] for entry in numbered],
+        "steps": [
+            {"applied": count["applied"], "skipped": count["skipped"]}
+            for count in scalers.get("steps", ())
+        ],
+    }
+
+
+def _model(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "class": saved["class"],
+        "tensors": [
+            {"name": name, "shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+            for name, value in saved["state"].items()
+            if isinstance(value, torch.Tensor)
+        ],
+    }
+
+
+def _extra(extra: Any) -> list[str] | str:
+    if isinstance(extra, dict):
+        return [str(key) for key in cast("dict[Any, Any]", extra)]
+    return type(extra).__name__
+
+
+def _bytes(content: Mapping[str, Any]) -> dict[str, int]:
+    found = dict.fromkeys(dict.fromkeys(CATEGORIES.values()), 0)
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for key, category in CATEGORIES.items():
+        for tensor in _tensors(content[key]):
+            memory = tensor.data_ptr(), tuple(tensor.shape)
+            if memory not in seen:
+                seen.add(memory)
+                found[category] += tensor.numel() * tensor.element_size()
+    return found
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        if tree.is_sparse:
+            yield from (tree.indices(), tree.values())
+        else:
+            yield tree
+    elif isinstance(tree, dict):
+        for item in cast("dict[Any, Any]", tree).values():
+            yield from _tensors(item)
+    elif isinstance(tree, (list, tuple, set, frozenset)):
+        for item in cast("list[Any]", tree):
+            yield from _tensors(item)
