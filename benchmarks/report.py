@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import aims
+import distributed_section
 import numerics_section
 import plots
 from preamp.bench.records import Record, read
@@ -19,13 +20,14 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 STEP_CASE = ("device", "parameters", "tensors", "half", "clip")
 RIVALS = ("GradScaler + fused AdamW", "torch, naive", "torch, kept buffers", "torch.compile")
+DISTRIBUTED_CASE = ("device", "width")
 TRAIN_CASE = ("device", "model", "width", "batch", "level")
 
 HEADER = """\
 # Benchmarks
 
 Generated from `benchmarks/results` by `python benchmarks/report.py`. Measured by
-`preamp bench step` and `preamp bench train`; run them to see your own machine.
+`preamp bench step`, `train` and `distributed`; run them to see your own machine.
 
 Machines are shared and moody, so variants are never timed one after the other: a round runs each of
 them once, in an order that rotates. The **best** of many rounds is what the code can do, and the
@@ -101,6 +103,7 @@ def render(
     train_rows: list[Record],
     import_rows: Sequence[Record] = (),
     numerics_rows: Sequence[Record] = (),
+    distributed_rows: Sequence[Record] = (),
 ) -> str:
     """Write the page.
 
@@ -109,6 +112,7 @@ def render(
         train_rows: Records of ``preamp bench train``.
         import_rows: Records of ``benchmarks/bench_import.py``.
         numerics_rows: Records of ``benchmarks/bench_numerics.py``.
+        distributed_rows: Records of ``preamp bench distributed``.
 
     Returns:
         Markdown.
@@ -122,6 +126,9 @@ def render(
     numerics = latest(numerics_rows, TRAIN_CASE).values()
     lines += [numerics_section.TEXT]
     lines += numerics_section.table(numerics, _machines) if numerics else ["Not measured.", ""]
+    ranks = latest(distributed_rows, DISTRIBUTED_CASE).values()
+    lines += [distributed_section.TEXT]
+    lines += distributed_section.table(ranks, _machines) if ranks else ["Not measured.", ""]
     lines += [IMPORT]
     lines += _import_part(import_rows) if import_rows else ["Not measured.", ""]
     lines += _not_measured([*steps, *trains])
@@ -256,10 +263,11 @@ def _ms(value: float) -> str:
 
 def main() -> None:
     """Write page and figures."""
-    names = ("step", "train", "import", "numerics")
+    names = ("step", "train", "import", "numerics", "distributed")
     files = [RESULTS / f"{name}.jsonl" for name in names]
-    steps, trains, imports, numerics = (read(file) if file.exists() else [] for file in files)
-    page = render(steps, trains, imports, numerics)
+    found = [read(file) if file.exists() else [] for file in files]
+    steps, trains, *_ = found
+    page = render(*found)
     DOCS.joinpath("benchmarks.md").write_text(page, encoding="utf-8")
     drawn = (
         ("benchmarks-step.svg", plots.draw_step, latest(steps, STEP_CASE)),

@@ -73,7 +73,7 @@ def test_what_was_not_measured_is_said() -> None:
     page = report.render([*STEPS[2:], {**base, **failed}], [])
     assert "| float16 | flashoptim | not measured | not measured |" in page
     assert "- flashoptim (1,000 in 10): needs a GPU" in page
-    assert page.count("Not measured.") == 3  # no whole steps, no statistics, no imports
+    assert page.count("Not measured.") == 4  # no whole steps, no statistics, no ranks, no imports
 
 
 def test_a_failed_loop_has_a_line() -> None:
@@ -150,3 +150,18 @@ def test_page_compares_the_fused_half_step_with_its_aims() -> None:
     scaler = step_row("GradScaler + fused AdamW", 3.0, 1.0, group="float32")
     page = report.render([*STEPS[:2], scaler], [])
     assert "| float16 | 1,000 | 10 | yes | 4.00× | 1.50× | 25% | 2000.00 |" in page
+
+
+def test_page_has_steps_on_ranks_and_what_is_derived() -> None:
+    case = {"width": 8, "ranks": 2, "parameters": 288, "group": "DDP"}
+    rows: list[Record] = [
+        {**MACHINE, **TIMES, **case, "name": name, "best": best, "best_ratio": ratio}
+        for name, best, ratio in (
+            ("plain DDP", 4.0, 1.0),
+            ("preamp O5", 3.0, 0.75),
+            ("all-reduce, 16 bytes", 0.5, 1.0),
+        )
+    ]
+    page = report.render([], [], [], [], rows)
+    assert "| preamp O5 | 3.00 ms | 2.50 ms | 0.75× | 0.40–0.60 |" in page
+    assert "| 16 bytes | 0.50 ms | 1.50 ms | 3.00 ms | 5.00 ms |" in page

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from preamp.bench import records, step, train
+from preamp.bench import distributed, records, step, train
 from preamp.cli.app import app
 
 
@@ -103,6 +103,8 @@ def test_step_runs_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
         (("train", "--models", "bert"), ("Got model 'bert'", "gpt, convnet")),
         (("train", "--width", "6"), ("Got width=6",)),
         (("train", "--batch", "1"), ("Got batch=1",)),
+        (("distributed", "--width", "0"), ("Got width=0",)),
+        (("distributed", "--rounds", "1"), ("rounds=1",)),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
@@ -135,3 +137,21 @@ def test_train_measures_every_combination(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert "to autocast" in done.output
     assert "123" in done.output
     assert "peer  not measured" in done.output
+
+
+def test_distributed_runs_end_to_end(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    done = invoke("distributed", "--width", "64", "--rounds", "2", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    rows = records.read(out)
+    names = [*distributed.WAYS, *distributed.COLLECTIVES]
+    assert [row["name"] for row in rows] == names
+    assert {row["ranks"] for row in rows} == {2}
+    assert {row["baseline"] for row in rows if row["group"] == "FSDP2"} == {"plain FSDP2"}
+    assert all(name in done.output for name in names)
+    small = rows[-2]
+    assert distributed.derived(small) == {
+        8: small["best"] * 3,
+        64: small["best"] * 6,
+        1024: small["best"] * 10,
+    }

@@ -10,10 +10,10 @@ from typing import Annotated, TypeVar
 import typer
 
 import preamp
-from preamp.bench import records, step, train
+from preamp.bench import distributed, records, step, train
 from preamp.bench.harness import Effort
 from preamp.bench.tasks import TASKS, TaskConfig
-from preamp.cli.bench_tables import show_step, show_train
+from preamp.cli.bench_tables import show_distributed, show_step, show_train
 from preamp.cli.console import make_console
 from preamp.cli.demo import choose_device
 from preamp.core.errors import PreampUnavailableError, message
@@ -90,6 +90,26 @@ def bench_train(
             rows = train.run_level(task, level, Effort(seconds=seconds))
             show_train(rows, console)
             keep(rows, out)
+
+
+@bench.command("distributed")
+def bench_distributed(
+    width: Annotated[int, typer.Option(help="Of the model's four linear layers.")] = 512,
+    rounds: Annotated[int, typer.Option(help="How often each step is timed.")] = 30,
+    out: Out = None,
+) -> None:
+    """Time steps on two ranks next to plain DDP's and FSDP2's, and small all-reduces.
+
+    Both ranks are processes on this machine, joined by gloo, on one thread each.
+    """
+    try:
+        config = distributed.Config(width=width, rounds=rounds)
+    except ValueError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from None
+    rows = distributed.run(config)
+    show_distributed(rows, make_console())
+    keep(rows, out)
 
 
 def numbers(text: str, option: str) -> list[int]:

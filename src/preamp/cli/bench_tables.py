@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from preamp.bench.distributed import COLLECTIVES, WORLDS, derived
 from preamp.bench.records import Record
 
 
@@ -76,6 +77,31 @@ def show_train(rows: list[Record], console: Console) -> None:
         )
     console.print(table)
     _print_failures(rows, console)
+
+
+def show_distributed(rows: list[Record], console: Console) -> None:
+    """Print ``preamp bench distributed``.
+
+    Args:
+        rows: Its records.
+        console: Where to.
+    """
+    first = rows[0]
+    table = _table(
+        f"{first['parameters']:,} parameters, {first['ranks']} ranks",
+        ("best ms", "p50", "ratio", "spread"),
+    )
+    for row in _with_sections(rows, table):
+        times = (f"{row['best']:.2f}", f"{row['p50']:.2f}")
+        table.add_row(row["name"], *times, *_ratio_cells(row))
+    console.print(table)
+    more = _table(
+        "Expected on more ranks, t(2) · log2(n), in ms", [f"{world:,}" for world in WORLDS]
+    )
+    for row in rows:
+        if row["name"] in COLLECTIVES:
+            more.add_row(row["name"], *(f"{time:.2f}" for time in derived(row).values()))
+    console.print(more)
 
 
 def _table(title: str, columns: Iterable[str]) -> Table:
