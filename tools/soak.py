@@ -47,6 +47,7 @@ from torch.nn.parallel import DistributedDataParallel
 import preamp
 from preamp.checkpoint import latest_checkpoint, read_checkpoint
 from preamp.checkpoint.codec import encode
+from preamp.numerics.records import OverflowRecord
 from preamp.optimizers import FusedAdam
 from preamp.scaling import DynamicScale
 
@@ -60,6 +61,7 @@ SIZE, UNIT, MAX_NORM = 16, 16.0, 16.0  # the lattice's gradient has a norm of 64
 SAVED, RELOADED = 0.05, 0.025  # of the steps
 WARM_UP_STEPS = 2000  # what is bounded has filled by then
 FROZEN_AT = 20
+RECORD_OBJECTS = 4  # of a skipped step: the record and three lists
 RSS_SLACK, OBJECT_SLACK = 2 << 20, 400
 
 
@@ -220,13 +222,17 @@ class Memory:
     objects: int
 
     @classmethod
-    def now(cls, step: int) -> Memory:
-        """Count after a collection, without what was there before ``gc.freeze``."""
+    def now(cls, step: int, run: Run) -> Memory:
+        """Count after a collection, without what was there before ``gc.freeze``.
+
+        An engine keeps the records of its latest 100,000 skipped steps, which are left out, too.
+        """
         gc.collect()
         found = gc.get_objects()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         tensors = sum(issubclass(type(one), torch.Tensor) for one in found)
-        return cls(step, pages * os.sysconf("SC_PAGE_SIZE"), tensors, len(found))
+        kept = RECORD_OBJECTS * len(run.engine.history.of(OverflowRecord))
+        return cls(step, pages * os.sysconf("SC_PAGE_SIZE"), tensors, len(found) - kept)
 
 
 def train(
@@ -260,7 +266,7 @@ def train(
             gc.collect()
             gc.freeze()  # what is there now is not counted, nor walked again and again
         if number % every == every - 1 and Path("/proc/self/statm").exists():
-            now = Memory.now(number + 1)
+            now = Memory.now(number + 1, run)
             report(f"memory {now.step} {now.rss} {now.tensors} {now.objects}")
     run.save(folder / "final.pt", None)
 
