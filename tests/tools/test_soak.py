@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-import soak
+from preamp.checkpoint import read_checkpoint
+from soak_checks import check, growth
+from soak_training import SIZE, Memory, Options, train
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = soak.Options("O2", 40, 8, 1)
+OPTIONS = Options("O2", 40, 8, 1)
 MIB = 1 << 20
 
 
@@ -40,25 +42,25 @@ def test_a_short_soak_passes() -> None:
 
 def content(tmp_path: Path) -> dict[str, Any]:
     """The end of a training without saves."""
-    soak.train(OPTIONS, tmp_path, checkpoints=False, reloads=False, report=lambda _: None)
-    return soak.read_checkpoint(tmp_path / "final.pt")
+    train(OPTIONS, tmp_path, checkpoints=False, reloads=False, report=lambda _: None)
+    return read_checkpoint(tmp_path / "final.pt")
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_another_end_is_noticed(tmp_path: Path) -> None:
     ends = [content(tmp_path / name) for name in ("one", "other")]
-    soak.check(OPTIONS, {"straight": ends[0], "killed": ends[1]})
+    check(OPTIONS, {"straight": ends[0], "killed": ends[1]})
     weights = ends[1]["models"][0]["state"]
     weights["4.bias"] = weights["4.bias"] + 2**-20
     with pytest.raises(SystemExit, match=r"killed: other than straight in \['models/0/state/4.b"):
-        soak.check(OPTIONS, {"straight": ends[0], "killed": ends[1]})
+        check(OPTIONS, {"straight": ends[0], "killed": ends[1]})
     ends[0]["engines"][0]["scalers"]["steps"][0]["applied"] -= 1
     with pytest.raises(SystemExit, match="counters are"):
-        soak.check(OPTIONS, {"straight": ends[0]})
+        check(OPTIONS, {"straight": ends[0]})
     ends[0]["engines"][0]["scalers"]["steps"][0]["applied"] += 1
-    ends[0]["models"][1]["state"]["weight"] = torch.ones(soak.SIZE)
+    ends[0]["models"][1]["state"]["weight"] = torch.ones(SIZE)
     with pytest.raises(SystemExit, match="the lattice's weights"):
-        soak.check(OPTIONS, {"straight": ends[0]})
+        check(OPTIONS, {"straight": ends[0]})
 
 
 @pytest.mark.parametrize(
@@ -67,12 +69,12 @@ def test_another_end_is_noticed(tmp_path: Path) -> None:
 def test_growth_is_noticed(what: str | None, per_sample: int) -> None:
     flat = {"rss": 300 * MIB, "tensors": 50, "objects": 9000}
     samples = [
-        soak.Memory(
+        Memory(
             step=2000 + 100 * number,
             **{name: size + per_sample * number * (name == what) for name, size in flat.items()},
         )
         for number in range(15)
     ]
-    grown = soak.growth(samples)
+    grown = growth(samples)
     assert grown is None if what is None else grown is not None and grown.startswith(what)
-    assert soak.growth(samples[:8]) is None  # too few to tell
+    assert growth(samples[:8]) is None  # too few to tell
