@@ -39,7 +39,7 @@ class Loaded:
         content: Of one rank; sharded tensors are `Pieces`.
         ranks: How many there were.
         is_shared: Whether all had the same gradients, and knew the same about them.
-        written_by: Versions: of the content (``\"version\"``), of preamp and of torch.
+        written_by: Versions: of the content (``"version"``), of preamp and of torch.
     """
 
     content: dict[str, Any]

@@ -43,7 +43,8 @@ class Summary:
         optimizers: For each the class and the number of its parameters.
         schedulers: Their classes.
         extra: The keys of ``extra``, or the type of it if it is no dict.
-        bytes: Of the first rank's tensors, sharded ones in whole, by category; what is referred to twice counts once.
+        bytes: Of the first rank's tensors, sharded ones in whole, by category; what is referred to
+            twice counts once.
     """
 
     path: str
