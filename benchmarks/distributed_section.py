@@ -17,7 +17,8 @@ with float32 weights. Under DDP preamp communicates nothing of its own in a step
 one all-reduce of 16 bytes, which is timed by itself, as is a larger one. Beyond two ranks nothing
 is measured: the second table is **derived** by t(n) = t(2) · log2(n), the latency of a tree of
 messages between two ranks with the time measured here. A network has another t(2); the number of
-messages is the same.
+messages is the same. Sizes this small cost latency alone, and which of the two is the shorter one
+is the machine's mood.
 """
 
 
