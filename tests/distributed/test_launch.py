@@ -20,7 +20,7 @@ SCRIPT = """
 import os, signal, sys, time
 rank = int(sys.argv[sys.argv.index("--rank") + 1])
 print("rank", rank, sys.argv[1:], flush=True)
-print("to stderr", file=sys.stderr)
+os.write(2, b"to stderr\\n")  # at once: three processes share the pipe
 if "fail" in sys.argv and rank == 0:
     open("started", "w").close()
 if "fail" in sys.argv and rank == 1:
