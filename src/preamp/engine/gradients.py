@@ -59,7 +59,6 @@ class GradientBooks:
 
     def direct_params(self) -> list[torch.Tensor]:
         """The parameters that the optimizer updates without a master."""
-        # By type: torch makes isinstance of a plain parameter a slow question.
         return [param for param in self.params() if not is_master(param)]
 
     # -- a block begins ----------------------------------------------------------------------
@@ -162,14 +161,14 @@ class GradientBooks:
             float32 scalar on the device, 1.0 if any new gradient is infinite or nan; ``None``
             for static scales, which do not look.
         """
-        place_gradients([*self._own, *(twin.half for twin in self.masters or ())])
+        own = set(map(id, self._own))
+        leaves = [leaf_of(p) for p in self.params() if is_master(p) or id(p) in own]
+        place_gradients(leaves)
         if not scaler.is_dynamic:
             return None
-        own = set(map(id, self._own))
-        new = (p for p in self.params() if is_master(p) or id(p) in own)
         wants_norm = self.known_norm.is_wanted
         grads, census = self._reductions.joint.look(
-            self._ops, [*map(leaf_of, new)], scaler.device, note, with_norm=wants_norm
+            self._ops, leaves, scaler.device, note, with_norm=wants_norm
         )
         if census.norm is not None and not self._holds_earlier():
             self.known_norm.note(census.norm, grads)
@@ -244,8 +243,7 @@ class GradientBooks:
 
     def holds_raw(self) -> bool:
         """Whether any gradient lies on the model's side."""
-        halves = (twin.half for twin in self.masters or ())
-        return any(param.grad is not None for param in (*self.direct_params(), *halves))
+        return any(leaf_of(param).grad is not None for param in self.params())
 
     def holds_any(self) -> bool:
         """Whether gradients from before are left; those that the script zeroed do not count."""

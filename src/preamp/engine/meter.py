@@ -117,8 +117,7 @@ class Meter:
                 place = places.get(id(factor))
                 if place is None:
                     place = places[id(factor)] = copies.put(factor.reciprocal())
-            owner = entry.param if entry.half is None else entry.half
-            found.append(self._read(entry.grad, owner, "gradient", copies, scale=place))
+            found.append(self._read(entry.grad, entry.owner, "gradient", copies, scale=place))
         return found
 
     def weights(
@@ -154,7 +153,7 @@ class Meter:
             if entry is not None and entry.twin is not None and entry.twin.held.part is not None:
                 continue  # the others' updates are not known here before the step
             if entry is not None and _is_plain(entry.grad):
-                weight = entry.param if entry.half is None else entry.half
+                weight = entry.owner
                 if is_half(weight):
                     own_part = local_of(weight).detach()
                     copy = own_part.clone(memory_format=torch.contiguous_format)

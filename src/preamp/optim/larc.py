@@ -14,7 +14,7 @@ from preamp.core.splits import Splits
 from preamp.core.tensors import local_of
 from preamp.kernels.shards import place_gradients
 from preamp.optim.fused.base import rate_of
-from preamp.optim.master_parameter import MasterParameter
+from preamp.optim.master_parameter import leaf_of
 from preamp.optim.rank_norms import complete_
 
 
@@ -195,8 +195,7 @@ def _norms(params: Sequence[torch.Tensor], splits: Splits) -> list[torch.Tensor]
         torch.stack([cast("Any", tensor).norm() for tensor in _wide(param)]) for param in params
     ]
     if splits.concern(params):
-        owners = [p.twin.half if isinstance(p, MasterParameter) and p.twin else p for p in params]
-        over = [[splits.of(owner)] for owner in owners]
+        over = [[splits.of(leaf_of(param))] for param in params]
         complete_([pair[:, None] for pair in pairs], over, splits)
     return pairs
 

@@ -43,8 +43,10 @@ class Work:
         check_shapes(*self._given)
         self._update = update
         self.columns, self.odd = regular(*self._given)
-        left_out = set(self.odd)
-        self._kept = [place for place in range(len(params)) if place not in left_out]
+        self._norms = update.norms
+        if self.odd and update.norms is not None:
+            kept = [place for place in range(len(params)) if place not in set(self.odd)]
+            self._norms = norms_at(update.norms, kept)
 
     def leave_odd_to(self, op: Callable[..., None], rule: Any) -> None:
         """Let the reference's ``op`` update the places that were taken out."""
@@ -54,7 +56,7 @@ class Work:
 
     def given_norms(self, places: Sequence[int]) -> torch.Tensor | None:
         """``update.norms`` of tensors of the columns, if the rule has been told them."""
-        norms = norms_at(self._update.norms, [self._kept[place] for place in places])
+        norms = norms_at(self._norms, places)
         return None if norms is None else norms.to(self.dtype)
 
     def note_written(self) -> None:

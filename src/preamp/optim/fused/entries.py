@@ -11,7 +11,7 @@ import torch
 
 from preamp.core.tensors import stored_grad
 from preamp.kernels import Update
-from preamp.optim.master_parameter import is_master
+from preamp.optim.master_parameter import is_master, leaf_of
 from preamp.optim.twin import Twin
 
 
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
     @property
     def owner(self) -> torch.Tensor:
         """The model's parameter."""
-        return self.param if self.half is None else self.half
+        return leaf_of(self.param)
 
 
 def entry_of(param: torch.Tensor) -> Entry | None:
@@ -44,7 +44,6 @@ def entry_of(param: torch.Tensor) -> Entry | None:
     A master's float32 gradient is not made for it: the update unscales the half one on the way,
     and rounds the new master into the half weight while it is at hand.
     """
-    # By type: torch makes isinstance of a plain parameter a slow question.
     twin = param.twin if is_master(param) else None
     if twin is None:
         grad = param.grad
@@ -81,8 +80,7 @@ class Batch:
     @property
     def owners(self) -> list[torch.Tensor]:
         """The model's parameters."""
-        pairs = zip(self.params, self.halves, strict=True)
-        return [param if half is None else half for param, half in pairs]
+        return [leaf_of(param) for param in self.params]
 
     def update(
         self,

@@ -78,7 +78,10 @@ def norms_of_wholes(
         largest: They are largest magnitudes rather than L2 norms.
     """
     found: list[torch.Tensor | None] = [None] * len(batches)
-    over = [[splits.of(owner) for owner in batch.owners] for batch in batches]
+    owners = [batch.owners for batch in batches]
+    if not any(map(splits.concern, owners)):
+        return found
+    over = [[splits.of(owner) for owner in own] for own in owners]
     split = [place for place, own in enumerate(over) if any(own)]
     columns = [measure(place) for place in split]
     if columns:
