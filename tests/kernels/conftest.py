@@ -56,4 +56,5 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
         # Small enough for the tensors of the tests to have several blocks.
         monkeypatch.setattr(sizes, "SMALL_BLOCK", 1000)
         monkeypatch.setattr(sizes, "LARGE_BLOCK", 3000)
+        monkeypatch.setattr(sizes, "LARGE_AT_LEAST", 1)
     return importlib.import_module(f"preamp.kernels.{request.param}")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import torch
 
@@ -31,17 +30,18 @@ def census(
     Which tensors an overflow is in is looked for only where there is one.
     """
     (column,), odd = regular(grads)
-    lows, highs, norms = _look_at(column, with_norm=with_norm)
-    found_inf = (~torch.isfinite(_stack([*lows, *highs])).all()).float()
-    if odd:
-        rest = reference.census([grads[i] for i in odd], _CPU, with_norm=with_norm)
-        found_inf = torch.maximum(found_inf, rest.found_inf)
-        norms += [rest.norm] if rest.norm is not None else []
+    norm = l2norm(grads, [None] * len(grads), _CPU) if with_norm else None
+    if norm is not None and bool(torch.isfinite(norm)):
+        found_inf = torch.zeros((), dtype=torch.float32, device=_CPU)  # no need to look further
+    else:
+        found_inf = _found_inf(column)
+        if odd:
+            rest = reference.census([grads[i] for i in odd], _CPU)
+            found_inf = torch.maximum(found_inf, rest.found_inf)
     max_abs = None
     if with_max_abs or found_inf != 0:
         max_abs = reference.census(grads, device).max_abs
-    norm = _total(norms).to(device) if with_norm else None
-    return Census(found_inf.to(device), norm, max_abs)
+    return Census(found_inf.to(device), None if norm is None else norm.to(device), max_abs)
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def l2norms(tensors: Tensors, factor: torch.Tensor | None, device: torch.device)
     """See `preamp.kernels.ops.Ops.l2norms`."""
     (column,), odd = regular(tensors)
     by = None if factor is None else factor.to(_CPU)
-    norms = _stack([_total(_scaled_norms(tensor, by)) for tensor in column])
+    norms = _stack([_total(_norms([tensor], by)) for tensor in column])
     if odd:
         more = reference.l2norms([tensors[i] for i in odd], by, _CPU)
         norms, kept = norms.new_empty(len(tensors)), norms
@@ -70,7 +70,7 @@ def l2norm(
     norms: list[torch.Tensor] = []
     for factor, own in by_factor.values():
         (column,), odd = regular(own)
-        found = [norm for batch in _batches(column) for norm in _norms(batch)]
+        found = _norms_of_any(column)
         found += [reference.l2norms([own[i] for i in odd], None, _CPU)] if odd else []
         norm = _total(found)
         norms.append(norm if factor is None else norm * factor.to(_CPU))
@@ -95,51 +95,33 @@ def _sharing(column: Tensors) -> Iterator[torch.Tensor]:
     yield from map(flatten, joined.values())
 
 
-def _look_at(
-    column: Tensors, *, with_norm: bool
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Smallest and largest values, and norms if they are asked for, in no order."""
-    lows: list[torch.Tensor] = []
-    highs: list[torch.Tensor] = []
-    norms: list[torch.Tensor] = []
-    for batch in _batches(column) if with_norm else (_sharing(column),):
-        for tensor in batch:
-            low, high = torch.aminmax(tensor)  # in the tensor's own dtype, and nan if there is one
-            lows.append(low)
-            highs.append(high)
-        if with_norm:
-            norms += _norms(cast("list[torch.Tensor]", batch))
-    return lows, highs, norms
+def _found_inf(column: Tensors) -> torch.Tensor:
+    """1.0 if there is an infinite value or nan; nan is both the smallest and the largest."""
+    ends = [end for tensor in _sharing(column) for end in torch.aminmax(tensor)]
+    return (~torch.isfinite(_stack(ends)).all()).float()
 
 
-def _batches(column: Tensors) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one dtype or pieces of them, at most a block together."""
-    most = large()
-    batch: list[torch.Tensor] = []
-    room = most
+def _norms_of_any(column: Tensors) -> list[torch.Tensor]:
+    """Norms that together are the norm of all, in no order."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in _sharing(column):
-        for piece in split(tensor, most):
-            if batch and (piece.numel() > room or piece.dtype is not batch[0].dtype):
-                yield batch
-                batch, room = [], most
-            batch.append(piece)
-            room -= piece.numel()
-    if batch:
-        yield batch
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    return [norm for tensors in by_dtype.values() for norm in _norms(tensors)]
 
 
-def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Norms of tensors of one dtype."""
-    return norms_of(tensors, dtype=math_dtype(tensors[0].dtype))
-
-
-def _scaled_norms(tensor: torch.Tensor, factor: torch.Tensor | None) -> list[torch.Tensor]:
-    """Norms of the pieces of one tensor, each multiplied by ``factor`` before it is squared."""
-    pieces = split(tensor, large())
-    if factor is None:
-        return [norm for piece in pieces for norm in _norms([piece])]
-    dtype = math_dtype(tensor.dtype)
-    return [norm for piece in pieces for norm in _norms([piece.to(dtype) * factor])]
+def _norms(tensors: Tensors, factor: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """Norms of tensors of one dtype or of pieces of them, multiplied by ``factor`` before."""
+    dtype = math_dtype(tensors[0].dtype)
+    if factor is None and dtype is tensors[0].dtype:
+        return norms_of(tensors)
+    # torch would widen half tensors as a whole, into memory that it asks for each time.
+    wide = torch.empty(min(large(), max(map(torch.numel, tensors))), dtype=dtype, device=_CPU)
+    found: list[torch.Tensor] = []
+    for tensor in tensors:
+        for piece in split(tensor, large()):
+            values = wide[: piece.numel()].copy_(piece)
+            found.append(norm(values if factor is None else values.mul_(factor)))
+    return found
 
 
 def _stack(values: Sequence[torch.Tensor]) -> torch.Tensor:

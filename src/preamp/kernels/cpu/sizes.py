@@ -13,6 +13,9 @@ SMALL_BLOCK = 1 << 16
 LARGE_BLOCK = 1 << 18
 """Elements for each thread where torch's fused kernels make none; larger, since each call costs."""
 
+LARGE_AT_LEAST = 1 << 19
+"""Elements of a large block for few threads, which have a cache of many to themselves."""
+
 
 def small() -> int:
     """Elements of a small block for all threads."""
@@ -21,4 +24,4 @@ def small() -> int:
 
 def large() -> int:
     """Elements of a large block for all threads."""
-    return LARGE_BLOCK * torch.get_num_threads()
+    return max(LARGE_BLOCK * torch.get_num_threads(), LARGE_AT_LEAST)
