@@ -6,7 +6,8 @@
 needs. ``preamp.amp`` has the same under the names of NVIDIA Apex.
 """
 
-from preamp import amp as amp
+from typing import TYPE_CHECKING
+
 from preamp.casting import bfloat16_function as bfloat16_function
 from preamp.casting import disable_casts as disable_casts
 from preamp.casting import float_function as float_function
@@ -26,6 +27,7 @@ from preamp.core.errors import PreampError as PreampError
 from preamp.core.errors import PreampPolicyError as PreampPolicyError
 from preamp.core.errors import PreampStateError as PreampStateError
 from preamp.core.errors import PreampUnavailableError as PreampUnavailableError
+from preamp.core.late import submodules
 from preamp.core.version import __version__ as __version__
 from preamp.engine import Engine as Engine
 from preamp.engine import OverflowCause as OverflowCause
@@ -43,6 +45,11 @@ from preamp.planning import estimate as estimate
 from preamp.planning import plan as plan
 from preamp.policy import OPT_LEVELS as OPT_LEVELS
 from preamp.policy import Policy as Policy
+
+if TYPE_CHECKING:
+    from preamp import amp as amp
+
+__getattr__ = submodules("preamp", "amp")  # only who came from Apex needs it
 
 __all__ = [
     "OPT_LEVELS",

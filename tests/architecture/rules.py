@@ -256,7 +256,7 @@ def logic_in_exports(sources: list[Source]) -> list[str]:
         for node in source.tree.body:
             is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             if not (is_docstring or isinstance(node, (ast.Import, ast.ImportFrom))):
-                if not (_assigns_dunder(node) or _is_main_guard(node)):
+                if not (_assigns_dunder(node) or _is_guard(node)):
                     found.append(
                         source.at(node.lineno, "an __init__ file or a facade only re-exports")
                     )
@@ -265,14 +265,14 @@ def logic_in_exports(sources: list[Source]) -> list[str]:
 
 def _assigns_dunder(node: ast.stmt) -> bool:
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return all(isinstance(t, ast.Name) and t.id in ("__all__", "__version__") for t in targets)
+    names = ("__all__", "__getattr__", "__version__")
+    return all(isinstance(t, ast.Name) and t.id in names for t in targets)
 
 
-def _is_main_guard(node: ast.stmt) -> bool:
-    """Whether ``node`` is ``if __name__ == "__main__": …`` with a single call."""
-    return (
-        isinstance(node, ast.If)
-        and ast.unparse(node.test) == "__name__ == '__main__'"
-        and len(node.body) == 1
-        and not node.orelse
-    )
+def _is_guard(node: ast.stmt) -> bool:
+    """Whether ``node`` has a single call if the file is run, or imports for type checkers."""
+    if not isinstance(node, ast.If) or node.orelse:
+        return False
+    if ast.unparse(node.test) == "TYPE_CHECKING":
+        return all(isinstance(part, (ast.Import, ast.ImportFrom)) for part in node.body)
+    return ast.unparse(node.test) == "__name__ == '__main__'" and len(node.body) == 1

@@ -62,3 +62,19 @@ def test_import_of_the_facades_is_light() -> None:
 def test_a_heavy_import_is_found(text: str, field: str, value: object, tmp_path) -> None:
     (tmp_path / "heavy_module.py").write_text(text, encoding="utf-8")
     assert what_import_does("heavy_module", str(tmp_path))[field] == value
+
+
+def test_apex_names_load_when_they_are_asked_for() -> None:
+    script = """
+import sys
+import preamp
+assert "preamp.compat.frontend" not in sys.modules and not hasattr(preamp, "nothing")
+amp = preamp.amp
+from preamp import amp as again
+assert again is amp is sys.modules["preamp.amp"] is vars(preamp)["amp"]
+try:
+    preamp.nothing
+except AttributeError as error:
+    assert error.name == "nothing" and "'preamp' has no attribute 'nothing'" in str(error)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
-from preamp.checkpoint.pieces import Piece
 from preamp.core.errors import PreampError, PreampStateError, message
 from preamp.core.ranks import has_process_group
+
+if TYPE_CHECKING:
+    from preamp.checkpoint.pieces import Piece
 
 _CHUNK = 1 << 20
 _SHARED = ("models/", "optimizers/", "own_params/")

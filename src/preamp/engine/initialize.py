@@ -25,14 +25,13 @@ from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.splits import splits_over
 from preamp.core.undo import run_all, set_attribute
 from preamp.engine import checks
-from preamp.engine.agreement import RankComparison
 from preamp.engine.announce import announce
 from preamp.engine.engine import Engine
 from preamp.engine.joint_findings import Means
 from preamp.engine.lookup import ATTRIBUTE, find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.engine.params import master_types
-from preamp.engine.parts import run_record
+from preamp.engine.parts import make_comparison, run_record
 from preamp.engine.recording import OFF, Numerics, Recording, make_recording
 from preamp.engine.reductions import attach_reductions
 from preamp.engine.sharding import check_fits, check_groups
@@ -234,7 +233,7 @@ def _attach(engine: Engine) -> None:
         engine.process_undo.hold(*map(ForeachType, master_types(engine.sessions.values())))
     for model in engine.models:
         _hook_model(engine, model)
-    engine.reductions.comparison = RankComparison(engine)
+    engine.reductions.comparison = make_comparison(engine)
     _install_function_casts(engine)
     for session in engine.sessions.values():
         OptimizerHooks(engine, session).attach(engine.undo)

@@ -12,6 +12,7 @@ from torch import nn
 from preamp.engine.recording import Recording
 
 if TYPE_CHECKING:
+    from preamp.engine.agreement import RankComparison
     from preamp.engine.engine import Engine
     from preamp.engine.recorder import Recorder
     from preamp.engine.trace import Tracer
@@ -23,6 +24,13 @@ def make_tracer(models: Sequence[nn.Module]) -> Tracer:
     from preamp.engine.trace import Tracer
 
     return Tracer(models)
+
+
+def make_comparison(engine: Engine) -> RankComparison:
+    """Return what compares the ranks that train the models of ``engine``."""
+    from preamp.engine.agreement import RankComparison
+
+    return RankComparison(engine)
 
 
 def make_recorder(engine: Engine, recording: Recording) -> Recorder:
