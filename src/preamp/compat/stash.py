@@ -15,7 +15,7 @@ from preamp.engine.overflow import GradientNote
 from preamp.engine.scale_loss import unscale_and_commit
 from preamp.engine.session import OptimizerSession
 from preamp.engine.stage import Plan, Stage
-from preamp.optim import MasterParameter
+from preamp.optim import is_master
 
 Params = list[torch.Tensor]
 
@@ -36,13 +36,13 @@ class AmpStash:
     @property
     def fp32_from_fp16_groups(self) -> list[Params]:
         """The masters, by group."""
-        return [[p for p in group if isinstance(p, MasterParameter)] for group in self._groups()]
+        return [[p for p in group if is_master(p)] for group in self._groups()]
 
     @property
     def fp16_groups(self) -> list[Params]:
         """The half parameters that have masters, by group, in the masters' order."""
         return [
-            [p.twin.half for p in group if isinstance(p, MasterParameter) and p.twin is not None]
+            [p.twin.half for p in group if is_master(p) and p.twin is not None]
             for group in self._groups()
         ]
 
@@ -50,8 +50,7 @@ class AmpStash:
     def fp32_from_fp32_groups(self) -> list[Params]:
         """The trainable parameters without a master, by group."""
         return [
-            [p for p in group if not isinstance(p, MasterParameter) and p.requires_grad]
-            for group in self._groups()
+            [p for p in group if not is_master(p) and p.requires_grad] for group in self._groups()
         ]
 
     @property

@@ -15,6 +15,7 @@ from preamp.core.pytree import tensors_in
 from preamp.core.tensors import local_of, storage_key, stored_grad
 from preamp.engine.casts import cast_records
 from preamp.kernels.sparse import stored_parts
+from preamp.optim import is_master
 
 if TYPE_CHECKING:
     from preamp.engine.engine import Engine
@@ -72,7 +73,7 @@ def count_memory(engine: Engine) -> dict[str, int]:
         for group in optimizer.param_groups
         for param in group["params"]
     ]
-    masters = [param for param in updated if getattr(param, "twin", None) is not None]
+    masters = [param for param in updated if is_master(param) and param.twin is not None]
     # Between a forward and its backward ``fully_shard`` has gathered weights in place of these.
     known = {id(param) for param in (*weights, *masters)}
     weights += (param for param in updated if id(param) not in known)

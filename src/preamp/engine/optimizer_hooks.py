@@ -139,16 +139,12 @@ class OptimizerHooks:
         self._session.prepare_step()
         closure = find_closure(args, kwargs)
         self._owner.recorder.before_update(self._session, has_closure=closure is not None)
-        if closure is None:
-            # Reached through a method bound before initialize?
-            if self._unread is None and self._session.overflowed():
-                self._withhold_gradients()
-            self._stepping = True
-            self._session.sharing.begin(has_closure=False)
-            return None
-        self._session.sharing.begin(has_closure=True)
+        # Reached through a method bound before initialize?
+        if closure is None and self._unread is None and self._session.overflowed():
+            self._withhold_gradients()
+        self._session.sharing.begin(has_closure=closure is not None)
         self._stepping = True
-        if isinstance(closure, _Rerun):
+        if closure is None or isinstance(closure, _Rerun):
             return None
         return replace_closure(args, kwargs, _Rerun(closure, self))
 

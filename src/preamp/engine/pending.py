@@ -18,7 +18,7 @@ from preamp.engine.engine import Engine
 from preamp.engine.overflow import GradientNote
 from preamp.engine.session import OptimizerSession
 from preamp.engine.stage import Delayed, Stage
-from preamp.optim import DirectMemo, HalfGradient, MasterParameter, Twin, TwinMemo, leaf_of
+from preamp.optim import DirectMemo, HalfGradient, Twin, TwinMemo, is_master, leaf_of
 
 Apply = Callable[[], None]
 
@@ -78,7 +78,7 @@ def _session_state(engine: Engine, session: OptimizerSession) -> dict[str, Any]:
 
 def _twins(params: Sequence[torch.Tensor]) -> dict[int, Twin]:
     pairs = enumerate(params)
-    masters = {i: p.twin for i, p in pairs if isinstance(p, MasterParameter)}
+    masters = {i: p.twin for i, p in pairs if is_master(p)}
     return {index: twin for index, twin in masters.items() if twin is not None}
 
 
@@ -90,7 +90,7 @@ def _all_of_model(engine: Engine) -> list[torch.Tensor]:
 
 def _clippable(params: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """All gradients as clipping sees them, and what unscales the half ones."""
-    grads = [p.grad for p in params if not isinstance(p, MasterParameter) and p.grad is not None]
+    grads = [p.grad for p in params if not is_master(p) and p.grad is not None]
     pending = [twin.pending for twin in _twins(params).values() if stored_grad(twin.master) is None]
     pairs = [pair for pair in pending if pair is not None]
     return [*grads, *(grad for grad, _ in pairs)], [factor for _, factor in pairs]
