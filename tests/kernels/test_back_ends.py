@@ -421,6 +421,13 @@ def test_blocks_hold_every_element_once_and_no_more_than_they_may(
     ]
 
 
+def test_blocks_of_very_small_tensors_have_no_more_than_some_hundreds() -> None:
+    column = [torch.zeros(1)] * 2000
+    found = list(parts(1 << 20, column))
+    assert [place for part in found for place in part.places] == list(range(2000))
+    assert max(len(part.places) for part in found) <= 1000
+
+
 @as_they_are
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_sizes_at_the_edges_of_blocks(ops: Any, dtype: torch.dtype) -> None:

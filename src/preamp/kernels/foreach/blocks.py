@@ -17,6 +17,9 @@ Column = Sequence["torch.Tensor | None"]
 
 _torch: Any = torch
 
+_TOGETHER = 512
+"""Most tensors of a block: with more of them their Python objects no longer stay in the cache."""
+
 
 class Block:
     """Several small tensors, or a piece of a large one, in every column of an op.
@@ -103,7 +106,7 @@ def parts(most: int, *columns: Column) -> Iterator[Part]:
     """Cut columns of contiguous tensors; empty tensors are left out.
 
     Args:
-        most: Elements of a block.
+        most: Elements of a block; one of very small tensors has fewer.
         columns: Equally long lists. The first has a tensor in each place.
     """
     small: list[int] = []
@@ -113,7 +116,7 @@ def parts(most: int, *columns: Column) -> Iterator[Part]:
         if size > most:
             yield _pieces(place, most, columns)
         elif size:
-            if total + size > most:
+            if total + size > most or len(small) == _TOGETHER:
                 yield _together(small, total, columns)
                 small, total = [], 0
             small.append(place)
