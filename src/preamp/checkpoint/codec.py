@@ -21,6 +21,7 @@ from preamp.checkpoint.pieces import Box, Piece, describe_frame, piece_of, piece
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import message
 from preamp.core.tensors import is_sharded
+from preamp.kernels.sparse import stored_parts
 
 Tensors = dict[str, torch.Tensor | Piece]
 Found = torch.Tensor | list[tuple[Box, torch.Tensor]]
@@ -110,7 +111,9 @@ class _Encoder:
 
     def _tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> Any:
         check_storable(value, self._place(path))
+        # A lazy conjugate or negative is another value of the same memory.
         memory = (value.data_ptr(), value.dtype, value.shape, value.stride(), value.device)
+        memory += (value.is_conj(), value.is_neg())
         return {"$tensor": self._named(value.detach(), memory if value.numel() else None, path)}
 
     def _piece(self, piece: Piece, path: tuple[Any, ...]) -> Any:
@@ -131,9 +134,9 @@ class _Encoder:
         return name
 
     def _sparse(self, value: torch.Tensor, path: tuple[Any, ...]) -> Any:
-        whole = value.detach().coalesce()
-        pair = (whole.indices(), whole.values())
-        return {"$sparse": [*self._items(pair, path), list(whole.shape)]}
+        # Not coalesced: sums would be taken in another order than by what goes on with it.
+        pair = self._items(stored_parts(value.detach()), path)
+        return {"$sparse": [*pair, list(value.shape), value.is_coalesced()]}
 
     def _place(self, path: tuple[Any, ...]) -> str:
         return self._what + "".join(f"[{key!r}]" for key in path)
@@ -197,10 +200,16 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "$bytes": bytes.fromhex,
     "$dtype": dtype_named,
     "$device": torch.device,
-    "$sparse": lambda made: cast("Any", torch).sparse_coo_tensor(
-        *made, check_invariants=True, is_coalesced=True
-    ),
+    "$sparse": lambda made: _sparse(*made),
 }
+
+
+def _sparse(
+    indices: torch.Tensor, values: torch.Tensor, shape: list[int], is_coalesced: bool = True
+) -> torch.Tensor:
+    return cast("Any", torch).sparse_coo_tensor(
+        indices, values, shape, check_invariants=True, is_coalesced=is_coalesced
+    )
 
 
 def _decode(tree: Any, tensors: Mapping[str, Found]) -> Any:

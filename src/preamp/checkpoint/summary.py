@@ -14,6 +14,7 @@ from preamp.checkpoint.background import LATEST
 from preamp.checkpoint.placing import whole
 from preamp.checkpoint.saving import read_or_refuse
 from preamp.core.dtypes import dtype_name
+from preamp.kernels.sparse import stored_parts
 
 CATEGORIES = {
     "models": "models",
@@ -146,7 +147,7 @@ def _bytes(content: Mapping[str, Any]) -> dict[str, int]:
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         if tree.is_sparse:
-            yield from (tree.indices(), tree.values())
+            yield from stored_parts(tree)
         else:
             yield tree
     elif isinstance(tree, dict):

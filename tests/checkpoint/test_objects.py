@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tensors, optimizers and models of unusual kinds come back as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import preamp
+
+
+def test_a_lazy_conjugate_is_another_tensor(tmp_path: Path) -> None:
+    """It has the memory, shape and strides of what it is of, and other values."""
+    value = torch.tensor([1 + 2j, 3 - 1j])
+    given = [value, value.conj(), value.imag, value.conj().imag]
+    preamp.save_checkpoint(tmp_path / "a.pt", extra=given)
+    back = preamp.load_checkpoint(tmp_path / "a.pt")
+    assert all(torch.equal(old, new) for old, new in zip(given, back, strict=True))
+
+
+SPARSE: list[Callable[[Any], optim.Optimizer]] = [
+    lambda params: optim.SGD(params, lr=0.1),
+    lambda params: optim.SparseAdam(list(params), lr=0.1),
+    lambda params: optim.Adagrad(params, lr=0.1),
+]
+
+
+def embedding(build: Callable[[Any], optim.Optimizer], level: str) -> tuple[Any, Any]:
+    model = nn.Embedding(5, 4, sparse=True)
+    return preamp.initialize(model, build(model.parameters()), opt_level=level, verbosity=0)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's Adagrad
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("build", SPARSE)
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_sparse_gradients_go_on_bitwise(
+    level: str, build: Callable[[Any], optim.Optimizer], delay: bool, tmp_path: Path
+) -> None:
+    """Rows that a backward left several times are added later, in the order they lie in."""
+
+    def backward(model: nn.Module, optimizer: Any, seed: int, delay: bool = False) -> None:
+        torch.manual_seed(seed)
+        loss = (model(torch.randint(0, 5, (40,))) * torch.randn(40, 4)).sum()
+        with preamp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled_loss:
+            scaled_loss.backward()
+
+    def end(model: Any, optimizer: Any) -> torch.Tensor:
+        if delay:
+            backward(model, optimizer, 2)
+        optimizer.step()
+        preamp.engine_of(model).close()
+        return model.weight.detach()
+
+    model, optimizer = embedding(build, level)
+    backward(model, optimizer, 1, delay)
+    preamp.save_checkpoint(tmp_path / "a.pt", model, optimizer)
+    whole = end(model, optimizer)
+    model, optimizer = embedding(build, level)
+    preamp.load_checkpoint(tmp_path / "a.pt", model, optimizer)
+    assert torch.equal(end(model, optimizer), whole)
