@@ -64,3 +64,26 @@ def test_sparse_gradients_go_on_bitwise(
     model, optimizer = embedding(build, level)
     preamp.load_checkpoint(tmp_path / "a.pt", model, optimizer)
     assert torch.equal(end(model, optimizer), whole)
+
+
+class Counting(optim.SGD):
+    """Has state that is of no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        known: Any = self.state
+        known["calls"] = known["calls"] + 1 if "calls" in known else 1
+        return super().step(closure)
+
+
+def test_state_of_no_parameter(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        return model, Counting(model.parameters(), lr=0.1)
+
+    model, optimizer = make()
+    optimizer.step()
+    optimizer.step()
+    preamp.save_checkpoint(tmp_path / "a.pt", model, optimizer)
+    model, optimizer = make()
+    preamp.load_checkpoint(tmp_path / "a.pt", model, optimizer)
+    assert optimizer.state["calls"] == 2  # type: ignore[comparison-overlap]

@@ -90,16 +90,16 @@ def _optimizer_state(
     params = dict(zip(numbers, params_of(optimizer), strict=False))
     saved: Mapping[int, Mapping[str, Any]] = state["state"]
     entries = {
-        number: {
-            key: _state_entry(key, value, params.get(number), shares) for key, value in own.items()
-        }
+        number: own
+        if number not in params  # what an optimizer keeps for all of them, of any kind
+        else {key: _state_entry(key, value, params[number], shares) for key, value in own.items()}
         for number, own in saved.items()
     }
     return {**state, "state": entries}
 
 
-def _state_entry(key: str, value: Any, param: torch.Tensor | None, shares: Shares) -> Any:
-    if not isinstance(value, (torch.Tensor, Pieces)) or param is None:
+def _state_entry(key: str, value: Any, param: torch.Tensor, shares: Shares) -> Any:
+    if not isinstance(value, (torch.Tensor, Pieces)):
         return value
     share = shares.of(param)
     if share is not None and key != "step" and shape_of(value) == share.frame.shape:

@@ -106,16 +106,14 @@ class Shares:
         shares = [self.of(param) for param in params_of(optimizer)]
         if not any(shares):
             return state
-        own: Mapping[int, Any] = state["state"]
-        return {
-            **state,
-            "state": {number: _with_pieces(own[number], shares[number]) for number in own},
-        }
+        own: dict[int, Any] = dict(state["state"])
+        for number, share in enumerate(shares):  # the numbers that state_dict gives
+            if share is not None and number in own:
+                own[number] = _with_pieces(own[number], share)
+        return {**state, "state": own}
 
 
-def _with_pieces(entries: Mapping[str, Any], share: Share | None) -> dict[str, Any]:
-    if share is None:
-        return dict(entries)
+def _with_pieces(entries: Mapping[str, Any], share: Share) -> dict[str, Any]:
     return {
         key: share.piece(value) if share.is_of(key, value) else value
         for key, value in entries.items()
