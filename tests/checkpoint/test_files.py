@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
@@ -181,6 +182,30 @@ def test_keep_last(tmp_path: Path) -> None:
     save(tmp_path / "step_9.pt", 9.0, keep_last=2)
     assert "step_10.pt" not in names_in(tmp_path)
     assert latest_checkpoint(tmp_path) == tmp_path / "step_9.pt"
+
+
+@FORMATS
+def test_keep_last_leaves_other_files_alone(name: str, tmp_path: Path) -> None:
+    suffix = Path(name).suffix
+    torch.save({"weight": torch.ones(1)}, tmp_path / f"run_1{suffix}")
+    (tmp_path / f"run_2{suffix}").write_text("mine")
+    for step in (3, 4, 5):
+        save(tmp_path / f"run_{step}{suffix}", step, keep_last=2)
+    assert names_in(tmp_path) == [f"run_{step}{suffix}" for step in (1, 2, 4, 5)]
+
+
+def test_keep_last_says_what_it_could_not_remove(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "run_1.pt", 1.0)
+
+    def unlink(path: Path) -> None:
+        raise PermissionError(errno.EPERM, "Not permitted", str(path))
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(PermissionError, match=r"run_2\.pt is written, but .*run_1\.pt beside it"):
+        save(tmp_path / "run_2.pt", 2.0, keep_last=1)
+    assert value_in(tmp_path / "run_2.pt") == 2.0
 
 
 def test_keep_last_refuses(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def save_checkpoint(
         schedulers: One or several objects with ``state_dict`` and ``load_state_dict``.
         extra: Plain data of your own: numbers, strings, tensors, and containers of them.
         keep_last: Remove older checkpoints whose name differs from this one's in its last number
-            only, up to so many of the newest, this one included; afterwards.
+            only, up to so many of the newest, this one included; afterwards. Other files stay.
         asynchronous: Return when everything is copied to the CPU's memory, and write in the
             background. The next call waits for the writing to end.
 
@@ -57,8 +57,8 @@ def save_checkpoint(
         A handle, whose ``wait()`` returns when the file is on the disk.
 
     Raises:
-        OSError: The file cannot be written; what was there before still is. Also of the
-            previous call, if that was asynchronous.
+        OSError: The file cannot be written; what was there before still is. Or it is written,
+            and an older one cannot be removed. Also of the previous call, if that was asynchronous.
         TypeError: Something is no plain data, or of the wrong kind.
         ValueError: ``keep_last`` with a name without a number.
         PreampStateError: Inside a ``scale_loss`` block; an optimizer of the ``initialize`` call

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,9 +51,12 @@ def save(path: Path, subjects: Subjects, extra: Any, options: Options) -> Saving
         file = path if draft.member is None else draft.member.file_in(path)
         try:
             write(draft, file, alone=options.asynchronous)
-            tidy(path, options.keep_last)
         except (OSError, RuntimeError) as error:  # torch raises the second where writing fails
             raise _not_written(path, error) from error
+        try:
+            tidy(path, options.keep_last)
+        except OSError as error:
+            raise _not_tidied(path, error) from error
 
     if options.asynchronous:
         saving.start(job)
@@ -66,14 +68,27 @@ def save(path: Path, subjects: Subjects, extra: Any, options: Options) -> Saving
 
 
 def _not_written(path: Path, error: Exception) -> OSError:
-    code = error.errno if isinstance(error, OSError) else None
     text = message(
-        f"{path} could not be written: {os.strerror(code) if code else str(error).splitlines()[0]}",
+        f"{path} could not be written: {_reason(error)}",
         "A checkpoint needs a folder that can be written to, with room for the whole file; what "
         "was there before is untouched",
         "Make room or choose another place, and save again",
     )
-    return OSError(code or errno.EIO, text)
+    return OSError(getattr(error, "errno", None) or errno.EIO, text)
+
+
+def _not_tidied(path: Path, error: OSError) -> OSError:
+    text = message(
+        f"{path} is written, but {error.filename or 'something'} beside it could not be removed: "
+        f"{_reason(error)}",
+        "Drafts of dead processes are removed, and with keep_last older checkpoints",
+        "See to the permissions in its folder, or save without keep_last",
+    )
+    return OSError(error.errno or errno.EIO, text)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or (str(error).splitlines() or [repr(error)])[0]
 
 
 def load(path: Path, subjects: Subjects, *, gradients: bool, rng: bool) -> Any:

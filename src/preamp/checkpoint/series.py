@@ -11,6 +11,7 @@ from pathlib import Path
 
 from preamp.checkpoint.members import is_sharded_folder, remove, tidy_folder, written_at
 from preamp.checkpoint.reading import read
+from preamp.checkpoint.storage import is_checkpoint
 from preamp.core.errors import CheckpointError, PreampUnavailableError, message
 from preamp.core.files import remove_leftovers
 
@@ -78,7 +79,7 @@ def tidy(path: Path, keep_last: int | None) -> None:
     Args:
         path: The checkpoint just written. Nothing is removed while other ranks' files are missing.
         keep_last: How many of those whose name differs in the last number only to keep, by the
-            time they were written; ``None`` for all.
+            time they were written; ``None`` for all. Files that are no checkpoints stay.
     """
     if path.is_dir() and not tidy_folder(path):
         return
@@ -91,6 +92,7 @@ def tidy(path: Path, keep_last: int | None) -> None:
             remove(old)
     if keep_last is None:
         return
-    for old in complete[keep_last - 1 :]:
+    ours = [p for p in complete if p.is_dir() or is_checkpoint(p)]  # others are not ours to remove
+    for old in ours[keep_last - 1 :]:
         with contextlib.suppress(FileNotFoundError):
             remove(old) if old.is_dir() else old.unlink()

@@ -152,6 +152,16 @@ def contents_of(path: Path, *, checksums: bool = True) -> Contents:
     return Contents(manifest, verified(parts, data, checksums=checksums))
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a file has preamp's manifest; looks neither at that nor at the tensors."""
+    try:
+        with path.open("rb") as file:
+            start, size = file.read(len(_ZIP)), os.fstat(file.fileno()).st_size
+        return _MANIFEST in _open(path, start, size)[0]
+    except Exception:  # foreign files make readers raise nearly anything
+        return False
+
+
 def _open(path: Path, start: bytes, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the manifest with its checksum, and the tensors."""
     if start == _ZIP:
