@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -313,6 +314,16 @@ def test_training_goes_on_while_the_file_is_written(
     assert saving.wait() == tmp_path / "a.pt"
     run.load(tmp_path / "a.pt")
     assert same(run.numbers(), expected)
+
+
+@FORMATS
+def test_what_was_loaded_does_not_change_with_the_file(name: str, tmp_path: Path) -> None:
+    """As ``cp`` changes one, in place."""
+    for number, value in enumerate((1.0, 2.0)):
+        preamp.save_checkpoint(tmp_path / f"{number}{name}", extra=torch.full((5000,), value))
+    extra = preamp.load_checkpoint(tmp_path / f"0{name}")
+    shutil.copyfile(tmp_path / f"1{name}", tmp_path / f"0{name}")
+    assert set(extra.tolist()) == {1.0}
 
 
 # -- damaged and hostile files -------------------------------------------------------------------

@@ -85,7 +85,7 @@ def _prepare(content: Mapping[str, Any], subjects: Subjects, *, gradients: bool)
 
 
 def _load_parts(content: Mapping[str, Any], subjects: Subjects, undo: UndoStack) -> None:
-    optimizers = _owned([saved["state"] for saved in content["optimizers"]], {})
+    optimizers = owned([saved["state"] for saved in content["optimizers"]], {})
     for model, saved in zip(subjects.models, content["models"], strict=False):
         _load_model(model, saved, subjects, undo)
     if subjects.optimizers:
@@ -93,11 +93,16 @@ def _load_parts(content: Mapping[str, Any], subjects: Subjects, undo: UndoStack)
     for index, optimizer in enumerate(subjects.optimizers):
         _load_optimizer(optimizer, content["optimizers"][index], optimizers[index], undo)
     for scheduler, saved in zip(subjects.schedulers, content["schedulers"], strict=False):
-        _load_scheduler(scheduler, _owned(saved["state"], {}), undo)
+        _load_scheduler(scheduler, owned(saved["state"], {}), undo)
 
 
-def _owned(tree: Any, made: dict[int, torch.Tensor]) -> Any:
-    """Copy a tree of plain data, so that nothing in it is mapped from the file any more."""
+def owned(tree: Any, made: dict[int, torch.Tensor]) -> Any:
+    """Copy a tree of plain data, so that nothing in it is mapped from the file any more.
+
+    Args:
+        tree: Not mutated.
+        made: The copies of its tensors by their ``id``, and of others that share some with it.
+    """
     if isinstance(tree, torch.Tensor):
         if id(tree) not in made:
             made[id(tree)] = tree.clone()
@@ -105,11 +110,11 @@ def _owned(tree: Any, made: dict[int, torch.Tensor]) -> Any:
     if isinstance(tree, dict):
         twin = copy.copy(cast("dict[Any, Any]", tree))
         for key, item in twin.items():
-            twin[key] = _owned(item, made)
+            twin[key] = owned(item, made)
         return twin
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
         items = cast("list[Any]", tree)
-        return type(items)([_owned(item, made) for item in items])
+        return type(items)([owned(item, made) for item in items])
     return tree
 
 
@@ -254,7 +259,7 @@ def _prepare_engines(
         applies.append(lambda engine=engine, entry=entry: engine.load_state_dict(entry["scalers"]))
         if gradients:
             try:
-                applies.append(prepare_pending(engine, _owned(entry["pending"], {})))
+                applies.append(prepare_pending(engine, owned(entry["pending"], {})))
             except (KeyError, TypeError, ValueError, IndexError) as error:
                 if not is_idle(entry["pending"]):
                     raise _other_gradients(str(error)) from error

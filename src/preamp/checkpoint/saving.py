@@ -14,7 +14,7 @@ from preamp.checkpoint.gathering import encoded, gather
 from preamp.checkpoint.placing import placed
 from preamp.checkpoint.ranks import rank, together, world_size
 from preamp.checkpoint.reading import Loaded, Reader, read
-from preamp.checkpoint.restore import restore
+from preamp.checkpoint.restore import owned, restore
 from preamp.checkpoint.series import check_keep_last, instead_of, tidy
 from preamp.checkpoint.storage import check_format, write
 from preamp.checkpoint.subjects import Subjects
@@ -99,6 +99,7 @@ def load(path: Path, subjects: Subjects, *, gradients: bool, rng: bool) -> Any:
         if gradients and subjects.optimizers and not loaded.is_shared:
             _check_ranks(loaded)
         content = placed(loaded.content, subjects)
+        extra = owned(content["extra"], {})
     states = content["rng"] if rng else None
     if states is not None and loaded.ranks != world_size():
         say(
@@ -107,7 +108,7 @@ def load(path: Path, subjects: Subjects, *, gradients: bool, rng: bool) -> Any:
         )
         states = None
     restore(content, subjects, gradients=gradients, states=states)
-    return content["extra"]
+    return extra
 
 
 def _check_ranks(loaded: Loaded) -> None:
