@@ -316,6 +316,26 @@ def test_training_goes_on_while_the_file_is_written(
     assert same(run.numbers(), expected)
 
 
+def test_a_relative_path_is_one_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, write = threading.Event(), storage.write
+
+    def late(*args: Any, **options: Any) -> None:
+        assert may_write.wait(60)
+        write(*args, **options)
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("preamp.checkpoint.saving.write", late)
+    saving = save(Path("runs/step_1.pt"), 1.0, asynchronous=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    may_write.set()
+    saving.wait()
+    assert names_in(tmp_path / "elsewhere") == []
+    assert value_in(tmp_path / "runs" / "step_1.pt") == 1.0
+
+
 @FORMATS
 def test_what_was_loaded_does_not_change_with_the_file(name: str, tmp_path: Path) -> None:
     """As ``cp`` changes one, in place."""

@@ -38,6 +38,7 @@ class Options:
 def save(path: Path, subjects: Subjects, extra: Any, options: Options) -> Saving:
     """See ``preamp.save_checkpoint``."""
     LATEST.wait()
+    place = path.absolute()  # the working directory may be another one when it is written
     with together():
         check_format(path)
         check_keep_last(path, options.keep_last)
@@ -48,13 +49,13 @@ def save(path: Path, subjects: Subjects, extra: Any, options: Options) -> Saving
     def job() -> None:
         if draft is None:  # the first rank writes
             return
-        file = path if draft.member is None else draft.member.file_in(path)
+        file = place if draft.member is None else draft.member.file_in(place)
         try:
             write(draft, file, alone=options.asynchronous)
         except (OSError, RuntimeError) as error:  # torch raises the second where writing fails
             raise _not_written(path, error) from error
         try:
-            tidy(path, options.keep_last)
+            tidy(place, options.keep_last)
         except OSError as error:
             raise _not_tidied(path, error) from error
 
