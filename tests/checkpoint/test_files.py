@@ -13,6 +13,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import zipfile
 from collections import Counter, OrderedDict
@@ -32,6 +33,7 @@ from checkpoint.runs import Backward, Run, Step, Zero
 from engine.harness import same
 from preamp import CheckpointError
 from preamp.checkpoint import latest_checkpoint, migrations, read_checkpoint, storage
+from preamp.core import files
 
 FORMATS = pytest.mark.parametrize("name", ["run_1.pt", "run_1.safetensors"])
 STEP = [Backward(), Step(), Zero()]
@@ -224,6 +226,26 @@ def test_latest_of_nothing(tmp_path: Path) -> None:
 
 
 # -- writing fails -------------------------------------------------------------------------------
+
+
+def test_another_process_tidies_up_at_that_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft that is not locked yet looks like one of a process that has died."""
+    make, made = tempfile.mkstemp, list[str]()
+
+    def make_and_be_robbed(*args: Any, **options: Any) -> tuple[int, str]:
+        handle, name = make(*args, **options)
+        if not made:
+            files.remove_leftovers(tmp_path, lambda _: True)
+        made.append(name)
+        return handle, name
+
+    monkeypatch.setattr(tempfile, "mkstemp", make_and_be_robbed)
+    save(tmp_path / "a.pt", 1.0)
+    assert len(made) == 2
+    assert names_in(tmp_path) == ["a.pt"]
+    assert value_in(tmp_path / "a.pt") == 1.0
 
 
 @contextmanager

@@ -39,21 +39,38 @@ def replacing(path: Path) -> Generator[BinaryIO]:
     if path.exists() and not path.is_file():  # a device would be gone for all programs
         raise FileExistsError(errno.EEXIST, "What is there is no regular file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_prefix(path), suffix=".part")
-    os.close(handle)
-    try:
-        with _locked(Path(name)):
+    with _draft_of(path) as name:
+        try:
             with open(name, "wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(name, _mode(path))
             os.replace(name, path)
-        _sync_folder(path.parent)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+            _sync_folder(path.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+
+
+@contextlib.contextmanager
+def _draft_of(path: Path) -> Generator[str]:
+    """Make a draft and hold its lock, without which it would pass for that of a dead process."""
+    is_ours = False
+    while not is_ours:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=_prefix(path), suffix=".part")
+        if fcntl is None:
+            os.close(handle)  # Windows moves no open file
+            yield name
+            return
+        try:
+            # Another process may have taken it for a leftover before it was locked.
+            is_ours = _lock(handle) is not False and os.path.exists(name)
+            if is_ours:
+                yield name
+        finally:
+            os.close(handle)
 
 
 def remove_leftovers(folder: Path, is_meant: Callable[[str], bool]) -> None:
@@ -65,8 +82,8 @@ def remove_leftovers(folder: Path, is_meant: Callable[[str], bool]) -> None:
     """
     for draft in folder.glob(".*.part") if fcntl is not None else ():
         if is_meant(draft.name[1:].rsplit(".", 2)[0]):
-            with contextlib.suppress(OSError), _locked(draft) as was_free:
-                if was_free:  # the system has released its writer's lock
+            with contextlib.suppress(OSError), draft.open("rb") as file:
+                if _lock(file.fileno()):  # the system has released its writer's
                     draft.unlink()
 
 
@@ -74,19 +91,17 @@ def _prefix(path: Path) -> str:
     return f".{path.name[:_NAME_KEPT]}."
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Generator[bool]:
-    """Hold the lock of a file; yields whether it could be had."""
+def _lock(handle: int) -> bool | None:
+    """Lock an open file; whether it could be had, or ``None`` where there are no locks."""
     if fcntl is None:
-        yield False
-        return
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_held = True
-        except OSError:  # somebody else has it, or the file system has no locks
-            is_held = False
-        yield is_held
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:  # somebody else has it
+        return False
+    except OSError:  # the file system has none
+        return None
+    return True
 
 
 def _sync_folder(folder: Path) -> None:
