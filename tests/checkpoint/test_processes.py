@@ -129,3 +129,13 @@ def test_other_threads_are_refused() -> None:
         pytest.raises(preamp.PreampStateError, match="main thread"),
     ):
         threads.submit(enter).result()
+
+
+def test_a_signal_that_nobody_can_catch_leaves_the_others_alone() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(OSError, match="Invalid"), stop_on_signal(signal.SIGUSR1, signal.SIGKILL):
+        pass
+    assert signal.getsignal(signal.SIGUSR1) == before
+    with stop_on_signal(signal.SIGUSR1, signal.SIGUSR1):
+        pass
+    assert signal.getsignal(signal.SIGUSR1) == before

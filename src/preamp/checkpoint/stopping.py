@@ -8,7 +8,7 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from preamp.checkpoint.background import LATEST
 from preamp.checkpoint.ranks import any_rank
@@ -64,6 +64,7 @@ def stop_on_signal(*signals: int) -> Generator[StopRequest]:
 
     Raises:
         PreampStateError: Not in the main thread, which alone can receive signals.
+        OSError: The system lets nobody listen to one of them, such as ``signal.SIGKILL``.
 
     Example:
         ```python
@@ -89,8 +90,11 @@ def stop_on_signal(*signals: int) -> Generator[StopRequest]:
         del frame
         request.signal_number = number
 
-    before = {number: signal.signal(number, note) for number in signals or (signal.SIGTERM,)}
+    before: dict[int, Any] = {}
     try:
+        for number in signals or (signal.SIGTERM,):
+            old = signal.signal(number, note)
+            before.setdefault(number, old)  # one that is given twice had another handler at first
         yield request
     finally:
         for number, handler in before.items():
