@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from preamp.checkpoint.capture import describe_params
 from preamp.checkpoint.shares import Shares
 from preamp.checkpoint.subjects import Subjects, class_name
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import message
+from preamp.core.tensors import is_sharded
 
 _SHOWN = 3
 
@@ -31,6 +33,7 @@ def check_fits(content: Mapping[str, Any], subjects: Subjects) -> None:
     shares = Shares(subjects)
     for index, (model, saved) in enumerate(zip(subjects.models, content["models"], strict=False)):
         _check_model(index, shares.model_forms(model), saved["state"])
+        _check_tied(index, model, saved["state"])
     names = {id(param): name for name, param in subjects.named_params()}
     pairs = zip(subjects.optimizers, content["optimizers"], strict=False)
     for index, (optimizer, saved) in enumerate(pairs):
@@ -57,6 +60,31 @@ def _check_model(index: int, own: Mapping[str, Any], saved: Mapping[str, Any]) -
             f"{_form(saved[wrong[0]])} for {_form(own[wrong[0]])}",
             "entries of the same shape",
         )
+
+
+def _check_tied(index: int, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Of values for one tensor under several names the last would silently be the one."""
+    first: dict[int, str] = {}
+    own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    own |= dict(model.named_buffers(remove_duplicate=False))
+    for name, tensor in own.items():
+        known = first.setdefault(id(tensor), name)
+        if known == name or is_sharded(tensor) or not {name, known} <= saved.keys():
+            continue
+        if not _same_bits(saved[known], saved[name]):
+            raise _unfit(
+                f"of models[{index}] has different values for {known!r} and {name!r}, which are "
+                "one tensor here",
+                "models that share the same tensors",
+            )
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    raw = [
+        value.detach().contiguous().reshape(-1).view(torch.uint8)
+        for value in ((one, other) if one is not other else ())
+    ]
+    return not raw or torch.equal(*raw)
 
 
 def _same_form(own: Any, saved: Any) -> bool:
