@@ -145,10 +145,10 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """Return the newest checkpoint in ``folder`` that would load, or ``None``.
 
-    That is a file, or the folder of a sharded one. Files are read in full to verify them, newest
-    first, until one is good. Anything else is passed over, as are drafts that a killed process has
-    left, and folders that lack the file of a rank. One that this process is
-    writing in the background is waited for.
+    That is a file, or the folder of a sharded one. Files are read in full to verify them, the one
+    written last first, until one is good. Anything else is passed over, as are drafts that a killed
+    process has left, and folders that lack the file of a rank. One that this process is writing in
+    the background is waited for.
 
     Args:
         folder: Where to look, not deeper. It need not exist.
