@@ -26,7 +26,8 @@ import torch
 import preamp
 from preamp.checkpoint import latest_checkpoint
 
-LONGEST_LIFE = 0.25  # seconds of saving before the kill, at most
+LONGEST_WAIT = 0.25  # seconds of saving before the kill, at most, after
+MOST_FILES = 3  # so many files: a slow machine may take longer for each
 SIZE = 60_000
 
 
@@ -39,6 +40,7 @@ def save_forever(folder: Path, number: int, pipe: int) -> None:
     """Save until killed."""
     suffix = (".pt", ".safetensors")[number % 2]
     way = number % 3
+    os.write(pipe, b"start\n")
     while True:
         number += 1
         name = f"step_{number}{suffix}" if way else f"only{suffix}"
@@ -52,8 +54,8 @@ def save_forever(folder: Path, number: int, pipe: int) -> None:
         os.write(pipe, f"{number}\n".encode())
 
 
-def kill_once(folder: Path, number: int, life: float) -> int:
-    """Start a child, kill it after ``life`` seconds of saving; return the last number reported."""
+def kill_once(folder: Path, number: int, files: int, wait: float) -> int:
+    """Start a child, kill it ``wait`` seconds after it has saved ``files``; return the last one."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
@@ -62,13 +64,15 @@ def kill_once(folder: Path, number: int, life: float) -> int:
         finally:
             os._exit(1)
     os.close(theirs)
-    time.sleep(life)
-    os.kill(child, signal.SIGKILL)
+    with os.fdopen(ours) as reports:
+        lines = [reports.readline() for _ in range(1 + files)]  # the first tells of the start
+        time.sleep(wait)
+        os.kill(child, signal.SIGKILL)
+        lines += reports.readlines()
     _, status = os.waitpid(child, 0)
     if not os.WIFSIGNALED(status):
         raise SystemExit("the child stopped by itself")
-    with os.fdopen(ours) as reports:
-        return max((int(line) for line in reports.read().splitlines()), default=number)
+    return max(map(int, lines[1:]), default=number)
 
 
 def check(folder: Path, reported: int) -> int:
@@ -99,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for _ in range(options.kills):
-            reported = kill_once(folder, number, generator.uniform(0, LONGEST_LIFE))
+            files, wait = generator.randint(0, MOST_FILES), generator.uniform(0, LONGEST_WAIT)
+            reported = kill_once(folder, number, files, wait)
             drafts += any(folder.glob(".*.part"))
             number = check(folder, reported)
     print(f"{options.kills} kills, {drafts} times with an unfinished file, {number} files saved")
