@@ -133,3 +133,23 @@ def test_two_threads() -> None:
     thread.join()
     assert seen == [torch.float32]
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_a_step_is_not_cast_by_another_engine(level: str) -> None:
+    """Adafactor multiplies matrices in its step, which O1 would round to half."""
+
+    def train() -> dict[str, Any]:
+        model, _ = make(3)
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
+        run = preamp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+        for step in range(STEPS):
+            train_step(*run, step, poison=False)
+        result = everything(*run)
+        preamp.engine_of(run[0]).close()
+        return result
+
+    alone = train()
+    other = started("O1", 1, "sgd")
+    assert same(train(), alone)
+    assert preamp.engine_of(other[0]) is not None

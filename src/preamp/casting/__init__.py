@@ -24,3 +24,4 @@ from preamp.casting.registry import register_promote_function as register_promot
 from preamp.casting.state_hooks import attach_state_hooks as attach_state_hooks
 from preamp.casting.thread_casts import push_thread_casts as push_thread_casts
 from preamp.casting.thread_casts import settle_thread as settle_thread
+from preamp.casting.thread_casts import thread_has_casts as thread_has_casts

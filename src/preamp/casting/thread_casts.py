@@ -220,6 +220,11 @@ def _is_changing_state() -> bool:
 _STATE_MODULES: Final = frozenset({__name__, autocast_state.__name__, torch.autocast.__module__})
 
 
+def thread_has_casts() -> bool:
+    """Whether an engine that is alive has functions cast on this thread, in models or outside."""
+    return bool(CASTS.pushes)
+
+
 def settle_thread() -> None:
     """Bring this thread's autocast state in line with what is still open and alive.
 

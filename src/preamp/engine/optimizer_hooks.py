@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from preamp.casting import disable_casts, settle_thread, thread_casts_restored
+from preamp.casting import (
+    disable_casts,
+    settle_thread,
+    thread_casts_restored,
+    thread_has_casts,
+)
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine.optimizer_methods import (
     SCHEDULER_MARK,
@@ -118,7 +123,7 @@ class OptimizerHooks:
                     return None
             try:
                 with (
-                    disable_casts() if self._owner.casts_functions else nullcontext(),
+                    disable_casts() if self._sees_casts() else nullcontext(),
                     _handed_over(optimizer, self._unread),
                 ):
                     return inner(optimizer, *args, **kwargs)
@@ -130,6 +135,10 @@ class OptimizerHooks:
 
         copy_identity(inner, step)
         return step
+
+    def _sees_casts(self) -> bool:
+        """Whether functions are cast here; another engine's casts are no business of this step."""
+        return self._owner.casts_functions or thread_has_casts()
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
