@@ -106,6 +106,7 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: There is no such file.
+        OSError: It cannot be read; or an earlier asynchronous save had failed, untold until now.
         CheckpointError: The file is damaged, incomplete, foreign, or of a newer version. The
             message names the newest complete checkpoint of the folder.
         ValueError: The file does not fit the objects.
