@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distributed import agreement_checks, torch_ddp_checks
+from distributed import agreement_checks, torch_ddp_checks, wrapping_checks
 from distributed.ranks import assert_pass, checks_of
 
 
@@ -15,3 +15,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
 
 def test_ranks_that_differ(tmp_path: Path) -> None:
     assert_pass(checks_of(agreement_checks), agreement_checks.RANKS, tmp_path)
+
+
+def test_wrappers_made_and_used_at_other_times(tmp_path: Path) -> None:
+    assert_pass(checks_of(wrapping_checks), wrapping_checks.RANKS, tmp_path)

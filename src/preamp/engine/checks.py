@@ -9,9 +9,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from preamp.core.dtypes import dtype_name, is_half
+from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
 from preamp.core.errors import PreampStateError, message
+from preamp.engine import refusals
 from preamp.engine.lookup import bare, find_engine
+from preamp.kernels.data_parallel import uses_reducer
 from preamp.optim import LARC
 
 
@@ -124,8 +126,12 @@ def check_keeps_params(optimizers: Sequence[torch.optim.Optimizer], *, has_maste
             )
 
 
-def check_not_wrapped(models: Sequence[nn.Module]) -> None:
+def check_not_wrapped(models: Sequence[nn.Module], cast_to: torch.dtype | None) -> None:
     """Refuse models inside DistributedDataParallel or DataParallel.
+
+    Args:
+        models: Those to initialize.
+        cast_to: What parameters will be cast to; a cast takes off the hooks of inner wrappers.
 
     Raises:
         PreampStateError: The wrapper has copied or bucketed the parameters already.
@@ -141,6 +147,12 @@ def check_not_wrapped(models: Sequence[nn.Module]) -> None:
                     f"Call preamp.initialize on the bare model first, then {kind}(model)",
                 )
             )
+        if cast_to in HALF_DTYPES and any(map(_is_hooked, model.modules())):
+            raise refusals.wrapped_before_cast()
+
+
+def _is_hooked(part: nn.Module) -> bool:
+    return isinstance(part, nn.parallel.DistributedDataParallel) and uses_reducer(part)
 
 
 def check_not_half(models: Sequence[nn.Module]) -> None:

@@ -176,7 +176,7 @@ def create_engine(
     checks.check_optimizers(optimizer_list)
     if policy.enabled:
         checks.check_keeps_params(optimizer_list, has_masters=policy.master_weights)
-        checks.check_not_wrapped(model_list)
+        checks.check_not_wrapped(model_list, policy.cast_model_type)
         check_fits(model_list, policy, means.splits)
         if not allow_half_model:
             checks.check_not_half(model_list)
@@ -226,6 +226,8 @@ def _attach(engine: Engine) -> None:
                 policy.cast_model_type,
                 keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32),
             )
+    if policy.cast_model_type in HALF_DTYPES:
+        engine.undo.push(engine.reductions.retire_wrappers)
     check_groups(engine.models)
     for session in engine.sessions.values():
         session.adopt(engine.conversion.originals)

@@ -22,8 +22,14 @@ from preamp.core.link import Link
 from preamp.core.ranks import has_process_group
 from preamp.core.splits import Splits
 from preamp.core.undo import Removable
+from preamp.engine import refusals
 from preamp.engine.joint_findings import JointFindings
-from preamp.kernels.data_parallel import active_data_parallel, is_joining
+from preamp.kernels.data_parallel import (
+    active_data_parallel,
+    is_hooked_to_parameters,
+    is_joining,
+    uses_reducer,
+)
 
 if TYPE_CHECKING:
     from preamp.engine.agreement import RankComparison
@@ -59,6 +65,9 @@ class Reductions:
 
         Nobody else knows when all ranks are sure to take part: ``initialize`` may be a matter of
         some of them, as in pipelines. Trainings that ``join`` may begin without some ranks.
+
+        Raises:
+            PreampStateError: Ranks differ, or the wrapper was built before the cast.
         """
         if self.on_forward is not None:
             self.on_forward()
@@ -67,6 +76,8 @@ class Reductions:
             self._agreed.add(model)
         wrapper = active_data_parallel()
         if wrapper is not None:
+            if wrapper not in self._around and not is_hooked_to_parameters(wrapper):
+                raise refusals.wrapped_before_cast()
             is_new = self._is_new(wrapper) and not is_joining(wrapper)
             if is_new and self.comparison is not None:
                 self.comparison.of_wrapper(wrapper)
@@ -77,6 +88,11 @@ class Reductions:
 
     def _is_new(self, model: nn.Module) -> bool:
         return model.training and model not in self._agreed
+
+    def retire_wrappers(self) -> None:
+        """The parameters are about to be cast back: wrappers around them are of no more use."""
+        for wrapper in filter(uses_reducer, self._around):
+            wrapper.register_forward_pre_hook(_refuse_closed)
 
     def begin_block(self) -> frozenset[bool]:
         """Return whether the coming backward is reduced: one answer, or both if it may be."""
@@ -92,6 +108,12 @@ class Reductions:
     def end_block(self) -> None:
         """What ran inside the block belongs to it."""
         self._forwards.clear()
+
+
+def _refuse_closed(wrapper: nn.Module, args: Any) -> None:
+    del args
+    if wrapper.training and torch.is_grad_enabled():
+        raise refusals.wrapped_for_closed()
 
 
 @untraced

@@ -109,3 +109,28 @@ def no_such_loss(loss_id: object, count: int) -> IndexError:
             "Pass num_losses to preamp.initialize, one for each loss with a scale of its own",
         )
     )
+
+
+def wrapped_before_cast() -> PreampStateError:
+    """A wrapper's reducer has lost the parameters it was made for, or is about to."""
+    return PreampStateError(
+        message(
+            "DistributedDataParallel was built before preamp.initialize, which casts parameters at "
+            "this level",
+            "It hooks parameters when it is built, and a cast takes the hooks off: gradients "
+            "would not be reduced, and each rank would train alone",
+            "Call preamp.initialize(model, optimizer) first and wrap the model afterwards",
+        )
+    )
+
+
+def wrapped_for_closed() -> PreampStateError:
+    """The same after the engine has given float32 parameters back."""
+    return PreampStateError(
+        message(
+            "A DistributedDataParallel was called whose model's parameters Engine.close has cast",
+            "It hooks parameters when it is built, and a cast takes the hooks off: gradients "
+            "would not be reduced, and each rank would train alone",
+            "Wrap the model again after engine.close()",
+        )
+    )

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
+
+_HALF_NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
 
 
 def active_data_parallel() -> DistributedDataParallel | None:
@@ -16,6 +19,24 @@ def active_data_parallel() -> DistributedDataParallel | None:
 def is_joining(wrapper: DistributedDataParallel) -> bool:
     """Whether ranks may have different numbers of batches, so that some take no part any more."""
     return bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
+
+
+def is_hooked_to_parameters(wrapper: DistributedDataParallel) -> bool:
+    """Whether torch's reducer still hears of the gradients of ``wrapper``'s half parameters.
+
+    It hooks what accumulates a gradient, and a parameter that is cast gets a new one of these. The
+    dtypes that parameters had when they were wrapped are in what the wrapper logs.
+    """
+    if not uses_reducer(wrapper):
+        return True
+    known = str(cast("Any", wrapper)._get_ddp_logging_data().get("dtypes", ""))
+    now = {param.dtype for param in wrapper.module.parameters() if param.requires_grad}
+    return all(dtype not in now or name in known for dtype, name in _HALF_NAMES.items())
+
+
+def uses_reducer(wrapper: DistributedDataParallel) -> bool:
+    """Whether torch's reducer does the work, not ``delay_allreduce`` of preamp's class."""
+    return not getattr(wrapper, "_delays", False)
 
 
 def forward_without_reducer(
