@@ -112,3 +112,30 @@ def _both(mine: torch.Tensor) -> list[torch.Tensor]:
     found = [torch.empty_like(mine) for _ in range(RANKS)]
     dist.all_gather(found, mine)
     return found
+
+
+def check_masters_are_made_equal_also_where_training_is_in_evaluation_mode() -> None:
+    """As with batch norms and dropout that a fine-tuning leaves frozen."""
+    for level in ("O2", "O5"):
+        model, optimizer = make(seed=dist.get_rank())
+        prepare(model, optimizer, level)
+        wrapped = TORCH(model).eval()
+        if dist.get_rank() == 0:
+            wrapped(torch.ones(1, 8))
+        torch.manual_seed(0)
+        train(wrapped, optimizer)
+        assert_ranks_agree(model, optimizer)
+        preamp.engine_of(optimizer).close()
+
+
+def check_masters_are_made_equal_without_blocks_too() -> None:
+    model, optimizer = make(seed=dist.get_rank())
+    preamp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    wrapped = TORCH(model).eval()
+    torch.manual_seed(0)
+    for _ in range(3):
+        wrapped(torch.randn(4, 8) + dist.get_rank()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_ranks_agree(model, optimizer)
+    preamp.engine_of(optimizer).close()

@@ -37,6 +37,7 @@ from preamp.engine.session import OptimizerSession
 
 if TYPE_CHECKING:
     from preamp.engine.recorder import Recorder
+    from preamp.engine.reductions import Reductions
 
 
 class StepOwner(Protocol):
@@ -46,6 +47,7 @@ class StepOwner(Protocol):
     closed: bool
     order: BackwardOrder
     recorder: Recorder
+    reductions: Reductions
 
     @property
     def scales_losses(self) -> bool:
@@ -145,6 +147,7 @@ class OptimizerHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Runs for every way of calling ``step``, twice where a subclass calls ``super().step``."""
         del optimizer
+        self._owner.reductions.compare_late(self._session.model_params)
         self._session.prepare_step()
         closure = find_closure(args, kwargs)
         self._owner.recorder.before_update(self._session, has_closure=closure is not None)

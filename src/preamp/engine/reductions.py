@@ -10,7 +10,7 @@ be known, gradients that may be a rank's own stay in place.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +58,7 @@ class Reductions:
         self._around: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._forwards: set[bool] = set()  # since the latest block
         self._agreed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._unasked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self.comparison: RankComparison | None = None
 
     def note(self, model: nn.Module) -> None:
@@ -78,13 +79,36 @@ class Reductions:
         if wrapper is not None:
             if wrapper not in self._around and not is_hooked_to_parameters(wrapper):
                 raise refusals.wrapped_before_cast()
-            is_new = self._is_new(wrapper) and not is_joining(wrapper)
-            if is_new and self.comparison is not None:
-                self.comparison.of_wrapper(wrapper)
-                self._agreed.add(wrapper)
+            if self._is_new(wrapper):
+                self._compare(wrapper)
+            elif wrapper not in self._agreed:
+                self._unasked.add(wrapper)
             self._around.add(wrapper)
             self._forwards.add(bool(wrapper.require_backward_grad_sync))
             self.unreduced += not wrapper.require_backward_grad_sync
+
+    def compare_late(self, params: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Compare ranks that train ``params()`` in evaluation mode, before a step at the latest.
+
+        A forward does not tell such a training from one rank's evaluation; a backward of what
+        optimizers update does.
+
+        Raises:
+            PreampStateError: Ranks differ.
+        """
+        if not self._unasked:
+            return
+        own = set(map(id, params()))
+        for wrapper in tuple(self._unasked):
+            if own.intersection(map(id, wrapper.module.parameters())):
+                self._unasked.discard(wrapper)
+                if wrapper not in self._agreed:
+                    self._compare(wrapper)
+
+    def _compare(self, wrapper: DistributedDataParallel) -> None:
+        if self.comparison is not None and not is_joining(wrapper):
+            self.comparison.of_wrapper(wrapper)
+            self._agreed.add(wrapper)
 
     def _is_new(self, model: nn.Module) -> bool:
         return model.training and model not in self._agreed

@@ -111,6 +111,8 @@ class _Block:
     def begin(self, *, will_delay: bool) -> None:
         for session in self._sessions:
             session.refuse_nested()
+        for session in self._members:
+            self._engine.reductions.compare_late(session.model_params)
         self._engine.unreduced.begin(self.scaler)
         self._engine.recorder.forget_dropped(self._members)
         may_reduce = True in self._answers
