@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -25,14 +26,32 @@ def make(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, level: str) -> None:
-    preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+def prepare(model: Any, optimizer: Any, level: str, num_losses: int = 1) -> None:
+    preamp.initialize(
+        model,
+        optimizer,
+        opt_level=level,
+        loss_scale="dynamic",
+        num_losses=num_losses,
+        verbosity=0,
+    )
 
 
-def backward(wrapped: Any, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> None:
+def backward(
+    wrapped: Any,
+    optimizer: torch.optim.Optimizer,
+    factor: float = 1.0,
+    loss_id: int = 0,
+    **scaling: Any,
+) -> None:
     loss = wrapped(torch.randn(4, 8) + dist.get_rank()).float().square().mean() * factor
-    with preamp.scale_loss(loss, optimizer) as scaled:
+    with preamp.scale_loss(loss, optimizer, loss_id, **scaling) as scaled:
         scaled.backward()
+
+
+def overflow_on_rank_1(wrapped: Any, optimizer: torch.optim.Optimizer, **scaling: Any) -> None:
+    with wrapped.no_sync():
+        backward(wrapped, optimizer, 1.0 if dist.get_rank() == 0 else float("inf"), **scaling)
 
 
 def train(wrapped: Any, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
@@ -44,8 +63,9 @@ def train(wrapped: Any, optimizer: torch.optim.Optimizer, steps: int = 3) -> Non
 
 def assert_ranks_agree(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     own = [*preamp.master_params(optimizer), *model.parameters()]
-    scale = torch.tensor([preamp.engine_of(optimizer).loss_scale()])
-    mine = torch.cat([scale, *(param.detach().float().flatten() for param in own)])
+    engine = preamp.engine_of(optimizer)
+    scales = [float(s.state_dict()[key]) for s in engine.scalers for key in s.state_dict()]
+    mine = torch.cat([torch.tensor(scales), *(param.detach().float().flatten() for param in own)])
     found = [torch.empty_like(mine) for _ in range(RANKS)]
     dist.all_gather(found, mine)
     assert_same(found[0], found[1])
@@ -139,3 +159,74 @@ def check_masters_are_made_equal_without_blocks_too() -> None:
         optimizer.zero_grad()
     assert_ranks_agree(model, optimizer)
     preamp.engine_of(optimizer).close()
+
+
+def check_an_overflow_that_is_dropped_before_the_reduction_leaves_no_trace() -> None:
+    """Other ranks never hear of it, and keep the scale."""
+    for level in LEVEL_NAMES:
+        for overflows in (False, True):
+            model, optimizer = make()
+            prepare(model, optimizer, level)
+            wrapped = TORCH(model)
+            train(wrapped, optimizer, steps=1)
+            scale = preamp.engine_of(optimizer).loss_scale()
+            if overflows:
+                overflow_on_rank_1(wrapped, optimizer)
+            optimizer.zero_grad()
+            train(wrapped, optimizer)
+            assert_ranks_agree(model, optimizer)
+            assert preamp.engine_of(optimizer).loss_scale() == scale
+            preamp.engine_of(optimizer).close()
+
+
+def check_an_overflow_of_one_loss_that_another_loss_reduces() -> None:
+    """All losses that the reduction is of react, on every rank."""
+    for level, delays in itertools.product(("O1", "O2"), (False, True)):
+        model, optimizer = make()
+        prepare(model, optimizer, level, num_losses=3)
+        wrapped = TORCH(model)
+        train(wrapped, optimizer, steps=1)
+        overflow_on_rank_1(wrapped, optimizer, delay_unscale=delays)
+        backward(wrapped, optimizer, loss_id=1)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine = preamp.engine_of(optimizer)
+        assert engine.steps_skipped == 1
+        for _ in range(2):
+            backward(wrapped, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_ranks_agree(model, optimizer)
+        assert [engine.loss_scale(index) for index in range(3)] == [2.0**15, 2.0**15, 2.0**16]
+        engine.close()
+
+
+def check_an_overflow_that_another_optimizer_does_not_reduce() -> None:
+    """One scale for two models, as Apex's default: it waits for the model that overflowed."""
+    for level in ("O1", "O2"):
+        (first, one), (second, two) = make(), make()
+        prepare([first, second], [one, two], level)
+        engine, wrapped, other = preamp.engine_of(one), TORCH(first), TORCH(second)
+        overflow_on_rank_1(wrapped, one)
+        train(other, two, steps=1)
+        assert engine.loss_scale() == 2.0**16
+        backward(wrapped, one)
+        one.step()
+        assert engine.loss_scale() == 2.0**15
+        assert engine.steps_skipped == 1
+        assert_ranks_agree(first, one)
+        assert_ranks_agree(second, two)
+        engine.close()
+
+
+def check_ranks_that_step_alone_react_alone() -> None:
+    for level in ("O1", "O2"):
+        model, optimizer = make()
+        prepare(model, optimizer, level)
+        wrapped = TORCH(model)
+        train(wrapped, optimizer, steps=1)
+        overflow_on_rank_1(wrapped, optimizer)
+        optimizer.step()
+        engine, rank = preamp.engine_of(optimizer), dist.get_rank()
+        assert (engine.steps_skipped, engine.loss_scale()) == (rank, 2.0 ** (16 - rank))
+        engine.close()

@@ -117,7 +117,7 @@ class _Backward:
         """Set earlier gradients aside before a backward. Mutates the parameters' ``grad``."""
         self._session.refuse_nested()
         plan = Plan(self._engine.scaler(0))
-        self._session.settle(plan, set())
+        self._session.settle(plan, set(), self._engine.adjustments)
         self._session.begin_backward(plan, set())
 
     def post(self, scaler: LossScaler) -> None:
@@ -136,4 +136,6 @@ class _Backward:
             scale=core.scale.clone(),
         )
         self._engine.recorder.gradients_made([self._session], note)
-        unscale_and_commit([self._session], core, note)
+        found_inf = unscale_and_commit([self._session], core, note)
+        if found_inf is not None:
+            core.record(found_inf)

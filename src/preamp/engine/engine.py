@@ -262,7 +262,7 @@ class Engine:
         try:
             run_all((self.ledger.settle_all, *self._on_close))
         finally:
-            with weights_given_back(self.sessions.values(), self.conversion):
+            with weights_given_back(self.sessions.values(), self.conversion, self.adjustments):
                 self.closed = True
                 self._when_dropped.detach()
                 stacks = (self.undo, *self._model_undo.values(), self.process_undo)
@@ -271,18 +271,18 @@ class Engine:
 
     # -- what blocks and hooks report (engine-internal) --------------------------------------
 
-    def _end_step(self) -> None:
-        self.adjustments.catch_up()
+    def _end_step(self, session: OptimizerSession) -> None:
+        self.adjustments.catch_up(session)
         self.tracer.end_step()
 
     def applied_step(self, session: OptimizerSession) -> None:
         """Take note of a step that updated the weights."""
-        self._end_step()
+        self._end_step(session)
         self.ledger.applied(session)
 
     def skip_step(self, session: OptimizerSession) -> OverflowCause:
         """Take note of a step not taken; see `Ledger.skipped`."""
-        self._end_step()
+        self._end_step(session)
         return self.ledger.skipped(session)
 
     def settle_steps(self) -> None:
@@ -291,5 +291,5 @@ class Engine:
 
     def step_decided_on_device(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
         """Take note of a step whose outcome the host does not know yet."""
-        self._end_step()
+        self._end_step(session)
         self.ledger.decided_on_device(session, found_inf)

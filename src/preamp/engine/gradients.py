@@ -236,10 +236,7 @@ class GradientBooks:
         except BaseException:
             self.undo()
             raise
-        if found_inf is None:
-            return None
-        delayed.scaler.record(found_inf)
-        return found_inf, delayed.note
+        return None if found_inf is None else (found_inf, delayed.note)
 
     def holds_raw(self) -> bool:
         """Whether any gradient lies on the model's side."""

@@ -36,13 +36,14 @@ def pending_state(engine: Engine) -> dict[str, Any]:
         PreampStateError: A gradient was changed while a loss scale was on it.
     """
     engine.ledger.settle(wait=True)
+    sessions = list(engine.sessions.values())
     return {
         "last_skipped": engine.ledger.last_skipped,
         "scalers": [
-            {"found_inf": float(s.found_inf), "is_due": engine.adjustments.is_due(s)}
+            {"found_inf": float(s.found_inf), "late": engine.adjustments.state_of(s, sessions)}
             for s in engine.scalers
         ],
-        "sessions": [_session_state(engine, session) for session in engine.sessions.values()],
+        "sessions": [_session_state(engine, session) for session in sessions],
     }
 
 
@@ -170,8 +171,11 @@ def prepare_pending(engine: Engine, state: Mapping[str, Any]) -> Apply:
     Raises:
         KeyError, TypeError, ValueError, IndexError: ``state`` does not fit the engine.
     """
-    scalers = [(float(s["found_inf"]), bool(s["is_due"])) for s in state["scalers"]]
     sessions = list(engine.sessions.values())
+    scalers = [
+        (float(entry["found_inf"]), engine.adjustments.prepared(scaler, sessions, entry["late"]))
+        for scaler, entry in zip(engine.scalers, state["scalers"], strict=True)
+    ]
     applies = [
         _prepare_session(engine, session, entry)
         for session, entry in zip(sessions, state["sessions"], strict=True)
@@ -179,10 +183,9 @@ def prepare_pending(engine: Engine, state: Mapping[str, Any]) -> Apply:
     last_skipped = bool(state["last_skipped"])
 
     def apply() -> None:
-        for scaler, (found_inf, is_due) in zip(engine.scalers, scalers, strict=True):
+        for scaler, (found_inf, apply_late) in zip(engine.scalers, scalers, strict=True):
             scaler.found_inf.fill_(found_inf)
-            if is_due:
-                engine.adjustments.later(scaler)
+            apply_late()
         for apply_one in applies:
             apply_one()
         engine.ledger.last_skipped = last_skipped

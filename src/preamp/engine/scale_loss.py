@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -119,13 +120,15 @@ class _Block:
         plan = Plan(self.scaler, will_delay=will_delay, may_reduce=may_reduce)
         claimed: set[int] = set()
         for session in self._sessions:  # before any sets gradients aside that another one shares
-            session.settle(plan, claimed)
+            session.settle(plan, claimed, self._engine.adjustments)
         claimed = set()
         try:
             for session in self._sessions:
                 session.begin_backward(plan, claimed)
                 if session.gradients.delayed is not None:
                     self._note.go_on_from(session.gradients.delayed.note)
+                if session.found_inf is None:
+                    self._engine.adjustments.dropped([session])
             if self.scaler.is_dynamic:
                 self._watch = self._engine.order.watch(self._note.loss_id, self._model_params)
         except BaseException:
@@ -169,14 +172,21 @@ class _Block:
             return
         # Forwards inside the block were not known when it began.
         is_reduced = self._answers == REDUCED == self._engine.reductions.begin_block()
-        unscale_and_commit(self._sessions, self.scaler, self._note, is_reduced=is_reduced)
+        found_inf = unscale_and_commit(
+            self._sessions, self.scaler, self._note, is_reduced=is_reduced
+        )
         self._engine.reductions.end_block()
         self._engine.tracer.end_backward()
-        is_local = self._engine.unreduced.end(self.scaler) or self._answers == LOCAL
-        if adjust and is_local:  # other ranks do not know of an overflow here yet
-            self._engine.adjustments.later(self.scaler)
-        elif adjust:
-            self._engine.adjustments.now(self.scaler)
+        adjustments = self._engine.adjustments
+        if self._engine.unreduced.end(self.scaler) or self._answers == LOCAL:
+            # Other ranks do not know of an overflow here yet.
+            adjustments.later(self.scaler, self._sessions, found_inf, is_due=adjust)
+            return
+        if found_inf is not None:
+            self.scaler.record(found_inf)
+        adjustments.reduced(self._sessions, found_inf)
+        if adjust:
+            adjustments.now(self.scaler)
 
 
 def unscale_and_commit(
@@ -185,7 +195,7 @@ def unscale_and_commit(
     note: GradientNote,
     *,
     is_reduced: bool = False,
-) -> None:
+) -> torch.Tensor | None:
     """End a backward of ``sessions``: look for overflow, unscale, add earlier gradients.
 
     Nothing is committed before everything has worked for all of them: whoever refuses, runs out
@@ -197,8 +207,12 @@ def unscale_and_commit(
         note: Holds that scale, and is filled with what is found.
         is_reduced: Whether all gradients have certainly been reduced over ranks.
 
+    Returns:
+        float32 scalar, not zero if any new gradient overflowed; ``None`` if nobody looked. The
+        scaler has yet to be told.
+
     Mutates:
-        Gradients, and what ``scaler`` has recorded.
+        Gradients.
     """
     try:
         for session in sessions:
@@ -213,11 +227,11 @@ def unscale_and_commit(
         raise
     for session in sessions:
         session.commit(factor, is_reduced=is_reduced)
-    for found_inf in found:
-        if found_inf is not None:
-            scaler.record(found_inf)
-            for session in sessions:
-                session.remember(found_inf, note)
+    flags = [found_inf for found_inf in found if found_inf is not None]
+    for found_inf in flags:
+        for session in sessions:
+            session.remember(found_inf, note)
+    return functools.reduce(torch.maximum, flags) if flags else None
 
 
 def as_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:

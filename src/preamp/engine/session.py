@@ -11,6 +11,7 @@ import torch
 from preamp.core.protocols import StepSharing, Unshared
 from preamp.core.tensors import host_reaches
 from preamp.engine import refusals
+from preamp.engine.adjustments import Adjustments
 from preamp.engine.gradients import GradientBooks
 from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import Reductions
@@ -114,12 +115,13 @@ class OptimizerSession:
         if self.gradients.is_open:
             raise refusals.nested(self.optimizer)
 
-    def settle(self, plan: Plan, claimed: set[int]) -> None:
+    def settle(self, plan: Plan, claimed: set[int], adjustments: Adjustments) -> None:
         """Unscale gradients left scaled if those of the coming block cannot be added to them.
 
         Args:
             plan: What the block is going to do.
             claimed: ``id`` of parameters already handled for another optimizer; extended.
+            adjustments: Are told what is found.
         """
         self.adopt()
         self._forget_abandoned()
@@ -127,13 +129,18 @@ class OptimizerSession:
         # What is away could not be reduced with the rest.
         must_return = plan.may_reduce and books.may_be_local and books.has_aside
         if must_return or not books.continues_with(plan.scaler):
-            self.settle_now(claimed)
+            self.settle_now(claimed, adjustments)
 
-    def settle_now(self, claimed: set[int]) -> None:
-        """Unscale gradients left scaled, if there are any."""
-        settled = self.gradients.settle(claimed)
-        if settled is not None:
+    def settle_now(self, claimed: set[int], adjustments: Adjustments) -> None:
+        """Unscale gradients left scaled, if there are any. Arguments as `settle`."""
+        books, delayed = self.gradients, self.gradients.delayed
+        settled = books.settle(claimed)
+        if settled is not None and delayed is not None:
             self.remember(*settled)
+            if books.may_be_local:  # other ranks do not know of an overflow here yet
+                adjustments.later(delayed.scaler, [self], settled[0], is_due=False)
+            else:
+                delayed.scaler.record(settled[0])
         self.backwards += 1
 
     def begin_backward(self, plan: Plan, claimed: set[int]) -> None:

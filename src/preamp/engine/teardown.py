@@ -10,13 +10,14 @@ import torch
 
 from preamp.casting.modules import Conversion
 from preamp.core.errors import PreampStateError
+from preamp.engine.adjustments import Adjustments
 from preamp.engine.session import OptimizerSession
 from preamp.optim import Twin
 
 
 @contextmanager
 def weights_given_back(
-    sessions: Collection[OptimizerSession], conversion: Conversion
+    sessions: Collection[OptimizerSession], conversion: Conversion, adjustments: Adjustments
 ) -> Generator[None]:
     """Before the body, in which hooks are removed, take stock; afterwards give back.
 
@@ -24,10 +25,11 @@ def weights_given_back(
         sessions: Of all optimizers; gradients left scaled are unscaled.
         conversion: Of the models: half parameters become float32 again, with the exact values of
             their masters, and optimizer state moves back to them.
+        adjustments: Of the loss scales.
     """
     claimed: set[int] = set()
     for session in sessions:
-        session.settle_now(claimed)
+        session.settle_now(claimed, adjustments)
     twins = [twin for session in sessions for twin in session.masters or ()]
     grads = [(twin.half, _unscaled_gradient(twin)) for twin in twins]
     for twin in twins:
