@@ -90,6 +90,23 @@ def check_policies_and_scales() -> None:
         _refused(text, _first_step, wrap, loss_scale=by_rank(8.0, 4.0))
 
 
+def check_counts_towards_a_higher_scale() -> None:
+    """A file that one rank alone has loaded would let its scale grow before the others'."""
+    for wrap in (TORCH, DistributedDataParallel):
+        model = Named(a=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        engine = preamp.engine_of(optimizer)
+        if dist.get_rank() == 1:
+            engine.scalers[0].load_state_dict({"loss_scale": 65536.0, "unskipped": 7})
+
+        def first(wrap: Any = wrap, model: nn.Module = model) -> None:
+            wrap(model)(torch.ones(1, 2))
+
+        _refused("loss 0 towards a higher scale is 0 on rank 0 and 7 on rank 1", first)
+        engine.close()
+
+
 def check_parameters() -> None:
     for wrap in (TORCH, DistributedDataParallel):
         model = by_rank(Named(a=2, b=2), Named(a=2, c=2))

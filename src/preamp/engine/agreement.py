@@ -139,6 +139,9 @@ def _facts(engine: Engine, module: nn.Module) -> Facts:
     }
     for index, scaler in enumerate(engine.scalers):
         facts[f"the loss scale of loss {index}"] = repr(scaler.value())
+        if scaler.is_dynamic:  # ranks let their scales grow together
+            clean = int(scaler.growth_tracker.item())
+            facts[f"the count of loss {index} towards a higher scale"] = repr(clean)
     owners = {
         id(twin.half if (twin := getattr(param, "twin", None)) is not None else param): (
             f"{type(optimizer).__name__} {number}, group {place}"

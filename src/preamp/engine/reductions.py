@@ -28,6 +28,7 @@ from preamp.kernels.data_parallel import (
     active_data_parallel,
     is_hooked_to_parameters,
     is_joining,
+    parameters_in,
     uses_reducer,
 )
 
@@ -100,7 +101,7 @@ class Reductions:
             return
         own = set(map(id, params()))
         for wrapper in tuple(self._unasked):
-            if own.intersection(map(id, wrapper.module.parameters())):
+            if own.intersection(map(id, parameters_in(wrapper))):
                 self._unasked.discard(wrapper)
                 if wrapper not in self._agreed:
                     self._compare(wrapper)

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 _HALF_NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
@@ -30,8 +32,13 @@ def is_hooked_to_parameters(wrapper: DistributedDataParallel) -> bool:
     if not uses_reducer(wrapper):
         return True
     known = str(cast("Any", wrapper)._get_ddp_logging_data().get("dtypes", ""))
-    now = {param.dtype for param in wrapper.module.parameters() if param.requires_grad}
+    now = {param.dtype for param in parameters_in(wrapper) if param.requires_grad}
     return all(dtype not in now or name in known for dtype, name in _HALF_NAMES.items())
+
+
+def parameters_in(wrapper: DistributedDataParallel) -> Iterator[nn.Parameter]:
+    """The parameters of what is wrapped."""
+    return cast("nn.Module", cast("Any", wrapper).module).parameters()
 
 
 def uses_reducer(wrapper: DistributedDataParallel) -> bool:
