@@ -132,6 +132,26 @@ def check_failures_are_everybodys() -> None:
     preamp.load_checkpoint(path, run.model, run.optimizer)
 
 
+def check_different_files_are_refused() -> None:
+    """Each good by itself, as ranks may find that look for the newest at different times."""
+    folder, run = shared_folder(), Ranks("O2")
+    run.save(folder / "step_1.pt")
+    run.backward()
+    run.step()
+    run.save(folder / "step_2.pt")
+    before, mine = run.numbers(), folder / f"step_{dist.get_rank() + 1}.pt"
+    with pytest.raises(
+        preamp.PreampStateError, match=r"Rank 1 would load .*step_2\.pt, and rank 0"
+    ):
+        preamp.load_checkpoint(mine, run.model, run.optimizer)
+    assert same(run.numbers(), before)
+    if dist.get_rank() == 0:
+        (folder / "copy.pt").write_bytes((folder / "step_2.pt").read_bytes())
+    dist.barrier()
+    there = folder / ("step_2.pt", "copy.pt")[dist.get_rank()]  # the same file in another place
+    preamp.load_checkpoint(there, run.model, run.optimizer)
+
+
 def check_different_weights_are_refused() -> None:
     folder, run = shared_folder(), Ranks("O2")
     with torch.no_grad():

@@ -110,7 +110,8 @@ def load_checkpoint(
         CheckpointError: The file is damaged, incomplete, foreign, or of a newer version. The
             message names the newest complete checkpoint of the folder.
         ValueError: The file does not fit the objects.
-        PreampStateError: Inside a ``scale_loss`` block.
+        PreampStateError: Inside a ``scale_loss`` block; or ranks load different checkpoints.
+        PreampError: Another rank has failed, or did not answer within the group's timeout.
         PreampUnavailableError: The package of the format is missing.
     """
     from preamp.checkpoint import saving
@@ -149,7 +150,8 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     That is a file, or the folder of a sharded one. Files are read in full to verify them, the one
     written last first, until one is good. Anything else is passed over, as are drafts that a killed
     process has left, and folders that lack the file of a rank. One that this process is writing in
-    the background is waited for.
+    the background is waited for; for the files of other ranks call its ``wait()``, else ranks may
+    find different ones.
 
     Args:
         folder: Where to look, not deeper. It need not exist.

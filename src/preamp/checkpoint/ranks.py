@@ -7,8 +7,10 @@ anything changes, so none waits for another that has given up.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -107,6 +109,28 @@ def gathered_on_first(value: Any) -> list[Any]:
     with _answered():
         dist.gather_object(value, values, dst=0)
     return values or []
+
+
+def check_same(path: Path, identity: str) -> None:
+    """Raise `PreampStateError` on all ranks unless they have read the same checkpoint.
+
+    Args:
+        path: That this rank has read.
+        identity: Of what was there.
+    """
+    told = gathered((identity, os.fspath(path)))
+    for number, (other, place) in enumerate(told):
+        if other != told[0][0]:
+            raise PreampStateError(
+                message(
+                    f"Rank {number} would load {place}, and rank 0 another checkpoint, "
+                    f"{told[0][1]}",
+                    "All ranks load the same one; nothing was loaded",
+                    "Let one rank choose the path and broadcast it. While another is written in "
+                    "the background, latest_checkpoint may find it on some ranks only: wait() "
+                    "for it on all of them first",
+                )
+            )
 
 
 @contextmanager

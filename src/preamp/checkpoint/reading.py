@@ -40,12 +40,14 @@ class Loaded:
         ranks: How many there were.
         is_shared: Whether all had the same gradients, and knew the same about them.
         written_by: Versions: of the content (``"version"``), of preamp and of torch.
+        identity: The same wherever this checkpoint is read, and of no other one.
     """
 
     content: dict[str, Any]
     ranks: int
     is_shared: bool
     written_by: dict[str, Any]
+    identity: str
 
 
 def read(path: Path, reader: Reader | None = None) -> Loaded:
@@ -106,6 +108,7 @@ def _loaded(found: list[Contents], rank: int) -> Loaded:
         ranks=len(trees),
         is_shared=all(_pending(one) == _pending(trees[0]) for one in trees),
         written_by={key: found[0].manifest.get(key) for key in ("version", "preamp", "torch")},
+        identity=found[0].digest,  # it has the mark that all files of a save bear
     )
 
 

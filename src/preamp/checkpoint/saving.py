@@ -12,7 +12,7 @@ from preamp.checkpoint.background import LATEST, Saving
 from preamp.checkpoint.capture import capture
 from preamp.checkpoint.gathering import encoded, gather
 from preamp.checkpoint.placing import placed
-from preamp.checkpoint.ranks import rank, together, world_size
+from preamp.checkpoint.ranks import check_same, rank, together, world_size
 from preamp.checkpoint.reading import Loaded, Reader, read
 from preamp.checkpoint.restore import owned, restore
 from preamp.checkpoint.series import check_keep_last, instead_of, tidy
@@ -97,6 +97,8 @@ def load(path: Path, subjects: Subjects, *, gradients: bool, rng: bool) -> Any:
     LATEST.wait()
     with together():
         loaded = read_or_refuse(path, Reader(rank=rank(), ranks=world_size()))
+    check_same(path, loaded.identity)
+    with together():
         if gradients and subjects.optimizers and not loaded.is_shared:
             _check_ranks(loaded)
         content = placed(loaded.content, subjects)

@@ -121,10 +121,12 @@ class Contents:
 
     Attributes:
         manifest: Of the file.
+        digest: Of the manifest, and with it of all checksums.
         tensors: By name, mapped from the file.
     """
 
     manifest: dict[str, Any]
+    digest: str
     tensors: dict[str, torch.Tensor]
 
 
@@ -143,13 +145,14 @@ def contents_of(path: Path, *, checksums: bool = True) -> Contents:
         start, size = file.read(len(_ZIP)), os.fstat(file.fileno()).st_size
     about, data = _open(path, start, size)
     text = str(about[_MANIFEST])
-    if hashlib.sha256(text.encode()).hexdigest() != about[_DIGEST]:
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    if digest != about[_DIGEST]:
         raise ValueError("the checksum of its manifest is wrong")
     manifest = cast("dict[str, Any]", json.loads(text))
     if manifest["format"] != FORMAT or not isinstance(manifest["version"], int):
         raise ValueError("its manifest is of another kind")
     parts = {name: Part.from_json(part) for name, part in manifest["parts"].items()}
-    return Contents(manifest, verified(parts, data, checksums=checksums))
+    return Contents(manifest, digest, verified(parts, data, checksums=checksums))
 
 
 def is_checkpoint(path: Path) -> bool:
