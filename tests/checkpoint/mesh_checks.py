@@ -57,6 +57,34 @@ def check_what_is_no_block_is_refused() -> None:
     assert list(folder.iterdir()) == []
 
 
+def check_pieces_of_several_tensors_are_refused() -> None:
+    """Stages of a pipeline whose tensors have the same names: no rank could load what was saved."""
+    mesh, folder = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data")),
+        shared_folder(),
+    )
+    stage = mesh.get_local_rank("stage")
+    rows = distribute_tensor(torch.ones(4, 4), mesh["data"], [Shard(0)])
+    others = {
+        "rank 0 has another tensor than rank 2": (
+            distribute_tensor(torch.ones(6, 4), mesh["data"], [Shard(0)]),
+            distribute_tensor(torch.ones(4, 4).double(), mesh["data"], [Shard(0)]),
+            torch.ones(4, 4),
+        ),
+        "what the ranks have overlaps": (
+            distribute_tensor(torch.ones(4, 4), mesh["data"], [Shard(1)]),
+        ),
+    }
+    for reason, tensors in others.items():
+        for other in tensors:
+            with pytest.raises(preamp.PreampStateError, match=f"'extra' do not .*: {reason}"):
+                preamp.save_checkpoint(folder / "a", extra=(rows, other)[stage])
+    own = {f"stage {stage}": (rows, others["what the ranks have overlaps"][0])[stage]}
+    preamp.save_checkpoint(folder / "a", extra=own)
+    back = preamp.load_checkpoint(folder / "a")  # on as many ranks
+    assert {key: value.sum() for key, value in back.items()} == {f"stage {stage}": 16.0}
+
+
 def check_groups_that_hold_copies() -> None:
     """``fully_shard`` over one dimension of a mesh, copies along the other."""
     folder, mesh = shared_folder(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "cut"))

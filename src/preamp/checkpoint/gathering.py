@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from preamp.checkpoint.codec import Tensors, encode
 from preamp.checkpoint.members import Member, next_number
 from preamp.checkpoint.parts import Stored
-from preamp.checkpoint.pieces import Box, Piece
+from preamp.checkpoint.pieces import Box, Frame, Piece
 from preamp.checkpoint.ranks import (
     Print,
     check_shared,
@@ -27,6 +28,7 @@ from preamp.checkpoint.ranks import (
     world_size,
 )
 from preamp.checkpoint.storage import Draft
+from preamp.core.errors import PreampStateError, message
 
 Encoded = tuple[Any, Tensors]
 
@@ -54,8 +56,8 @@ def gather(own: Encoded, path: Path, buffers: frozenset[str], *, copy: bool) -> 
         The draft, or ``None`` on ranks that write nothing.
 
     Raises:
-        PreampStateError: Weights or optimizer states are not the same on all ranks, or copies of
-            one piece differ.
+        PreampStateError: Weights or optimizer states are not the same on all ranks, copies of
+            one piece differ, or pieces do not make up a tensor.
     """
     tree, tensors = own
     plain = {name: kept for name, kept in tensors.items() if isinstance(kept, torch.Tensor)}
@@ -105,6 +107,7 @@ class _Ranks:
         whole = [{n: p for n, p in one.items() if not _is_piece(p)} for one in prints]
         differences = [differing(one, whole[0]) for one in whole]
         pieces = [{n: p for n, p in one.items() if _is_piece(p)} for one in prints]
+        _check_whole(prints)
         own = _first_holders(pieces, differences)
         return cls(differences, any(pieces), told[0][1], told[0][2], own[rank()])
 
@@ -135,6 +138,39 @@ def _first_holders(
                 different.append(name)
         own.append(first)
     return own
+
+
+def _check_whole(prints: Sequence[dict[str, Print]]) -> None:
+    """Raise `PreampStateError` unless the pieces under each name make up one tensor.
+
+    Ranks of a pipeline may have tensors of their own under the same names, which no rank could
+    load. Every rank has the same to look at, so all raise.
+    """
+    known: dict[str, tuple[int, Any]] = {}
+    boxes: dict[str, set[Box]] = {}
+    for number, one in enumerate(prints):
+        for name, (box, *form) in one.items():
+            of = form[:2] if isinstance(box, Box) else None
+            first, wanted = known.setdefault(name, (number, of))
+            if of != wanted:
+                raise _not_one_tensor(name, f"rank {first} has another tensor than rank {number}")
+            if isinstance(box, Box) and box.numel:
+                boxes.setdefault(name, set()).add(box)
+    for name, found in boxes.items():
+        frame: Frame = known[name][1][0]
+        if sum(box.numel for box in found) != math.prod(frame.shape):
+            raise _not_one_tensor(name, "what the ranks have overlaps, or is not all of it")
+
+
+def _not_one_tensor(name: str, reason: str) -> PreampStateError:
+    return PreampStateError(
+        message(
+            f"The pieces of {name!r} do not make up one tensor: {reason}",
+            "Under one name ranks have pieces of the same tensor; nothing was saved",
+            "Give different parts of a model different names, such as one attribute of the model "
+            "for each stage of a pipeline",
+        )
+    )
 
 
 def _one_of_several(

@@ -162,7 +162,12 @@ def fingerprints(tensors: Mapping[str, torch.Tensor | Piece]) -> dict[str, Print
     return {
         name: (str(kept.dtype), tuple(kept.shape), _fingerprint(kept))
         if isinstance(kept, torch.Tensor)
-        else (kept.box, kept.frame, None if kept.is_alone else _fingerprint(kept.data))
+        else (
+            kept.box,
+            kept.frame,
+            str(kept.data.dtype),
+            None if kept.is_alone else _fingerprint(kept.data),
+        )
         for name, kept in tensors.items()
     }
 
