@@ -17,6 +17,7 @@ from checkpoint import mesh_checks, sharded_checks
 from distributed.ranks import assert_pass, checks_of
 from distributed.test_fully_sharded import RUNS_ON_CPUS
 from preamp.checkpoint import latest_checkpoint, read_checkpoint
+from preamp.checkpoint.members import tidy_folder
 
 pytestmark = pytest.mark.skipif(
     not RUNS_ON_CPUS, reason="fully_shard runs on CPUs with newer versions of torch only"
@@ -109,6 +110,19 @@ def test_damage_is_refused(copied: Path, folder: Path) -> None:
         preamp.load_checkpoint(good / "1-rank0-of2.pt")
     (path / "1-rank0-of2.pt").unlink()
     refused("it is a folder without files of a checkpoint")
+
+
+def test_drafts_of_a_later_save_are_left_alone(tmp_path: Path) -> None:
+    """Another rank may just have made one, and not locked it yet."""
+    names = ("1-rank0-of2.pt", "1-rank1-of2.pt", "2-rank0-of2.pt")
+    drafts = (".1-rank1-of2.pt.a.part", ".2-rank1-of2.pt.b.part")
+    for name in (*names, *drafts):
+        (tmp_path / name).touch()
+    assert tidy_folder(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted((*names, drafts[1]))
+    (tmp_path / "2-rank1-of2.pt").touch()
+    assert tidy_folder(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"2-rank0-of2.pt", "2-rank1-of2.pt"}
 
 
 def test_a_file_in_the_way(copied: Path) -> None:

@@ -99,7 +99,8 @@ def tidy_folder(folder: Path) -> bool:
     for key, files in sets.items():
         if key < complete:
             _unlink(files.values())
-    remove_leftovers(folder, lambda name: _NAME.fullmatch(name) is not None)
+    # Not those of a later save: another rank may be about to write one.
+    remove_leftovers(folder, lambda name: 0 < _number_of(name) <= complete[0])
     return True
 
 
@@ -108,8 +109,14 @@ def remove(folder: Path) -> None:
     for files in _sets_in(folder).values():
         _unlink(files.values())
     with contextlib.suppress(OSError):  # another rank may do the same
-        remove_leftovers(folder, lambda name: _NAME.fullmatch(name) is not None)
+        remove_leftovers(folder, lambda name: _number_of(name) > 0)
         folder.rmdir()
+
+
+def _number_of(name: str) -> int:
+    """The number of the save that a file is of; 0 for any other file."""
+    match = _NAME.fullmatch(name)
+    return 0 if match is None else int(match[1])
 
 
 def _unlink(files: Any) -> None:
