@@ -18,6 +18,7 @@ from checkpoint.runs import LEVELS
 from checkpoint.sharded_runs import Parallel, Run, fused_adam, net, torch_adamw
 from engine.harness import same
 from preamp.checkpoint import latest_checkpoint, read_checkpoint, saving
+from preamp.core.tensors import local_of
 
 
 def check_bitwise_resume() -> None:
@@ -201,6 +202,13 @@ def save_for_others() -> None:
         if dist.get_rank() == 0:
             torch.save(expected, folder / f"{level}-{way}.expected")
         run.close()
+    run = Run("O2", "fsdp")
+    with preamp.scale_loss(run.model(torch.ones(1, 5)).float().sum(), run.optimizer) as scaled:
+        scaled.backward()
+        if dist.get_rank() == 1:  # each rank knows something else about where it was
+            local_of(run.inner[1].weight.grad).fill_(float("inf"))
+    run.save(folder / "overflow")
+    run.close()
 
 
 def check_loading_from_two_ranks() -> None:
@@ -218,3 +226,10 @@ def check_loading_from_two_ranks() -> None:
             assert not run.engine.last_step_skipped
             run.step()
             run.close()
+    run = Run("O2", "fsdp" if ranks > 1 else "none")
+    run.load(saved_folder() / "overflow")
+    before = run.whole()["weights"]
+    run.update()
+    assert run.engine.last_step_skipped
+    assert same(run.whole()["weights"], before)
+    run.close()

@@ -127,5 +127,20 @@ def _joined(found: list[Contents]) -> dict[str, Found]:
 
 
 def _pending(tree: Any) -> list[Any]:
-    """What of a tree is about gradients; other tensors have other names."""
-    return [tree.get("gradients"), tree.get("engines")]
+    """What of a tree is about gradients; other tensors have other names.
+
+    Where an overflow came from is told by notes, which may differ: of sharded parameters each rank
+    has looked at its parts.
+    """
+    return [tree.get("gradients"), _without_notes(tree.get("engines"))]
+
+
+def _without_notes(tree: Any) -> Any:
+    if isinstance(tree, list):
+        return [_without_notes(item) for item in cast("list[Any]", tree)]
+    if not isinstance(tree, dict):
+        return tree
+    entries = cast("dict[str, Any]", tree)
+    return {
+        key: _without_notes(item) for key, item in entries.items() if key not in ("notes", "note")
+    }
