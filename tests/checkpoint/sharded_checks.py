@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,26 @@ def check_failures_are_everybodys() -> None:
     assert sorted(name.name for name in path.iterdir()) == ["4-rank0-of2.pt", "4-rank1-of2.pt"]
     dist.barrier()
     run.close()
+
+
+def check_a_save_in_the_background_waits_for_one_exchange() -> None:
+    """Of the ranks' facts; errors travel with them."""
+    for parallel in ("fsdp", "zero1"):
+        folder, run, calls = shared_folder(), Run("O2", parallel), list[str]()
+        run.step()
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("all_gather_object", "gather_object", "all_reduce", "barrier"):
+                original = getattr(dist, name)
+
+                def counted(original: Any, told: list[str], *args: Any, **kwargs: Any) -> Any:
+                    told.append(original.__name__)
+                    return original(*args, **kwargs)
+
+                patch.setattr(dist, name, functools.partial(counted, original, calls))
+            saving = run.save(folder / "a", asynchronous=True)
+        assert calls == ["all_gather_object"]
+        saving.wait()
+        run.close()
 
 
 def check_different_checkpoints_are_refused() -> None:

@@ -12,6 +12,29 @@ import preamp
 from checkpoint import rank_checks
 from checkpoint.runs import Net
 from distributed.ranks import assert_pass, checks_of
+from preamp.checkpoint.ranks import fingerprints
+
+
+def test_fingerprints_tell_tensors_apart() -> None:
+    """One bit anywhere, order, and what lies at an odd address; more than is read at a time."""
+
+    def of(tensor: torch.Tensor) -> object:
+        return fingerprints({"it": tensor})["it"]
+
+    generator = torch.Generator().manual_seed(0)
+    for size in (1, 7, 8, 9, (1 << 20) + 3, (3 << 20) + 5):
+        values = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+        assert of(values) == of(values.clone())
+        for place in {0, size // 2, size - 1}:
+            other = values.clone()
+            other[place] ^= 1
+            assert of(other) != of(values)
+        if size > 16:
+            assert of(values.roll(8)) != of(values)
+    halves = torch.ones(9, dtype=torch.bfloat16)
+    assert of(halves[1:]) == of(halves[1:].clone())
+    assert of(torch.ones(4, 2)) != of(torch.ones(2, 4))
+    assert of(torch.zeros(0)) == of(torch.zeros(0))
 
 
 def test_on_two_ranks(

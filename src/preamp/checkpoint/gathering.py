@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,17 +20,17 @@ from preamp.checkpoint.ranks import (
     Print,
     check_shared,
     differing,
+    exchanged,
     fingerprints,
-    gathered,
     gathered_on_first,
     rank,
-    together,
     world_size,
 )
 from preamp.checkpoint.storage import Draft
 from preamp.core.errors import PreampStateError, message
 
 Encoded = tuple[Any, Tensors]
+_Told = tuple[dict[str, Print], str, int]  # with a token, and the number of the next save
 
 
 def encoded(content: Any) -> Encoded:
@@ -38,7 +38,9 @@ def encoded(content: Any) -> Encoded:
     return encode(content, "the checkpoint", world_size())
 
 
-def gather(own: Encoded, path: Path, buffers: frozenset[str], *, copy: bool) -> Draft | None:
+def gather(
+    make: Callable[[], Encoded], path: Path, buffers: frozenset[str], *, copy: bool
+) -> Draft | None:
     """Bring to the CPU what this rank is to write. Synchronises.
 
     Where nothing is sharded that is everything on the first rank and nothing on the others, which
@@ -47,7 +49,7 @@ def gather(own: Encoded, path: Path, buffers: frozenset[str], *, copy: bool) -> 
     sharded every rank writes a file with its pieces and what it has of its own.
 
     Args:
-        own: The content of this rank.
+        make: Returns the content of this rank. Where it fails on one rank, all raise.
         path: Of the checkpoint.
         buffers: Names of those tensors that are buffers of models.
         copy: Whether what changes there afterwards must not change the draft.
@@ -59,12 +61,23 @@ def gather(own: Encoded, path: Path, buffers: frozenset[str], *, copy: bool) -> 
         PreampStateError: Weights or optimizer states are not the same on all ranks, copies of
             one piece differ, or pieces do not make up a tensor.
     """
-    tree, tensors = own
-    plain = {name: kept for name, kept in tensors.items() if isinstance(kept, torch.Tensor)}
-    if world_size() == 1 and len(plain) == len(tensors):
+    tree: Any = None
+    tensors: Tensors = {}
+    plain: dict[str, torch.Tensor] = {}
+
+    def tell() -> _Told | None:
+        nonlocal tree, tensors, plain
+        tree, tensors = make()
+        plain = {name: kept for name, kept in tensors.items() if isinstance(kept, torch.Tensor)}
+        if world_size() == 1 and len(plain) == len(tensors):
+            return None
+        number = next_number(path) if rank() == 0 else 0
+        return fingerprints(tensors), uuid.uuid4().hex, number
+
+    told = [one for one in exchanged(tell) if one is not None]  # the one exchange
+    if not told:
         return Draft([tree], _stored(plain, copy=copy))
-    with together():
-        found = _Ranks.of(tensors, path)
+    found = _Ranks.of(told)
     check_shared(found.differences, buffers, frozenset(tensors.keys() - plain.keys()))
     mine = found.differences[rank()]
     if found.has_pieces:
@@ -99,11 +112,13 @@ class _Ranks:
     pieces: list[str]
 
     @classmethod
-    def of(cls, tensors: Tensors, path: Path) -> _Ranks:
-        """Ask all ranks."""
-        number = next_number(path) if rank() == 0 else 0
-        told = gathered((fingerprints(tensors), uuid.uuid4().hex, number))
-        prints: list[dict[str, Print]] = [one for one, _, _ in told]
+    def of(cls, told: Sequence[_Told]) -> _Ranks:
+        """Compare what all ranks have told.
+
+        Raises:
+            PreampStateError: Pieces do not make up a tensor.
+        """
+        prints = [one for one, _, _ in told]
         whole = [{n: p for n, p in one.items() if not _is_piece(p)} for one in prints]
         differences = [differing(one, whole[0]) for one in whole]
         pieces = [{n: p for n, p in one.items() if _is_piece(p)} for one in prints]

@@ -8,10 +8,10 @@ anything changes, so none waits for another that has given up.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,11 @@ from preamp.core.ranks import has_process_group
 if TYPE_CHECKING:
     from preamp.checkpoint.pieces import Piece
 
-_CHUNK = 1 << 20
+T = TypeVar("T")
+
+_WORDS = 1 << 17
+"""Of eight bytes, that are multiplied at a time: they stay in the processor's cache."""
+_ODD = -7046029254386353131  # 2⁶⁴ divided by the golden ratio, as a signed number
 _SHARED = ("models/", "optimizers/", "own_params/")
 _SHOWN = 3
 
@@ -62,33 +66,49 @@ def together() -> Generator[None]:
     raise_together(own)
 
 
-def raise_together(own: Exception | None) -> None:
+def exchanged(make: Callable[[], T]) -> list[T]:
+    """Return what ``make`` returns on every rank, on every rank; errors as in `together`."""
+    own: Exception | None = None
+    value: Any = None
+    try:
+        value = make()
+    except Exception as error:
+        own = error
+    return raise_together(own, value)
+
+
+def raise_together(own: Exception | None, value: Any = None) -> list[Any]:
     """Raise on every rank if there is an error on one.
 
     Args:
         own: The error of this rank, or ``None``.
+        value: What to tell the others in the same exchange.
+
+    Returns:
+        ``value`` of every rank.
 
     Raises:
-        PreampError: Another rank has one; its text is quoted.
+        PreampError: Another rank has an error; its text is quoted.
     """
     try:
-        texts = gathered(None if own is None else f"{type(own).__name__}: {own}")
+        told = gathered((None if own is None else f"{type(own).__name__}: {own}", value))
     except PreampError:
         if own is None:
             raise
-        texts = []
+        told = []
     if own is not None:
         raise own
-    failed = [(number, text) for number, text in enumerate(texts) if text is not None]
+    failed = [(number, text) for number, (text, _) in enumerate(told) if text is not None]
     if failed:
         number, text = failed[0]
         raise PreampError(
             message(
-                f"Rank {number} of {len(texts)} failed with {text}",
+                f"Rank {number} of {len(told)} failed with {text}",
                 "A checkpoint is saved or loaded by all ranks or by none",
                 "See to the cause on that rank; this one is as it was",
             )
         )
+    return [value for _, value in told]
 
 
 def gathered(value: Any) -> list[Any]:
@@ -159,30 +179,45 @@ def fingerprints(tensors: Mapping[str, torch.Tensor | Piece]) -> dict[str, Print
 
     Of a piece that no other rank has the values are not looked at.
     """
+    factors: dict[torch.device, torch.Tensor] = {}
+
+    def of(tensor: torch.Tensor) -> int:
+        device = tensor.device
+        if device not in factors:
+            factors[device] = _factors(device)
+        return _fingerprint(tensor, factors[device])
+
     return {
-        name: (str(kept.dtype), tuple(kept.shape), _fingerprint(kept))
+        name: (str(kept.dtype), tuple(kept.shape), of(kept))
         if isinstance(kept, torch.Tensor)
         else (
             kept.box,
             kept.frame,
             str(kept.data.dtype),
-            None if kept.is_alone else _fingerprint(kept.data),
+            None if kept.is_alone else of(kept.data),
         )
         for name, kept in tensors.items()
     }
 
 
-def _fingerprint(tensor: torch.Tensor) -> int:
+def _factors(device: torch.device) -> torch.Tensor:
+    """Odd numbers without a pattern, so that no word is lost and none can take another's place."""
+    mixed = torch.arange(1, _WORDS + 1, device=device) * _ODD
+    return ((mixed ^ (mixed >> 29)) * _ODD) | 1
+
+
+def _fingerprint(tensor: torch.Tensor, factors: torch.Tensor) -> int:
+    """A sum modulo 2⁶⁴: reading the tensor once takes a tenth of the time of copying it."""
     raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    words = raw.view(torch.int32) if raw.numel() % 4 == 0 and raw.numel() else raw
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    end = raw.numel() // 8 * 8
+    words: Any = raw[:end].view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=raw.device)
-    for number, chunk in enumerate(
-        cast("Iterable[torch.Tensor]", cast("Any", words).split(_CHUNK))
-    ):
-        # Odd factors, so that the same words in another order sum to something else.
-        start = 2 * number * _CHUNK + 1
-        factors = torch.arange(start, start + 2 * chunk.numel(), 2, device=raw.device)
-        total = total + (chunk.to(torch.int64) * factors * factors).sum()
+    for chunk in cast("Iterable[torch.Tensor]", (*words.split(_WORDS), raw[end:].long())):
+        own = factors[: chunk.numel()]
+        is_near = raw.device.type == "cpu"  # elsewhere torch has no product of integers
+        total = total * _ODD + (torch.dot(chunk, own) if is_near else (chunk * own).sum())
     return int(total)
 
 

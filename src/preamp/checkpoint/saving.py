@@ -10,7 +10,7 @@ from typing import Any
 
 from preamp.checkpoint.background import LATEST, Saving
 from preamp.checkpoint.capture import capture
-from preamp.checkpoint.gathering import encoded, gather
+from preamp.checkpoint.gathering import Encoded, encoded, gather
 from preamp.checkpoint.placing import placed
 from preamp.checkpoint.ranks import check_same, rank, together, world_size
 from preamp.checkpoint.reading import Loaded, Reader, read
@@ -39,11 +39,13 @@ def save(path: Path, subjects: Subjects, extra: Any, options: Options) -> Saving
     """See ``preamp.save_checkpoint``."""
     LATEST.wait()
     place = path.absolute()  # the working directory may be another one when it is written
-    with together():
+
+    def content() -> Encoded:
         check_format(path)
         check_keep_last(path, options.keep_last)
-        own = encoded(capture(subjects, extra))
-    draft = gather(own, path, subjects.buffer_names(), copy=options.asynchronous)
+        return encoded(capture(subjects, extra))
+
+    draft = gather(content, path, subjects.buffer_names(), copy=options.asynchronous)
     saving = Saving(path)
 
     def job() -> None:
