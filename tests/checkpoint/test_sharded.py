@@ -91,7 +91,7 @@ def test_damage_is_refused(copied: Path, folder: Path) -> None:
 
     for damaged in (whole[: len(whole) // 2], b"", whole[:-1]):
         file.write_bytes(damaged)
-        refused(f"{path} is not loaded: ")
+        refused(f"{path} is not loaded: in 1-rank1-of2.pt: ")
     for place in range(200, len(whole), len(whole) // 40):
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         try:

@@ -249,7 +249,8 @@ def check_shared(
                     f"and optimizer states, such as {', '.join(shared[:_SHOWN])}",
                     "Ranks that save one checkpoint have the same weights and optimizer states; "
                     "gradients, buffers and random states may differ",
-                    "Broadcast them from one rank if they should be the same; parallel parts of "
-                    "one model are saved by a process group of the ranks that share them",
+                    "Broadcast them from one rank if they should be the same. Parts of one model "
+                    "in plain tensors are not known as such: make them DTensor parameters, or "
+                    "save model.state_dict() on each rank yourself",
                 )
             )

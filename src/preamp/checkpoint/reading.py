@@ -76,7 +76,7 @@ def read(path: Path, reader: Reader | None = None) -> Loaded:
         found: list[Contents] = []
         for number, file in enumerate(files):
             is_mine = number % who.ranks == who.rank % who.ranks
-            found.append(_of_several(file, contents_of(file, checksums=is_mine), number, found))
+            found.append(_of_several(file, number, found, checksums=is_mine))
         return _loaded(found, who.rank)
     except (MemoryError, PreampError):
         raise
@@ -91,7 +91,13 @@ def _alone(contents: Contents) -> Contents:
     return contents
 
 
-def _of_several(file: Path, own: Contents, rank: int, before: list[Contents]) -> Contents:
+def _of_several(file: Path, rank: int, before: list[Contents], *, checksums: bool) -> Contents:
+    try:
+        own = contents_of(file, checksums=checksums)
+    except (MemoryError, PreampError):
+        raise
+    except Exception as error:
+        raise ValueError(f"in {file.name}: {cause_of(error)}") from error
     member = own.manifest.get("member")
     first: Any = before[0].manifest["member"] if before else member
     if member is None or (member["rank"], member["token"]) != (rank, first["token"]):
