@@ -143,6 +143,24 @@ def check_a_save_in_the_background_waits_for_one_exchange() -> None:
         run.close()
 
 
+def check_ranks_write_into_one_folder() -> None:
+    """Each into its own would be saved without an error, and could never be loaded."""
+    folder, run = shared_folder(), Run("O2", "fsdp")
+    rank = dist.get_rank()
+    error = "Rank 1 does not find .*, which rank 0 has made"
+    for place in ("", "deeper/"):
+        path = folder / f"{place}disk_{rank}"
+        for asynchronous in (False, True):
+            with pytest.raises(preamp.PreampError, match=error):
+                run.save(path, asynchronous=asynchronous).wait()
+        dist.barrier()
+        assert path.exists() is (rank == 0)
+    (folder / "file").touch()
+    with pytest.raises((OSError, preamp.PreampError), match="file could not be written: File"):
+        run.save(folder / "file")
+    run.close()
+
+
 def check_different_checkpoints_are_refused() -> None:
     folder, run = shared_folder(), Run("O2", "fsdp")
     run.save(folder / "step_1")

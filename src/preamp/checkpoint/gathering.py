@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import uuid
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from preamp.checkpoint.ranks import (
     rank,
     world_size,
 )
-from preamp.checkpoint.storage import Draft
+from preamp.checkpoint.storage import Draft, naming
 from preamp.core.errors import PreampStateError, message
 
 Encoded = tuple[Any, Tensors]
@@ -72,13 +73,22 @@ def gather(
         if world_size() == 1 and len(plain) == len(tensors):
             return None
         number = next_number(path) if rank() == 0 else 0
+        if rank() == 0 and len(plain) < len(tensors):
+            with naming(path):
+                path.mkdir(parents=True, exist_ok=True)
         return fingerprints(tensors), uuid.uuid4().hex, number
 
-    told = [one for one in exchanged(tell) if one is not None]  # the one exchange
-    if not told:
-        return Draft([tree], _stored(plain, copy=copy))
-    found = _Ranks.of(told)
-    check_shared(found.differences, buffers, frozenset(tensors.keys() - plain.keys()))
+    try:
+        told = [one for one in exchanged(tell) if one is not None]  # the one exchange
+        if not told:
+            return Draft([tree], _stored(plain, copy=copy))
+        found = _Ranks.of(told)
+        check_shared(found.differences, buffers, frozenset(tensors.keys() - plain.keys()))
+    except BaseException:
+        with contextlib.suppress(OSError):  # it is not empty, or not there
+            if rank() == 0 and len(plain) < len(tensors):
+                path.rmdir()
+        raise
     mine = found.differences[rank()]
     if found.has_pieces:
         kept = plain if rank() == 0 else {name: plain[name] for name in mine}

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from preamp.core.errors import PreampError, message
 from preamp.core.files import remove_leftovers
 
 _NAME = re.compile(r"(\d+)-rank(\d+)-of([1-9]\d*)\.(?:pt|safetensors)")
@@ -49,6 +50,27 @@ class Member:
 def next_number(folder: Path) -> int:
     """The number of the next save into ``folder``, which need not exist."""
     return 1 + max((number for number, _ in _sets_in(folder)), default=0)
+
+
+def check_shared_folder(folder: Path, member: Member) -> None:
+    """Raise `PreampError` unless the first rank, which has made it, and this one have one folder.
+
+    Making it again tells: looking might show what a network file system remembers.
+    """
+    if member.rank == 0:
+        return
+    with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(FileNotFoundError):
+            folder.mkdir()
+            folder.rmdir()
+        raise PreampError(
+            message(
+                f"Rank {member.rank} does not find {folder.absolute()}, which rank 0 has made",
+                "The files of a sharded checkpoint are in one folder that all ranks reach by the "
+                "same path; nothing that can be loaded was saved",
+                "Save to a file system that all nodes share, and under one name on all ranks",
+            )
+        )
 
 
 def is_sharded_folder(path: Path) -> bool:

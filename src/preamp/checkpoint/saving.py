@@ -11,12 +11,13 @@ from typing import Any
 from preamp.checkpoint.background import LATEST, Saving
 from preamp.checkpoint.capture import capture
 from preamp.checkpoint.gathering import Encoded, encoded, gather
+from preamp.checkpoint.members import check_shared_folder
 from preamp.checkpoint.placing import placed
 from preamp.checkpoint.ranks import check_same, rank, together, world_size
 from preamp.checkpoint.reading import Loaded, Reader, read
 from preamp.checkpoint.restore import owned, restore
 from preamp.checkpoint.series import check_keep_last, instead_of, tidy
-from preamp.checkpoint.storage import check_format, write
+from preamp.checkpoint.storage import check_format, naming, write
 from preamp.checkpoint.subjects import Subjects
 from preamp.core.errors import CheckpointError, message
 from preamp.core.log import say
@@ -51,11 +52,12 @@ def save(path: Path, subjects: Subjects, extra: Any, options: Options) -> Saving
     def job() -> None:
         if draft is None:  # the first rank writes
             return
-        file = place if draft.member is None else draft.member.file_in(place)
-        try:
+        file = place
+        if draft.member is not None:
+            check_shared_folder(place, draft.member)
+            file = draft.member.file_in(place)
+        with naming(path):
             write(draft, file, alone=options.asynchronous)
-        except (OSError, RuntimeError) as error:  # torch raises the second where writing fails
-            raise _not_written(path, error) from error
         try:
             tidy(place, options.keep_last)
         except OSError as error:
@@ -70,28 +72,14 @@ def save(path: Path, subjects: Subjects, extra: Any, options: Options) -> Saving
     return saving
 
 
-def _not_written(path: Path, error: Exception) -> OSError:
-    text = message(
-        f"{path} could not be written: {_reason(error)}",
-        "A checkpoint needs a folder that can be written to, with room for the whole file; what "
-        "was there before is untouched",
-        "Make room or choose another place, and save again",
-    )
-    return OSError(getattr(error, "errno", None) or errno.EIO, text)
-
-
 def _not_tidied(path: Path, error: OSError) -> OSError:
     text = message(
         f"{path} is written, but {error.filename or 'something'} beside it could not be removed: "
-        f"{_reason(error)}",
+        f"{error.strerror or error}",
         "Drafts of dead processes are removed, and with keep_last older checkpoints",
         "See to the permissions in its folder, or save without keep_last",
     )
     return OSError(error.errno or errno.EIO, text)
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or (str(error).splitlines() or [repr(error)])[0]
 
 
 def load(path: Path, subjects: Subjects, *, gradients: bool, rng: bool) -> Any:

@@ -8,13 +8,14 @@ formats hold tensors and strings only, and are read without running anything.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -62,6 +63,26 @@ def check_format(path: Path) -> None:
                 "Install it with pip install 'preamp[safetensors]', or choose another name",
             )
         )
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Generator[None]:
+    """Let what fails to be written say which checkpoint it was to be.
+
+    Raises:
+        OSError: Something could not be written.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch raises the second where writing fails
+        reason = getattr(error, "strerror", None) or (str(error).splitlines() or [repr(error)])[0]
+        text = message(
+            f"{path} could not be written: {reason}",
+            "A checkpoint needs a folder that can be written to, with room for the whole file; "
+            "what was there before is untouched",
+            "Make room or choose another place, and save again",
+        )
+        raise OSError(getattr(error, "errno", None) or errno.EIO, text) from error
 
 
 def write(draft: Draft, path: Path, *, alone: bool = False) -> None:
