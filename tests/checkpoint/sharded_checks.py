@@ -18,7 +18,7 @@ from checkpoint.rank_checks import shared_folder
 from checkpoint.runs import LEVELS
 from checkpoint.sharded_runs import Parallel, Run, fused_adam, net, torch_adamw
 from engine.harness import same
-from preamp.checkpoint import latest_checkpoint, read_checkpoint, saving
+from preamp.checkpoint import gathering, latest_checkpoint, read_checkpoint, saving
 from preamp.core.tensors import local_of
 
 
@@ -158,6 +158,27 @@ def check_ranks_write_into_one_folder() -> None:
     (folder / "file").touch()
     with pytest.raises((OSError, preamp.PreampError), match="file could not be written: File"):
         run.save(folder / "file")
+    run.close()
+
+
+def check_a_copy_that_fails_is_everybodys() -> None:
+    """No memory on one rank: nobody is left waiting, and the next save works."""
+    folder, run = shared_folder(), Run("O2", "fsdp")
+
+    def no_memory(*args: Any, **options: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    for asynchronous in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(gathering.Stored, "of", no_memory)
+            if asynchronous:
+                run.save(folder / "a", asynchronous=True)  # the next call raises
+            with pytest.raises(RuntimeError, match="can't allocate memory"):
+                run.save(folder / "b")
+    run.save(folder / "a")
+    dist.barrier()
+    assert latest_checkpoint(folder) == folder / "a"
     run.close()
 
 

@@ -40,9 +40,9 @@ def encoded(content: Any) -> Encoded:
 
 
 def gather(
-    make: Callable[[], Encoded], path: Path, buffers: frozenset[str], *, copy: bool
-) -> Draft | None:
-    """Bring to the CPU what this rank is to write. Synchronises.
+    make: Callable[[], Encoded], path: Path, buffers: frozenset[str]
+) -> Callable[[bool], Draft | None]:
+    """Agree with the other ranks on what this one is to write; return what brings it to the CPU.
 
     Where nothing is sharded that is everything on the first rank and nothing on the others, which
     only send what they have of their own: gradients that were not reduced, buffers, random states.
@@ -53,10 +53,10 @@ def gather(
         make: Returns the content of this rank. Where it fails on one rank, all raise.
         path: Of the checkpoint.
         buffers: Names of those tensors that are buffers of models.
-        copy: Whether what changes there afterwards must not change the draft.
 
     Returns:
-        The draft, or ``None`` on ranks that write nothing.
+        What returns the draft, or ``None`` on ranks that write nothing. It may fail on one rank
+        alone. Its argument is whether later changes must not change the draft. Synchronises.
 
     Raises:
         PreampStateError: Weights or optimizer states are not the same on all ranks, copies of
@@ -81,7 +81,7 @@ def gather(
     try:
         told = [one for one in exchanged(tell) if one is not None]  # the one exchange
         if not told:
-            return Draft([tree], _stored(plain, copy=copy))
+            return lambda copy: Draft([tree], _stored(plain, copy=copy))
         found = _Ranks.of(told)
         check_shared(found.differences, buffers, frozenset(tensors.keys() - plain.keys()))
     except BaseException:
@@ -89,6 +89,12 @@ def gather(
             if rank() == 0 and len(plain) < len(tensors):
                 path.rmdir()
         raise
+    return lambda copy: _collected(tree, tensors, plain, found, copy=copy)
+
+
+def _collected(
+    tree: Any, tensors: Tensors, plain: dict[str, torch.Tensor], found: _Ranks, *, copy: bool
+) -> Draft | None:
     mine = found.differences[rank()]
     if found.has_pieces:
         kept = plain if rank() == 0 else {name: plain[name] for name in mine}

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from preamp.checkpoint.background import LATEST, Saving
 from preamp.checkpoint.capture import capture
@@ -17,7 +18,7 @@ from preamp.checkpoint.ranks import check_same, rank, together, world_size
 from preamp.checkpoint.reading import Loaded, Reader, read
 from preamp.checkpoint.restore import owned, restore
 from preamp.checkpoint.series import check_keep_last, instead_of, tidy
-from preamp.checkpoint.storage import check_format, naming, write
+from preamp.checkpoint.storage import Draft, check_format, naming, write
 from preamp.checkpoint.subjects import Subjects
 from preamp.core.errors import CheckpointError, message
 from preamp.core.log import say
@@ -39,17 +40,49 @@ class Options:
 def save(path: Path, subjects: Subjects, extra: Any, options: Options) -> Saving:
     """See ``preamp.save_checkpoint``."""
     LATEST.wait()
-    place = path.absolute()  # the working directory may be another one when it is written
 
     def content() -> Encoded:
         check_format(path)
         check_keep_last(path, options.keep_last)
         return encoded(capture(subjects, extra))
 
-    draft = gather(content, path, subjects.buffer_names(), copy=options.asynchronous)
+    collect = gather(content, path, subjects.buffer_names())
     saving = Saving(path)
+    if options.asynchronous:
+        saving.start(_writing(_collected_now(collect), path, options))
+        LATEST.set(saving)
+    else:
+        with together():
+            _writing(lambda: collect(False), path, options)()
+    return saving
+
+
+def _collected_now(collect: Callable[[bool], Draft | None]) -> Callable[[], Draft | None]:
+    """Copy what is to be written; return what returns it, or raises what has failed.
+
+    An error of one rank is for all to learn of: with its next call, as that of a failed write.
+    """
+    try:
+        draft = collect(True)
+    except Exception as error:
+        if world_size() == 1:
+            raise
+        failed = error
+
+        def fail() -> NoReturn:
+            raise failed
+
+        return fail
+    return lambda: draft
+
+
+def _writing(
+    collected: Callable[[], Draft | None], path: Path, options: Options
+) -> Callable[[], None]:
+    place = path.absolute()  # the working directory may be another one when it is written
 
     def job() -> None:
+        draft = collected()
         if draft is None:  # the first rank writes
             return
         file = place
@@ -63,13 +96,7 @@ def save(path: Path, subjects: Subjects, extra: Any, options: Options) -> Saving
         except OSError as error:
             raise _not_tidied(path, error) from error
 
-    if options.asynchronous:
-        saving.start(job)
-        LATEST.set(saving)
-    else:
-        with together():
-            job()
-    return saving
+    return job
 
 
 def _not_tidied(path: Path, error: OSError) -> OSError:
