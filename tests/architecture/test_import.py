@@ -78,3 +78,18 @@ except AttributeError as error:
     assert error.name == "nothing" and "'preamp' has no attribute 'nothing'" in str(error)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_what_reads_files_of_apex_loads_when_it_is_asked_for() -> None:
+    script = """
+import sys
+import preamp.checkpoint
+assert "preamp.checkpoint.convert" not in sys.modules
+assert not hasattr(preamp.checkpoint, "nothing")
+assert "describe" not in vars(preamp.checkpoint)
+from preamp.checkpoint import *
+assert describe is sys.modules["preamp.checkpoint.convert"].describe
+assert vars(preamp.checkpoint)["describe"] is describe
+assert all(name in globals() for name in preamp.checkpoint.__all__)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Submodules that load when they are first asked for, so that importing the package stays fast."""
+"""Parts of a package that load when they are first asked for, so that importing it stays fast."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 
 def submodules(package: str, *names: str) -> Callable[[str], ModuleType]:
@@ -22,6 +24,31 @@ def submodules(package: str, *names: str) -> Callable[[str], ModuleType]:
     def load(name: str) -> ModuleType:
         if name in names:
             return importlib.import_module(f"{package}.{name}")
-        raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
+        raise _missing(package, name)
 
     return load
+
+
+def names(package: str, **modules: str) -> Callable[[str], Any]:
+    """Make the ``__getattr__`` of a package (PEP 562).
+
+    Args:
+        package: Its name.
+        modules: For each name that the package has from one of its modules, that module.
+
+    Returns:
+        The function, which sets the attribute and so is asked once.
+    """
+
+    def load(name: str) -> Any:
+        if name not in modules:
+            raise _missing(package, name)
+        value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return load
+
+
+def _missing(package: str, name: str) -> AttributeError:
+    return AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
