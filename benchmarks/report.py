@@ -60,12 +60,14 @@ TRAIN = """\
 
 Forward, backward, clipping, AdamW and rounding of the demo's GPT (4 layers, 64 bytes of context)
 and of a convolutional network with batch normalization, on random data, against loops written by
-hand with the same numerics: `torch.autocast` and `GradScaler` (O1, O4), float32 masters (O2, O5),
-nothing but half (O3). Each loop has a process of its own, since the casts of an O1 engine hold for
-a whole process. All are started three times, since two processes with the very same loop can differ
-by a tenth, depending on the memory that they happened to get. **Peak** is how far the resident
-memory of a process rose (on CUDA: what was allocated) from before the model was made; **B/param**
-are weights, masters, gradients and optimizer state, counted between backward and step.
+hand with the same numerics: `torch.autocast` and `GradScaler` (O1, O4; on CPUs with GELU, softmax,
+layer norms and losses in float32, as on GPUs and with preamp), float32 masters (O2, O5), nothing
+but half (O3). *bf16 autocast by hand* is torch's as it is, which leaves those in half precision on
+CPUs. Each loop has a process of its own, since the casts of an O1 engine hold for a whole process.
+All are started three times, since two processes with the very same loop can differ by a tenth,
+depending on the memory that they happened to get. **Peak** is how far the resident memory of a
+process rose (on CUDA: what was allocated) from before the model was made; **B/param** are weights,
+masters, gradients and optimizer state, counted between backward and step.
 
 Where the CPU has no float16 units, torch multiplies float16 matrices one element at a time, and
 preamp runs these products in float32 and rounds once. So at O1, O2 and O3 on such a CPU the ratio

@@ -42,7 +42,7 @@ def test_loops_by_hand_train_as_preamp_does(level: str, model: str) -> None:
     by_hand = weights_after_a_step("by hand", level, tiny(model))
     ours = weights_after_a_step("torch AdamW", level, tiny(model))
     for one, other in zip(by_hand, ours, strict=True):
-        if level in ("O0", "O5"):
+        if level in ("O0", "O4", "O5"):
             # The norm is summed in another order, and O5 rounds weights to bfloat16 once more.
             rtol = 2.0**-8 if level == "O5" else 0.0
             torch.testing.assert_close(one, other, rtol=rtol, atol=SETTINGS["lr"] * 1e-3)

@@ -6,14 +6,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 import preamp
@@ -23,6 +24,9 @@ from preamp.optimizers import FusedAdam
 MAX_NORM = 1.0
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-5}
 """AdamW's; eps is the demo's, which pure float16 needs."""
+
+_FLOAT32 = ("cross_entropy", "gelu", "layer_norm", "softmax")
+"""What torch.autocast computes in float32 on GPUs, and in half precision on CPUs."""
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -102,12 +106,16 @@ class Autocast:
         task: What to train.
         half: Dtype of autocast, or nothing.
         scales: Whether to scale the loss.
+        widens: Whether a CPU computes in float32 what a GPU does, as preamp does everywhere.
     """
 
-    def __init__(self, task: Task, half: torch.dtype | None, scales: bool) -> None:
+    def __init__(
+        self, task: Task, half: torch.dtype | None, scales: bool, widens: bool = True
+    ) -> None:
         """Make optimizer and scaler."""
         self._task = task
         self._half = half
+        self._widened = _FLOAT32 if widens and half and task.device.type == "cpu" else ()
         self.model = task.model
         self.optimizer = torch_adamw(task.model.parameters())
         self._scaler = torch.amp.GradScaler(task.device.type, enabled=scales)
@@ -127,10 +135,28 @@ class Autocast:
         self._scaler.update()
         self.optimizer.zero_grad()
 
-    def _region(self) -> AbstractContextManager[Any]:
-        return torch.autocast(
-            self._task.device.type, self._half or torch.bfloat16, enabled=self._half is not None
-        )
+    @contextmanager
+    def _region(self) -> Generator[None]:
+        half = self._half or torch.bfloat16
+        kept = {name: getattr(F, name) for name in self._widened}
+        for name, function in kept.items():
+            setattr(F, name, _widened(function))
+        try:
+            with torch.autocast(self._task.device.type, half, enabled=self._half is not None):
+                yield
+        finally:
+            for name, function in kept.items():
+                setattr(F, name, function)
+
+
+def _widened(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of the float32 values of its first argument; weights are float32 anyway."""
+
+    @wraps(function)
+    def call(first: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        return function(first.float(), *rest, **options)
+
+    return call
 
 
 class PureHalf:
@@ -250,12 +276,15 @@ def make_loop(task: Task, way: str, level: str) -> Loop:
 
     Args:
         task: What to train.
-        way: ``"by hand"``, ``"torch AdamW"`` or ``"FusedAdam"``; the latter two with preamp.
-        level: The opt level.
+        way: ``"by hand"``; ``"autocast"``, torch's for bfloat16 as it is on the device; or with
+            preamp ``"torch AdamW"`` or ``"FusedAdam"``.
+        level: The opt level; ``"autocast"`` has none.
 
     Returns:
         The loop.
     """
     if way == "by hand":
         return BY_HAND[level](task)
+    if way == "autocast":
+        return Autocast(task, torch.bfloat16, scales=False, widens=False)
     return WithPreamp(task, level, {"torch AdamW": torch_adamw, "FusedAdam": fused_adam}[way])
