@@ -32,15 +32,20 @@ def run_ranks(work: Callable[[int], Any], folder: Path, world: int = 2) -> list[
 
 def _start(rank: int, work: Callable[[int], Any], folder: str, world: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=_SECONDS),
-    )
+    join_ranks(rank, world, Path(folder), _SECONDS)
     try:
         torch.save(work(rank), f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
+
+
+def join_ranks(rank: int, world: int, folder: Path, seconds: float) -> None:
+    """Join the others on one thread; whoever waits longer than ``seconds`` for one gives up."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'meet'}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=seconds),
+    )

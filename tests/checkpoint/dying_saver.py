@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import os
 import signal
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import preamp
+from cases.ranks import join_ranks
 from preamp.checkpoint import latest_checkpoint, saving
 from preamp.parallel import shard_optimizer
 
@@ -23,14 +22,7 @@ GROUP_SECONDS = 4
 
 def run_rank(rank: int, folder: Path, how: str) -> None:
     """Save twice; in the second save the second of two ranks ``dies`` or ``hangs``."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'meet'}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=GROUP_SECONDS),
-    )
+    join_ranks(rank, 2, folder, GROUP_SECONDS)
     torch.manual_seed(0)
     model = nn.Linear(40, 40)
     optimizer = torch.optim.Adam(model.parameters())

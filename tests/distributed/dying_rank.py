@@ -5,29 +5,21 @@ from __future__ import annotations
 
 import os
 import signal
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import preamp
+from cases.ranks import join_ranks
 
 GROUP_SECONDS = 4
 
 
 def run_rank(rank: int, folder: Path, how: str) -> None:
     """Train; the second of two ranks ``dies`` or ``hangs`` in its third step."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'meet'}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=GROUP_SECONDS),
-    )
+    join_ranks(rank, 2, folder, GROUP_SECONDS)
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -8,7 +8,6 @@ deadline covers what gloo does not notice.
 
 from __future__ import annotations
 
-import datetime
 import time
 import traceback
 import warnings
@@ -19,6 +18,8 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
+
+from cases.ranks import join_ranks
 
 Check = Callable[[], None]
 
@@ -58,14 +59,7 @@ def _rank_main(rank: int, checks: Sequence[Check], world_size: int, folder: Path
     warnings.simplefilter("error")
     # torch 2.6 says so of every mesh of CPUs.
     warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'meet'}",
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=120),
-    )
+    join_ranks(rank, world_size, folder, 120)
     report = folder / f"rank{rank}.txt"
     for check in checks:
         report.write_text(f"did not return from {check.__name__}")

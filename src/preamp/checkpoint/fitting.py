@@ -80,11 +80,10 @@ def _check_tied(index: int, model: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    raw = [
-        value.detach().contiguous().reshape(-1).view(torch.uint8)
-        for value in ((one, other) if one is not other else ())
-    ]
-    return not raw or torch.equal(*raw)
+    if one is other:
+        return True
+    raw = (value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (one, other))
+    return torch.equal(*raw)
 
 
 def _same_form(own: Any, saved: Any) -> bool:

@@ -99,7 +99,7 @@ def _collected(
     if found.has_pieces:
         kept = plain if rank() == 0 else {name: plain[name] for name in mine}
         return _one_of_several(_renamed(tree, set(mine), rank()), kept, tensors, found, copy=copy)
-    parts = {name: Stored.of(plain[name], copy=False) for name in mine}
+    parts = _stored({name: plain[name] for name in mine}, copy=False)
     others = gathered_on_first((_renamed(tree, set(mine), rank()), parts) if rank() else None)
     if rank():
         return None

@@ -59,18 +59,21 @@ def check_shared_folder(folder: Path, member: Member) -> None:
     """
     if member.rank == 0:
         return
-    with contextlib.suppress(FileExistsError):
-        with contextlib.suppress(FileNotFoundError):
-            folder.mkdir()
-            folder.rmdir()
-        raise PreampError(
-            message(
-                f"Rank {member.rank} does not find {folder.absolute()}, which rank 0 has made",
-                "The files of a sharded checkpoint are in one folder that all ranks reach by the "
-                "same path; nothing that can be loaded was saved",
-                "Save to a file system that all nodes share, and under one name on all ranks",
-            )
+    try:
+        folder.mkdir()
+        folder.rmdir()
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        pass
+    raise PreampError(
+        message(
+            f"Rank {member.rank} does not find {folder.absolute()}, which rank 0 has made",
+            "The files of a sharded checkpoint are in one folder that all ranks reach by the "
+            "same path; nothing that can be loaded was saved",
+            "Save to a file system that all nodes share, and under one name on all ranks",
         )
+    )
 
 
 def is_sharded_folder(path: Path) -> bool:

@@ -32,7 +32,7 @@ from preamp.engine.pending import (
     prepare_pending,
 )
 from preamp.engine.state import read_scalers
-from preamp.optim import MasterParameter
+from preamp.optim import pair_of
 
 Apply = Callable[[], None]
 
@@ -245,8 +245,9 @@ def _prepare_gradients(saved: Mapping[str, Any], subjects: Subjects) -> Apply:
 
 def _keeper(tensor: torch.Tensor) -> Callable[[torch.Tensor | None], None]:
     """Return what stores a whole gradient, also where the master has a part of the weight."""
-    if isinstance(tensor, MasterParameter) and tensor.twin is not None:
-        return tensor.twin.held.keep
+    twin = pair_of(tensor)
+    if twin is not None:
+        return twin.held.keep
     return lambda grad: store_grad(tensor, grad)
 
 

@@ -15,7 +15,7 @@ from preamp.checkpoint.pieces import Box, Frame, Piece
 from preamp.checkpoint.subjects import Subjects, params_of
 from preamp.core.errors import PreampStateError, message
 from preamp.kernels import fsdp
-from preamp.optim import MasterParameter, Twin
+from preamp.optim import Twin, pair_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,9 @@ class Shares:
                     frame = Frame(tuple(weight.shape), _memory_order(weight))
                     share = Share(frame, Box((span.start,), (span.stop - span.start,)))
                     self._of[id(param)] = share
-                    if isinstance(param, MasterParameter) and param.twin is not None:
-                        self._twins[id(weight)] = param.twin
+                    twin = pair_of(param)
+                    if twin is not None:
+                        self._twins[id(weight)] = twin
 
     def of(self, param: torch.Tensor) -> Share | None:
         """The share of what an optimizer updates."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``preamp checkpoint``: what is in a file, and whether it is whole."""
+"""``preamp checkpoint``: what is in a file or a sharded folder, and whether it is whole."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _commands() -> None:  # pyright: ignore[reportUnusedFunction]
 
 @checkpoint.command("show")
 def show(
-    path: Annotated[Path, typer.Argument(help="File that preamp.save_checkpoint has written.")],
+    path: Annotated[Path, typer.Argument(help="File or folder of preamp.save_checkpoint.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Verify a checkpoint and tell what is in it. Nothing in it is executed.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from preamp.core.errors import PreampStateError, message
 from preamp.distributed.exchange import exchange_parts, gather_parts, span_of
 from preamp.engine.session import OptimizerSession
-from preamp.optim import MasterParameter, Twin
+from preamp.optim import Twin, leaf_of, pair_of
 from preamp.optim.part import Gate, Part, in_memory_order
 
 State = dict[str, Any]
@@ -38,8 +38,7 @@ class Sharing:
     def share_out(self) -> None:
         """Keep this rank's part of everything that is whole. Mutates masters and state."""
         for param in self._session.gradients.params():
-            twin = param.twin if isinstance(param, MasterParameter) else None
-            whole = param if twin is None else twin.half
+            twin, whole = pair_of(param), leaf_of(param)
             if whole.numel() <= 1 or self._part_of(param) is not None:
                 continue
             part = Part(*span_of(whole.numel(), self.group.rank(), self.group.size()), self._gate)
@@ -56,8 +55,9 @@ class Sharing:
             for key, value in state.items():
                 if _is_part(key, value, part):
                     state[key] = gather_parts(value, whole, self.group)
-            if isinstance(param, MasterParameter) and param.twin is not None:
-                param.twin.held.keep_part(None, gather_parts(param.detach(), whole, self.group))
+            twin = pair_of(param)
+            if twin is not None:
+                twin.held.keep_part(None, gather_parts(param.detach(), whole, self.group))
         self._direct.clear()
 
     def shared(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Part]]:
@@ -65,8 +65,7 @@ class Sharing:
         for param in self._session.gradients.params():
             part = self._part_of(param)
             if part is not None:
-                twin = param.twin if isinstance(param, MasterParameter) else None
-                yield param, param if twin is None else twin.half, part
+                yield param, leaf_of(param), part
 
     def twins(self) -> list[Twin]:
         """Those of which this rank has a part."""
@@ -80,9 +79,7 @@ class Sharing:
             state: By key, tensors of the weight's shape among it.
         """
         param = list(self._session.gradients.params())[place]
-        part = self._part_of(param)
-        twin = param.twin if isinstance(param, MasterParameter) else None
-        whole = param if twin is None else twin.half
+        part, whole = self._part_of(param), leaf_of(param)
         if part is None:
             return state
         return {
@@ -109,8 +106,9 @@ class Sharing:
         return gather_parts(part, like, self.group)
 
     def _part_of(self, param: torch.Tensor) -> Part | None:
-        if isinstance(param, MasterParameter) and param.twin is not None:
-            return param.twin.held.part
+        twin = pair_of(param)
+        if twin is not None:
+            return twin.held.part
         return self._direct.get(id(param), (param, None))[1]
 
     def _state(self, param: torch.Tensor) -> State:

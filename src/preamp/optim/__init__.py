@@ -9,6 +9,7 @@ from preamp.optim.larc import LARC as LARC
 from preamp.optim.master_parameter import MasterParameter as MasterParameter
 from preamp.optim.master_parameter import is_master as is_master
 from preamp.optim.master_parameter import leaf_of as leaf_of
+from preamp.optim.master_parameter import pair_of as pair_of
 from preamp.optim.masters import Masters as Masters
 from preamp.optim.masters import cast_state as cast_state
 from preamp.optim.twin import Twin as Twin

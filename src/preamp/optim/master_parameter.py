@@ -63,8 +63,13 @@ def is_master(param: torch.Tensor) -> TypeGuard[MasterParameter]:
 
 def leaf_of(param: torch.Tensor) -> torch.Tensor:
     """What gets the gradient of ``param`` in a backward: of a master its half weight."""
-    twin = param.twin if is_master(param) else None
+    twin = pair_of(param)
     return param if twin is None else twin.half
+
+
+def pair_of(param: torch.Tensor) -> Twin | None:
+    """The pair of a master and its half weight; ``None`` for any other parameter."""
+    return param.twin if is_master(param) else None
 
 
 def master_parameter(data: torch.Tensor, *, requires_grad: bool) -> MasterParameter:

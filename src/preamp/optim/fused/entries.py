@@ -11,7 +11,7 @@ import torch
 
 from preamp.core.tensors import stored_grad
 from preamp.kernels import Update
-from preamp.optim.master_parameter import is_master, leaf_of
+from preamp.optim.master_parameter import leaf_of, pair_of
 from preamp.optim.twin import Twin
 
 
@@ -44,7 +44,7 @@ def entry_of(param: torch.Tensor) -> Entry | None:
     A master's float32 gradient is not made for it: the update unscales the half one on the way,
     and rounds the new master into the half weight while it is at hand.
     """
-    twin = param.twin if is_master(param) else None
+    twin = pair_of(param)
     if twin is None:
         grad = param.grad
         return None if grad is None else Entry(param, grad)
