@@ -244,7 +244,8 @@ def saved_folder() -> Path:
     return Path(os.environ["PREAMP_TEST_FOLDER"]) / "saved"
 
 
-SAVED = [(level, way) for level in ("O1", "O2", "O5") for way in ("fsdp", "zero1", "ddp")]
+WAYS: tuple[Parallel, ...] = ("fsdp", "zero1", "ddp")
+SAVED = [(level, way) for level in ("O1", "O2", "O5") for way in WAYS]
 
 
 def save_for_others() -> None:
@@ -252,7 +253,7 @@ def save_for_others() -> None:
     folder = saved_folder()
     folder.mkdir(exist_ok=True)
     for level, way in SAVED:
-        run = Run(level, way)  # type: ignore[arg-type]
+        run = Run(level, way)
         run.step()
         run.step(poison=True)
         run.step()
@@ -275,10 +276,12 @@ def check_loading_from_two_ranks() -> None:
     """Into any number of ranks, in each way to share; gradients and counters with it."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     for level, saved in SAVED:
-        ways = ("fsdp", "zero1", "ddp") if level == "O2" else ("fsdp",)
+        ways: tuple[Parallel, ...] = WAYS if level == "O2" else ("fsdp",)
         expected = torch.load(saved_folder() / f"{level}-{saved}.expected", weights_only=False)
-        for way in ways if ranks > 1 else ("none",):
-            run = Run(level, way, seed=1)  # type: ignore[arg-type]
+        if ranks == 1:
+            ways = ("none",)
+        for way in ways:
+            run = Run(level, way, seed=1)
             run.load(saved_folder() / f"{level}-{saved}")
             assert same(run.whole(), expected), (level, saved, way)
             assert (run.engine.steps_applied, run.engine.steps_skipped) == (2, 1)
