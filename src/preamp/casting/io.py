@@ -7,27 +7,31 @@ from typing import Any
 
 import torch
 
+from preamp.core.link import EngineHook
 from preamp.core.pytree import cast_floating
 from preamp.core.undo import Removable
 
 
-class CastInputs:
+class CastInputs(EngineHook):
     """Forward pre-hook: cast the floating tensors among the arguments to ``dtype``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Cast to ``dtype``."""
         self.dtype = dtype
+        self.is_on = True
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments to call ``forward`` with."""
         del module
+        if not self.is_on:  # the weights are exact for the moment
+            return args, kwargs
         cast_kwargs = {name: cast_floating(value, self.dtype) for name, value in kwargs.items()}
         return tuple(cast_floating(value, self.dtype) for value in args), cast_kwargs
 
 
-class CastOutputs:
+class CastOutputs(EngineHook):
     """Forward hook: cast the floating tensors in the result to ``dtype``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -40,7 +44,7 @@ class CastOutputs:
         return cast_floating(output, self.dtype)
 
 
-class MatchWeightDtype:
+class MatchWeightDtype(EngineHook):
     """Forward pre-hook of a single layer: bring floating inputs to the dtype of its weights.
 
     A model whose inputs were cast can still make float32 tensors on the way (position codes,

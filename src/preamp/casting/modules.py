@@ -91,6 +91,10 @@ class Conversion:
             self._original_grads[id(tensor)] = grad
             tensor.grad = grad.to(dtype)
 
+    def dtypes(self) -> dict[int, torch.dtype]:
+        """The dtypes from before the cast, by ``id`` of what was cast."""
+        return {id(tensor): dtype for tensor, dtype in self._tensors}
+
     def forget_originals(self) -> None:
         """Let go of the values from before the cast, once the masters have taken theirs."""
         self.originals.clear()

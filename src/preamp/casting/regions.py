@@ -25,6 +25,7 @@ from preamp.casting.autocast_state import (
     weight_cache_keeps_gradients,
 )
 from preamp.casting.thread_casts import CASTS, FORWARDS_OPEN, open_bracket, unwind_to
+from preamp.core.link import EngineHook
 from preamp.core.undo import Removable
 
 _COMMON = ("cpu", "cuda", "xpu", "mps")
@@ -62,7 +63,7 @@ def _leave(module: nn.Module) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _EnterCasts:
+class _EnterCasts(EngineHook):
     """Forward pre-hook that opens a model's autocast region."""
 
     device_types: tuple[str, ...]  # no set: torch 2.6 cannot guard one while it traces
@@ -83,7 +84,7 @@ class _EnterCasts:
 
 
 @dataclass(frozen=True, slots=True)
-class _EnterPlain:
+class _EnterPlain(EngineHook):
     """Forward pre-hook that takes a model out of the casts of other engines."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -93,7 +94,7 @@ class _EnterPlain:
 
 
 @dataclass(frozen=True, slots=True)
-class _Leave:
+class _Leave(EngineHook):
     """Forward hook that closes what the pre-hook of the same module call opened."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:

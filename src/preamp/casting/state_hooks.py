@@ -15,12 +15,12 @@ from torch import nn
 
 from preamp.core.dtypes import is_half
 from preamp.core.errors import PreampStateError, message
-from preamp.core.link import Link
+from preamp.core.link import EngineHook, Link
 from preamp.core.protocols import MasterLookup
 from preamp.core.undo import Removable
 
 
-class SaveFloat32:
+class SaveFloat32(EngineHook):
     """State-dict hook: replace half entries by float32 copies, exact where there is a master."""
 
     def __init__(self, link: Link[MasterLookup]) -> None:
@@ -45,7 +45,7 @@ class SaveFloat32:
                 state_dict[prefix + name] = value.detach().float()
 
 
-class LoadMasters:
+class LoadMasters(EngineHook):
     """Load-state-dict pre-hook: set the masters before the values are rounded to half."""
 
     def __init__(self, link: Link[MasterLookup]) -> None:

@@ -93,7 +93,7 @@ class Shares:
     def _stood_in(self) -> Generator[None]:
         """Let the state dict have tensors without memory for what this rank does not know."""
         for twin in self._twins.values():
-            twin.absorb_external_write()
+            twin.settle()
             twin.held.gathered = torch.empty(twin.half.shape, device="meta")
         try:
             yield

@@ -39,3 +39,7 @@ class Link(Generic[T]):
     def __reduce__(self) -> tuple[type[Link[T]], tuple[()]]:
         """A pickled link refers to nothing."""
         return (Link, ())
+
+
+class EngineHook:
+    """Base of the module hooks that an engine attaches, by which they are known in copies."""

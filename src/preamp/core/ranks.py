@@ -16,6 +16,11 @@ def has_process_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def has_other_ranks() -> bool:
+    """Whether this process is one of several."""
+    return has_process_group() and dist.get_world_size() > 1
+
+
 def is_first_rank() -> bool:
     """Whether this process speaks for the job: rank 0, or the only process there is."""
     return not has_process_group() or dist.get_rank() == 0

@@ -72,6 +72,13 @@ def version_of(tensor: torch.Tensor) -> int:
     return own
 
 
+def versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """`version_of` each of several tensors, -1 for ``None``; without a call for each."""
+    if has_sharded(tensors):
+        return [-1 if tensor is None else version_of(tensor) for tensor in tensors]
+    return [-1 if tensor is None else tensor._version for tensor in tensors]  # noqa: SLF001
+
+
 def host_reaches(tensor: torch.Tensor) -> bool:
     """Whether the host may read ``tensor`` without waiting for a device."""
     return tensor.device.type == "cpu"
@@ -82,42 +89,77 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-class WeightMark:
-    """What a tensor's memory was at some time, to tell later whether it was written to.
+class WeightMarks:
+    """What the memory of several tensors was at some time, to tell later which were written to.
 
     The address alone does not tell: assigned twice, ``p.data`` may come to lie where it was. The
-    storage is held weakly, so the mark keeps no memory alive.
+    storages are held weakly, so the marks keep no memory alive.
     """
 
-    __slots__ = ("_address", "_storage", "_version")
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        """Mark ``tensors`` as they are now."""
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self._storages: list[Any] = []
+        self._keys: list[int] = []
+        for tensor in tensors:
+            self.add(tensor)
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        """Mark ``tensor`` as it is now."""
-        self._mark(tensor)
+    def add(self, tensor: torch.Tensor) -> None:
+        """Mark one more tensor."""
+        for column in (self._versions, self._addresses, self._storages, self._keys):
+            column.append(None)
+        self._mark(len(self._keys) - 1, tensor)
 
-    def _mark(self, tensor: torch.Tensor) -> None:
+    def remove(self, row: int) -> None:
+        """Forget one."""
+        for column in (self._versions, self._addresses, self._storages, self._keys):
+            del column[row]
+
+    def _mark(self, row: int, tensor: torch.Tensor) -> None:
         local = local_of(tensor)
-        self._storage = StorageWeakRef(local.untyped_storage())
-        self._address = local.data_ptr()
-        self._version = version_of(tensor)
+        storage = StorageWeakRef(local.untyped_storage())
+        self._storages[row], self._keys[row] = storage, cast("Any", storage).cdata
+        self._addresses[row] = local.data_ptr()
+        self._versions[row] = version_of(tensor)
 
-    def _is_same_memory(self, tensor: torch.Tensor) -> bool:
-        return self._address == local_of(tensor).data_ptr() and not self._storage.expired()
+    def is_changed(self, row: int, tensor: torch.Tensor) -> bool:
+        """Whether the tensor of one row was written to or given other memory since."""
+        return (
+            self._versions[row] != version_of(tensor)
+            or self._addresses[row] != local_of(tensor).data_ptr()
+            or _is_expired(self._keys[row])
+        )
 
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` was neither written to nor given other memory since."""
-        return self._version == version_of(tensor) and self._is_same_memory(tensor)
+    def changed(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """The rows whose tensor was written to or given other memory since."""
+        versions, addresses = versions_of(tensors), list(map(_address_of, locals_of(tensors)))
+        expired = list(map(_is_expired, self._keys))
+        if versions == self._versions and addresses == self._addresses and True not in expired:
+            return []
+        columns = zip(versions, self._versions, addresses, self._addresses, expired, strict=True)
+        return [row for row, (v, w, a, b, gone) in enumerate(columns) if v != w or a != b or gone]
 
-    def renew(self, tensor: torch.Tensor) -> None:
-        """Mark ``tensor`` as it is now."""
-        if self._is_same_memory(tensor):
-            self._version = version_of(tensor)
-        else:
-            self._mark(tensor)
+    def renew(self, tensors: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
+        """Mark the tensors of some rows as they are now."""
+        if len(rows) < len(tensors):
+            for row in rows:
+                self._mark(row, tensors[row])
+            return
+        addresses = list(map(_address_of, locals_of(tensors)))
+        expired = list(map(_is_expired, self._keys))
+        columns = zip(addresses, self._addresses, expired, strict=True)
+        self._versions = versions_of(tensors)
+        for row in [row for row, (a, b, gone) in enumerate(columns) if a != b or gone]:
+            self._mark(row, tensors[row])
 
-    def advance(self, tensor: torch.Tensor) -> None:
-        """Mark ``tensor`` after a write to the memory that it had when `is_of` was true."""
-        self._version = version_of(tensor)
+    def advance(self, tensors: Sequence[torch.Tensor], start: int, stop: int) -> None:
+        """Mark consecutive ones after a write to the memory that they had when last asked."""
+        self._versions[start:stop] = versions_of(tensors[start:stop])
+
+
+_address_of = torch.Tensor.data_ptr
+_is_expired: Callable[[int], bool] = cast("Any", torch.UntypedStorage)._expired  # noqa: SLF001
 
 
 def storage_key(storage: Any) -> int:

@@ -131,7 +131,7 @@ def full_state_dicts(
         return (model.state_dict(), optimizer.state_dict()) if is_mine else None
     is_mine = sharing.group.rank() == to
     for twin in sharing.twins():
-        twin.absorb_external_write()
+        twin.settle()
         whole = sharing.gather(twin.master.detach(), twin.half)
         twin.held.gathered = whole.cpu() if is_mine else None
     try:

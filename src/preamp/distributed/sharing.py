@@ -46,7 +46,7 @@ class Sharing:
             if twin is None:
                 self._direct[id(param)] = (param, part)
             else:
-                twin.held.keep_part(part, part.of(twin.master.detach(), twin.half).clone())
+                twin.keep_part(part, part.of(twin.master.detach(), twin.half).clone())
 
     def put_together(self) -> None:
         """Give this rank back what the others have. All ranks call this."""
@@ -57,7 +57,7 @@ class Sharing:
                     state[key] = gather_parts(value, whole, self.group)
             twin = pair_of(param)
             if twin is not None:
-                twin.held.keep_part(None, gather_parts(param.detach(), whole, self.group))
+                twin.keep_part(None, gather_parts(param.detach(), whole, self.group))
         self._direct.clear()
 
     def shared(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Part]]:

@@ -164,7 +164,7 @@ def _masters(engine: Engine, module: nn.Module) -> list[torch.Tensor]:
     twins = (twin_of(param, engine.sessions.values()) for param in module.parameters())
     found = [twin for twin in twins if twin is not None and twin.held.part is None]
     for twin in found:
-        twin.absorb_external_write()
+        twin.settle()
     return [twin.master for twin in found]
 
 

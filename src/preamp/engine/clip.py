@@ -9,7 +9,7 @@ from preamp.core.errors import PreampStateError, message
 from preamp.engine import refusals
 from preamp.engine.lookup import bare, engine_of
 from preamp.engine.stage import Stage
-from preamp.optim import Twin
+from preamp.optim import WeightTable
 
 _EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
@@ -54,25 +54,33 @@ def clip_grad_norm_(
         )
     owners = [param for param in session.direct_params() if param.grad is not None]
     ready = [param.grad for param in owners if param.grad is not None]
-    # Apart, not in tuples: thousands of these make Python's cycle collector look at everything.
-    lazy: list[Twin] = []
+    lazy: list[tuple[WeightTable, list[int]]] = []
     grads: list[torch.Tensor] = []
     factors: list[torch.Tensor] = []
+    halves: list[torch.Tensor] = []
+    for table in session.gradients.tables:
+        if norm_type == 2.0:
+            table.complete()
+        else:
+            table.bring_up_to_date()
+        rows = table.pending_rows()
+        lazy.append((table, rows))
+        for row in rows:
+            grad, record = table.grads[row], table.records[row]
+            if grad is not None and record is not None and record.factor is not None:
+                grads.append(grad)
+                factors.append(record.factor)
+                halves.append(table.halves[row])
+        for half, base in zip(table.halves, table.bases(), strict=True):
+            if base is not None:
+                owners.append(half)
+                ready.append(base)
+    owners += halves
     joint = engine.reductions.joint
-    for twin in session.masters or ():
-        pending = twin.pending
-        if pending is not None and norm_type == 2.0 and not twin.master.has_materialized_grad:
-            lazy.append(twin)
-            grads.append(pending[0])
-            factors.append(pending[1])
-        elif (made := twin.gradient()) is not None:
-            ready.append(made)
-            owners.append(twin.half)
-    owners += [twin.half for twin in lazy]
     if norm_type == 2.0:
         norm = session.gradients.known_norm.take([*ready, *grads], factors)
         if norm is None:
-            every, by = [*ready, *grads], [*(None for _ in ready), *factors]
+            every, by = [*ready, *grads], [*[None] * len(ready), *factors]
             norm = joint.norm(engine.ops, every, by, owners, engine.device)
         engine.recorder.norm_taken(session, norm)
     else:
@@ -80,9 +88,6 @@ def clip_grad_norm_(
     clip = (max_norm / (norm + _EPS)).clamp(max=1.0)
     with torch.no_grad():
         engine.ops.scale_add_(ready, clip, [None] * len(ready))
-    clipped: dict[int, torch.Tensor] = {}
-    for twin, factor in zip(lazy, factors, strict=True):
-        if id(factor) not in clipped:
-            clipped[id(factor)] = factor * clip.to(factor.device)
-        twin.replace_factor(clipped[id(factor)])
+    for table, rows in lazy:
+        table.replace_factors(rows, clip)
     return norm

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,6 @@ from preamp.core.link import Link
 from preamp.core.undo import UndoStack, run_all
 from preamp.engine import refusals
 from preamp.engine.adjustments import Adjustments
-from preamp.engine.exact import exact_value, load_exact
 from preamp.engine.joint_findings import Means
 from preamp.engine.ledger import Ledger
 from preamp.engine.names import ParameterNames
@@ -31,6 +31,7 @@ from preamp.engine.session import OptimizerSession, make_sessions
 from preamp.engine.sharding import Unreduced
 from preamp.engine.state import load_scalers, make_scaler, scalers_state
 from preamp.engine.teardown import weights_given_back
+from preamp.engine.weights import exact_value, exact_weights, load_exact
 from preamp.policy import Policy
 from preamp.scaling import LossScaler
 
@@ -106,6 +107,7 @@ class Engine:
         self.unreduced = Unreduced(self.models, self.optimizers, self.reductions)
         self.recorder = make_recorder(self, recording)
         self._on_close: list[Callable[[], None]] = []
+        self._has_scaled = False
         self.adjustments = Adjustments()
 
     # -- what users ask ----------------------------------------------------------------------
@@ -207,7 +209,7 @@ class Engine:
         twin = twin_of(half, self.sessions.values())
         return None if twin is None else twin.master
 
-    exact_value, load_exact = exact_value, load_exact
+    exact_value, load_exact, exact_weights = exact_value, load_exact, exact_weights
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -226,6 +228,8 @@ class Engine:
             self.ledger.settle(wait=True, gives_up=False)  # else they count on top later
             if load_scalers(self, state):
                 self.recorder.resumed()
+        for session in self.sessions.values():
+            session.compare_weights()
 
     report = write_report
 
@@ -277,8 +281,16 @@ class Engine:
 
     def applied_step(self, session: OptimizerSession) -> None:
         """Take note of a step that updated the weights."""
+        is_dynamic = any([scaler.is_dynamic for scaler in self.scalers])
+        if is_dynamic and not self._has_scaled and session.gradients.holds_raw():
+            self._has_scaled = True  # or has been told once
+            warnings.warn(refusals.never_scaled(), stacklevel=2)
         self._end_step(session)
         self.ledger.applied(session)
+
+    def block_begins(self) -> None:
+        """Take note of a ``scale_loss`` block."""
+        self._has_scaled = True
 
     def skip_step(self, session: OptimizerSession) -> OverflowCause:
         """Take note of a step not taken; see `Ledger.skipped`."""

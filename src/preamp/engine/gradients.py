@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -14,7 +14,7 @@ from preamp.engine.reductions import Reductions
 from preamp.engine.stage import Delayed, Plan, Stage
 from preamp.kernels import Ops
 from preamp.kernels.shards import place_gradients
-from preamp.optim import DirectGradients, Masters, is_master, leaf_of
+from preamp.optim import DirectGradients, Masters, WeightTable, leaves_of, without_masters
 from preamp.scaling import LossScaler
 
 
@@ -50,16 +50,24 @@ class GradientBooks:
         self._ops = ops
         self.direct = DirectGradients(ops)
         self._own: list[torch.Tensor] = []  # without masters, in this block only
+        self._has_claimed = False  # whether another optimizer of the block has some of them
         self.delayed: Delayed | None = None
 
-    def params(self) -> Iterator[torch.Tensor]:
+    def params(self) -> list[torch.Tensor]:
         """What the optimizer updates."""
-        for group in self._optimizer.param_groups:
-            yield from group["params"]
+        groups = self._optimizer.param_groups
+        if len(groups) == 1:
+            return groups[0]["params"]
+        return [param for group in groups for param in group["params"]]
 
     def direct_params(self) -> list[torch.Tensor]:
         """The parameters that the optimizer updates without a master."""
-        return [param for param in self.params() if not is_master(param)]
+        return without_masters(self.params())
+
+    @property
+    def tables(self) -> list[WeightTable]:
+        """Of the half parameters that have masters."""
+        return [] if self.masters is None else self.masters.tables
 
     # -- a block begins ----------------------------------------------------------------------
 
@@ -77,9 +85,9 @@ class GradientBooks:
             scale = 1.0 if plan.scaler.is_identity else plan.scaler.scale
             if plan.may_reduce and self.may_be_local:
                 carry = scale
-            twins = list(self.masters or ())
-            for twin in twins:
-                twin.reconcile()  # all may refuse before anything is moved
+            for table in self.tables:
+                if not table.is_open:
+                    table.reconcile()  # all may refuse before anything is moved
             # Takes itself back if it fails.
             self.direct.set_aside(
                 self._own,
@@ -88,12 +96,18 @@ class GradientBooks:
                 may_be_overwritten=plan.may_reduce,
             )
             self.is_open = True
-            for twin in twins:
-                twin.set_aside(carry)
+            for table in self.tables:
+                table.compare(rounds=self._reductions.are_by_hand)
+                table.begin(carry)
         else:
-            for twin in self.masters or ():
-                twin.reconcile_raw()
+            self._reconcile_raw()
         self.is_open = True
+
+    def _reconcile_raw(self) -> None:
+        """Take in what the script dropped or zeroed of gradients left scaled."""
+        self.direct.reconcile_raw()
+        for table in self.tables:
+            table.reconcile_raw()
 
     @property
     def may_be_local(self) -> bool:
@@ -103,10 +117,13 @@ class GradientBooks:
     @property
     def has_aside(self) -> bool:
         """Whether an earlier gradient is away while others were left scaled."""
-        return self.direct.has_aside or any(twin.has_aside for twin in self.masters or ())
+        return self.direct.has_aside or any([table.has_aside for table in self.tables])
 
     def _unclaimed(self, claimed: set[int]) -> list[torch.Tensor]:
-        own = [param for param in self.direct_params() if id(param) not in claimed]
+        own = self.direct_params()
+        self._has_claimed = not claimed.isdisjoint(map(id, own))
+        if self._has_claimed:
+            own = [param for param in own if id(param) not in claimed]
         claimed.update(map(id, own))
         return own
 
@@ -123,6 +140,12 @@ class GradientBooks:
         # After a delayed block nothing was set aside; what autograd added stays, as in torch.
         self.is_open = False
 
+    def end_body(self) -> None:
+        """The body of the block has ended: take in what it dropped."""
+        self.direct.end_body()
+        for table in self.tables:
+            table.end_body()
+
     def undo(self) -> None:
         """Restore the gradients from before the block, or from before the first delayed one."""
         was_open, self.is_open = self.is_open, False
@@ -131,10 +154,8 @@ class GradientBooks:
             self.delayed, self.stage = None, Stage.READY
         if was_open:
             self.direct.put_back(self._own)
-            for twin in self.masters or ():
-                twin.put_back()
-            for twin in self.masters or ():
-                twin.stand_in()
+            for table in self.tables:
+                table.put_back()
 
     def delay(self, scaler: LossScaler, note: GradientNote, generation: int) -> None:
         """Leave the gradients scaled; a later block unscales them all.
@@ -145,9 +166,10 @@ class GradientBooks:
             generation: The scaler's when the block began.
         """
         self.is_open = False
-        for twin in self.masters or ():
-            twin.stand_in()
-            twin.note_raw()
+        self.direct.note_raw()
+        for table in self.tables:
+            table.stand_in()
+            table.note_raw()
         if self.delayed is None:
             inverse = None if scaler.is_identity else note.scale.reciprocal()
             self.delayed = Delayed(scaler, generation, inverse, note)
@@ -161,8 +183,10 @@ class GradientBooks:
             float32 scalar on the device, 1.0 if any new gradient is infinite or nan; ``None``
             for static scales, which do not look.
         """
-        own = set(map(id, self._own))
-        leaves = [leaf_of(p) for p in self.params() if is_master(p) or id(p) in own]
+        leaves = leaves_of(self.params())
+        if self._has_claimed:
+            own = {*map(id, self._own), *(id(half) for t in self.tables for half in t.halves)}
+            leaves = [leaf for leaf in leaves if id(leaf) in own]
         place_gradients(leaves)
         if not scaler.is_dynamic:
             return None
@@ -176,8 +200,7 @@ class GradientBooks:
 
     def _holds_earlier(self) -> bool:
         """Whether earlier gradients join those of this backward."""
-        twins = self.masters or ()
-        return self.direct.has_earlier or any(t.master.has_materialized_grad for t in twins)
+        return self.direct.has_earlier or any([table.has_bases for table in self.tables])
 
     def merge(self, factor: torch.Tensor | None) -> None:
         """Unscale the new gradients and add the earlier ones.
@@ -186,8 +209,8 @@ class GradientBooks:
             factor: float32 scalar, or ``None`` where there is nothing to unscale.
         """
         self.direct.merge(self._own, factor)
-        for twin in self.masters or ():
-            twin.stand_in()
+        for table in self.tables:
+            table.stand_in()
 
     def commit(self, factor: torch.Tensor | None, *, is_reduced: bool = False) -> None:
         """The block ends.
@@ -200,12 +223,15 @@ class GradientBooks:
             self._reduced_at = self._reductions.unreduced
         self.direct.commit(self._own)
         factors: dict[torch.device, torch.Tensor] = {}
-        for twin in self.masters or ():
-            device = twin.half.device  # a factor elsewhere would make clipping wait for a copy
-            if device not in factors:
+
+        def on(device: torch.device) -> torch.Tensor:
+            if device not in factors:  # one elsewhere would make clipping wait for a copy
                 one = torch.ones((), device=device)
                 factors[device] = one if factor is None else factor.to(device)
-            twin.collect(factors[device], is_plain=factor is None)
+            return factors[device]
+
+        for table in self.tables:
+            table.collect(on, is_plain=factor is None)
         is_reduced = is_reduced or self.known_norm.is_of_sharded
         self.known_norm.commit(factor, tuple(factors.values()), is_reduced=is_reduced)
         self.is_open = False
@@ -226,6 +252,7 @@ class GradientBooks:
         delayed = self.delayed
         if delayed is None:
             return None
+        self._reconcile_raw()
         self._own = self._unclaimed(claimed)
         self.refuse_sparse()
         self.is_open = True
@@ -240,12 +267,12 @@ class GradientBooks:
 
     def holds_raw(self) -> bool:
         """Whether any gradient lies on the model's side."""
-        return any(leaf_of(param).grad is not None for param in self.params())
+        return any([leaf.grad is not None for leaf in leaves_of(self.params())])
 
     def holds_any(self) -> bool:
         """Whether gradients from before are left; those that the script zeroed do not count."""
         return self.direct.holds_gradient(self.direct_params()) or any(
-            twin.holds_gradient for twin in self.masters or ()
+            [table.holds_gradient for table in self.tables]
         )
 
     def is_abandoned(self) -> bool:
@@ -255,24 +282,23 @@ class GradientBooks:
 
     def refuse_sparse(self) -> None:
         """Raise `PreampStateError` if a parameter with a master has a sparse gradient."""
-        for twin in self.masters or ():
-            if twin.half.grad is not None and twin.half.grad.is_sparse:
-                raise refusals.sparse_with_master(twin.name)
+        for table in self.tables:
+            for row, half in enumerate(table.halves):
+                if half.grad is not None and half.grad.is_sparse:
+                    raise refusals.sparse_with_master(table.twins[row].name)
 
     # -- after the step ----------------------------------------------------------------------
 
     def spend(self) -> None:
         """A step has used the masters' gradients up."""
         self.known_norm.end_step()
-        for twin in self.masters or ():
-            twin.spend()
+        for table in self.tables:
+            table.spend()
 
     def drop(self) -> None:
         """Clear the masters' gradients and their half ones, and what was set aside."""
-        for twin in self.masters or ():
-            twin.drop()
-            if not self.is_open:
-                twin.end()
+        for table in self.tables:
+            table.drop()
         self.direct.forget()
 
     def zero(self, zero_rest: Callable[[], object]) -> object:
@@ -280,7 +306,7 @@ class GradientBooks:
         self.direct.forget()
         if self.masters is None:
             return zero_rest()
-        return self.masters.zero_gradients(zero_rest, in_backward=self.is_open)
+        return self.masters.zero_gradients(zero_rest)
 
     def reset(self) -> None:
         """Back to READY: nothing delayed."""

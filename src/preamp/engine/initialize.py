@@ -35,6 +35,7 @@ from preamp.engine.parts import make_comparison, run_record
 from preamp.engine.recording import OFF, Numerics, Recording, make_recording
 from preamp.engine.reductions import attach_reductions
 from preamp.engine.sharding import check_fits, check_groups
+from preamp.engine.weights import attach_weight_doors
 from preamp.kernels import ForeachType, cpu_lacks_fp16_matmul
 from preamp.kernels import backend as ops_named
 from preamp.kernels.fsdp import gather_dtypes, reshard
@@ -263,6 +264,8 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
     if target in HALF_DTYPES:
         undo.hold(*attach_layer_casts(model, target))
         undo.hold(*attach_state_hooks(model, engine.link))
+    if policy.master_weights:
+        undo.hold(*attach_weight_doors(model, engine.link))
 
 
 def _install_function_casts(engine: Engine) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from preamp.core.ranks import has_process_group
-from preamp.core.tensors import is_sharded, version_of
+from preamp.core.tensors import is_sharded, versions_of
 
 
 class KnownNorm:
@@ -65,7 +65,7 @@ class KnownNorm:
             return
         if factor is not None:
             self._norm = self._norm * factor.to(self._norm.device)
-        self._versions = {id(grad): version_of(grad) for grad in self._grads}
+        self._versions = _versions_by_id(self._grads)
         self._factors = pending
 
     def forget(self) -> None:
@@ -110,18 +110,19 @@ class KnownNorm:
         norm, self._clips, self._clipped = memo
         if norm is not None:
             self._norm, self._grads, self._factors = norm, grads, factors
-            self._versions = {id(grad): version_of(grad) for grad in grads}
+            self._versions = _versions_by_id(grads)
 
     def _is_of(self, grads: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]) -> bool:
         if self._norm is None or not _is_sound(self._norm, grads):
             return False
-        if len(grads) != len(self._versions):
-            return False
-        if any(self._versions.get(id(grad)) != version_of(grad) for grad in grads):
+        if _versions_by_id(grads) != self._versions:
             return False
         # Others mean that they were clipped, for another optimizer that has the same masters.
-        committed = {id(factor) for factor in self._factors}
-        return all(id(factor) in committed for factor in factors)
+        return set(map(id, factors)) <= set(map(id, self._factors))
+
+
+def _versions_by_id(grads: Sequence[torch.Tensor]) -> dict[int, int]:
+    return dict(zip(map(id, grads), versions_of(grads), strict=True))
 
 
 def _is_sound(norm: torch.Tensor, grads: Sequence[torch.Tensor]) -> bool:

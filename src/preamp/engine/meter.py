@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 
@@ -18,7 +16,7 @@ from preamp.engine.session import OptimizerSession
 from preamp.numerics import FORMATS, Measured, NumberFormat, TensorStatistics, measure
 from preamp.numerics.exponents import blocks_of
 from preamp.numerics.records import What
-from preamp.optim.fused.entries import entry_of
+from preamp.optim.fused.entries import entries_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,18 +104,19 @@ class Meter:
         """
         places: dict[int, int] = {}
         found: list[Reading] = []
-        for param in cast("Iterable[Any]", session.gradients.params()):
-            entry = entry_of(param)
-            if entry is None or not _is_plain(entry.grad):
+        entries = entries_of(session.gradients.params())
+        rows = zip(entries.grads, entries.owners, entries.factors, entries.twins, strict=True)
+        for grad, owner, by, row in rows:
+            if not _is_plain(grad):
                 continue
             # The entry's own factor may clip as well, by zero or nan too.
-            twin = None if entry.factor is None else entry.twin
+            twin = None if by is None else row
             place, factor = None, None if twin is None else twin.unscales
             if factor is not None:
                 place = places.get(id(factor))
                 if place is None:
                     place = places[id(factor)] = copies.put(factor.reciprocal())
-            found.append(self._read(entry.grad, entry.owner, "gradient", copies, scale=place))
+            found.append(self._read(grad, owner, "gradient", copies, scale=place))
         return found
 
     def weights(
@@ -148,19 +147,17 @@ class Meter:
             nothing later, so no mask has to be kept.
         """
         found: dict[int, torch.Tensor] = {}
-        for param in cast("Iterable[Any]", session.gradients.params()):
-            entry = entry_of(param)
-            if entry is not None and entry.twin is not None and entry.twin.held.part is not None:
+        entries = entries_of(session.gradients.params())
+        for given, weight, twin in zip(entries.grads, entries.owners, entries.twins, strict=True):
+            if twin is not None and twin.held.part is not None:
                 continue  # the others' updates are not known here before the step
-            if entry is not None and _is_plain(entry.grad):
-                weight = entry.owner
-                if is_half(weight):
-                    own_part = local_of(weight).detach()
-                    copy = own_part.clone(memory_format=torch.contiguous_format)
-                    grad = local_of(entry.grad).detach().reshape(-1)
-                    for block, own in zip(blocks_of(copy.view(-1)), blocks_of(grad), strict=True):
-                        block.masked_fill_(own == 0, math.nan)
-                    found[id(weight)] = copy
+            if _is_plain(given) and is_half(weight):
+                own_part = local_of(weight).detach()
+                copy = own_part.clone(memory_format=torch.contiguous_format)
+                grad = local_of(given).detach().reshape(-1)
+                for block, own in zip(blocks_of(copy.view(-1)), blocks_of(grad), strict=True):
+                    block.masked_fill_(own == 0, math.nan)
+                found[id(weight)] = copy
         return found
 
     def _read(

@@ -93,6 +93,7 @@ class OptimizerHooks:
         undo.hold(
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
         )
         for name, method in (
             ("step", self._make_step()),
@@ -179,14 +180,18 @@ class OptimizerHooks:
                 self._owner.applied_step(self._session)
             self._unread = None
 
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        del optimizer
+        self._session.compare_weights()  # whoever resumes may broadcast what one rank has read
+
     def _withhold_gradients(self) -> None:
         """Hide all gradients from an optimizer that cannot be kept from stepping any more."""
         for param in self._session.direct_params():
             if param.grad is not None:
                 self._held.append((param, param.grad))
                 param.grad = None
-        for twin in self._session.masters or ():
-            twin.drop()
+        for table in self._session.gradients.tables:
+            table.drop()
         self._withheld = True
 
     _withheld = False

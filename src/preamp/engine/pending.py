@@ -12,13 +12,13 @@ from typing import Any, cast
 
 import torch
 
-from preamp.core.tensors import stored_grad, version_of
+from preamp.core.tensors import stored_grad
 from preamp.engine import refusals
 from preamp.engine.engine import Engine
 from preamp.engine.overflow import GradientNote
 from preamp.engine.session import OptimizerSession
 from preamp.engine.stage import Delayed, Stage
-from preamp.optim import DirectMemo, HalfGradient, Twin, TwinMemo, is_master, leaf_of
+from preamp.optim import DirectMemo, Record, RowMemo, Twin, is_master, leaf_of
 
 Apply = Callable[[], None]
 
@@ -56,7 +56,7 @@ def _session_state(engine: Engine, session: OptimizerSession) -> dict[str, Any]:
     table: dict[int, int] = {}  # of factors, by id
     values: list[float] = []
     for memo in memos.values():
-        for factor in () if memo.seen is None else (memo.seen.factor, memo.seen.unclipped):
+        for factor in () if memo.record is None else (memo.record.factor, memo.record.unclipped):
             if factor is not None and id(factor) not in table:
                 table[id(factor)] = len(values)
                 values.append(float(factor))
@@ -97,8 +97,8 @@ def _clippable(params: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list
     return [*grads, *(grad for grad, _ in pairs)], [factor for _, factor in pairs]
 
 
-def _memo_state(memo: TwinMemo, table: Mapping[int, int]) -> dict[str, Any]:
-    seen = memo.seen
+def _memo_state(memo: RowMemo, table: Mapping[int, int]) -> dict[str, Any]:
+    seen = memo.record
     return {
         "is_raw": memo.is_raw,
         "is_open": memo.is_open,
@@ -225,7 +225,7 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
         session.found_inf, session.notes = found_inf, notes
         books.direct.recall(params, direct)
         for index, twin in twins.items():
-            twin.recall(memos[index]())
+            twin.recall(memos[index])
         books.known_norm.recall(
             (known, bool(norm["clips"]), bool(norm["clipped"])), *_clippable(params)
         )
@@ -251,24 +251,15 @@ def _scalar(value: float, device: torch.device) -> torch.Tensor:
     return torch.tensor(float(value), dtype=torch.float32, device=device)
 
 
-def _memo(state: Mapping[str, Any], factors: _Factors, twin: Twin) -> Callable[[], TwinMemo]:
-    """Return what makes the memo once the gradient is there."""
+def _memo(state: Mapping[str, Any], factors: _Factors, twin: Twin) -> RowMemo:
     given, is_raw = state["seen"], state["is_raw"]
     where = [bool(state[name]) for name in ("is_open", "is_carried", "zeros_aside")]
     if given is None:
-        return lambda: TwinMemo(None, is_raw, *where)
+        return RowMemo(None, is_raw, *where)
     both = (given["factor"], given.get("unclipped"))
     factor, unclipped = (None if i is None else factors.on(i, twin.half.device) for i in both)
     flags = [bool(given[f"is_{name}"]) for name in ("plain", "alone", "spent", "zeroed")]
-
-    def make() -> TwinMemo:
-        grad = twin.half.grad
-        if grad is None:
-            return TwinMemo(None, is_raw, *where)
-        seen = HalfGradient(grad, version_of(grad), factor, *flags, unclipped=unclipped)
-        return TwinMemo(seen, is_raw, *where)
-
-    return make
+    return RowMemo(Record(factor, *flags, unclipped=unclipped), is_raw, *where)
 
 
 def _delayed(engine: Engine, state: Mapping[str, Any]) -> Delayed:

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from preamp.casting.autocast_state import untraced
-from preamp.core.link import Link
-from preamp.core.ranks import has_process_group
+from preamp.core.link import EngineHook, Link
+from preamp.core.ranks import has_other_ranks, has_process_group
 from preamp.core.splits import Splits
 from preamp.core.undo import Removable
 from preamp.engine import refusals
@@ -119,6 +119,14 @@ class Reductions:
         for wrapper in filter(uses_reducer, self._around):
             wrapper.register_forward_pre_hook(_refuse_closed)
 
+    @property
+    def are_by_hand(self) -> bool:
+        """Whether there are other ranks, and no wrapper that gives all of them one's weights."""
+        if not has_other_ranks() or self.joint.splits.given or self._around:
+            return False
+        inside = [part for model in self._models for part in model.modules()]
+        return not any([isinstance(part, DistributedDataParallel) for part in inside])
+
     def begin_block(self) -> frozenset[bool]:
         """Return whether the coming backward is reduced: one answer, or both if it may be."""
         if not has_process_group():
@@ -146,7 +154,7 @@ def _note(reductions: Reductions, model: nn.Module) -> None:
     reductions.note(model)
 
 
-class NoteReduction:
+class NoteReduction(EngineHook):
     """Forward pre-hook that keeps `Reductions` up to date; a copied model's hook does nothing."""
 
     def __init__(self, reductions: Reductions) -> None:

@@ -66,6 +66,28 @@ def inside_block(what: str) -> PreampStateError:
     )
 
 
+def backward_of_loss() -> PreampStateError:
+    """The body of a block called ``backward`` on the loss instead of on what the block yielded."""
+    return PreampStateError(
+        message(
+            "Inside scale_loss, backward() was called on the loss itself",
+            "Gradients are unscaled when the block ends, so they must come from the scaled loss: "
+            "with scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()",
+            "Call backward() on the name behind 'as'; the gradients of this block were dropped",
+        )
+    )
+
+
+def never_scaled() -> str:
+    """Warning: an optimizer steps without any ``scale_loss``."""
+    return message(
+        "optimizer.step() was called with gradients that no scale_loss block has made, at an opt "
+        "level with a dynamic loss scale",
+        "Without it small float16 gradients become zero, and nobody looks for overflow",
+        "Write: with preamp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()",
+    )
+
+
 def sparse_with_master(name: str) -> PreampStateError:
     """A parameter with a master has a sparse gradient."""
     return PreampStateError(

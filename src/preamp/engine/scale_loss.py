@@ -6,12 +6,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from preamp.casting import settle_thread
 from preamp.core.errors import PreampStateError, message
+from preamp.engine import refusals
 from preamp.engine.engine import Engine
 from preamp.engine.lookup import bare, find_engine
 from preamp.engine.order import Watch
@@ -54,8 +57,8 @@ def scale_loss(
         off.
 
     Raises:
-        PreampStateError: An optimizer has no engine, or belongs to another engine; or a gradient
-            is sparse where a master cannot take it.
+        PreampStateError: An optimizer has no engine, or belongs to another engine; a gradient
+            is sparse where a master cannot take it; or ``backward`` was called on ``loss``.
         IndexError: There is no loss ``loss_id``.
         TypeError: ``loss`` is not a floating-point tensor.
 
@@ -95,8 +98,7 @@ class _Block:
     ) -> None:
         self.scaler: LossScaler = engine.scaler(loss_id)
         self._loss = loss
-        self._members = [engine.sessions[id(optimizer)] for optimizer in optimizers]
-        self._sessions = [s for s in self._members if s.needs_bookkeeping(self.scaler)]
+        self._sessions = [engine.sessions[id(optimizer)] for optimizer in optimizers]
         # The scale at the beginning is the block's, whatever a block inside does to the scaler.
         self._generation = self.scaler.generation
         self._note = GradientNote(
@@ -107,15 +109,18 @@ class _Block:
         )
         self._engine = engine
         self._watch: Watch | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._reached: set[str] = set()  # by the body's backwards: the loss, what was yielded
         self._answers = engine.reductions.begin_block()
 
     def begin(self, *, will_delay: bool) -> None:
+        self._engine.block_begins()
         for session in self._sessions:
             session.refuse_nested()
-        for session in self._members:
+        for session in self._sessions:
             self._engine.reductions.compare_late(session.model_params)
         self._engine.unreduced.begin(self.scaler)
-        self._engine.recorder.forget_dropped(self._members)
+        self._engine.recorder.forget_dropped(self._sessions)
         may_reduce = True in self._answers
         plan = Plan(self.scaler, will_delay=will_delay, may_reduce=may_reduce)
         claimed: set[int] = set()
@@ -139,13 +144,41 @@ class _Block:
         return [param for session in self._sessions for param in session.model_params()]
 
     def _end_watch(self, *, has_failed: bool = False) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         if self._watch is not None:
             self._watch.end(has_failed=has_failed)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         scaled = self.scaler.scale_loss(loss, self._note.scale)
+        if not self.scaler.is_identity and loss.requires_grad:
+            for name, tensor in (("loss", loss), ("scaled loss", scaled)):
+                self._hooks.append(tensor.register_hook(partial(self._reach, name)))
         self._engine.tracer.watch_loss(scaled)
         return scaled
+
+    def _reach(self, name: str, grad: torch.Tensor) -> None:
+        del grad
+        self._reached.add(name)
+
+    def _check_backward(self) -> None:
+        """Refuse gradients that came from the loss itself: nobody has scaled them.
+
+        Raises:
+            PreampStateError: So it is; gradients are again what they were before the block.
+        """
+        if self._reached != {"loss"}:
+            return
+        if any([session.gradients.holds_raw() for session in self._sessions]):
+            self.abort()
+            raise refusals.backward_of_loss()
+
+    def _end_body(self) -> None:
+        self._end_watch()
+        self._check_backward()
+        for session in self._sessions:
+            session.gradients.end_body()
 
     def abort(self) -> None:
         self._end_watch(has_failed=True)
@@ -153,23 +186,21 @@ class _Block:
             session.gradients.abort()
 
     def delay(self) -> None:
-        self._end_watch()
+        self._end_body()
         self._engine.unreduced.end(self.scaler)
         for session in self._sessions:
             session.gradients.delay(self.scaler, self._note, self._generation)
-        self._engine.recorder.loss_seen(self._members, self._note.loss_id, self._loss)
+        self._engine.recorder.loss_seen(self._sessions, self._note.loss_id, self._loss)
         self._engine.reductions.end_block()
 
     def finish(self, *, adjust: bool) -> None:
-        self._end_watch()
+        self._end_body()
         try:
-            self._engine.recorder.gradients_made(self._members, self._note)
-            self._engine.recorder.loss_seen(self._members, self._note.loss_id, self._loss)
+            self._engine.recorder.gradients_made(self._sessions, self._note)
+            self._engine.recorder.loss_seen(self._sessions, self._note.loss_id, self._loss)
         except BaseException:
             self.abort()
             raise
-        if not self._sessions:
-            return
         # Forwards inside the block were not known when it began.
         is_reduced = self._answers == REDUCED == self._engine.reductions.begin_block()
         found_inf = unscale_and_commit(
@@ -227,8 +258,9 @@ def unscale_and_commit(
         raise
     for session in sessions:
         session.commit(factor, is_reduced=is_reduced)
-    flags = [found_inf for found_inf in found if found_inf is not None]
-    for found_inf in flags:
+    pairs = [(s, flag) for s, flag in zip(sessions, found, strict=True) if flag is not None]
+    flags = [session.unheard(flag) for session, flag in pairs]
+    for _, found_inf in pairs:
         for session in sessions:
             session.remember(found_inf, note)
     return functools.reduce(torch.maximum, flags) if flags else None

@@ -17,8 +17,7 @@ from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import Reductions
 from preamp.engine.stage import Plan, Stage
 from preamp.kernels import Ops
-from preamp.optim import Masters, Twin, cast_state, leaf_of
-from preamp.scaling import LossScaler
+from preamp.optim import Masters, Weights, cast_state, leaves_of
 
 NameOf = Callable[[torch.Tensor], str]
 _NOTES_KEPT = 256  # backwards between two steps that an overflow message can still look back on
@@ -60,6 +59,7 @@ class OptimizerSession:
         self.sharing: StepSharing = Unshared()
         self._name_of = name_of
         self.found_inf: torch.Tensor | None = None
+        self._heard: torch.Tensor | None = None  # an overflow that the loss scale knows of
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ class OptimizerSession:
 
     def model_params(self) -> list[torch.Tensor]:
         """The model's parameters that the optimizer updates, half ones in their masters' places."""
-        return [leaf_of(param) for param in self.gradients.params()]
+        return leaves_of(self.gradients.params())
 
     def refuse_known(self, group: Any) -> None:
         """Refuse a new group with a parameter whose master the optimizer has already."""
@@ -91,6 +91,11 @@ class OptimizerSession:
             if param in state and isinstance(state[param], dict):
                 cast_state(state[param], param)
 
+    def compare_weights(self) -> None:
+        """Weights may have been written to without a trace; look at the next backward."""
+        for table in self.gradients.tables:
+            table.compares = True
+
     def adopt(self, originals: Mapping[int, torch.Tensor] | None = None) -> None:
         """Make masters for half parameters that need one and have none.
 
@@ -101,11 +106,6 @@ class OptimizerSession:
             self.masters.adopt(originals)
 
     # -- one backward ------------------------------------------------------------------------
-
-    def needs_bookkeeping(self, scaler: LossScaler) -> bool:
-        """Whether a backward with ``scaler`` has to be prepared and cleaned up after at all."""
-        is_scaled = self.gradients.stage is Stage.SCALED
-        return not scaler.is_identity or self.masters is not None or is_scaled
 
     def refuse_nested(self) -> None:
         """Raise `PreampStateError` if this optimizer is in a ``scale_loss`` block already.
@@ -140,7 +140,7 @@ class OptimizerSession:
             if books.may_be_local:  # other ranks do not know of an overflow here yet
                 adjustments.later(delayed.scaler, [self], settled[0], is_due=False)
             else:
-                delayed.scaler.record(settled[0])
+                delayed.scaler.record(self.unheard(settled[0]))
         self.backwards += 1
 
     def begin_backward(self, plan: Plan, claimed: set[int]) -> None:
@@ -152,7 +152,17 @@ class OptimizerSession:
         ):
             self.found_inf = None  # the overflowed gradients were dropped: a fresh start
             self.notes.clear()
+        if self.gradients.delayed is None:
+            # Left scaled, they are joined by earlier ones in place, whose overflow is told.
+            self._heard = self.found_inf if plan.will_delay else None
         self.gradients.begin(plan, claimed)
+
+    def unheard(self, found_inf: torch.Tensor) -> torch.Tensor:
+        """What the loss scale has yet to learn of ``found_inf``; nothing twice."""
+        heard = self._heard
+        if heard is None:
+            return found_inf
+        return found_inf * (heard.to(found_inf.device) == 0)
 
     def commit(self, factor: torch.Tensor | None, *, is_reduced: bool = False) -> None:
         """A backward has ended well; see `GradientBooks.commit`."""
@@ -218,12 +228,13 @@ class OptimizerSession:
         self.check_unscaled()
         if self.masters is not None:
             self.masters.adopt()
-            self.masters.absorb_external_writes()
+            for table in self.masters.tables:
+                table.absorb()
 
     def write_halves(self) -> None:
         """Round the masters into the half weights."""
-        if self.masters is not None:
-            self.masters.write_halves()
+        for table in self.gradients.tables:
+            table.write_halves()
 
     def finish_step(self) -> None:
         """Use the gradients up, taken or not."""
@@ -263,9 +274,9 @@ def make_sessions(
     has_masters: bool,
 ) -> dict[int, OptimizerSession]:
     """One session for each optimizer, by its ``id``; a weight in two of them has one master."""
-    twins: dict[int, Twin] = {}
+    weights = Weights(ops, name_of)
     sessions: dict[int, OptimizerSession] = {}
     for optimizer in optimizers:
-        masters = Masters(optimizer, ops, name_of, twins) if has_masters else None
+        masters = Masters(optimizer, weights) if has_masters else None
         sessions[id(optimizer)] = OptimizerSession(optimizer, ops, name_of, masters, reductions)
     return sessions

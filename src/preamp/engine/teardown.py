@@ -34,7 +34,7 @@ def weights_given_back(
     grads = [(twin.half, _unscaled_gradient(twin)) for twin in twins]
     for twin in twins:
         if twin.half.dtype is not torch.float32:  # not after model.float()
-            twin.absorb_external_write()
+            twin.settle()
     exact = {id(twin.half): twin.master.data for twin in twins}
     try:
         yield

@@ -3,13 +3,18 @@
 
 from preamp.optim.direct import DirectGradients as DirectGradients
 from preamp.optim.direct import DirectMemo as DirectMemo
-from preamp.optim.half_gradient import HalfGradient as HalfGradient
-from preamp.optim.half_gradient import TwinMemo as TwinMemo
 from preamp.optim.larc import LARC as LARC
 from preamp.optim.master_parameter import MasterParameter as MasterParameter
 from preamp.optim.master_parameter import is_master as is_master
 from preamp.optim.master_parameter import leaf_of as leaf_of
+from preamp.optim.master_parameter import leaves_of as leaves_of
 from preamp.optim.master_parameter import pair_of as pair_of
+from preamp.optim.master_parameter import without_masters as without_masters
 from preamp.optim.masters import Masters as Masters
+from preamp.optim.masters import Weights as Weights
 from preamp.optim.masters import cast_state as cast_state
-from preamp.optim.twin import Twin as Twin
+from preamp.optim.table import Record as Record
+from preamp.optim.table import RowMemo as RowMemo
+from preamp.optim.table import Twin as Twin
+from preamp.optim.table import WeightPairs as WeightPairs
+from preamp.optim.table import WeightTable as WeightTable

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from preamp.core.dtypes import is_half
+from preamp.core.ranks import has_process_group
 from preamp.core.tensors import stored_grad, version_of
 from preamp.kernels import Ops
 
@@ -31,6 +32,47 @@ class DirectMemo:
 
     untouched: list[int]
     aside: list[tuple[int, torch.Tensor, bool]]
+
+
+class Placeholders:
+    """Zeros in the place of gradients that are away during a backward.
+
+    Without them a script that drops a gradient within the block would drop nothing. Not where
+    there is a process group: hooks that reduce may exchange gradients for others.
+    """
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._zeros: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self.dropped: set[int] = set()
+
+    def put(self, param: torch.Tensor, earlier: torch.Tensor) -> None:
+        """Put zeros where ``earlier`` was. Mutates ``param.grad``."""
+        if has_process_group() or earlier.is_sparse:
+            return
+        zeros = torch.zeros_like(param)
+        param.grad = zeros
+        self._zeros[id(param)] = (param, zeros, version_of(zeros))
+
+    def take_away(self) -> None:
+        """The body has ended: take those away that nothing was added to.
+
+        Where there is another gradient now or none, the script has dropped what was there;
+        ``id`` of these parameters is in `dropped`.
+        """
+        for key, (param, zeros, version) in self._zeros.items():
+            grad = param.grad
+            if grad is zeros:
+                if version_of(zeros) == version:
+                    param.grad = None
+            elif grad is None or grad.grad_fn is None:  # create_graph adds out of place
+                self.dropped.add(key)
+        self._zeros.clear()
+
+    def forget(self) -> None:
+        """Another backward may begin."""
+        self._zeros.clear()
+        self.dropped.clear()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +108,8 @@ class DirectGradients:
         self._ops = ops
         self._aside: dict[int, _Earlier] = {}
         self._versions: dict[int, int] = {}  # of the gradients as the last merge left them
+        self._placeholders = Placeholders()
+        self._raw: dict[int, int] = {}  # of those left scaled whose earlier one is away
 
     @property
     def has_aside(self) -> bool:
@@ -105,6 +149,7 @@ class DirectGradients:
                 self._aside[id(param)] = _Earlier(param, kept, is_carried=by is not None)
                 if by is None:
                     param.grad = None
+                    self._placeholders.put(param, grad)
                 elif not (isinstance(by, float) and by == 1.0):
                     scaled.setdefault(by, []).append(grad)
             for by, grads in scaled.items():
@@ -114,7 +159,38 @@ class DirectGradients:
             for earlier in self._aside.values():
                 earlier.param.grad = earlier.grad
             self._aside.clear()
+            self._placeholders.forget()
             raise
+
+    def end_body(self) -> None:
+        """The body of the block has ended; see `Placeholders.take_away`."""
+        self._placeholders.take_away()
+
+    def note_raw(self) -> None:
+        """A block ends that leaves its gradients scaled: what is away must stay within reach.
+
+        Parameters that got no new gradient show zeros, so that a script can zero or drop all.
+        """
+        self._forget_dropped()
+        for key, earlier in self._aside.items():
+            if not earlier.is_carried:
+                if earlier.param.grad is None:
+                    earlier.param.grad = torch.zeros_like(earlier.grad)
+                self._raw[key] = version_of(earlier.param.grad)
+
+    def reconcile_raw(self) -> None:
+        """Take in that the script dropped or zeroed gradients left scaled, and so all of them."""
+        for key, version in self._raw.items():
+            earlier = self._aside.get(key)
+            now = None if earlier is None else earlier.param.grad
+            if now is None or (version_of(now) != version and not has_nonzero(now)):
+                self._aside.pop(key, None)
+        self._raw.clear()
+
+    def _forget_dropped(self) -> None:
+        for key in self._placeholders.dropped:
+            self._aside.pop(key, None)
+        self._placeholders.forget()
 
     def put_back(self, params: Parameters) -> None:
         """Restore what was there before `set_aside`, dropping what came since.
@@ -127,6 +203,7 @@ class DirectGradients:
         for key, earlier in self._aside.items():
             earlier.param.grad = None if key in dropped else earlier.grad
         self._aside.clear()
+        self._placeholders.forget()
 
     def merge(self, params: Parameters, factor: Factor | None) -> None:
         """Unscale the new gradients and add the old ones: ``grad = grad * factor + aside``.
@@ -141,6 +218,8 @@ class DirectGradients:
             if param.grad is None:
                 continue
             earlier = self._aside.get(id(param))
+            if id(param) in self._placeholders.dropped:
+                earlier = None
             old = None if earlier is None or earlier.is_carried else earlier.grad
             if old is None and factor is None:
                 continue
@@ -155,6 +234,7 @@ class DirectGradients:
 
     def commit(self, params: Parameters) -> None:
         """End the backward of ``params``; what got nothing new comes back. Cannot fail."""
+        self._forget_dropped()
         for earlier in self._aside.values():
             if not earlier.is_carried and earlier.param.grad is None:
                 earlier.param.grad = earlier.grad
@@ -199,3 +279,4 @@ class DirectGradients:
     def forget(self) -> None:
         """Drop what was set aside."""
         self._aside.clear()
+        self._placeholders.forget()

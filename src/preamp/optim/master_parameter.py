@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
@@ -12,14 +13,14 @@ from preamp.core.tensors import is_sharded, store_grad, stored_grad
 from preamp.kernels.shards import instance_of
 
 if TYPE_CHECKING:
-    from preamp.optim.twin import Twin
+    from preamp.optim.table import Twin
 
 
 class MasterParameter(torch.nn.Parameter):
     """The float32 master of a half parameter, as found in ``optimizer.param_groups``.
 
     A leaf like any parameter; only ``grad`` is special: it is made from the half gradient when
-    it is first read. Copies and pickles are plain parameters without a twin.
+    it is first read. Copies and pickles are plain parameters without a half weight.
     """
 
     twin: Twin | None = None
@@ -27,7 +28,19 @@ class MasterParameter(torch.nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         """The unscaled float32 gradient, or ``None``; while ranks share masters, the own part."""
-        return stored_grad(self) if self.twin is None else self.twin.own_gradient()
+        twin = self.twin
+        if twin is None:
+            return stored_grad(self)
+        table, row, now = twin.table, twin.row, stored_grad(twin.half)
+        # Most reads find nothing new, and an optimizer reads this several times for each weight.
+        if now is table.grads[row] and not table.has_parts and type(self) is MasterParameter:
+            if now is None:
+                return stored_grad(self)
+            record = table.records[row]
+            is_same = now._version == table.versions[row]  # noqa: SLF001
+            if is_same and record is not None and record.factor is None:
+                return stored_grad(self)
+        return twin.own_gradient()
 
     @grad.setter
     def grad(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -58,13 +71,26 @@ class MasterParameter(torch.nn.Parameter):
 
 def is_master(param: torch.Tensor) -> TypeGuard[MasterParameter]:
     """Whether ``param`` is a master; torch makes isinstance of a parameter a slow question."""
-    return type(param) in _KINDS
+    return type(param) in MASTER_KINDS
 
 
 def leaf_of(param: torch.Tensor) -> torch.Tensor:
     """What gets the gradient of ``param`` in a backward: of a master its half weight."""
     twin = pair_of(param)
     return param if twin is None else twin.half
+
+
+def leaves_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """`leaf_of` each of several parameters, without a call for each."""
+    return [
+        param.twin.half if type(param) in MASTER_KINDS and param.twin is not None else param
+        for param in cast("Iterable[Any]", params)
+    ]
+
+
+def without_masters(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of several parameters that are no masters."""
+    return [param for param in params if type(param) not in MASTER_KINDS]
 
 
 def pair_of(param: torch.Tensor) -> Twin | None:
@@ -83,8 +109,9 @@ def master_parameter(data: torch.Tensor, *, requires_grad: bool) -> MasterParame
 def sharded_kind(kind: type[torch.Tensor]) -> type[MasterParameter]:
     """The class of masters whose data is of ``kind``, a ``DTensor``."""
     made = type("ShardedMasterParameter", (MasterParameter, kind), {"__slots__": ()})
-    _KINDS.add(made)
+    MASTER_KINDS.add(made)
     return cast("type[MasterParameter]", made)
 
 
-_KINDS: set[type] = {MasterParameter}
+MASTER_KINDS: set[type] = {MasterParameter}
+"""The classes of all masters."""

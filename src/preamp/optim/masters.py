@@ -1,54 +1,85 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""All masters of one optimizer, and their exchange with its ``param_groups``."""
+"""The masters of one optimizer, and their exchange with its ``param_groups``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from operator import is_
 from typing import Any
 
 import torch
 
 from preamp.core.dtypes import is_half
 from preamp.kernels import Ops
-from preamp.optim.half_gradient import zero_
 from preamp.optim.master_parameter import MasterParameter, is_master
-from preamp.optim.twin import Twin
+from preamp.optim.table import Twin, WeightTable
 
 Group = dict[str, Any]
 NameOf = Callable[[torch.Tensor], str]
 
 
+class Weights:
+    """The half weights of several optimizers, in one table for each set that shares them.
+
+    A weight that two optimizers update has one master, as it has one gradient.
+    """
+
+    def __init__(self, ops: Ops, name_of: NameOf) -> None:
+        """Start without weights.
+
+        Args:
+            ops: Back end for the arithmetic.
+            name_of: Names parameters in messages.
+        """
+        self._ops = ops
+        self._name_of = name_of
+        self._twins: dict[int, Twin] = {}  # by id of the half parameter
+        self._tables: dict[frozenset[int], WeightTable] = {}
+
+    def tables_of(self, owner: int) -> list[WeightTable]:
+        """The tables of one optimizer's weights; at most one if it shares none."""
+        return [table for owners, table in self._tables.items() if owner in owners and table]
+
+    def row(self, half: Any, original: torch.Tensor | None, owner: int) -> Twin:
+        """The row of a half parameter that ``owner`` updates, made if it is new."""
+        twin = self._twins.get(id(half))
+        if twin is None:
+            data = half.detach().float() if original is None else original.float()
+            twin = self._twins[id(half)] = Twin(half, data, self._name_of(half))
+            self._table(frozenset((owner,))).add(twin)
+        elif owner not in twin.table.owners:
+            owners = twin.table.owners | {owner}
+            twin.table.remove(twin)
+            self._table(owners).add(twin)
+        return twin
+
+    def _table(self, owners: frozenset[int]) -> WeightTable:
+        if owners not in self._tables:
+            self._tables[owners] = WeightTable(self._ops, owners)
+        return self._tables[owners]
+
+
 class Masters:
-    """The twins of an optimizer.
+    """One optimizer's share of `Weights`.
 
     The optimizer's group dicts, their ``params`` lists and its ``state`` keep their identity:
     schedulers and optimizers hold references to them. Only list entries are exchanged.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        ops: Ops,
-        name_of: NameOf,
-        known: dict[int, Twin] | None = None,
-    ) -> None:
-        """Start without masters; `adopt` makes them.
-
-        Args:
-            optimizer: Its half parameters get masters.
-            ops: Back end for the arithmetic.
-            name_of: Names parameters in messages.
-            known: Twins of all optimizers together, by ``id(half)``; extended. A weight that two
-                optimizers update has one master, as it has one gradient.
-        """
+    def __init__(self, optimizer: torch.optim.Optimizer, weights: Weights) -> None:
+        """Start without masters; `adopt` makes them."""
         self._optimizer = optimizer
-        self._ops = ops
-        self._name_of = name_of
-        self._known: dict[int, Twin] = {} if known is None else known
+        self._weights = weights
         self._by_half: dict[int, Twin] = {}
+        self._known: list[list[Any]] = []  # the parameters of each group, as last adopted
+
+    @property
+    def tables(self) -> list[WeightTable]:
+        """Where the optimizer's rows are."""
+        return self._weights.tables_of(id(self)) if self._by_half else []
 
     def __iter__(self) -> Iterator[Twin]:
-        """Iterate over the twins in the order they were made."""
+        """Iterate over the rows in the order they were made."""
         return iter(self._by_half.values())
 
     def __len__(self) -> int:
@@ -56,7 +87,7 @@ class Masters:
         return len(self._by_half)
 
     def of_half(self, half: torch.Tensor) -> Twin | None:
-        """Return the twin of a model parameter, or ``None``."""
+        """Return the row of a model parameter, or ``None``."""
         return self._by_half.get(id(half))
 
     def adopt(self, originals: Mapping[int, torch.Tensor] | None = None) -> None:
@@ -69,22 +100,21 @@ class Masters:
             originals: float32 values from before the cast, by ``id(parameter)``. Their storage
                 becomes the master's. Without one the half value is widened.
         """
-        for group in self._optimizer.param_groups:
+        groups = self._optimizer.param_groups
+        self._known += [[] for _ in groups[len(self._known) :]]
+        for place, group in enumerate(groups):
             params: list[Any] = group["params"]
+            known = self._known[place]
+            if known and len(params) == len(known) and all(map(is_, params, known)):
+                continue
             for index, param in enumerate(params):
                 if not is_master(param) and is_half(param) and param.requires_grad:
                     params[index] = self._adopt_one(param, (originals or {}).get(id(param)))
+            # A frozen half parameter may be unfrozen, so its group is looked through each time.
+            self._known[place] = [] if any(map(is_half, params)) else params.copy()
 
     def _adopt_one(self, half: Any, original: torch.Tensor | None) -> MasterParameter:
-        twin = self._by_half.get(id(half))
-        if twin is None:
-            twin = self._known.get(id(half))
-            if twin is None:
-                data = half.detach().float() if original is None else original.float()
-                twin = self._known[id(half)] = Twin(half, data, self._name_of(half), self._ops)
-            else:
-                twin.is_shared = True
-            self._by_half[id(half)] = twin
+        twin = self._by_half[id(half)] = self._weights.row(half, original, id(self))
         state: dict[Any, Any] = self._optimizer.state
         if half in state:
             state[twin.master] = cast_state(state.pop(half), twin.master)
@@ -105,49 +135,22 @@ class Masters:
         for twin in self:
             twin.master.twin = None
         self._by_half.clear()
+        self._known.clear()
 
-    def zero_gradients(self, zero_rest: Callable[[], object], *, in_backward: bool) -> object:
+    def zero_gradients(self, zero_rest: Callable[[], object]) -> object:
         """Fill gradients with zeros, ``zero_grad(set_to_none=False)``.
 
         Args:
             zero_rest: The optimizer's own, whose result is returned. Half gradients are away
                 meanwhile: it would read the masters' gradients, and thereby make them.
-            in_backward: Whether a backward is under way; what came before it stays noted then.
         """
-        away: list[tuple[Twin, torch.Tensor]] = []
-        for twin in self:
-            grad = twin.half.grad
-            if grad is not None:
-                zero_(grad)
-            if not in_backward:
-                twin.end()
-                if grad is not None:
-                    twin.drop()
-                    away.append((twin, grad))
+        tables = self.tables
+        away = [table.take_away_zeroed() for table in tables]
         try:
             return zero_rest()
         finally:
-            for twin, grad in away:
-                twin.take_zeros(grad)
-
-    def absorb_external_writes(self) -> None:
-        """Let every master see what was written to its half weight from outside."""
-        for twin in self:
-            twin.absorb_external_write()
-
-    def write_halves(self) -> None:
-        """Round every master into its half weight; the invariant after every step.
-
-        Fused optimizers have done so in their update.
-        """
-        twins = [twin for twin in self if not twin.take_rounded()]
-        with torch.no_grad():
-            self._ops.cast_copy_(
-                [twin.master.detach() for twin in twins],
-                [twin.held.own(twin.half.detach()) for twin in twins],
-            )
-        for twin in twins:
-            twin.note_written()
+            for table, grads in zip(tables, away, strict=True):
+                table.give_zeros(grads)
 
 
 def cast_state(state: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:

@@ -11,8 +11,6 @@ import torch
 from preamp.core.errors import PreampStateError, message
 from preamp.core.tensors import store_grad, stored_grad
 from preamp.kernels import Ops
-from preamp.kernels.shards import set_data
-from preamp.optim.external_writes import became_wide, take_over
 
 
 @dataclass(slots=True)
@@ -157,22 +155,6 @@ class Holding:
         elif (whole := make()) is not None:
             store_grad(self._master, self.own(whole))
         return stored_grad(self._master)
-
-    def take_over_written(self) -> None:
-        """Let the master take over what was written to its half weight from outside.
-
-        Elements that still equal their rounded master keep the master's full precision.
-
-        Raises:
-            PreampStateError: The weight is half no longer.
-        """
-        half, master = self._half.detach(), self._master
-        if half.dtype is torch.float32:
-            raise became_wide(self._name)
-        with torch.no_grad():
-            if master.device != half.device:  # model.to(device) after initialize
-                set_data(master, master.data.to(half.device))
-            take_over(self.own(half), master.data)
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from preamp.compat.fp16_utils.half_params import absorb_
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import PreampStateError, message
-from preamp.core.tensors import version_of
+from preamp.core.tensors import WeightMarks
 from preamp.kernels import Ops
+from preamp.optim.table import take_over
 
 DTYPES = (*HALF_DTYPES, torch.float32)
 
@@ -42,7 +42,7 @@ class FlatGroup:
         for param in self.params:
             self._starts.append(start)
             start += param.numel()
-        self._versions = [0] * len(self.params)
+        self._marks = WeightMarks(self.params)
         for place in range(len(self.params)):
             self._bind(place)
 
@@ -53,7 +53,7 @@ class FlatGroup:
     def _bind(self, place: int) -> None:
         param = self.params[place]
         param.data = self._slice(self.flat, place)
-        self._versions[place] = version_of(param)
+        self._marks.renew(self.params, (place,))
 
     # -- writes from outside -------------------------------------------------------------------
 
@@ -75,19 +75,16 @@ class FlatGroup:
                     )
                 )
 
-    def absorb_external_writes(self) -> None:
+    def absorb(self) -> None:
         """Bring back parameters that were given other data, and let the master see what changed.
 
         Loading a model and ``p.data = …`` count; writes *through* ``p.data`` leave no trace.
         """
-        for place, param in enumerate(self.params):
-            view = self._slice(self.flat, place)
-            moved = param.data_ptr() != view.data_ptr()
-            if not moved and version_of(param) == self._versions[place]:
-                continue
-            if moved:
+        for place in self._marks.changed(self.params):
+            param, view = self.params[place], self._slice(self.flat, place)
+            if param.data_ptr() != view.data_ptr():
                 view.copy_(param.detach())
-            absorb_(self._slice(self.master, place), view)
+            take_over(view, self._slice(self.master, place))
             self._bind(place)
 
     def write_flat(self) -> None:

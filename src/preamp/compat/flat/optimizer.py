@@ -160,7 +160,7 @@ class FP16_Optimizer(OptimizerWrapper):
             with torch.enable_grad():
                 loss = closure()
         for group in self._groups:
-            group.absorb_external_writes()
+            group.absorb()
         grads = [group.flat_gradient() for group in self._groups]
         norms = self._norms(grads)
         if norms is None:
@@ -245,7 +245,7 @@ class FP16_Optimizer(OptimizerWrapper):
         for group in self._groups:
             group.check_bound()
         for group in self._groups:
-            group.absorb_external_writes()
+            group.absorb()
         names = saved_state.KEYS[:3]
         if self.dynamic_loss_scale:
             names += saved_state.DYNAMIC_KEYS
@@ -275,7 +275,7 @@ class FP16_Optimizer(OptimizerWrapper):
         for name, value in saved.fields.items():
             setattr(self, name, value)
         for group, value in zip(self._groups, saved.masters, strict=True):
-            group.absorb_external_writes()
+            group.absorb()
             with torch.no_grad():
                 group.master.copy_(value)
             group.write_flat()

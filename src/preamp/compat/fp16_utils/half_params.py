@@ -9,28 +9,13 @@ from typing import Any
 import torch
 
 from preamp.core.dtypes import is_half
-from preamp.core.errors import PreampStateError, message
-from preamp.core.tensors import version_of
+from preamp.core.errors import message
 from preamp.kernels import Ops
-from preamp.optim import cast_state
+from preamp.optim import WeightPairs, cast_state
 
 Params = list[torch.Tensor]
 
 _DIRECT = (torch.float32, torch.float64)
-
-
-def absorb_(master: torch.Tensor, half: torch.Tensor) -> None:
-    """Take over what was written to a half weight behind its master's back.
-
-    Elements that still equal the rounded master keep the master's precision.
-
-    Args:
-        master: float32; mutated.
-        half: The weight, of the same shape and device.
-    """
-    with torch.no_grad():
-        same = master.to(half.dtype) == half
-        master.copy_(torch.where(same, master, half.to(master.dtype)))
 
 
 class HalfParams:
@@ -45,9 +30,8 @@ class HalfParams:
     def __init__(self, optimizer: Any, ops: Ops) -> None:
         """Make masters for what is trainable now."""
         self._optimizer = optimizer
-        self._ops = ops
         self._known: set[int] = set()
-        self._written: dict[int, tuple[int, int]] = {}
+        self._pairs = WeightPairs(ops)
         self.fp16_groups: list[Params] = []
         self.fp32_from_fp16_groups: list[Params] = []
         self.fp32_from_fp32_groups: list[Params] = []
@@ -109,7 +93,7 @@ class HalfParams:
         self._optimizer.param_groups[index]["params"][place] = master
         self.fp16_groups[index].append(half)
         self.fp32_from_fp16_groups[index].append(master)
-        self._note_written(half)
+        self._pairs.add_row(half, master)
         state = self._optimizer.state
         if half in state:
             state[master] = cast_state(state.pop(half), master)
@@ -118,15 +102,9 @@ class HalfParams:
 
     def write_halves(self) -> None:
         """Round every master into its half parameter. Mutates the model."""
-        halves = self.halves
-        with torch.no_grad():
-            self._ops.cast_copy_(
-                [master.detach() for master in self.masters], [half.detach() for half in halves]
-            )
-        for half in halves:
-            self._note_written(half)
+        self._pairs.write_halves()
 
-    def absorb_external_writes(self) -> None:
+    def absorb(self) -> None:
         """Let the masters see what was written to half parameters since `write_halves`.
 
         Loading a model, clipping weights and ``p.data = …`` count; writes *through* ``p.data``
@@ -135,22 +113,4 @@ class HalfParams:
         Raises:
             PreampStateError: A half parameter is not half any more.
         """
-        for half, master in zip(self.halves, self.masters, strict=True):
-            if self._written[id(half)] == (half.data_ptr(), version_of(half)):
-                continue
-            if not is_half(half):
-                raise PreampStateError(
-                    message(
-                        f"A half parameter of shape {tuple(half.shape)} became {half.dtype} after "
-                        "FP16_Optimizer was made",
-                        "Parameters with a master keep their dtype",
-                        "Convert a copy of the model, or make the optimizer after converting it",
-                    )
-                )
-            if master.device != half.device:  # model.to(device)
-                master.data = master.data.to(half.device)
-            absorb_(master.detach(), half.detach())
-            self._note_written(half)
-
-    def _note_written(self, half: torch.Tensor) -> None:
-        self._written[id(half)] = (half.data_ptr(), version_of(half))
+        self._pairs.absorb()

@@ -220,7 +220,7 @@ class FP16_Optimizer(WithMasters):
                 excuse_scheduler(self.optimizer)
                 self._skips.skipped(self._core)
                 return None
-        self._params.absorb_external_writes()
+        self._params.absorb()
         result = self.optimizer.step() if closure is None else self._step_with(closure)
         self._params.write_halves()
         self._skips.taken()
@@ -262,7 +262,7 @@ class FP16_Optimizer(WithMasters):
             ``first_closure_call_this_step``, ``optimizer_state_dict``, and ``fp32_from_fp16``,
             the masters by group.
         """
-        self._params.absorb_external_writes()
+        self._params.absorb()
         return {
             "loss_scaler": dict(state_of(self._core)),
             "dynamic_loss_scale": self.dynamic_loss_scale,

@@ -75,13 +75,13 @@ class FusedAdagrad(FusedOptimizer):
         with torch.no_grad():
             work, signals = self._collect(), Signals.of(self)
             for _, entries in work:
-                check_one_device("FusedAdagrad", (entry.param for entry in entries))
+                check_one_device("FusedAdagrad", entries.params)
             if not signals.is_skip:
                 for group, entries in work:
                     for batch in batches(entries):
                         self._update(group, batch, signals)
             signals.unscale_(
-                [entry.grad for _, entries in work for entry in entries], backend(self.backend)
+                [grad for _, entries in work for grad in entries.grads], backend(self.backend)
             )
         return loss
 

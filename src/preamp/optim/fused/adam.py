@@ -201,7 +201,7 @@ class FusedAdam(FusedOptimizer):
                         update = replace(update, halves=batch.params)
                     self._update(batch, rule, update)
         signals.unscale_(
-            [entry.grad for _, entries in work for entry in entries], backend(self.backend)
+            [grad for _, entries in work for grad in entries.grads], backend(self.backend)
         )
 
     @property
@@ -224,7 +224,7 @@ class FusedAdam(FusedOptimizer):
                 index, entries, group.get("max_grad_norm", 0.0), backend(self.backend)
             )
             rule = early_rule(group, eps_inside_sqrt=bool(self._early.eps_inside_sqrt))
-            for batch in batches(entries, apart=self._steps_done):
+            for batch in batches(entries, apart=self._steps_of):
                 step = self._steps_done(batch.params[0]) + 1
                 self._update(batch, rule, batch.update(step=step, inv_scale=inv_scale))
                 for param in batch.params:
@@ -253,6 +253,9 @@ class FusedAdam(FusedOptimizer):
             counts_per_parameter=self._steps_done(next(iter(self.state), None)) > 0,
         )
         return is_early
+
+    def _steps_of(self, params: Sequence[torch.Tensor]) -> list[int]:
+        return list(map(self._steps_done, params))
 
     def _steps_done(self, param: Any) -> int:
         """Of the early formula, which counts per parameter."""

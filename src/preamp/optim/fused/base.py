@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,8 +21,8 @@ from preamp.core.splits import Splits
 from preamp.core.tensors import has_sharded
 from preamp.kernels.shards import place_gradients
 from preamp.optim.fused.checks import check_gradient, check_group
-from preamp.optim.fused.entries import Entry, entry_of
-from preamp.optim.master_parameter import is_master
+from preamp.optim.fused.entries import Entries, entries_of
+from preamp.optim.master_parameter import without_masters
 
 Group = dict[str, Any]
 Closure = Callable[[], Any]
@@ -46,6 +46,8 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     _step_supports_amp_scaling = True
     """Tells torch's ``GradScaler`` to hand over what it knows instead of reading it."""
+
+    _states: tuple[Sequence[torch.Tensor], list[dict[str, Any]]] = ((), [])
 
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)
     """Attributes that copies and pickles keep; torch's optimizers carry their groups only."""
@@ -146,37 +148,35 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
                 if default is not REQUIRED and name != "differentiable":  # which torch puts there
                     group.setdefault(name, default)
 
-    def _collect(self) -> list[tuple[Group, list[Entry]]]:
+    def _collect(self) -> list[tuple[Group, Entries]]:
         """All groups that have parameters, with the entries of those that have gradients."""
-        work: list[tuple[Group, list[Entry]]] = []
+        self._states = ((), [])  # of an earlier step, and perhaps loaded anew
+        work: list[tuple[Group, Entries]] = []
         for group in self.param_groups:
             if has_sharded(group["params"]):
-                place_gradients([param for param in group["params"] if not is_master(param)])
-            found = [entry_of(param) for param in group["params"]]
-            entries = [entry for entry in found if entry is not None]
+                place_gradients(without_masters(group["params"]))
+            entries = entries_of(group["params"])
             self._check(entries)
-            if found:
+            if group["params"]:
                 work.append((group, entries))
         return work
 
-    def _check(self, entries: Iterable[Entry]) -> None:
-        kinds = {(e.param.dtype, e.grad.dtype, e.grad.layout): e for e in entries}
-        for entry in kinds.values():
-            check_gradient(type(self).__name__, entry.param, entry.grad)
+    def _check(self, entries: Entries) -> None:
+        for param, grad in entries.kinds() if entries else ():
+            check_gradient(type(self).__name__, param, grad)
 
     def _state(
         self,
-        params: Iterable[torch.Tensor],
+        params: Sequence[torch.Tensor],
         key: str,
         make: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = _zeros,
     ) -> list[torch.Tensor]:
-        """The state tensors called ``key``; where there is none yet, what ``make`` returns."""
+        """The state tensors called ``key`` of parameters of one dtype, made where there is none."""
+        if not params:
+            return []
+        dtype = math_dtype(params[0].dtype) if key in self._wide_state else params[0].dtype
         found: list[torch.Tensor] = []
-        states: dict[Any, dict[str, Any]] = self.state
-        is_wide = key in self._wide_state
-        for param in params:
-            dtype = math_dtype(param.dtype) if is_wide else param.dtype
-            state = states[param]
+        for param, state in zip(params, self._states_of(params), strict=True):
             value = state.get(key)
             if value is None:
                 value = state[key] = make(param, dtype)
@@ -184,6 +184,13 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
                 value = state[key] = value.to(dtype)
             found.append(value)
         return found
+
+    def _states_of(self, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+        """The states of ``params``; of the latest list asked for in a step they are known."""
+        if self._states[0] is not params:
+            states: dict[Any, dict[str, Any]] = self.state
+            self._states = (params, [states[param] for param in params])
+        return self._states[1]
 
 
 def evaluate(closure: Closure | None) -> Any:

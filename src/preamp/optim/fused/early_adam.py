@@ -18,7 +18,7 @@ from preamp.core.errors import PreampStateError, message
 from preamp.core.splits import Splits
 from preamp.kernels import AdamRule, BiasCorrection, Ops
 from preamp.optim.fused.base import Group, rate_of, scalar_on
-from preamp.optim.fused.entries import Entry
+from preamp.optim.fused.entries import Entries
 from preamp.optim.fused.norms import global_norm
 
 CLIP_EPS = 1e-6
@@ -98,7 +98,7 @@ class EarlyArguments:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
-    def entries(self, groups: Sequence[Group]) -> list[list[Entry]]:
+    def entries(self, groups: Sequence[Group]) -> list[Entries]:
         """For each group the entries of the parameters that have a gradient from somewhere.
 
         Raises:
@@ -113,25 +113,25 @@ class EarlyArguments:
             )
         grads = _per_group("grads", self.grads, groups)
         outputs = _per_group("output_params", self.output_params, groups)
-        found: list[list[Entry]] = []
+        found: list[Entries] = []
         for group, group_grads, group_outputs in zip(groups, grads, outputs, strict=True):
-            entries: list[Entry] = []
+            entries = Entries()
             for param, grad, out in zip(group["params"], group_grads, group_outputs, strict=True):
                 grad = param.grad if grad is None else grad
                 _check_shapes(param, grads=grad, output_params=out)
                 if grad is not None:
-                    entries.append(Entry(param, grad, out))
+                    entries.add(param, grad, out)
             found.append(entries)
         return found
 
-    def norm_of(self, index: int, entries: Sequence[Entry], ops: Ops) -> float | torch.Tensor:
+    def norm_of(self, index: int, entries: Entries, ops: Ops) -> float | torch.Tensor:
         """The norm of a group's scaled gradients, taken here if it was not given."""
         if self.grad_norms is not None:
             return self.grad_norms[index]
         return global_norm(entries, ops, Splits())
 
     def inverse_scale(
-        self, index: int, entries: Sequence[Entry], max_norm: float, ops: Ops
+        self, index: int, entries: Entries, max_norm: float, ops: Ops
     ) -> torch.Tensor | None:
         """What unscales and clips a group's gradients.
 
@@ -141,7 +141,7 @@ class EarlyArguments:
         scale = 1.0 if self.scale is None else self.scale
         if max_norm <= 0 and isinstance(scale, (int, float)) and scale == 1.0:
             return None
-        param = entries[0].param
+        param = entries.params[0]
         dtype, device = math_dtype(param.dtype), param.device
         combined = scalar_on(scale, dtype, device)
         if max_norm > 0:

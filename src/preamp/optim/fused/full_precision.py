@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from preamp.core.tensors import WeightMark
-from preamp.optim.external_writes import take_over
+from preamp.core.tensors import WeightMarks
+from preamp.optim.table import take_over
 
 MASTER = "master_param"
 """State key of the copy; in the state, so that it is in checkpoints too."""
@@ -26,7 +26,7 @@ class FullPrecision:
     def __init__(self, wants: Callable[[torch.Tensor], bool]) -> None:
         """Keep copies of the parameters for which ``wants``, a question of dtype, is true."""
         self._wants = wants
-        self._written: dict[int, WeightMark] = {}
+        self._written: dict[int, WeightMarks] = {}
 
     def of(self, param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         """The copy of ``param``, up to date; a parameter without one stands for itself.
@@ -64,11 +64,11 @@ class FullPrecision:
 
     def _is_unwritten(self, param: torch.Tensor) -> bool:
         mark = self._written.get(id(param))
-        return mark is not None and mark.is_of(param)
+        return mark is not None and not mark.changed((param,))
 
     def _mark(self, param: torch.Tensor) -> None:
         mark = self._written.get(id(param))
         if mark is None:
-            self._written[id(param)] = WeightMark(param)
+            self._written[id(param)] = WeightMarks((param,))
         else:
-            mark.renew(param)
+            mark.renew((param,), (0,))

@@ -19,7 +19,7 @@ from preamp.optim.fused.base import (
     rate_of,
 )
 from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
-from preamp.optim.fused.entries import Batch, batches
+from preamp.optim.fused.entries import Batch, batches, joined
 from preamp.optim.fused.norms import clip_factor, norms_of_wholes
 from preamp.optim.fused.on_device import Signals, count_step
 
@@ -104,7 +104,7 @@ class FusedLAMB(FusedOptimizer):
         loss = evaluate(closure)
         with torch.no_grad():
             work, signals = self._collect(), Signals.of(self)
-            every = [entry for _, entries in work for entry in entries]
+            every = joined(entries for _, entries in work)
             if not signals.is_skip:
                 ops, max_norm = backend(self.backend), self.defaults["max_grad_norm"]
                 factor = clip_factor(every, max_norm, signals.inv_scale, ops, self.splits)
@@ -121,7 +121,7 @@ class FusedLAMB(FusedOptimizer):
                         lists = [batch.params, batch.grads, exp_avgs, exp_avg_sqs]
                         parts.append(LambPart(batch, lists, rule, update))
                 apply_lamb(parts, ops, self.splits)
-            signals.unscale_([entry.grad for entry in every], backend(self.backend))
+            signals.unscale_(every.grads, backend(self.backend))
         return loss
 
 

@@ -105,7 +105,7 @@ class FusedLARS(FusedOptimizer):
                 for (group, batch), norms in zip(parts, self._norms(parts, signals), strict=True):
                     self._update(group, batch, signals, norms)
             signals.unscale_(
-                [entry.grad for _, entries in work for entry in entries], backend(self.backend)
+                [grad for _, entries in work for grad in entries.grads], backend(self.backend)
             )
         return loss
 

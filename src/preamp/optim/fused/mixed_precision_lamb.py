@@ -18,7 +18,7 @@ from preamp.optim.fused.base import (
     evaluate,
 )
 from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
-from preamp.optim.fused.entries import Batch, batches
+from preamp.optim.fused.entries import Batch, batches, joined
 from preamp.optim.fused.full_precision import FullPrecision
 from preamp.optim.fused.lamb import LambPart, apply_lamb, lamb_rule
 from preamp.optim.fused.norms import clip_factor
@@ -143,7 +143,7 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         with torch.no_grad():
             work = self._collect()
             signals = Signals.of(self)
-            every = [entry for _, entries in work for entry in entries]
+            every = joined(entries for _, entries in work)
             ops, max_norm = backend(self.backend), self.defaults["max_grad_norm"]
             factor = clip_factor(every, max_norm, signals.inv_scale, ops, self.splits)
             parts: list[LambPart] = []
@@ -158,7 +158,7 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
             apply_lamb(parts, ops, self.splits)
             for part in parts:
                 self._copies.note_written(part.batch.params)
-            signals.unscale_([entry.grad for entry in every], backend(self.backend))
+            signals.unscale_(every.grads, backend(self.backend))
         return loss
 
     def _part(self, group: Group, batch: Batch, update: Update) -> LambPart:

@@ -12,27 +12,27 @@ from preamp.core.splits import Splits
 from preamp.core.tensors import locals_of
 from preamp.kernels import Ops
 from preamp.kernels.reference.update import max_norm, norm
-from preamp.optim.fused.entries import Batch, Entry
+from preamp.optim.fused.entries import Batch, Entries
 from preamp.optim.rank_norms import complete_, total_norm
 
 
-def global_norm(entries: Sequence[Entry], ops: Ops, splits: Splits) -> torch.Tensor:
+def global_norm(entries: Entries, ops: Ops, splits: Splits) -> torch.Tensor:
     """L2 norm over all unscaled gradients, a scalar on the device of the first parameter.
 
     float32, or float64 if one of the gradients is.
     """
     return total_norm(
         ops,
-        [entry.grad for entry in entries],
-        [entry.factor for entry in entries],
-        [entry.owner for entry in entries],
+        entries.grads,
+        entries.factors,
+        entries.owners,
         splits,
-        entries[0].param.device,
+        entries.params[0].device,
     )
 
 
 def clip_factor(
-    entries: Sequence[Entry],
+    entries: Entries,
     max_norm: float,
     inv_scale: torch.Tensor | None,
     ops: Ops,

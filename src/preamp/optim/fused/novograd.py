@@ -145,7 +145,7 @@ class FusedNovoGrad(FusedOptimizer):
                 for (group, batch, step), own in zip(parts, norms, strict=True):
                     self._update(group, batch, step, signals, own)
             signals.unscale_(
-                [entry.grad for _, entries in work for entry in entries], backend(self.backend)
+                [grad for _, entries in work for grad in entries.grads], backend(self.backend)
             )
         return loss
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from preamp.optim.fused.base import (
     scalar_on,
 )
 from preamp.optim.fused.checks import check_nesterov, check_numbers
-from preamp.optim.fused.entries import Batch, Entry, batches
+from preamp.optim.fused.entries import Batch, Entries, batches
 from preamp.optim.fused.on_device import Signals
 
 SEASONED = 2
@@ -107,19 +108,19 @@ class FusedSGD(FusedOptimizer):
             if not self._must_skip(work, signals):
                 for group, entries in work:
                     # Before _update makes the buffers, and for each parameter by itself.
-                    for batch in batches(entries, apart=self._has_momentum):
+                    for batch in batches(entries, apart=self._have_momentum):
                         self._update(group, batch, signals)
             signals.unscale_(
-                [entry.grad for _, entries in work for entry in entries], backend(self.backend)
+                [grad for _, entries in work for grad in entries.grads], backend(self.backend)
             )
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
         return loss
 
-    def _has_momentum(self, param: torch.Tensor) -> bool:
-        return self.state.get(param, {}).get("momentum_buffer") is not None
+    def _have_momentum(self, params: Sequence[torch.Tensor]) -> list[bool]:
+        return [s.get("momentum_buffer") is not None for s in self._states_of(params)]
 
-    def _must_skip(self, work: list[tuple[Group, list[Entry]]], signals: Signals) -> bool:
+    def _must_skip(self, work: list[tuple[Group, Entries]], signals: Signals) -> bool:
         """Whether nothing may happen; waits for the device where a first step depends on it.
 
         What the first gradient does to a dampened momentum no later one does, so whether that
@@ -130,7 +131,7 @@ class FusedSGD(FusedOptimizer):
         starts = any(
             group["momentum"] != 0
             and group["dampening"] != 0
-            and not all(self._has_momentum(entry.param) for entry in entries)
+            and not all(self._have_momentum(entries.params))
             for group, entries in work
         )
         return starts and bool(signals.found_inf != 0)
@@ -144,7 +145,7 @@ class FusedSGD(FusedOptimizer):
             nesterov=group["nesterov"],
             decays_after_momentum=self.wd_after_momentum,
         )
-        is_first = not self._has_momentum(batch.params[0])
+        is_first = not self._have_momentum(batch.params)[0]
         inv_scale = signals.inv_scale
         if self.most_recent_scale != 1.0:
             param = batch.params[0]

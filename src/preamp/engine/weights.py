@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The weights of an engine as others see them: in checkpoints, copies, averages and forwards.
+
+Wherever somebody can see a half weight it is its rounded master, and whoever wants exact values
+gets the master's. Methods of `Engine`, and hooks that find the engine through a link.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from preamp.casting.io import CastInputs
+from preamp.core.dtypes import is_half
+from preamp.core.errors import PreampStateError
+from preamp.core.link import EngineHook, Link
+from preamp.core.undo import Removable
+from preamp.engine.params import twin_of
+from preamp.kernels.shards import set_data
+
+if TYPE_CHECKING:
+    from preamp.engine.engine import Engine
+
+
+def exact_value(self: Engine, half: torch.Tensor) -> torch.Tensor | None:
+    """Return the float32 value of ``half``, with what was written to it from outside.
+
+    Raises:
+        PreampStateError: This rank has a part of it only; see `Holding.value`.
+    """
+    twin = twin_of(half, self.sessions.values())
+    if twin is None:
+        return None
+    if half.dtype is not torch.float32:  # not inside `exact_weights`
+        twin.settle()
+    return twin.held.value()
+
+
+def load_exact(self: Engine, half: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+    """Set the master of ``half``, or this rank's part of it.
+
+    Returns:
+        What to round into ``half``; ``None`` if it has no master, or ``value`` another shape.
+    """
+    twin = twin_of(half, self.sessions.values())
+    if twin is None or value.shape != half.shape:
+        return None
+    with torch.no_grad():
+        twin.master.copy_(twin.held.own(value))
+    twin.table.loaded.add(twin.row)
+    return twin.master.detach() if twin.held.part is None else value.float()
+
+
+@contextmanager
+def exact_weights(self: Engine) -> Generator[None]:
+    """Within the block the models' parameters are the float32 masters.
+
+    For whatever walks over ``model.parameters()`` and should see exact values: an average of
+    weights (``AveragedModel.update_parameters``), a target network, merging, an export. What is
+    written to the parameters within the block is written to the masters, and rounded into the
+    half weights at its end. Parameters without a master stay as they are. Gradients are away
+    meanwhile. Does not synchronise.
+
+    Raises:
+        PreampStateError: Within a ``scale_loss`` block, or where ranks share masters.
+
+    Mutates:
+        The models' parameters, until the end of the block.
+    """
+    from preamp.engine.pending import check_outside_blocks
+
+    check_outside_blocks(self, "exact_weights()")
+    twins = {id(t.half): t for s in self.sessions.values() for t in s.masters or ()}.values()
+    values = [(twin, twin.held.value()) for twin in twins]  # refuses parts
+    tables = {id(twin.table): twin.table for twin in twins}.values()
+    for twin in twins:
+        twin.settle()
+    for table in tables:
+        table.reconcile()
+    casts = [
+        hook
+        for model in self.models
+        for hook in vars(model)["_forward_pre_hooks"].values()
+        if isinstance(hook, CastInputs)
+    ]
+    away = [(twin.half, twin.half.data, twin.half.grad) for twin in twins]
+    try:
+        for twin, value in values:
+            twin.half.grad = None
+            set_data(twin.half, value.data)
+        for cast in casts:
+            cast.is_on = not twins
+        yield
+    finally:
+        for cast in casts:
+            cast.is_on = True
+        for half, data, grad in away:
+            set_data(half, data)
+            half.grad = grad
+        for table in tables:
+            table.write_halves()
+
+
+class FollowMasters(EngineHook):
+    """Forward pre-hook: round masters that were written to since the latest step.
+
+    Optimizers that move weights between steps (sharpness-aware, schedule-free, Lookahead) write
+    to the masters. What is compiled is not looked into: there a forward may come too early.
+    """
+
+    def __init__(self, link: Link[Engine]) -> None:
+        """Look for the engine through ``link``; a copied model has none."""
+        self.link = link
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Mutates half weights. Does not synchronise."""
+        del module, args
+        if torch.compiler.is_compiling():
+            return
+        engine = self.link.target
+        for session in () if engine is None else engine.sessions.values():
+            for table in session.gradients.tables:
+                table.follow_masters()
+
+
+class CopyExact:
+    """``__deepcopy__`` of a module with half weights: a plain module with the exact values.
+
+    Averages, target networks and snapshots made by ``copy.deepcopy`` are float32 modules without
+    an engine and without its hooks. They have no gradients.
+    """
+
+    def __init__(self, link: Link[Engine], module: nn.Module) -> None:
+        """Copy ``module`` with the weights of the engine behind ``link``."""
+        self._link = link
+        self._module = Link(module)
+
+    def __call__(self, memo: dict[int, Any]) -> Any:
+        """Return the copy; see `copy.deepcopy`."""
+        module, engine = self._module.target, self._link.target
+        if module is None:
+            raise PreampStateError("the module of a copied method was copied")
+        own = [part for part in module.modules() if "__deepcopy__" in vars(part)]
+        methods = [vars(part).pop("__deepcopy__") for part in own]
+        try:
+            if engine is not None:
+                _exact_copies(engine, module, memo)
+            made = copy.deepcopy(module, memo)
+        finally:
+            for part, method in zip(own, methods, strict=True):
+                vars(part)["__deepcopy__"] = method
+        if engine is not None:
+            for part in made.modules():
+                _remove_hooks(part)
+        return made
+
+
+def _exact_copies(engine: Engine, module: nn.Module, memo: dict[int, Any]) -> None:
+    """Let ``copy.deepcopy`` find float32 copies of the half tensors of ``module``."""
+    dtypes = engine.conversion.dtypes()
+    for param in module.parameters():
+        if is_half(param) and id(param) not in memo:
+            exact = engine.exact_value(param)
+            value = param.detach() if exact is None else exact.detach()
+            wide = value.to(dtypes.get(id(param), param.dtype), copy=True)
+            memo[id(param)] = nn.Parameter(wide, param.requires_grad)
+    for buffer in module.buffers():
+        if is_half(buffer) and id(buffer) not in memo:
+            memo[id(buffer)] = buffer.detach().to(dtypes.get(id(buffer), buffer.dtype), copy=True)
+
+
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks"),
+    "_load_state_dict_pre_hooks",
+)
+_BESIDE = (
+    *("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs"),
+    "_forward_hooks_always_called",
+)
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    for name in _HOOKS:
+        hooks: dict[int, Any] = vars(module)[name]
+        for key in [
+            key
+            for key, hook in hooks.items()
+            if isinstance(getattr(hook, "hook", hook), EngineHook)
+        ]:
+            del hooks[key]
+            for beside in _BESIDE:
+                vars(module)[beside].pop(key, None)
+
+
+def attach_weight_doors(model: nn.Module, link: Link[Engine]) -> Iterable[Removable]:
+    """Hook forwards and copies of ``model``; returns what undoes it."""
+    yield model.register_forward_pre_hook(FollowMasters(link), prepend=True)
+    for part in model.modules():
+        part.__dict__["__deepcopy__"] = CopyExact(link, part)
+        yield _CopyHandle(part)
+
+
+class _CopyHandle:
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def remove(self) -> None:
+        """Let the module be copied as any other."""
+        self._module.__dict__.pop("__deepcopy__", None)

@@ -1,0 +1,908 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The weight table: half parameters, their float32 masters, and what is known of both, as columns.
+
+A row is one weight in two precisions. What happens in a step happens to all rows alike, so each
+method makes a few passes over whole columns, at the speed of the interpreter's own loops, and
+Python looks only at rows that differ from what was noted.
+
+A master's gradient is lazy. After a backward the half gradient stays where autograd put it, on the
+half parameter, and the table notes what unscales it. Reading the ``grad`` of one master makes
+those of all, since whoever reads one reads all; a script that reads none never pays for them.
+
+What the script does to half gradients in between counts: setting one to ``None`` drops it, zeroing
+it zeroes it, earlier gradients that were accumulated included. Any other change is refused while a
+loss scale is on them, since clipping a scaled gradient would be wrong without anyone noticing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from preamp.core.dtypes import dtype_name, is_half
+from preamp.core.errors import PreampStateError, message
+from preamp.core.ranks import has_process_group
+from preamp.core.tensors import (
+    WeightMarks,
+    has_sharded,
+    local_of,
+    store_grad,
+    stored_grad,
+    version_of,
+    versions_of,
+)
+from preamp.kernels import Ops
+from preamp.kernels.shards import set_data
+from preamp.optim.direct import Placeholders
+from preamp.optim.master_parameter import master_parameter
+from preamp.optim.part import Holding, Part
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """What is known of a half gradient besides its content; the rows of one backward share one.
+
+    Attributes:
+        factor: What unscales it, a float32 scalar; ``None`` once the master's gradient has it.
+        is_plain: Whether no loss scale is on it, so that what the script does to it means what
+            it says.
+        is_alone: Whether the master's gradient, if there is one, was made of it alone.
+        is_spent: Whether a step has used it up.
+        is_zeroed: Whether the script zeroed it.
+        unclipped: The factor that it had before it was clipped, if it was.
+    """
+
+    factor: torch.Tensor | None
+    is_plain: bool = False
+    is_alone: bool = True
+    is_spent: bool = False
+    is_zeroed: bool = False
+    unclipped: torch.Tensor | None = None
+
+    @property
+    def unscales(self) -> torch.Tensor | None:
+        """What takes the loss scale from it and clips nothing."""
+        return self.factor if self.unclipped is None else self.unclipped
+
+
+_SAMPLED = 32  # values of a gradient that are looked at again
+_SPENT = {is_plain: Record(None, is_plain=is_plain, is_spent=True) for is_plain in (False, True)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMemo:
+    """What the table knows of one row's gradients besides these, to resume in another process.
+
+    Attributes:
+        record: Of the half gradient as it is now, or ``None``.
+        is_raw: Whether it still is what a block left scaled; ``None`` if none did.
+        is_open: Whether a backward is under way.
+        is_carried: Whether the half gradient holds the earlier one too.
+        zeros_aside: Whether zeros are away meanwhile.
+    """
+
+    record: Record | None
+    is_raw: bool | None
+    is_open: bool
+    is_carried: bool
+    zeros_aside: bool
+
+
+class Twin:
+    """One row: a half parameter and its master.
+
+    Attributes:
+        half: The model's parameter, float16 or bfloat16.
+        master: The optimizer's parameter, float32.
+        name: Qualified name for messages.
+        held: How much of the weight the master has, and the gradient.
+        table: Where the row is.
+        row: Its number there.
+    """
+
+    __slots__ = ("half", "held", "master", "name", "row", "table")
+
+    table: WeightTable
+    row: int
+
+    def __init__(self, half: Parameter, data: torch.Tensor, name: str) -> None:
+        """Make the master of ``half``; the row has yet to be added to a table.
+
+        Args:
+            half: Half parameter of the model.
+            data: float32 tensor that becomes the master's storage; not copied.
+            name: Qualified name for messages.
+        """
+        self.half = half
+        self.name = name
+        self.master = master_parameter(data, requires_grad=half.requires_grad)
+        self.master.twin = self
+        self.held = Holding(self.master, half, name)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several optimizers update the master."""
+        return len(self.table.owners) > 1
+
+    def gradient(self) -> torch.Tensor | None:
+        """The whole unscaled float32 gradient, made if need be."""
+        self.table.bring_up_to_date()
+        return self.held.gradient
+
+    def own_gradient(self) -> torch.Tensor | None:
+        """What the optimizer reads as the master's gradient; see `Holding.own_gradient`."""
+        if self.held.part is None:
+            return self.gradient()
+        return self.held.own_gradient(self.pending, self.gradient, self.table.ops)
+
+    @property
+    def pending(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The half gradient and its factor, if it is not in the master's gradient yet."""
+        if self.table.is_open:
+            return None
+        self.table.reconcile()
+        grad, record = self.table.grads[self.row], self.table.records[self.row]
+        if grad is None or record is None or record.factor is None:
+            return None
+        return grad, record.factor
+
+    @property
+    def unscales(self) -> torch.Tensor | None:
+        """What takes the loss scale from a pending gradient, without what clips it."""
+        record = self.table.records[self.row]
+        return None if record is None else record.unscales
+
+    def keep_part(self, part: Part | None, value: torch.Tensor) -> None:
+        """Let the master have ``part`` of the weight from now on; see `Holding.keep_part`."""
+        self.table.has_parts = True
+        self.held.keep_part(part, value)
+
+    def forget_half_gradient(self) -> None:
+        """The master's gradient was assigned: what the half gradient held no longer counts.
+
+        Assigning ``None`` this way is how ``optimizer.zero_grad`` reaches the model's side.
+        """
+        self.half.grad = None
+        self.table.note(self.row, None)
+        self.table.zeros_aside.discard(self.row)
+
+    def settle(self) -> None:
+        """Take over what was written to the half weight; see `WeightTable.settle`."""
+        self.table.settle(self.row)
+
+    def note_written(self) -> None:
+        """Remember that the half weight equals the rounded master as of now."""
+        self.table.note_written((self.row,))
+
+    def memo(self) -> RowMemo:
+        """What to keep beside the gradients, to resume in another process."""
+        table, row = self.table, self.row
+        if not table.is_open:
+            table.reconcile()
+        raw = None if table.raw is None else table.raw[row]
+        now = self.half.grad
+        is_raw = None if raw is None else now is not None and version_of(now) == raw
+        is_carried, zeros_aside = row in table.carried, row in table.zeros_aside
+        return RowMemo(table.records[row], is_raw, table.is_open, is_carried, zeros_aside)
+
+    def recall(self, memo: RowMemo) -> None:
+        """Resume from there; the gradients are in place again."""
+        table, row, now = self.table, self.row, self.half.grad
+        table.note(row, now, None if now is None else memo.record)
+        table.is_open = memo.is_open
+        for is_one, rows in (
+            (memo.is_carried, table.carried),
+            (memo.zeros_aside, table.zeros_aside),
+        ):
+            rows.discard(row)
+            if is_one:
+                rows.add(row)
+        if memo.is_raw is not None:
+            table.raw = [None] * len(table) if table.raw is None else table.raw
+            table.raw[row] = -1 if now is None or not memo.is_raw else version_of(now)
+
+
+def take_over(half: torch.Tensor, wide: torch.Tensor) -> None:
+    """Take the values of ``half`` into ``wide`` where they are not those of ``wide``, rounded.
+
+    Elements that still equal their rounded copy keep its precision.
+
+    Args:
+        half: Half values, without a gradient's graph.
+        wide: float32, on the same device; written to.
+    """
+    same = wide.to(half.dtype) == half
+    wide.copy_(torch.where(same, wide, half.float()))
+
+
+class WeightPairs:
+    """Half weights and their float32 masters as columns, and who wrote to which since when.
+
+    The invariant: wherever somebody can see it, a half weight is its rounded master.
+
+    Attributes:
+        ops: Back end for the arithmetic.
+        halves, masters: The rows.
+        has_parts: Whether ranks share masters.
+    """
+
+    def __init__(self, ops: Ops) -> None:
+        """Start without rows."""
+        self.ops = ops
+        self.has_parts = False
+        self.halves: list[Any] = []
+        self.masters: list[Any] = []
+        self._half_marks = WeightMarks()
+        self._master_marks = WeightMarks()
+        self._is_rounded: list[bool] = []  # by the update itself, since the last `write_halves`
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return len(self.halves)
+
+    def add_row(self, half: torch.Tensor, master: torch.Tensor) -> None:
+        """Add a half weight that is ``master``, rounded."""
+        self.halves.append(half)
+        self.masters.append(master)
+        self._is_rounded.append(False)
+        self._half_marks.add(half)
+        self._master_marks.add(master)
+
+    def remove_row(self, row: int) -> None:
+        """Forget a row."""
+        del self.halves[row], self.masters[row], self._is_rounded[row]
+        self._half_marks.remove(row)
+        self._master_marks.remove(row)
+
+    def take_over(self, row: int) -> None:
+        """Let the master have what was written to the half weight; see `take_over`.
+
+        A model moved to another device takes the masters along.
+
+        Raises:
+            PreampStateError: The half weight is half no longer.
+        """
+        half, master = self.halves[row].detach(), self.masters[row]
+        if not is_half(half):
+            raise self.became_wide(row)
+        with torch.no_grad():
+            if master.device != half.device:
+                set_data(master, master.data.to(half.device))
+            take_over(self.own_part(row, half), master.data)
+
+    def own_part(self, row: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of a weight that the master has."""
+        del row
+        return tensor
+
+    def became_wide(self, row: int) -> PreampStateError:
+        """The error for a half weight that was given another dtype."""
+        half = self.halves[row]
+        return PreampStateError(
+            message(
+                f"A half parameter of shape {tuple(half.shape)} became {half.dtype} after "
+                "FP16_Optimizer was made",
+                "Parameters with a master keep their dtype",
+                "Convert a copy of the model, or make the optimizer after converting it",
+            )
+        )
+
+    def absorb(self) -> None:
+        """Let masters take over what was written to their half weights from outside.
+
+        Without this the next step would restore the old values. Writes through ``p.data`` (but
+        not assignments to it) leave no trace in torch, and stay unseen.
+        """
+        rows = self._half_marks.changed(self.halves)
+        for row in rows:
+            self.take_over(row)
+        if rows:
+            self._half_marks.renew(self.halves, rows)
+
+    def write_halves(self) -> None:
+        """Round every master into its half weight; the invariant after every step.
+
+        Fused optimizers have done so in their update.
+        """
+        changed = set(self._master_marks.changed(self.masters)) if any(self._is_rounded) else ()
+        rounded, self._is_rounded = self._is_rounded, [False] * len(self)
+        self.round([row for row, done in enumerate(rounded) if not done or row in changed])
+
+    def round(self, rows: Sequence[int]) -> None:
+        """Round the masters of ``rows`` into their half weights."""
+        if not rows:
+            return
+        halves = [self.halves[row].detach() for row in rows]
+        if self.has_parts:
+            halves = [self.own_part(row, half) for row, half in zip(rows, halves, strict=True)]
+        with torch.no_grad():
+            self.ops.cast_copy_([self.masters[row].detach() for row in rows], halves)
+        self.note_written(rows)
+
+    def note_written(self, rows: Sequence[int]) -> None:
+        """Remember that the half weights of ``rows`` equal their rounded masters as of now."""
+        self._half_marks.renew(self.halves, rows)
+        self._master_marks.renew(self.masters, rows)
+
+    def note_rounded(self, start: int, stop: int) -> None:
+        """An update itself has rounded new masters into half weights, of consecutive rows."""
+        self._is_rounded[start:stop] = [True] * (stop - start)
+        self._half_marks.advance(self.halves, start, stop)
+        self._master_marks.advance(self.masters, start, stop)
+
+
+class WeightTable(WeightPairs):
+    """The rows that the same optimizers update, and the books on their gradients and weights.
+
+    One backward goes `begin`, then `put_back`, or `stand_in` and `collect` (`note_raw` where it
+    leaves its gradients scaled). Between backwards `reconcile` takes in what the script has done.
+
+    Attributes:
+        owners: Of which optimizers.
+        twins: The rows as objects.
+        grads, versions: Half gradients as they were last seen, and their versions then.
+        records: What is known of these; ``None`` where there was none.
+        is_open: Whether a backward is under way. Its half gradients are scaled and incomplete.
+        carried: Rows whose half gradient holds the earlier one too.
+        zeros_aside: Rows whose zeroed gradient the new one is added to meanwhile.
+        raw: Versions of gradients left scaled, or ``None`` if none were.
+        compares: Whether the next backward compares every half weight with its master.
+        is_fresh: Whether no backward has come yet.
+        loaded: Rows whose master was loaded.
+    """
+
+    def __init__(self, ops: Ops, owners: frozenset[int] = frozenset()) -> None:
+        """Start without rows."""
+        super().__init__(ops)
+        self.owners = owners
+        self.twins: list[Twin] = []
+        self.grads: list[torch.Tensor | None] = []
+        self.versions: list[int] = []
+        self.records: list[Record | None] = []
+        self.is_open = False
+        self.carried: set[int] = set()
+        self.zeros_aside: set[int] = set()
+        self.raw: list[int | None] | None = None
+        self.compares = self.is_fresh = True
+        self.loaded: set[int] = set()
+        self._placeholders = Placeholders()
+        self._plain: dict[torch.device, Record] = {}
+        self._sample: tuple[list[int], torch.Tensor] | None = None  # rows, some of their values
+
+    def add(self, twin: Twin) -> None:
+        """Add a row whose half weight is its rounded master."""
+        twin.table, twin.row = self, len(self)
+        self.add_row(twin.half, twin.master)
+        self.twins.append(twin)
+        self.grads.append(None)
+        self.versions.append(-1)
+        self.records.append(None)
+        if self.raw is not None:
+            self.raw.append(None)
+
+    def remove(self, twin: Twin) -> None:
+        """Let another table have the row; between two steps only."""
+        self.remove_row(twin.row)
+        for column in (self.twins, self.grads, self.versions, self.records):
+            del column[twin.row]
+        self.raw = None
+        for row, other in enumerate(self.twins):
+            other.row = row
+
+    # -- gradients: what the script sees and does -----------------------------------------------
+
+    def note(self, row: int, grad: torch.Tensor | None, record: Record | None = None) -> None:
+        """Note the half gradient of one row."""
+        self.grads[row], self.records[row] = grad, record
+        self.versions[row] = -1 if grad is None else version_of(grad)
+
+    def plain(self, grad: torch.Tensor) -> Record:
+        """The record of a gradient that has no loss scale on it."""
+        if grad.device not in self._plain:
+            one = local_of(grad).new_ones((), dtype=torch.float32)
+            self._plain[grad.device] = Record(one, is_plain=True)
+        return self._plain[grad.device]
+
+    def zeroed(self, grad: torch.Tensor) -> Record:
+        """The record of zeros that are the gradient."""
+        return replace(self.plain(grad), is_zeroed=True)
+
+    def reconcile(self) -> None:
+        """Take in what the script did to half gradients since they were last looked at.
+
+        Raises:
+            PreampStateError: It rewrote one that has a loss scale on it, or that is only a part
+                of what was accumulated. Nothing of that row was taken in.
+        """
+        now = list(map(stored_grad, self.halves))
+        versions = versions_of(now)
+        if versions == self.versions and all(map(is_, now, self.grads)):
+            return
+        if self._are_multiplied_by_one(now, versions):
+            self.versions = versions
+            return
+        seen = zip(now, self.grads, versions, self.versions, strict=True)
+        for row in [row for row, (a, b, v, w) in enumerate(seen) if a is not b or v != w]:
+            self._take_in(row, now[row])
+
+    def _are_multiplied_by_one(
+        self, now: Sequence[torch.Tensor | None], versions: Sequence[int]
+    ) -> bool:
+        """Whether all gradients were written to alike, and those in the sample kept their values.
+
+        So it is after ``torch.nn.utils.clip_grad_norm_`` with a norm that no gradient exceeds,
+        which multiplies by one. Synchronises, where they were written to at all.
+        """
+        if self._sample is None or not all(map(is_, now, self.grads)):
+            return False
+        pairs = zip(versions, self.versions, strict=True)
+        if len({v - w for v, w in pairs if v >= 0}) != 1:
+            return False
+        rows, values = self._sample
+        fresh = self._values_of(rows)
+        return bool(values.any()) and torch.equal(fresh.view(torch.int16), values.view(torch.int16))
+
+    def _values_of(self, rows: Sequence[int]) -> torch.Tensor:
+        grads = [grad for grad in map(self.grads.__getitem__, rows) if grad is not None]
+        return torch.cat([local_of(grad).detach().reshape(-1)[:_SAMPLED] for grad in grads])
+
+    def _take_sample(self) -> None:
+        """Remember a few values, to tell later whether a write to all gradients changed any."""
+        rows = [row for row, grad in enumerate(self.grads) if grad is not None]
+        rows = rows[:: max(1, len(rows) // 4)][:4]
+        device = None if not rows else self.halves[rows[0]].device
+        rows = [row for row in rows if self.halves[row].device == device]
+        self._sample = (rows, self._values_of(rows)) if rows else None
+
+    def _take_in(self, row: int, now: torch.Tensor | None) -> None:
+        record = self.records[row]
+        if now is None:  # dropped, and all that was accumulated with it
+            self.keep(row, None)
+            self.note(row, None)
+        elif record is None:  # a backward outside scale_loss
+            self.note(row, now, self.plain(now))
+        elif now is not self.grads[row] and record.is_spent:  # the same, after a step
+            self.note(row, now, self.plain(now))
+        elif self._is_moved(row, now):
+            self.note(row, now, record)
+        else:
+            self._take_in_rewritten(row, now, record)
+
+    def _take_in_rewritten(self, row: int, now: torch.Tensor, record: Record) -> None:
+        is_all = self.base(row) is None or (record.factor is None and record.is_alone)
+        if record.is_plain and (is_all or record.is_spent):
+            if record.factor is None:
+                self.keep(row, None)
+            self.note(row, now, self.plain(now))
+            return
+        if now is not self.grads[row] or not _is_zeroed(now):
+            raise _changed_in_place(now, self.twins[row].name, is_plain=record.is_plain)
+        # Zeros are a gradient, as in plain torch: momentum and weight decay stay in effect.
+        self.keep(row, None)
+        self.note(row, now, self.zeroed(now))
+
+    def _is_moved(self, row: int, now: torch.Tensor) -> bool:
+        """Whether ``now`` is a bitwise copy of the gradient that was noted.
+
+        DistributedDataParallel with ``gradient_as_bucket_view`` moves gradients into new memory
+        when it rebuilds its buckets, and nobody else replaces them by copies. Synchronises, but
+        only where there is a process group and the tensor is another one.
+        """
+        seen = self.grads[row]
+        if seen is None or now is seen or now.dtype is not seen.dtype or not has_process_group():
+            return False
+        if version_of(seen) != self.versions[row]:
+            return False
+        return torch.equal(local_of(now).view(torch.int16), local_of(seen).view(torch.int16))
+
+    # -- gradients: the masters' side -----------------------------------------------------------
+
+    def base(self, row: int) -> torch.Tensor | None:
+        """The whole float32 gradient of one master, as far as it is made."""
+        return self.twins[row].held.gradient if self.has_parts else stored_grad(self.masters[row])
+
+    def bases(self) -> list[torch.Tensor | None]:
+        """All of these."""
+        if self.has_parts:
+            return [twin.held.gradient for twin in self.twins]
+        return list(map(stored_grad, self.masters))
+
+    def keep(self, row: int, grad: torch.Tensor | None) -> None:
+        """Let ``grad`` be the whole float32 gradient of a master."""
+        if self.has_parts:
+            self.twins[row].held.keep(grad)
+        else:
+            store_grad(self.masters[row], grad)
+
+    @property
+    def has_bases(self) -> bool:
+        """Whether any master has a float32 gradient already."""
+        return _has_any(self.bases())
+
+    def pending_rows(self) -> list[int]:
+        """Rows whose half gradient is not in the master's gradient yet, as last reconciled."""
+        if self.is_open:
+            return []
+        return [
+            row
+            for row, record in enumerate(self.records)
+            if record is not None and record.factor is not None
+        ]
+
+    def bring_up_to_date(self) -> None:
+        """Make the masters' gradients: ``grad += float32(half.grad) * factor``, all in one op."""
+        if not self.is_open:
+            self.reconcile()
+            self.materialize(self.pending_rows())
+
+    def complete(self) -> None:
+        """Do so for rows whose master has an earlier gradient; the others stay half."""
+        self.reconcile()
+        bases = self.bases()
+        if _has_any(bases):
+            self.materialize([row for row in self.pending_rows() if bases[row] is not None])
+
+    def materialize(self, rows: Sequence[int]) -> None:
+        """Bring the masters' gradients of some pending rows up to date."""
+        if not rows:
+            return
+        bases = self.bases()
+        grads: list[torch.Tensor] = []
+        factors: list[torch.Tensor] = []
+        for row in rows:
+            grad, record = self.grads[row], self.records[row]
+            if grad is None or record is None or record.factor is None:
+                raise AssertionError("not a pending row")
+            grads.append(grad)
+            factors.append(record.factor)
+        wides = self.ops.widen_add(grads, factors, [bases[row] for row in rows])
+        made: dict[tuple[int, bool], Record] = {}
+        for row, wide in zip(rows, wides, strict=True):
+            old, is_alone = self.records[row], bases[row] is None
+            if old is None:
+                continue
+            key = (id(old), is_alone)
+            if key not in made:
+                made[key] = replace(old, factor=None, unclipped=None, is_alone=is_alone)
+            self.records[row] = made[key]
+            if is_alone and self.has_parts:
+                self.keep(row, wide)
+            elif is_alone:
+                store_grad(self.masters[row], wide)
+
+    def replace_factors(self, rows: Sequence[int], clip: torch.Tensor) -> None:
+        """Multiply what unscales some pending rows by ``clip``; touches no memory.
+
+        Args:
+            rows: Pending ones.
+            clip: float32 scalar.
+        """
+        made: dict[int, Record] = {}
+        factors: dict[int, torch.Tensor] = {}
+        for row in rows:
+            old = self.records[row]
+            if old is None or old.factor is None:
+                continue
+            if id(old) not in made:
+                by = factors.get(id(old.factor))
+                if by is None:
+                    by = factors[id(old.factor)] = old.factor * clip.to(old.factor.device)
+                made[id(old)] = replace(old, factor=by, unclipped=old.unscales)
+            self.records[row] = made[id(old)]
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether either side has a gradient that the script has not dropped or zeroed."""
+        self.reconcile()
+        return self.has_bases or any([r is not None and not r.is_zeroed for r in self.records])
+
+    # -- a backward -----------------------------------------------------------------------------
+
+    def begin(self, carry: torch.Tensor | float | None = None) -> None:
+        """Begin a backward: move what is known to the masters' gradients, clear the half ones.
+
+        Args:
+            carry: Scale of the coming backward if earlier gradients must be in the half ones
+                too; see `DirectGradients`.
+        """
+        if self.is_open:
+            return  # for another optimizer of the block, which shares the rows
+        self.reconcile()  # may refuse before anything is moved
+        bases = self.bases()
+        self.zeros_aside.clear()
+        if _has_any(self.records) or _has_any(bases):
+            zeroed = {row for row, record in enumerate(self.records) if record and record.is_zeroed}
+            alone = {row for row in zeroed if bases[row] is None}  # nothing is added to zeros
+            self.materialize([row for row in self.pending_rows() if row not in alone])
+            self._forget_half_gradients(alone)  # zeros stay where they are: the new ones join them
+            self.zeros_aside = alone
+        self.is_open = True
+        if carry is None:
+            for row in [row for row, base in enumerate(self.bases()) if base is not None]:
+                self._placeholders.put(self.halves[row], self.halves[row])
+        else:
+            for row, base in enumerate(self.bases()):
+                if base is not None:
+                    self.carried.add(row)
+                    self.halves[row].grad = (base * carry).to(self.halves[row].dtype)
+
+    def _forget_half_gradients(self, but: Container[int] = ()) -> None:
+        for row, grad in enumerate(list(map(stored_grad, self.halves))):
+            if grad is not None and row not in but:
+                self.halves[row].grad = None
+        self.grads, self.records = [None] * len(self), [None] * len(self)
+        self.versions = [-1] * len(self)
+
+    def end_body(self) -> None:
+        """The body of the block has ended; see `Placeholders.take_away`."""
+        self._placeholders.take_away()
+
+    def _forget_dropped(self) -> None:
+        if self._placeholders.dropped:
+            for row, half in enumerate(self.halves):
+                if id(half) in self._placeholders.dropped:
+                    self.keep(row, None)
+                    self.zeros_aside.discard(row)
+        self._placeholders.forget()
+
+    def put_back(self) -> None:
+        """The backward failed: drop what it left; the masters' gradients have the earlier value."""
+        self._placeholders.forget()
+        if self.is_open:
+            self._forget_half_gradients()
+            self.end()
+        self.stand_in()
+
+    def stand_in(self) -> None:
+        """Give rows that got no new gradient zeros for one, if they have an earlier one.
+
+        The earlier one is in the master; without anything on the model's side, a script that
+        drops the model's gradients could not reach it.
+        """
+        without = [row for row, g in enumerate(list(map(stored_grad, self.halves))) if g is None]
+        for row in without:
+            if id(self.halves[row]) in self._placeholders.dropped:
+                continue
+            is_stored = self.base(row) is not None
+            if is_stored or (row in self.zeros_aside and not self.is_open):
+                half = self.halves[row]
+                half.grad = zeros = torch.zeros_like(half)
+                if not self.is_open:
+                    record = Record(None) if is_stored else self.zeroed(zeros)
+                    self.note(row, zeros, record)
+
+    def collect(self, factors: Callable[[torch.device], torch.Tensor], *, is_plain: bool) -> None:
+        """The backward has ended: note the half gradients; add nothing yet. Cannot fail.
+
+        Args:
+            factors: Returns the float32 scalar that unscales them, on a device.
+            is_plain: Whether the factor is 1 and always was.
+        """
+        self._forget_dropped()
+        for row in self.carried:  # the half gradient holds the earlier one too
+            self.keep(row, None)
+        self.end()
+        self.grads = list(map(stored_grad, self.halves))
+        self.versions = versions_of(self.grads)
+        made: dict[torch.device, Record] = {}
+        for device in {half.device for half in self.halves}:
+            made[device] = Record(factors(device), is_plain=is_plain)
+        if len(made) == 1:
+            (record,) = made.values()
+            self.records = [None if grad is None else record for grad in self.grads]
+        else:
+            self.records = [None if grad is None else made[grad.device] for grad in self.grads]
+        self._sample = None
+        if not is_plain or self.has_bases:
+            self._take_sample()
+
+    def end(self) -> None:
+        """No backward is under way any more."""
+        self.is_open = False
+        self.carried.clear()
+        self.raw = None
+
+    @property
+    def has_aside(self) -> bool:
+        """Whether a backward is under way and an earlier gradient is away meanwhile."""
+        if not self.is_open:
+            return False
+        return bool(
+            {row for row, base in enumerate(self.bases()) if base is not None} - self.carried
+        )
+
+    def note_raw(self) -> None:
+        """A block ends that leaves its gradients scaled: remember them as they are."""
+        self._forget_dropped()
+        now = list(map(stored_grad, self.halves))
+        versions = versions_of(now)
+        self.raw = [None if g is None else v for g, v in zip(now, versions, strict=True)]
+
+    def reconcile_raw(self) -> None:
+        """Take in that the script dropped or zeroed gradients left scaled, and so all of them."""
+        if self.raw is None:
+            return
+        now = list(map(stored_grad, self.halves))
+        versions = versions_of(now)
+        for row, (raw, grad) in enumerate(zip(self.raw, now, strict=True)):
+            if raw is None or (grad is not None and versions[row] == raw):
+                continue
+            if grad is None or _is_zeroed(grad):
+                self.keep(row, None)
+                self.zeros_aside.discard(row)
+                self.raw[row] = None if grad is None else versions[row]
+
+    # -- after a step, and zeroing ----------------------------------------------------------------
+
+    def spend(self) -> None:
+        """After a step: masters' gradients go, half gradients stay but are used up.
+
+        Not where another optimizer has yet to use them; there they stay until zeroed, as in torch.
+        """
+        if len(self.owners) > 1:
+            return
+        self._drop_bases()
+        self.grads = list(map(stored_grad, self.halves))
+        self.versions = versions_of(self.grads)
+        self.records = [
+            None if grad is None else _SPENT[record is not None and record.is_plain]
+            for grad, record in zip(self.grads, self.records, strict=True)
+        ]
+
+    def _drop_bases(self) -> None:
+        if self.has_parts:
+            for twin in self.twins:
+                twin.held.keep(None)
+            return
+        for master, base in zip(self.masters, list(map(stored_grad, self.masters)), strict=True):
+            if base is not None:
+                store_grad(master, None)
+
+    def drop(self) -> None:
+        """Clear the gradients on both sides."""
+        self._placeholders.forget()
+        self._forget_half_gradients()
+        self.zeros_aside.clear()
+        self._drop_bases()
+        if not self.is_open:
+            self.end()
+
+    def take_away_zeroed(self) -> list[torch.Tensor | None]:
+        """Zero the half gradients and hide them, and drop the masters'; see `give_zeros`.
+
+        While a backward is under way, what came before it stays noted, and nothing is hidden.
+        """
+        now = list(map(stored_grad, self.halves))
+        for grad in now:
+            if grad is not None:
+                if grad.grad_fn is not None:  # of create_graph; a view in DDP's buckets has none
+                    grad.detach_()
+                grad.requires_grad_(False).zero_()
+        if self.is_open:
+            return [None] * len(self)
+        self.end()
+        if self.has_bases:
+            for row, grad in enumerate(now):
+                if grad is not None:
+                    self.keep(row, None)
+        self._forget_half_gradients()
+        return now
+
+    def give_zeros(self, away: Sequence[torch.Tensor | None]) -> None:
+        """Show the zeros of `take_away_zeroed` again; they are the gradients now."""
+        made: dict[torch.device, Record] = {}
+        for row, grad in enumerate(away):
+            if grad is not None:
+                self.halves[row].grad = grad
+                if grad.device not in made:
+                    made[grad.device] = self.zeroed(grad)
+                self.grads[row], self.records[row] = grad, made[grad.device]
+        self.versions = versions_of(self.grads)
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def own_part(self, row: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of a weight that the master has."""
+        return self.twins[row].held.own(tensor)
+
+    def became_wide(self, row: int) -> PreampStateError:
+        """The error for a half weight that was given another dtype."""
+        return PreampStateError(
+            message(
+                f"The half parameter {self.twins[row].name!r} became "
+                f"{dtype_name(self.halves[row].dtype)} after initialize",
+                "A model with master weights keeps the dtypes that initialize gave it",
+                "Call preamp.engine_of(model).close() before model.float()",
+            )
+        )
+
+    def settle(self, row: int) -> None:
+        """Make a half weight and its master agree, whichever of them was written to."""
+        half, master = self.halves[row], self.masters[row]
+        if self._half_marks.is_changed(row, half):
+            self.take_over(row)
+            self.note_written((row,))
+        elif self._master_marks.is_changed(row, master):
+            if not self.has_parts:
+                self.round((row,))
+        elif self.compares:
+            self.take_over(row)
+
+    def compare(self, *, rounds: bool = False) -> None:
+        """Let masters take over what their half weights differ in from them, rounded.
+
+        Once after weights were made or loaded: scripts broadcast and initialize weights in ways
+        that leave no trace. Later such a write to either side looks like one to the other.
+        Does not synchronise.
+
+        Args:
+            rounds: Masters that come from ``initialize`` start from the half weights, as in Apex.
+                Where a script itself gives all ranks the weights of one, that one cannot know,
+                and would alone keep more precise masters.
+        """
+        if not self.compares:
+            return
+        for row in range(len(self)):
+            if rounds and self.is_fresh and row not in self.loaded and not self.is_sharded:
+                with torch.no_grad():
+                    self.masters[row].copy_(self.halves[row])
+                self.note_written((row,))
+            else:
+                self.settle(row)
+        self.compares = self.is_fresh = False
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks have parts of the weights."""
+        return self.has_parts or has_sharded(self.masters)
+
+    def follow_masters(self) -> None:
+        """Round masters that somebody wrote to between steps into their half weights.
+
+        An optimizer's own step is not meant: `write_halves` follows it. Writes through ``p.data``
+        (but not assignments to it) stay unseen. Where ranks share masters nothing is done.
+        """
+        rows = self._master_marks.changed(self.masters)
+        if rows and not self.has_parts:
+            self.absorb()
+            self.round(rows)
+
+
+def _has_any(column: Sequence[object]) -> bool:
+    # A list, since a generator costs a call for each element.
+    return any([value is not None for value in column])
+
+
+def _is_zeroed(grad: torch.Tensor) -> bool:
+    """Whether somebody zeroed ``grad``. Synchronises.
+
+    Multiplied by zero, as by a clip whose norm overflowed, negative values become minus zero.
+    """
+    local = local_of(grad)
+    return not bool(local.any()) and not bool(torch.signbit(local).any())
+
+
+def _changed_in_place(tensor: torch.Tensor, name: str, *, is_plain: bool) -> PreampStateError:
+    """Return the error for a half gradient that was rewritten where that would go wrong."""
+    why = "while earlier gradients that it adds to were kept in float32 beside it"
+    if not is_plain:
+        why = "while it was still multiplied by the loss scale"
+    return PreampStateError(
+        message(
+            f"The {dtype_name(tensor.dtype)} gradient of {name!r} was changed in place or "
+            f"replaced after scale_loss, {why}",
+            "After scale_loss the unscaled gradients are those of "
+            "preamp.master_params(optimizer); on the model's parameters they may be read, "
+            "zeroed or set to None",
+            "Clip with preamp.clip_grad_norm_(optimizer, max_norm) or with "
+            "torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), max_norm), and call "
+            "every backward inside scale_loss",
+        )
+    )

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a steady step costs in Python: the more parameters, the more only torch has to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from step_map import calls_per_parameter, make_step, trace
+
+levels = pytest.mark.parametrize("level", ["O2", "O5"])
+
+
+@levels
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("optimizer", ["FusedAdam", "FusedSGD", "FusedLAMB"])
+def test_a_parameter_costs_three_calls(level: str, optimizer: str, clips: bool) -> None:
+    assert calls_per_parameter(level, optimizer, clips=clips) <= 3
+
+
+@levels
+def test_a_parameter_of_torchs_optimizer_costs_eight(level: str) -> None:
+    """It reads each gradient several times, and each read of a master's is a call."""
+    assert calls_per_parameter(level, "AdamW") <= 8
+
+
+@levels
+def test_all_gradients_of_masters_are_made_in_one_op(level: str) -> None:
+    entered, _ = trace(make_step(level, "AdamW", 50, clips=False))
+    assert sum(count for (_, name), count in entered.items() if "widen_add" in name) <= 2
