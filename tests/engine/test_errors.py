@@ -206,9 +206,10 @@ def test_model_that_is_half(door: Any, level: str, cast: Any, dtype: str) -> Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     text = (
         f"The parameter 'first.weight' of Net is {dtype} before initialize. Models must come with "
-        "float32 (or float64) parameters, so that masters can keep them exactly. Do not call "
-        "model.half() or model.bfloat16(): initialize casts what the level needs. If half weights "
-        "are all there is, pass allow_half_model=True."
+        "float32 (or float64) parameters, so that masters can keep them exactly. Call "
+        "model.float() first, or do not make the model half (checkpoints may load as they were "
+        "stored): initialize casts what the level needs. Or pass allow_half_model=True, and "
+        "masters start from the rounded values."
     )
     with refused(PreampStateError, text, model, optimizer):
         door.initialize(model, optimizer, opt_level=level, verbosity=0)

@@ -11,11 +11,11 @@ from typing import cast
 import torch
 from torch import nn
 
-from preamp.casting.modules import is_affine_batchnorm
+from preamp.casting import find_kept
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import message
 from preamp.core.tensors import storage_key
-from preamp.policy import Policy
+from preamp.policy import KeepFP32, Policy
 
 Factory = Callable[[], nn.Module]
 _MOST_PARAMETERS = 10**18  # below what an index of torch can tell apart
@@ -35,6 +35,7 @@ class Slot:
         is_parameter: Otherwise it is a buffer.
         is_trainable: Whether it requires a gradient.
         is_norm: Whether affine batch norms alone own it.
+        is_kept: Whether it stays float32 where the model is cast to half.
     """
 
     key: int
@@ -46,6 +47,7 @@ class Slot:
     is_parameter: bool = True
     is_trainable: bool = True
     is_norm: bool = False
+    is_kept: bool = False
 
     @property
     def elements(self) -> int:
@@ -57,6 +59,8 @@ class Slot:
         target = policy.cast_model_type
         if target is None or not self.dtype.is_floating_point:
             return self.dtype
+        if self.is_kept and target in HALF_DTYPES:
+            return torch.float32
         return self.dtype if policy.keep_batchnorm_fp32 and self.is_norm else target
 
     def has_master_at(self, policy: Policy) -> bool:
@@ -69,13 +73,14 @@ class Slot:
         return self.elements * self.dtype_at(policy).itemsize
 
 
-def slots_of(model: object) -> list[Slot]:
+def slots_of(model: object, keep: KeepFP32 | None = None) -> list[Slot]:
     """Describe a model without allocating its tensors.
 
     Args:
         model: A module on any device (``"meta"`` included), a function without arguments that
             makes one, which is called with ``torch.device("meta")``, or a number of parameters,
             which become one float32 tensor.
+        keep: What ``keep_fp32`` of a policy names.
 
     Returns:
         Parameters and buffers in the order of ``model.modules()``, each tensor once.
@@ -88,7 +93,7 @@ def slots_of(model: object) -> list[Slot]:
     if isinstance(model, (int, float)) and not isinstance(model, bool):
         return [_flat_slot(model)]
     module = made(model)
-    slots = list(_slots_in(module))
+    slots = list(_slots_in(module, KeepFP32() if keep is None else keep))
     for slot in slots:
         if slot.is_parameter and slot.dtype in HALF_DTYPES:
             raise ValueError(
@@ -147,16 +152,14 @@ def _flat_slot(count: float) -> Slot:
     return Slot(key=0, name="", shape=(int(count),), storage=0, storage_bytes=4 * int(count))
 
 
-def _slots_in(model: nn.Module) -> Iterator[Slot]:
+def _slots_in(model: nn.Module, keep: KeepFP32) -> Iterator[Slot]:
+    kept = find_kept([model], keep)
     names: dict[int, str] = {}
     tensors: dict[int, torch.Tensor] = {}
-    norms: dict[int, bool] = {}
     for prefix, module in named_modules(model):
-        is_norm = is_affine_batchnorm(module)
         for name, tensor in _own_tensors(module):
             tensors.setdefault(id(tensor), tensor)
             names.setdefault(id(tensor), f"{prefix}.{name}" if prefix else name)
-            norms[id(tensor)] = norms.get(id(tensor), True) and is_norm
     for key, tensor in tensors.items():
         storage = tensor.untyped_storage()
         yield Slot(
@@ -168,7 +171,8 @@ def _slots_in(model: nn.Module) -> Iterator[Slot]:
             storage_bytes=storage.nbytes(),
             is_parameter=isinstance(tensor, nn.Parameter),
             is_trainable=tensor.requires_grad,
-            is_norm=norms[key],
+            is_norm=key in kept.norms,
+            is_kept=kept.is_wide(tensor),
         )
 
 

@@ -106,7 +106,7 @@ def estimate(
     _check_ranks(world_size, sharding, has_loss=loss_fn is not None)
     if loss_fn is not None:
         model = made(model)
-    slots = slots_of(model)
+    slots = slots_of(model, policy.keep_fp32)
     part = _part_of(sharding, world_size)
     state = _state_of(slots, policy, optimizer, part)
     updated = [slot for slot in slots if slot.has_master_at(policy)]

@@ -129,7 +129,7 @@ def _look_at(task: _Task, name: str, policy: Policy, recording: Recording) -> Le
         peak = max(kept, memory.total + memory.master_gradients)
         memory = dataclasses.replace(memory, activations=traced.peak, peak=peak)
     moved = optimizer_traffic(
-        slots_of(task.model),
+        slots_of(task.model, policy.keep_fp32),
         policy,
         memory.optimizer_state,
         is_fused=isinstance(task.optimizer, FusedOptimizer),

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Products of float32 and half tensors in half models, which torch refuses.
+
+Where a model keeps constants or weights in float32, torch's promotion makes the results of sums and
+pointwise products float32, and they meet half tensors again: queries that were rotated in float32
+meet half values. As single layers bring their inputs to the dtype of their weights, products
+bring float32 results to the half dtype they meet, except where a float32 parameter takes part:
+that one is kept for its precision, so the product is computed in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from preamp.casting.autocast_state import casting_device
+from preamp.casting.functions import namespace_owner
+from preamp.casting.patches import PATCHES, Rank
+from preamp.casting.shared_install import SharedInstall
+from preamp.casting.wrappers import AnyFunction, map_tensors
+from preamp.core.dtypes import HALF_DTYPES
+from preamp.core.pytree import tensors_in
+from preamp.core.undo import Removable
+from preamp.kernels.wide_half import WIDE_FUNCTIONS
+
+_FUNCTIONS: Final = (
+    *(row for row in WIDE_FUNCTIONS if row[0] != "recurrent layers"),
+    *((namespace, name) for namespace in ("torch", "torch.Tensor") for name in ("dot", "inner")),
+    ("torch.linalg", "vecdot"),
+)
+"""``(namespace, name)`` of the products; recurrent layers are modules, which bring inputs along."""
+
+_ATTENTION: Final = "scaled_dot_product_attention"
+
+
+def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype | None:
+    """What to compute in; ``None`` where float32 and one half dtype are not all there is."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    if len(dtypes) != 2 or torch.float32 not in dtypes:
+        return None
+    (other,) = dtypes - {torch.float32}
+    if other not in HALF_DTYPES:
+        return None
+    is_kept = any(t.dtype is torch.float32 and isinstance(t, nn.Parameter) for t in tensors)
+    return torch.float32 if is_kept else other
+
+
+def _mixed(fn: AnyFunction) -> AnyFunction:
+    is_attention = fn.__name__ == _ATTENTION
+
+    @functools.wraps(fn)
+    def product(*args: Any, **kwargs: Any) -> Any:
+        # A float32 mask is right for half queries too, and its lowest values are no half numbers.
+        count = 3 if is_attention else len(args)
+        mask = {"attn_mask"} if is_attention else set[str]()
+        own = {name: value for name, value in kwargs.items() if name not in mask}
+        dtype = _common_dtype([*tensors_in(args[:count]), *tensors_in(own)])
+        if dtype is None or kwargs.get("out") is not None or casting_device(args, kwargs):
+            return fn(*args, **kwargs)
+        if dtype is torch.float32:
+            count, own = len(args), kwargs
+        given = [map_tensors(lambda tensor: tensor.to(dtype), arg) for arg in args[:count]]
+        own = {name: map_tensors(lambda tensor: tensor.to(dtype), v) for name, v in own.items()}
+        return fn(*given, *args[count:], **{**kwargs, **own})
+
+    return product
+
+
+def _install() -> list[Removable]:
+    return [
+        PATCHES.add(namespace_owner(namespace), name, Rank.MIXED, _mixed)
+        for namespace, name in _FUNCTIONS
+        if hasattr(namespace_owner(namespace), name)
+    ]
+
+
+MIXED_PRODUCTS: Final = SharedInstall(_install)
+"""The installation of mixed products."""
+
+
+def install_mixed_products() -> Removable:
+    """Let products take float32 and half tensors together, while anybody holds the result.
+
+    Process-wide; a call whose tensors share a dtype, or that autocast casts, is not touched.
+
+    Returns:
+        The handle of this holder.
+
+    Mutates:
+        The same namespaces as `install_wide_half`.
+    """
+    return MIXED_PRODUCTS.acquire()
