@@ -853,3 +853,36 @@ def test_engine_is_not_made_by_a_refused_call(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(PreampStateError):
         preamp.initialize(Net().half(), opt_level="O2", verbosity=0)
     assert made == []
+
+
+# -- lazy modules ----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+@DOORS
+@ALL_LEVELS
+@pytest.mark.parametrize(
+    ("lazy", "name"),
+    [
+        (lambda: nn.LazyLinear(2), "1.weight"),
+        (lambda: nn.LazyBatchNorm1d(affine=False), "1.running_mean"),
+    ],
+)
+def test_lazy_modules(door: Any, level: str, lazy: Any, name: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), lazy())
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    before = model[0].weight.detach().clone()
+    text = (
+        f"{name!r} of Sequential is not initialized: a lazy module gets its shapes in its first "
+        "forward. initialize takes models whose parameters and buffers have their memory. Run one "
+        "forward on a batch first, then build the optimizer and call preamp.initialize."
+    )
+    with pytest.raises(PreampStateError, match=f"^{re.escape(text)}$"):
+        door.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert model[0].weight.dtype is torch.float32
+    assert torch.equal(model[0].weight, before)
+    with pytest.raises(PreampStateError):
+        preamp.engine_of(model)
+    model(torch.randn(5, 3))
+    door.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model(torch.randn(5, 3))

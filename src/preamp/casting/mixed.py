@@ -33,8 +33,6 @@ _FUNCTIONS: Final = (
 )
 """``(namespace, name)`` of the products; recurrent layers are modules, which bring inputs along."""
 
-_ATTENTION: Final = "scaled_dot_product_attention"
-
 
 def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype | None:
     """What to compute in; ``None`` where float32 and one half dtype are not all there is."""
@@ -49,22 +47,26 @@ def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype | None:
 
 
 def _mixed(fn: AnyFunction) -> AnyFunction:
-    is_attention = fn.__name__ == _ATTENTION
+    is_attention = fn.__name__ == "scaled_dot_product_attention"
 
     @functools.wraps(fn)
     def product(*args: Any, **kwargs: Any) -> Any:
-        # A float32 mask is right for half queries too, and its lowest values are no half numbers.
-        count = 3 if is_attention else len(args)
-        mask = {"attn_mask"} if is_attention else set[str]()
-        own = {name: value for name, value in kwargs.items() if name not in mask}
-        dtype = _common_dtype([*tensors_in(args[:count]), *tensors_in(own)])
+        operands, options = args, kwargs
+        if is_attention:  # float32 masks fit half queries; their lowest values are no half numbers
+            operands = args[:3]
+            options = {name: value for name, value in kwargs.items() if name != "attn_mask"}
+        dtype = _common_dtype([*tensors_in(operands), *tensors_in(options)])
         if dtype is None or kwargs.get("out") is not None or casting_device(args, kwargs):
             return fn(*args, **kwargs)
         if dtype is torch.float32:
-            count, own = len(args), kwargs
-        given = [map_tensors(lambda tensor: tensor.to(dtype), arg) for arg in args[:count]]
-        own = {name: map_tensors(lambda tensor: tensor.to(dtype), v) for name, v in own.items()}
-        return fn(*given, *args[count:], **{**kwargs, **own})
+            operands, options = args, kwargs
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(dtype)
+
+        given = [map_tensors(cast, operand) for operand in operands]
+        named = {name: map_tensors(cast, value) for name, value in options.items()}
+        return fn(*given, *args[len(given) :], **{**kwargs, **named})
 
     return product
 
