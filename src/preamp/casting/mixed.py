@@ -26,7 +26,7 @@ from preamp.core.pytree import tensors_in
 from preamp.core.undo import Removable
 from preamp.kernels.wide_half import WIDE_FUNCTIONS
 
-_FUNCTIONS: Final = (
+FUNCTIONS: Final = (
     *(row for row in WIDE_FUNCTIONS if row[0] != "recurrent layers"),
     *((namespace, name) for namespace in ("torch", "torch.Tensor") for name in ("dot", "inner")),
     ("torch.linalg", "vecdot"),
@@ -74,7 +74,7 @@ def _mixed(fn: AnyFunction) -> AnyFunction:
 def _install() -> list[Removable]:
     return [
         PATCHES.add(namespace_owner(namespace), name, Rank.MIXED, _mixed)
-        for namespace, name in _FUNCTIONS
+        for namespace, name in FUNCTIONS
         if hasattr(namespace_owner(namespace), name)
     ]
 
