@@ -34,14 +34,14 @@ def values(*shape: int) -> torch.Tensor:
 Call = Callable[[torch.Tensor, torch.Tensor], Any]
 
 CALLS: dict[str, tuple[Call, tuple[int, ...], tuple[int, ...]]] = {
-    "matmul": (torch.matmul, (3, 4), (4, 5)),
+    "matmul": (lambda a, b: torch.matmul(a, b), (3, 4), (4, 5)),
     "operator": (lambda a, b: a @ b, (3, 4), (4, 5)),
     "method": (lambda a, b: a.mm(b), (3, 4), (4, 5)),
-    "bmm": (torch.bmm, (2, 3, 4), (2, 4, 5)),
-    "mv": (torch.mv, (3, 4), (4,)),
-    "dot": (torch.dot, (4,), (4,)),
-    "inner": (torch.inner, (3, 4), (5, 4)),
-    "vecdot": (torch.linalg.vecdot, (3, 4), (3, 4)),
+    "bmm": (lambda a, b: torch.bmm(a, b), (2, 3, 4), (2, 4, 5)),
+    "mv": (lambda a, b: torch.mv(a, b), (3, 4), (4,)),
+    "dot": (lambda a, b: torch.dot(a, b), (4,), (4,)),
+    "inner": (lambda a, b: torch.inner(a, b), (3, 4), (5, 4)),
+    "vecdot": (lambda a, b: torch.linalg.vecdot(a, b), (3, 4), (3, 4)),
     "addmm": (lambda a, b: torch.addmm(a[0], b, b.T), (3, 3), (3, 4)),
     "baddbmm by name": (lambda a, b: torch.baddbmm(a, batch1=b, batch2=b), (2, 3, 3), (2, 3, 3)),
     "einsum": (lambda a, b: torch.einsum("ij,jk->ik", a, b), (3, 4), (4, 5)),
@@ -78,12 +78,10 @@ def test_activations_are_brought_to_half(kind: str, swapped: bool, half: torch.d
 
 @pytest.mark.usefixtures("installed")
 @HALVES
-@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("kind", sorted(CALLS.keys() - {"addmm"}))  # a view is an activation
 def test_parameters_are_not_rounded(kind: str, half: torch.dtype) -> None:
     call, *shapes = CALLS[kind]
     a, b = nn.Parameter(values(*shapes[0])), values(*shapes[1]).to(half)
-    if kind in ("convolution", "addmm"):  # a view of a parameter is an activation
-        call, a, b = F.linear, nn.Parameter(values(3, 4)), values(5, 4).to(half)
     found = call(a, b)
     assert found.dtype is F32
     assert torch.equal(found, call(a, b.float()))
