@@ -20,7 +20,7 @@ from preamp.casting.autocast_state import casting_device
 from preamp.casting.functions import namespace_owner
 from preamp.casting.patches import PATCHES, Rank
 from preamp.casting.shared_install import SharedInstall
-from preamp.casting.wrappers import AnyFunction, map_tensors
+from preamp.casting.wrappers import AnyFunction, is_mixed, map_tensors
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.pytree import tensors_in
 from preamp.core.undo import Removable
@@ -48,9 +48,13 @@ def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype | None:
 
 def _mixed(fn: AnyFunction) -> AnyFunction:
     is_attention = fn.__name__ == "scaled_dot_product_attention"
+    takes_lists = fn.__name__.endswith(("einsum", "multi_dot", "chain_matmul"))
 
     @functools.wraps(fn)
     def product(*args: Any, **kwargs: Any) -> Any:
+        # Nearly every product in a program ends here.
+        if not (takes_lists or is_mixed(args) or (kwargs and is_mixed([*args, *kwargs.values()]))):
+            return fn(*args, **kwargs)
         operands, options = args, kwargs
         if is_attention:  # float32 masks fit half queries; their lowest values are no half numbers
             operands = args[:3]
