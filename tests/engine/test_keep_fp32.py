@@ -37,6 +37,8 @@ class Gate(nn.Module):
 
 
 class Model(nn.Module):
+    gain: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 8)
@@ -374,6 +376,8 @@ def rotated(x: torch.Tensor, inv_freq: torch.Tensor, start: int) -> torch.Tensor
 class Rotary(nn.Module):
     """Attention with rotary position codes, written as if all were of one dtype."""
 
+    inv_freq: torch.Tensor
+
     def __init__(self, *, by_hand: bool, start: int = 8000) -> None:
         super().__init__()
         self.qkv = nn.Linear(16, 48)
@@ -396,6 +400,8 @@ class Rotary(nn.Module):
 class Positions(nn.Module):
     """Position codes that are added before a layer of torch's."""
 
+    codes: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
@@ -408,6 +414,8 @@ class Positions(nn.Module):
 
 class Masked(nn.Module):
     """A mask that is added to scores; its lowest value is no float16."""
+
+    mask: torch.Tensor
 
     def __init__(self, *, by_hand: bool) -> None:
         super().__init__()
@@ -425,6 +433,9 @@ class Masked(nn.Module):
 
 class Blurred(nn.Module):
     """A fixed kernel and a fixed basis in products with activations."""
+
+    kernel: torch.Tensor
+    basis: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -447,12 +458,12 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def made(kind: str) -> tuple[nn.Module, torch.Tensor]:
+def made(kind: str) -> tuple[Any, torch.Tensor]:
     torch.manual_seed(0)
     return MODULES[kind](), torch.randn(2, 5, 16)
 
 
-def results(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+def results(model: Any, x: torch.Tensor) -> list[torch.Tensor]:
     model.zero_grad()
     x = x.clone().requires_grad_()
     output = model(x)
@@ -525,8 +536,8 @@ def test_compiled_models_mix_too(kind: str, level: str) -> None:
 def test_kept_weights_widen_products(level: str) -> None:
     model = Gate(8)
     preamp.initialize(model, opt_level=level, verbosity=0, keep_fp32="weight")
-    seen: list[torch.Tensor] = []
-    model.inner.register_forward_hook(lambda module, args, out: seen.append(out))
+    seen: list[Any] = []
+    model.inner.register_forward_hook(lambda _module, _args, out: seen.append(out))
     output = model(torch.randn(3, 8))
     right = torch.sigmoid(seen[0].double() @ model.weight.double() + model.bias.double())
     torch.testing.assert_close(output.double(), right, rtol=1e-6, atol=1e-6)
@@ -601,7 +612,8 @@ def test_no_warning_where_nothing_is_harmed(level: str) -> None:
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_statistics_of_batch_norms_count_where_they_are_cast(level: str) -> None:
     model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2))
-    model[1].running_var.fill_(1e6)
+    statistics: Any = model[1].running_var
+    statistics.fill_(1e6)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         preamp.initialize(model, opt_level=level, verbosity=0)
