@@ -275,7 +275,7 @@ def test_closing_gives_all_back(level: str) -> None:
     assert sum(hooks) > 0
     assert not any(part._forward_pre_hooks for part in model.modules())
     with pytest.raises(RuntimeError):  # torch's own functions are back
-        torch.ones(2, 2) @ torch.ones(2, 2, dtype=HALF[level])
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=HALF[level]))
 
 
 @pytest.mark.parametrize("level", CAST_LEVELS)
