@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from cases.selection import SUITES, select
 from preamp.engine import Engine
 
 torch.set_num_threads(1)
@@ -22,6 +23,19 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--suite", choices=SUITES, default="quick", help="which tests to run")
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m, so that pairs are looked for in what they leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    selected = select(items, config.getoption("--suite"))
+    left_out = set(items) - set(selected)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = selected
+
 
 _CASTABLE = ("cpu", "cuda")
 
