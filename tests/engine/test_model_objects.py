@@ -65,6 +65,7 @@ def duplicate(request: pytest.FixtureRequest) -> Any:
 # -- models ----------------------------------------------------------------------------------
 
 
+@pytest.mark.apex("B 9: copies for averages")
 @ALL_LEVELS
 def test_copy_has_weights_of_its_own(level: str, duplicate: Any) -> None:
     model, optimizer = started(level)
@@ -185,6 +186,7 @@ def test_optimizer_state_in_a_file(level: str, name: str) -> None:
     assert same(pickle.loads(pickle.dumps(state)), state)
 
 
+@pytest.mark.apex("2.6 state_dict, load_state_dict")
 @ALL_LEVELS
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_state_is_float32_except_at_o3(level: str, name: str) -> None:
@@ -281,6 +283,7 @@ def test_compiled_by_inductor() -> None:
     assert preamp.engine_of(model).steps_applied == 2
 
 
+@pytest.mark.apex("B 9: wrapping in DDP or DataParallel afterwards")
 @ALL_LEVELS
 def test_engine_is_found_through_data_parallel(level: str) -> None:
     model, optimizer = started(level)

@@ -114,6 +114,7 @@ def check_resume(
     preamp.engine_of(resumed.model).close()
 
 
+@pytest.mark.apex("B 10: loading before and after, and at another level")
 @ALL_LEVELS
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("order", ORDERS)
@@ -123,6 +124,7 @@ def test_resume(level: str, optimizer: str, order: str, stop: int) -> None:
     check_resume(level, optimizer, stop, order, loss_scale="dynamic")
 
 
+@pytest.mark.apex("10 A-4")
 @given(
     level=st.sampled_from(LEVELS),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
@@ -187,6 +189,7 @@ def test_resume_in_another_process(level: str, optimizer: str, tmp_path: Path) -
     assert same(torch.load(path, weights_only=True), whole.numbers())
 
 
+@pytest.mark.apex("B 10: loading before and after, and at another level")
 @ALL_LEVELS
 @pytest.mark.parametrize("then", LEVELS)
 def test_resume_at_another_level(level: str, then: str) -> None:
@@ -223,6 +226,7 @@ def test_dynamic_scale_and_counters_are_restored(level: str) -> None:
 # -- the model's state_dict ------------------------------------------------------------------
 
 
+@pytest.mark.apex("1.7 model.state_dict() is float32 and a copy")
 @pytest.mark.parametrize("level", CAST_LEVELS)
 def test_state_is_float32_and_does_not_alias(level: str) -> None:
     model, optimizer = started(level)
@@ -240,6 +244,7 @@ def test_state_is_float32_and_does_not_alias(level: str) -> None:
     assert not any(value.requires_grad for value in state.values())
 
 
+@pytest.mark.apex("1.7 what model.state_dict() holds")
 @MASTERS
 def test_state_holds_the_exact_masters(level: str) -> None:
     model, optimizer = started(level)
@@ -250,6 +255,7 @@ def test_state_holds_the_exact_masters(level: str) -> None:
     assert same([state[name] for name in names], exact)
 
 
+@pytest.mark.apex("10 A-40")
 @MASTERS
 def test_state_of_a_part_is_exact(level: str) -> None:
     model, optimizer = started(level)
@@ -272,6 +278,7 @@ def test_state_sees_what_was_written_to_half_weights(level: str) -> None:
     assert torch.equal(model.state_dict()["last.weight"], torch.full((3, 8), 0.5))
 
 
+@pytest.mark.apex("1.7 float32 state loads into a half model")
 @MASTERS
 def test_state_round_trip_changes_nothing(level: str) -> None:
     model, optimizer = started(level, optimizer="adam")
@@ -283,6 +290,7 @@ def test_state_round_trip_changes_nothing(level: str) -> None:
     assert same(everything(model, optimizer), before)
 
 
+@pytest.mark.apex("1.7 float32 state loads into a half model")
 @MASTERS
 def test_half_values_load_too(level: str) -> None:
     """A file that somebody saved from the raw parameters holds half values."""
@@ -381,6 +389,7 @@ class Extra(nn.Module):
         self.note = state["note"]
 
 
+@pytest.mark.apex("1.7 extra state that is no tensor", "10 A-40")
 @pytest.mark.parametrize("level", CAST_LEVELS)
 def test_extra_state(level: str) -> None:
     model = preamp.initialize(Extra(), opt_level=level, verbosity=0)
@@ -421,6 +430,7 @@ def test_tied_weights(level: str) -> None:
 # -- files of Apex ---------------------------------------------------------------------------
 
 
+@pytest.mark.apex("3 its format, loss_scaler0 and so on")
 @ALL_LEVELS
 def test_file_in_the_format_of_apex(level: str) -> None:
     """float32 model (widened halves), torch's optimizer dict, and the scalers' numbers."""

@@ -34,6 +34,7 @@ def alone(level: str, seed: int, optimizer: str, *, poison: bool) -> dict[str, A
     return result
 
 
+@pytest.mark.apex("1.1 another call with new objects")
 @pytest.mark.parametrize(("first", "second"), [*PAIRS, *((b, a) for a, b in PAIRS[:3])])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_interleaved(first: str, second: str, optimizer: str) -> None:
@@ -95,6 +96,7 @@ def test_models_that_are_cast_are_left_out_of_another_engines_function_casts(lev
     assert same(model(x), expected)
 
 
+@pytest.mark.apex("4.1 how far casts reach", "B 14: casts of the model only")
 def test_plain_models_are_not_touched_by_scope_model() -> None:
     reference = make(1)
     for step in range(STEPS):
@@ -109,6 +111,7 @@ def test_plain_models_are_not_touched_by_scope_model() -> None:
     )
 
 
+@pytest.mark.apex("1.1 another call with new objects")
 def test_the_current_engine_is_the_latest_made_through_amp() -> None:
     one, two = make(), make(1)
     amp.initialize(*one, opt_level="O2", verbosity=0)

@@ -76,6 +76,7 @@ def on_device(options: dict[str, Any]) -> tuple[Any, ...]:
     return (torch.tensor([lr]), b1, b2, eps, torch.tensor([step], dtype=torch.int32), *rest)
 
 
+@pytest.mark.apex("8 multi_tensor_adam")
 @settings(max_examples=30)
 @given(shapes, dtypes, dtypes, seeds, layouts, settings_of_adam)
 def test_adam(
@@ -109,6 +110,7 @@ def test_adam_is_torchs(kind: Any) -> None:
         torch.testing.assert_close(value, param.detach(), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.apex("8 multi_tensor_adam_capturable")
 @settings(max_examples=30)
 @given(shapes, dtypes, dtypes, seeds, layouts, settings_of_adam, st.sampled_from([1.0, 2.0**-16]))
 def test_capturable_adam(
@@ -132,6 +134,7 @@ def test_capturable_adam(
         assert_same(ours, (before * inv_scale).to(grad))
 
 
+@pytest.mark.apex("8 multi_tensor_adam_capturable_master")
 @settings(max_examples=25)
 @given(shapes, dtypes, dtypes, seeds, layouts, settings_of_adam)
 def test_capturable_adam_with_masters(
@@ -149,6 +152,7 @@ def test_capturable_adam_with_masters(
         assert_same(half, master.to(param))
 
 
+@pytest.mark.apex("8 multi_tensor_adam_capturable")
 @pytest.mark.parametrize("masters", [False, True])
 def test_a_set_flag_stops_capturable_adam(masters: bool) -> None:
     lists = lists_for([(3,), ()], torch.float16, torch.float16)
@@ -164,6 +168,7 @@ def test_a_set_flag_stops_capturable_adam(masters: bool) -> None:
             assert_same(tensor, was)
 
 
+@pytest.mark.apex("8 multi_tensor_adam_capturable", "10 A-16")
 def test_a16_capturable_adam_stores_moments_in_float32() -> None:
     grad, param = torch.tensor([1.0]), torch.zeros(1, dtype=torch.float16)
     m, v = torch.zeros(1), torch.zeros(1)
@@ -188,6 +193,7 @@ def test_corrections_on_the_device_keep_their_digits(beta: float) -> None:
     assert param.item() == pytest.approx(-1.0, rel=1e-6)
 
 
+@pytest.mark.apex("8 multi_tensor_adam", "10 A-15")
 @pytest.mark.parametrize("which", [2, 3])
 def test_a15_half_moments_are_refused(which: int) -> None:
     lists = lists_for([(3,)], torch.float16, torch.float16)
@@ -258,6 +264,7 @@ def early_arguments(options: dict[str, Any]) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+@pytest.mark.apex("0 fused_adam_cuda", "8 fused_adam_cuda.adam_mt")
 @settings(max_examples=30)
 @given(
     shapes,
@@ -283,6 +290,7 @@ def test_early_adam_on_lists(
         assert_same(target, param.to(target.dtype))
 
 
+@pytest.mark.apex("8 fused_adam_cuda.adam")
 @pytest.mark.parametrize("grad", DTYPES[:3])
 @pytest.mark.parametrize("has_output", [False, True])
 def test_early_adam_on_one_parameter(grad: torch.dtype, has_output: bool) -> None:
@@ -308,6 +316,7 @@ def test_early_adam_without_bias_correction_is_todays() -> None:
             assert_same(a, b)
 
 
+@pytest.mark.apex("8 fused_adam_cuda.adam")
 @pytest.mark.parametrize(
     ("kinds", "eps_mode", "text"),
     [

@@ -42,6 +42,7 @@ def with_one_bad(tensors: list[torch.Tensor], value: float, data: Any) -> None:
     tensors[which].view(-1)[place] = value
 
 
+@pytest.mark.apex("8 multi_tensor_scale")
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=12)
@@ -67,6 +68,7 @@ def test_scale_onto_itself(dtype: torch.dtype) -> None:
     assert [grad.flatten().tolist() for grad in grads] == [[2.0, -1.0], [0.25]]
 
 
+@pytest.mark.apex("8 multi_tensor_scale")
 @settings(max_examples=30)
 @given(shapes, dtypes, dtypes, bad_values, st.data())
 def test_scale_flags_one_bad_value_and_still_writes(
@@ -88,6 +90,7 @@ def test_finite_values_that_leave_the_output_dtype_are_not_flagged() -> None:
     assert (flag.item(), out.item()) == (0, math.inf)
 
 
+@pytest.mark.apex("8 the flag is set, never reset")
 def test_the_flag_is_never_reset() -> None:
     for op, lists, args in (
         (amp_C.multi_tensor_scale, 2, (1.0,)),
@@ -123,6 +126,7 @@ def test_the_chunk_size_changes_nothing(chunk: int) -> None:
 # -- axpby -----------------------------------------------------------------------------------
 
 
+@pytest.mark.apex("8 multi_tensor_axpby")
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=12)
@@ -156,6 +160,7 @@ def test_axpby_onto_an_input(dtype: torch.dtype, out: int) -> None:
     assert lists[out][0].tolist() == [7.0, -2.0]
 
 
+@pytest.mark.apex("8 multi_tensor_axpby")
 @settings(max_examples=30)
 @given(shapes, dtypes, dtypes, bad_values, st.sampled_from([0, 1]), st.data())
 def test_axpby_flags_what_it_is_told_to_check(
