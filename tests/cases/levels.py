@@ -45,6 +45,7 @@ LEVELS = (
 LEVEL_NAMES = tuple(row.name for row in LEVELS)
 BY_NAME = {row.name: row for row in LEVELS}
 WITH_MASTERS = tuple(row.name for row in LEVELS if row.has_masters)
+HALF_WEIGHTS = tuple(row.name for row in LEVELS if row.weight is not torch.float32)
 F32_WEIGHTS = tuple(row.name for row in LEVELS if row.weight is torch.float32)
 EXACT = tuple(row.name for row in LEVELS if row.weight is torch.float32 or row.has_masters)
 """Levels whose optimizer works on float32 values: exact gradients give exact updates."""

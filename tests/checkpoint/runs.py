@@ -35,7 +35,6 @@ FUSED: dict[str, Build] = {
     "FusedLARS": lambda params: optimizers.FusedLARS(params, lr=0.125, momentum=0.5),
 }
 BUILDS = {**TORCH, **FUSED}
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
 class Net(nn.Module):

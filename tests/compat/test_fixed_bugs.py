@@ -13,23 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from engine.harness import (
-    LEVELS,
-    MASTER_LEVELS,
-    Net,
-    halves_match,
-    loss_of,
-    make,
-    masters,
-    same,
-    weights,
-)
+from cases.levels import LEVEL_NAMES, WITH_MASTERS
+from engine.harness import Net, halves_match, loss_of, make, masters, same, weights
 from engine.harness import engines_closed as engines_closed
 from preamp import amp
 from preamp.core.errors import PreampStateError
 
-ALL_LEVELS = pytest.mark.parametrize("level", LEVELS)
-MASTERS = pytest.mark.parametrize("level", MASTER_LEVELS)
+ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
+MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
 
 
 def started(level: str, **arguments: Any) -> Any:

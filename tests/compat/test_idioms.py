@@ -15,24 +15,14 @@ import torch
 from torch import nn
 
 import preamp
-from engine.harness import (
-    LEVELS,
-    MASTER_LEVELS,
-    Net,
-    batch,
-    halves_match,
-    loss_of,
-    make,
-    masters,
-    same,
-    weights,
-)
+from cases.levels import LEVEL_NAMES, WITH_MASTERS
+from engine.harness import Net, batch, halves_match, loss_of, make, masters, same, weights
 from engine.harness import engines_closed as engines_closed
 from preamp import amp, fp16_utils, optimizers
 from preamp.amp.scaler import LossScaler
 
-ALL_LEVELS = pytest.mark.parametrize("level", LEVELS)
-MASTERS = pytest.mark.parametrize("level", MASTER_LEVELS)
+ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
+MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
 
 
 def started(level: str, optimizer: str = "sgd", **arguments: Any) -> Any:
@@ -156,7 +146,7 @@ def test_options_are_read(level: str) -> None:
     assert properties.enabled is True
     assert properties.opt_level == level
     assert properties.options["cast_model_type"] == preamp.OPT_LEVELS[level].cast_model_type
-    assert properties.master_weights is (level in MASTER_LEVELS)
+    assert properties.master_weights is (level in WITH_MASTERS)
     assert properties.options["loss_scale"] == preamp.OPT_LEVELS[level].loss_scale
 
 
@@ -666,7 +656,7 @@ def test_private_names_of_the_optimizer(level: str) -> None:
     stash = optimizer._amp_stash
     assert stash.lazy_init_called is True
     named = dict(model.named_parameters())
-    if level in MASTER_LEVELS:
+    if level in WITH_MASTERS:
         halves = [p for n, p in named.items() if not n.startswith("bn.")]
         assert all(a is b for a, b in zip(stash.all_fp16_params, halves, strict=True))
         wide = stash.all_fp32_from_fp16_params

@@ -12,6 +12,7 @@ from torch import nn
 
 import preamp
 from cases.levels import LEVELS as LEVEL_CASES
+from cases.levels import WITH_MASTERS
 
 ACCELERATORS = ["cuda"] if torch.cuda.is_available() else []
 LEVELS = [case.name for case in LEVEL_CASES]
@@ -77,7 +78,7 @@ def test_training_follows_float32(level: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_half_weights_are_rounded_masters(level: str, device: str) -> None:
     _, engine, _ = _train(level, device)
     twins = [twin for session in engine.sessions.values() for twin in session.masters or ()]

@@ -21,7 +21,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import preamp
-from cases.levels import LEVEL_NAMES
+from cases.levels import F32_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Damage
 from cases.tolerances import assert_same
 from preamp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedSGD
@@ -275,9 +275,9 @@ def check_torchs_own_sharding() -> None:
         "would update the half weights themselves, by scaled gradients. Initialize the optimizer "
         "that it would make, and then call preamp.parallel.shard_optimizer(optimizer)."
     )
-    for level in ("O2", "O5"):
+    for level in WITH_MASTERS:
         _refused(text, Run, level, build, shared=False)
-    for level in ("O0", "O1", "O4"):
+    for level in F32_WEIGHTS:
         wanted = functools.partial(optim.SGD, lr=0.1)
         runs = Run(level, build, shared=False), Run(level, wanted, shared=False)
         for run in runs:

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 import preamp
+from cases.levels import F32_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from engine.harness import (
-    LEVELS,
-    MASTER_LEVELS,
     Net,
     differences,
     halves_match,
@@ -39,8 +38,8 @@ from preamp.core.errors import (
 )
 from preamp.engine import Engine
 
-ALL_LEVELS = pytest.mark.parametrize("level", LEVELS)
-MASTERS = pytest.mark.parametrize("level", MASTER_LEVELS)
+ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
+MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
 DOORS = pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
 
 
@@ -313,7 +312,7 @@ def room() -> Any:
 
 
 @pytest.mark.apex("1.1 a failure halfway")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("name", LATE_STEPS)
 @pytest.mark.parametrize("nth", [0, 1])
 def test_failed_initialize_rolls_back(
@@ -342,7 +341,7 @@ def test_failed_initialize_rolls_back(
     train_step(model, optimizer, 2)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_failure_in_the_last_hook_rolls_back(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = used()
     before = picture(model, optimizer)
@@ -552,7 +551,7 @@ def test_sparse_gradient_of_a_master(level: str) -> None:
     assert preamp.engine_of(model).loss_scale() == 2.0**16
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("level", F32_WEIGHTS)
 def test_sparse_gradients_where_they_work(level: str) -> None:
     model = Words()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -791,7 +790,7 @@ def damage(model: nn.Module, optimizer: torch.optim.Optimizer, *, in_loss: bool)
     optimizer.step()
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_too_many_skips_in_a_row(level: str) -> None:
     model, optimizer = started(level, loss_scale="dynamic", max_consecutive_skips=3)
     before = weights(model)

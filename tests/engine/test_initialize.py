@@ -18,11 +18,9 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import preamp
+from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from engine.harness import (
-    CAST_LEVELS,
     HALF,
-    LEVELS,
-    MASTER_LEVELS,
     Net,
     everything,
     halves_match,
@@ -57,7 +55,7 @@ def start(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 class TestShapes:
     @pytest.mark.apex("1.2 Module, none → module")
     def test_model_alone(self, start: Any, level: str, enabled: bool) -> None:
@@ -210,11 +208,13 @@ BRIEFS = {
     "O1": "O1:  Insert automatic casts around Pytorch functions and Tensor methods.",
     "O2": "O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
     "O3": "O3:  Pure FP16 training.",
+    "O4": "O4:  Insert automatic BF16 casts around Pytorch functions and Tensor methods.",
+    "O5": "O5:  BF16 training with FP32 batchnorm and FP32 master weights.",
 }
 
 
 @pytest.mark.apex("1.1 printed lines")
-@pytest.mark.parametrize("level", BRIEFS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_printed_tokens(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     amp.initialize(Net(), opt_level=level, loss_scale="128.0")
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
@@ -244,7 +244,7 @@ def test_printed_tokens(level: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.apex("1.1 verbosity=0")
 @pytest.mark.parametrize("verbosity", [0, False, "0"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_silence(level: str, verbosity: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level=level, verbosity=verbosity, loss_scale="dynamic")
@@ -313,7 +313,7 @@ FIXED = {
 @pytest.mark.apex(
     "1.7 batch norms with weights stay float32 at O2 and O5", "B 19: float64 and integer buffers"
 )
-@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_conversion_of_half_models(level: str) -> None:
     model = Zoo()
     preamp.initialize(model, opt_level=level, verbosity=0)
@@ -343,7 +343,7 @@ def test_o0_makes_doubles_float32() -> None:
 
 
 @pytest.mark.apex("1.5 cast_model_type", "A master_weights=False at O2, cast_model_type=False")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_cast_model_type_false_converts_nothing(level: str) -> None:
     model = Zoo()
     before = weights(model)
@@ -376,7 +376,7 @@ def test_every_batch_norm_is_kept(kind: Any) -> None:
 
 
 @pytest.mark.apex("1.2 the very objects come back", "B 1: what initialize returns is ignored")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_parameters_keep_their_identity(level: str) -> None:
     model, optimizer = make()
     before = dict(model.named_parameters())
@@ -388,7 +388,7 @@ def test_parameters_keep_their_identity(level: str) -> None:
 
 
 @pytest.mark.apex("1.2 the very objects come back", "B 1: what initialize returns is ignored")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_groups_keep_their_identity(level: str) -> None:
     model, optimizer = make()
     groups, lists = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
@@ -400,7 +400,7 @@ def test_groups_keep_their_identity(level: str) -> None:
 
 
 @pytest.mark.apex("1.7 existing gradients")
-@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_existing_gradients_are_converted(level: str) -> None:
     model, _ = make()
     model.first.weight.grad = torch.full_like(model.first.weight, 3.0)
@@ -409,7 +409,7 @@ def test_existing_gradients_are_converted(level: str) -> None:
     assert model.first.weight.grad[0, 0] == 3.0
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_existing_gradients_count(level: str) -> None:
     """A gradient made before initialize is unscaled, and the next step uses it."""
     weight = nn.Linear(2, 1, bias=False)
@@ -422,7 +422,7 @@ def test_existing_gradients_count(level: str) -> None:
 
 
 @pytest.mark.apex("1.7 masters")
-@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_masters_are_the_exact_values_from_before(level: str) -> None:
     model, optimizer = make()
     before = [param.detach().clone() for param in model.parameters()]
@@ -436,7 +436,7 @@ def test_masters_are_the_exact_values_from_before(level: str) -> None:
 
 
 @pytest.mark.apex("1.7 masters")
-@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_which_parameters_have_masters(level: str) -> None:
     model, optimizer = started(level)
     named = dict(model.named_parameters())
@@ -509,12 +509,12 @@ def test_optimizer_state_at_o3_is_half() -> None:
 
 
 @pytest.mark.apex("B 1: no models, a module and its part, frozen copies")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_a_module_and_its_own_part(level: str) -> None:
     model, optimizer = make()
     exact = [param.detach().clone() for param in model.parameters()]
     preamp.initialize([model, model.first], optimizer, opt_level=level, verbosity=0)
-    if level in MASTER_LEVELS:
+    if level in WITH_MASTERS:
         assert same(masters(optimizer), exact)
     assert model(torch.ones(2, 4)).dtype is (HALF[level] if level in ("O1", "O4") else F32)
     train_step(model, optimizer, 0)
@@ -522,7 +522,7 @@ def test_a_module_and_its_own_part(level: str) -> None:
     assert all(value.dtype is F32 for key, value in model.state_dict().items() if "num" not in key)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_a_model_listed_twice(level: str) -> None:
     model, optimizer = make()
     preamp.initialize([model, model], optimizer, opt_level=level, verbosity=0)
@@ -533,7 +533,7 @@ def test_a_model_listed_twice(level: str) -> None:
 
 
 @pytest.mark.apex("B 1: no models, a module and its part, frozen copies")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_frozen_copies_for_averaging(level: str) -> None:
     model, optimizer = make()
     average = Net()
@@ -551,7 +551,7 @@ def test_frozen_copies_for_averaging(level: str) -> None:
 
 
 @pytest.mark.apex("B 9: evaluation without an optimizer")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_model_alone_for_evaluation(level: str) -> None:
     model, _ = make()
     model.eval()
@@ -709,7 +709,7 @@ INPUT_DTYPE = {"O0": F32, "O1": None, "O2": F16, "O3": F16, "O4": None, "O5": BF
     "1.8 anything else",
     "B 8: forward arguments of every kind",
 )
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_inputs(level: str) -> None:
     model = echo(level)
     expected = INPUT_DTYPE[level] or F32
@@ -801,7 +801,7 @@ OUTPUT_DTYPE = {"O0": F32, "O1": F16, "O2": F32, "O3": F32, "O4": F16, "O5": F32
 
 
 @pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_outputs(level: str) -> None:
     """Models that are cast answer in float32; others are left alone."""
     model = echo(level)
@@ -839,7 +839,7 @@ def test_outputs(level: str) -> None:
 
 
 @pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("dtype", [F16, F64])
 def test_cast_model_outputs(level: str, dtype: torch.dtype) -> None:
     model = echo(level, cast_model_outputs=dtype)
@@ -912,7 +912,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
 
 @pytest.mark.apex("1.7 a float32 tensor made inside a half model")
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_float32_inside(level: str, name: str) -> None:
     build, call = LAYERS[name]
     model = Inside(build(), call)
@@ -929,7 +929,7 @@ def test_float32_inside(level: str, name: str) -> None:
 
 
 @pytest.mark.apex("1.7 recurrent layers", "B 8: forward arguments of every kind")
-@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_recurrent_model(level: str) -> None:
     model = nn.LSTM(3, 2)
     optimizer = sgd(model)

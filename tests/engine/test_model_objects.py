@@ -16,11 +16,9 @@ import torch
 from torch import nn
 
 import preamp
+from cases.levels import F32_WEIGHTS, HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from engine.harness import (
-    CAST_LEVELS,
     HALF,
-    LEVELS,
-    MASTER_LEVELS,
     OPTIMIZERS,
     Net,
     batch,
@@ -38,8 +36,8 @@ from engine.harness import engines_closed as engines_closed
 from preamp import amp
 from preamp.optim import MasterParameter
 
-ALL_LEVELS = pytest.mark.parametrize("level", LEVELS)
-MASTERS = pytest.mark.parametrize("level", MASTER_LEVELS)
+ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
+MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
 
 
 def through_a_file(thing: Any, *, weights_only: bool) -> Any:
@@ -140,7 +138,7 @@ def test_initializing_a_copy_needs_a_word(level: str) -> None:
     assert preamp.engine_of(twin) is not preamp.engine_of(model)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("level", F32_WEIGHTS)
 def test_initializing_a_copy_with_float32_weights(level: str) -> None:
     model, first = started(level)
     twin = copy.deepcopy(model)
@@ -293,7 +291,7 @@ def test_engine_is_found_through_data_parallel(level: str) -> None:
     assert halves_match(model)
 
 
-@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_module_that_reads_its_own_dtype(level: str) -> None:
     """A model that asks a parameter for its dtype computes in it."""
 

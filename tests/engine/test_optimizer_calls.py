@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import preamp
-from cases.levels import BY_NAME, LEVEL_NAMES
+from cases.levels import BY_NAME, EXACT, LEVEL_NAMES
 from cases.models import Damage, Exact, loss_of, values
 from cases.optimizers import clone_state
 from cases.pair import Pair, adam, sgd
@@ -334,7 +334,7 @@ def _lbfgs(model: nn.Module, *, search: bool) -> torch.optim.Optimizer:
 
 
 @pytest.mark.apex("2.6 step(closure) at O2 or on overflow")
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", EXACT)
 @pytest.mark.parametrize("search", [False, True], ids=["plain", "strong_wolfe"])
 @pytest.mark.parametrize("overflow", [False, True])
 def test_lbfgs(level: str, search: bool, overflow: bool) -> None:

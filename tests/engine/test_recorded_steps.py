@@ -14,6 +14,7 @@ from torch import nn
 
 import preamp
 from cases.host_reads import far_from_the_host
+from cases.levels import WITH_MASTERS
 from engine.harness import Net, loss_of, make, started, train_step
 from engine.harness import engines_closed as engines_closed
 from preamp.engine import host_copies, ledger, recorder
@@ -160,7 +161,7 @@ def test_gradients_left_scaled_are_measured_as_their_sum(level: str) -> None:
     assert largest(record) == grads
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_used_up_gradients_are_no_later_steps(level: str) -> None:
     """The half ones stay where they are until they are zeroed."""
     model, optimizer = started(level, numerics="light", numerics_every=1)

@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import preamp
+from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from engine.harness import (
-    CAST_LEVELS,
-    LEVELS,
-    MASTER_LEVELS,
     OPTIMIZERS,
     Net,
     everything,
@@ -36,8 +34,8 @@ from engine.harness import (
 from engine.harness import engines_closed as engines_closed
 from preamp import amp
 
-ALL_LEVELS = pytest.mark.parametrize("level", LEVELS)
-MASTERS = pytest.mark.parametrize("level", MASTER_LEVELS)
+ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
+MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
 STEPS = 6
 POISONED = frozenset({1, 3})
 
@@ -126,7 +124,7 @@ def test_resume(level: str, optimizer: str, order: str, stop: int) -> None:
 
 @pytest.mark.apex("10 A-4")
 @given(
-    level=st.sampled_from(LEVELS),
+    level=st.sampled_from(LEVEL_NAMES),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     stop=st.integers(0, STEPS),
     order=st.sampled_from(sorted(ORDERS)),
@@ -191,7 +189,7 @@ def test_resume_in_another_process(level: str, optimizer: str, tmp_path: Path) -
 
 @pytest.mark.apex("B 10: loading before and after, and at another level")
 @ALL_LEVELS
-@pytest.mark.parametrize("then", LEVELS)
+@pytest.mark.parametrize("then", LEVEL_NAMES)
 def test_resume_at_another_level(level: str, then: str) -> None:
     first = started(level, optimizer="adam")
     train_step(*first, 0)
@@ -227,7 +225,7 @@ def test_dynamic_scale_and_counters_are_restored(level: str) -> None:
 
 
 @pytest.mark.apex("1.7 model.state_dict() is float32 and a copy")
-@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_state_is_float32_and_does_not_alias(level: str) -> None:
     model, optimizer = started(level)
     train_step(model, optimizer, 0)
@@ -390,7 +388,7 @@ class Extra(nn.Module):
 
 
 @pytest.mark.apex("1.7 extra state that is no tensor", "10 A-40")
-@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_extra_state(level: str) -> None:
     model = preamp.initialize(Extra(), opt_level=level, verbosity=0)
     state = model.state_dict()

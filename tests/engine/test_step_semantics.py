@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import F32_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
+from cases.levels import EXACT, F32_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Damage, Exact, Parts, batch, loss_of, values
 from cases.optimizers import clone_state
 from cases.pair import Pair, adam, sgd
@@ -24,7 +24,7 @@ from preamp.optimizers import FusedSGD
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
-dynamic = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+dynamic = pytest.mark.parametrize("level", LEVEL_NAMES)
 """All levels, for tests that ask for ``loss_scale="dynamic"``."""
 
 
@@ -439,7 +439,7 @@ def test_parameters_without_a_model_are_trained_and_named(level: str) -> None:
 
 
 @pytest.mark.apex("1.1 float64 parameters in an optimizer")
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", EXACT)
 @pytest.mark.parametrize("scale", [None, 128.0, "dynamic"])
 def test_float64_parameters_in_the_optimizer(level: str, scale: Any) -> None:
     model = Parts()

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import preamp
-from engine.harness import LEVELS, everything, loss_of, make, same, started, train_plain, train_step
+from cases.levels import LEVEL_NAMES
 from engine.harness import engines_closed as engines_closed
+from engine.harness import everything, loss_of, make, same, started, train_plain, train_step
 from preamp import amp
 
 STEPS = 4
@@ -72,7 +73,7 @@ def test_nested_blocks(first: str, second: str) -> None:
     assert same(everything(*two), expected[1])
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_plain_training_of_a_half_precision_neighbour(level: str) -> None:
     """Closing one engine halfway leaves the other's course alone."""
     expected = alone("O2", 1, "adam", poison=False)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import preamp
+from cases.levels import LEVEL_NAMES
 from cases.tolerances import assert_same, assert_within_budget
 from preamp.normalization import (
     FusedLayerNorm,
@@ -249,7 +250,7 @@ def test_autocast_casts_the_arguments(kind: Any, efficient: bool) -> None:
             assert_same(out.detach(), wanted.detach())
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 @ALL_LAYERS
 def test_at_every_level(kind: Any, level: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), kind(6), torch.nn.Linear(6, 2))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cases.levels import LEVELS
 from preamp.core.errors import PreampPolicyError
 from preamp.policy import OPT_LEVELS, Policy, describe_overrides, level_defaults, resolve
 
@@ -114,10 +115,7 @@ def test_none_changes_nothing(level: str) -> None:
     assert resolve(level, dict.fromkeys(names)) == OPT_LEVELS[level]
 
 
-@pytest.mark.parametrize(
-    ("level", "half"),
-    [("O0", None), ("O1", F16), ("O2", F16), ("O3", F16), ("O4", BF16), ("O5", BF16)],
-)
+@pytest.mark.parametrize(("level", "half"), [(row.name, row.half) for row in LEVELS])
 def test_half_dtype(level: str, half: torch.dtype | None) -> None:
     assert OPT_LEVELS[level].half_dtype is half
 
