@@ -44,6 +44,10 @@ NUMBERS = {
 }
 
 
+def test_every_optimizer_has_numbers() -> None:
+    assert {case.name for case in FUSED} == set(NUMBERS)
+
+
 @pytest.mark.apex("7.0 negative numbers: ValueError")
 @pytest.mark.parametrize(
     ("name", "number"), [(name, n) for name, numbers in NUMBERS.items() for n in numbers.split()]
