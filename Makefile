@@ -20,19 +20,22 @@ demo: $(VENV)/.ready-demo  ## Train a small GPT at every opt level; options: mak
 	OMP_WAIT_POLICY=passive $(BIN)/preamp demo $(ARGS)
 
 # One thread for each worker: the tests use small tensors, and many threads only fight for cores.
+# Bytecode is kept, since tests start many interpreters.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS)
+
 test: $(VENV)/.ready-dev  ## Run the tests, with every pair of values of their parameters
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST)
 
 SUITE ?= all
 test-all: $(VENV)/.ready-dev  ## Run all tests with all combinations; SUITE=rest: what test left out
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) --suite $(SUITE)
+	$(PYTEST) --suite $(SUITE)
 
 check: $(VENV)/.ready-dev  ## Lint, format, types, architecture, code in the docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/python tools/check_docs.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/architecture tests/docs
+	$(PYTEST) tests/architecture tests/docs
 
 BENCHES ?= step train import distributed
 bench: $(VENV)/.ready-dev  ## Measure; options: make bench BENCHES=step ARGS="--full"
