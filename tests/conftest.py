@@ -20,13 +20,19 @@ torch.set_num_threads(1)
 
 # The same examples in every run, and no deadline: the first call of a torch op is slow. For a
 # search with new examples: pytest --hypothesis-profile=explore.
-hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.register_profile("full", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
-hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--suite", choices=SUITES, default="quick", help="which tests to run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--hypothesis-profile"):
+        is_quick = config.getoption("--suite") == "quick"
+        hypothesis.settings.load_profile("quick" if is_quick else "full")
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m, so that pairs are looked for in what they leave

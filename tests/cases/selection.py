@@ -7,6 +7,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
+import hypothesis
 import pytest
 
 SUITES = ("quick", "rest", "all")
@@ -33,6 +34,11 @@ def select(items: Sequence[pytest.Item], suite: str) -> list[pytest.Item]:
     if suite == "quick":
         return [item for item in items if item in quick]
     return [item for item in items if item not in quick or is_search(item)]
+
+
+def examples(count: int) -> int:
+    """How many examples to try in this run where the full suite tries ``count``."""
+    return max(min(count, 10), count * hypothesis.settings().max_examples // 100)
 
 
 def is_search(item: pytest.Item) -> bool:

@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import preamp
+from cases.selection import examples
 from checkpoint.runs import Backward, Run, Step, Zero
 from engine.harness import same
 from preamp import CheckpointError
@@ -420,7 +421,7 @@ def damaged(data: st.DataObject, good: bytes, other: bytes) -> bytes:
 
 
 @given(data=st.data())
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), suppress_health_check=list(HealthCheck))
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_a_damaged_file_is_refused_or_whole(suffix: str, folder: Path, data: Any) -> None:
     """Bytes that say nothing, such as those between two parts, may be others."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import preamp
 from cases.levels import LEVEL_NAMES
+from cases.selection import examples
 from checkpoint.runs import BUILDS, Backward, Clip, Event, Run, Step, Zero
 from engine.harness import same
 
@@ -67,7 +68,7 @@ def check_resume(
 
 
 @given(data=st.data())
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_resume_anywhere(level: str, tmp_path: Path, data: Any) -> None:

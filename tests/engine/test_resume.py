@@ -18,6 +18,7 @@ from torch import nn
 
 import preamp
 from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
+from cases.selection import examples
 from engine.harness import (
     OPTIMIZERS,
     Net,
@@ -131,7 +132,7 @@ def test_resume(level: str, optimizer: str, order: str, stop: int) -> None:
     seed=st.integers(0, 5),
 )
 @settings(
-    max_examples=25,
+    max_examples=examples(25),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

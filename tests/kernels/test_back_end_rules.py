@@ -18,6 +18,7 @@ from cases.exact import Exact, assert_within_ulps
 from cases.layouts import LAYOUTS
 from cases.rule_oracles import ORACLES
 from cases.rules import BF16, F16, F32, F64, FUSED, ONE_EACH, ROWS, SIGNATURES, RuleRow
+from cases.selection import examples
 from cases.tolerances import assert_same
 from preamp.core.dtypes import math_dtype
 from preamp.kernels import AdamRule, BiasCorrection, Update
@@ -382,7 +383,7 @@ shapes_ = st.lists(st.sampled_from([(), (0,), (1,), (5,), (31, 2), (97,), (2, 3,
 
 
 @every_back_end
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     row=st.sampled_from(ROWS),
     dtypes=st.tuples(dtypes_, dtypes_, dtypes_, st.lists(st.none() | dtypes_, max_size=8)),

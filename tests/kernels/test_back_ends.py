@@ -20,6 +20,7 @@ from cases.back_ends import NAMES, REFERENCE, as_they_are, defaults, every_back_
 from cases.exact import Exact, assert_within_ulps
 from cases.layouts import LAYOUTS
 from cases.rules import BF16, F16, F32, F64
+from cases.selection import examples
 from cases.tolerances import assert_same
 from preamp.core.dtypes import math_dtype
 from preamp.kernels import BACKENDS, OP_NAMES
@@ -39,7 +40,7 @@ bad_values = st.sampled_from([math.inf, -math.inf, math.nan])
 powers = st.integers(-24, 15).map(lambda n: 2.0**n)
 factors = st.sampled_from([0.1, 1.0, 3.0, 2.0**-16, -0.7])
 
-few = settings(max_examples=25)
+few = settings(max_examples=examples(25))
 
 
 def values(seed: int, shape: Any, dtype: torch.dtype, spread: float = 8.0) -> torch.Tensor:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cases.back_ends import defaults
 from cases.rules import BF16, F16, F32, F64
+from cases.selection import examples
 from cases.tolerances import assert_same
 from preamp.kernels import BACKENDS, OP_NAMES, Census, backend
 from preamp.kernels.by_device import ByDevice
@@ -22,7 +23,9 @@ DTYPES = (F16, BF16, F32, F64)
 SIZES = (0, 1, 7, 1024, 1031, 8193)
 
 # The fixture that is made once per test holds a back end, which has no state.
-few = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 bad_values = st.sampled_from([math.inf, -math.inf, math.nan])
 factors = st.sampled_from([1.0, 0.25, 3.0, 2.0**-16, 0.1])
 dtypes = st.sampled_from(DTYPES)

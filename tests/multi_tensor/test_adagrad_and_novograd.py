@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.selection import examples
 from multi_tensor import oracles
 from multi_tensor.strategies import (
     assert_near,
@@ -30,7 +31,7 @@ decays = st.sampled_from([0.0, 0.1])
 
 
 @pytest.mark.apex("8 multi_tensor_adagrad")
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(shapes, dtypes, dtypes, dtypes, seeds, layouts, bits, decays)
 def test_adagrad(
     shapes: Any,
@@ -80,7 +81,7 @@ def test_adagrad_refuses_an_unknown_mode() -> None:
 
 
 @pytest.mark.apex("8 multi_tensor_novograd")
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     shapes,
     st.tuples(dtypes, dtypes, dtypes),

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.selection import examples
 from cases.tolerances import assert_same
 from multi_tensor import oracles
 from multi_tensor.strategies import (
@@ -77,7 +78,7 @@ def on_device(options: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.mark.apex("8 multi_tensor_adam")
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(shapes, dtypes, dtypes, seeds, layouts, settings_of_adam)
 def test_adam(
     shapes: Any, grad: torch.dtype, param: torch.dtype, seed: int, layout: str, options: Any
@@ -111,7 +112,7 @@ def test_adam_is_torchs(kind: Any) -> None:
 
 
 @pytest.mark.apex("8 multi_tensor_adam_capturable")
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(shapes, dtypes, dtypes, seeds, layouts, settings_of_adam, st.sampled_from([1.0, 2.0**-16]))
 def test_capturable_adam(
     shapes: Any,
@@ -135,7 +136,7 @@ def test_capturable_adam(
 
 
 @pytest.mark.apex("8 multi_tensor_adam_capturable_master")
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(shapes, dtypes, dtypes, seeds, layouts, settings_of_adam)
 def test_capturable_adam_with_masters(
     shapes: Any, grad: torch.dtype, param: torch.dtype, seed: int, layout: str, options: Any
@@ -265,7 +266,7 @@ def early_arguments(options: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.mark.apex("0 fused_adam_cuda", "8 fused_adam_cuda.adam_mt")
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     shapes,
     st.sampled_from([(d, torch.float32) for d in DTYPES[:3]] + [(torch.float64, torch.float64)]),

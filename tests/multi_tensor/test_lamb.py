@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.selection import examples
 from cases.tolerances import assert_same
 from multi_tensor import oracles
 from multi_tensor.strategies import (
@@ -74,7 +75,7 @@ def assert_step(lists: Lists, exact: list[Any]) -> None:
 
 
 @pytest.mark.apex("8 multi_tensor_lamb")
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(shapes, kinds_of_lists, seeds, layouts, options_of_lamb)
 def test_lamb(shapes: Any, kinds: Any, seed: int, layout: str, options: dict[str, Any]) -> None:
     lists, o, flag = lists_for(shapes, kinds, seed, layout), options, new_flag(1)
@@ -100,7 +101,7 @@ def on_device(o: dict[str, Any], inv_scale: float, found_inf: float = 0.0) -> tu
 
 
 @pytest.mark.apex("8 multi_tensor_lamb_mp")
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     shapes,
     kinds_of_lists,
@@ -168,7 +169,7 @@ def test_a14_a_largest_norm_of_zero_clips_nothing() -> None:
 
 
 @pytest.mark.apex("8 multi_tensor_lamb_stage1_cuda")
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     shapes,
     st.tuples(dtypes, dtypes, dtypes, dtypes, dtypes),
@@ -204,7 +205,7 @@ def test_stage_one(
 
 
 @pytest.mark.apex("8 multi_tensor_lamb_stage2_cuda")
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     shapes,
     dtypes,

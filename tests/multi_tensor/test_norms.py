@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.selection import examples
 from cases.tolerances import assert_same
 from multi_tensor.strategies import (
     DTYPES,
@@ -58,7 +59,7 @@ def assert_norms(ours: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...
 
 @pytest.mark.apex("8 multi_tensor_l2norm")
 @family
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(shapes=shapes, dtype=dtypes, seed=seeds, layout=layouts)
 def test_norms(op: Op, shapes: Any, dtype: torch.dtype, seed: int, layout: str) -> None:
     tensors, flag = random_list(shapes, dtype, seed, layout=layout), new_flag()
@@ -79,7 +80,7 @@ def test_norms_per_tensor_are_empty_unless_asked_for(op: Op, per_tensor: bool | 
 
 
 @family
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     dtype=dtypes, value=st.sampled_from([math.inf, -math.inf, math.nan]), place=st.integers(0, 8)
 )
@@ -139,7 +140,7 @@ def test_scaling_with_norms_onto_itself() -> None:
 
 
 @pytest.mark.apex("8 multi_tensor_unscale_l2norm")
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(shapes, dtypes, seeds, st.sampled_from([1.0, 2.0**-16, 0.1, 3.0]))
 def test_unscaled_norms(shapes: Any, dtype: torch.dtype, seed: int, inv_scale: float) -> None:
     tensors = random_list(shapes, dtype, seed)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from cases.selection import examples
 from cases.tolerances import assert_same
 from multi_tensor.strategies import (
     CHUNKS,
@@ -45,7 +46,7 @@ def with_one_bad(tensors: list[torch.Tensor], value: float, data: Any) -> None:
 @pytest.mark.apex("8 multi_tensor_scale")
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(shapes=shapes, seed=seeds, scale=factors, layout=layouts)
 def test_scale(
     dtype: torch.dtype, out_dtype: torch.dtype, shapes: Any, seed: int, scale: float, layout: str
@@ -69,7 +70,7 @@ def test_scale_onto_itself(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.apex("8 multi_tensor_scale")
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(shapes, dtypes, dtypes, bad_values, st.data())
 def test_scale_flags_one_bad_value_and_still_writes(
     shapes: Any, dtype: torch.dtype, out_dtype: torch.dtype, value: float, data: Any
@@ -129,7 +130,7 @@ def test_the_chunk_size_changes_nothing(chunk: int) -> None:
 @pytest.mark.apex("8 multi_tensor_axpby")
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(shapes=shapes, seed=seeds, y_dtype=dtypes, a=factors, b=factors, layout=layouts)
 def test_axpby(
     dtype: torch.dtype,
@@ -161,7 +162,7 @@ def test_axpby_onto_an_input(dtype: torch.dtype, out: int) -> None:
 
 
 @pytest.mark.apex("8 multi_tensor_axpby")
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(shapes, dtypes, dtypes, bad_values, st.sampled_from([0, 1]), st.data())
 def test_axpby_flags_what_it_is_told_to_check(
     shapes: Any, dtype: torch.dtype, y_dtype: torch.dtype, value: float, bad: int, data: Any

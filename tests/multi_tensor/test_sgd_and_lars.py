@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.selection import examples
 from cases.tolerances import assert_same
 from multi_tensor import oracles
 from multi_tensor.strategies import (
@@ -45,7 +46,7 @@ flags = st.booleans()
 
 @pytest.mark.apex("8 multi_tensor_sgd")
 @pytest.mark.parametrize("kinds", SIGNATURES, ids=lambda kinds: "-".join(map(str, kinds)))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     shapes=shapes,
     seed=seeds,
@@ -156,7 +157,7 @@ def test_sgd_refuses_every_other_signature() -> None:
 
 
 @pytest.mark.apex("8 multi_tensor_lars")
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     shapes,
     dtypes,

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import preamp
 from cases.levels import LEVEL_NAMES
+from cases.selection import examples
 from cases.tolerances import assert_same, assert_within_budget
 from preamp.normalization import (
     FusedLayerNorm,
@@ -66,7 +67,7 @@ def layer_like(kind: Any, shape: tuple[int, ...], w: Any, b: Any, **arguments: A
 
 
 @pytest.mark.apex("9.6 FusedLayerNorm, FusedRMSNorm", "9.6 MixedFusedLayerNorm, MixedFusedRMSNorm")
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     kind=st.sampled_from(LAYERS),
     leading=st.lists(st.integers(1, 4), max_size=2),

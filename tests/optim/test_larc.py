@@ -19,6 +19,7 @@ import preamp
 from cases.levels import LEVEL_NAMES, LEVELS, WITH_MASTERS, LevelCase
 from cases.models import Exact, loss_of, values
 from cases.optimizers import clone_state
+from cases.selection import examples
 from cases.tolerances import assert_same, assert_within_budget
 from preamp import amp
 from preamp.optimizers import FusedSGD
@@ -50,7 +51,7 @@ def one_step(p: torch.Tensor, g: torch.Tensor, lr: float, wd: float, **larc: Any
 
 
 @pytest.mark.apex("9.4 LARC(…)")
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     seed=st.integers(0, 1000),
     sizes=st.tuples(st.sampled_from([1e-4, 1.0, 1e4]), st.sampled_from([1e-4, 1.0, 1e4])),

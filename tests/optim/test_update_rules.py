@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from cases.fused import DTYPES, HALVES, gradients, variant_id, wide
 from cases.rules import ONE_EACH, RuleRow
+from cases.selection import examples
 from cases.tolerances import assert_same
 from preamp.kernels import (
     AdamRule,
@@ -116,7 +117,7 @@ def test_halves_are_the_rounded_parameters(
 
 
 @every_rule
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(exponent=st.integers(-16, 16), dtype=st.sampled_from(DTYPES))
 def test_unscaling_on_the_fly_is_exact(case: RuleRow, exponent: int, dtype: torch.dtype) -> None:
     # Multiples of 1/8 below 4, so that float16 holds them at any of these scales.

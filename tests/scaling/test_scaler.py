@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from cases.selection import examples
 from preamp.amp import LossScaler as ApexScaler
 from preamp.scaling import SMALLEST_SCALE, DynamicScale, LossScaler, ScaleState, StaticScale
 
@@ -254,7 +255,7 @@ class ApexMachine(Machine):
 
 
 FEW = settings(
-    max_examples=40,
+    max_examples=examples(40),
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),

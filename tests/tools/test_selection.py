@@ -6,10 +6,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.selection import pairwise, select
+from cases.selection import examples, pairwise, select
 
 
 @pytest.mark.parametrize("sizes", [(5, 4, 3), (8, 6, 6, 4), (2, 2, 2, 2, 2, 7), (3, 1, 1)])
@@ -48,3 +48,8 @@ def test_a_search(number: int) -> None:
 @pytest.mark.full
 def test_only_in_the_full_suite(request: pytest.FixtureRequest) -> None:
     assert request.config.getoption("--suite") != "quick"
+
+
+def test_searches_are_as_long_as_the_profile_says() -> None:
+    most = settings().max_examples
+    assert [examples(100), examples(200), examples(8)] == [most, 2 * most, max(8, most * 8 // 100)]
