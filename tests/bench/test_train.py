@@ -100,6 +100,7 @@ def test_a_worker_answers_line_by_line() -> None:
     assert memory["optimizer_state"] == pytest.approx(8, rel=0.1)  # and a few step counters
 
 
+@pytest.mark.full
 def test_a_process_of_its_own_answers() -> None:
     with Worker(Job(task=tiny(), way="torch AdamW", level="O2")) as ours:
         assert ours.step() > 0

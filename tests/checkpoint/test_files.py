@@ -301,6 +301,7 @@ preamp.save_checkpoint(sys.argv[1], extra=torch.zeros(4_000_000), asynchronous=T
 """
 
 
+@pytest.mark.full
 def test_nothing_is_lost_at_exit(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     good, bad = tmp_path / "a.pt", tmp_path / "file" / "a.pt"
