@@ -35,7 +35,7 @@ check: $(VENV)/.ready-dev  ## Lint, format, types, architecture, code in the doc
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/python tools/check_docs.py
-	$(PYTEST) tests/architecture tests/docs
+	$(PYTEST) --suite all tests/architecture tests/docs
 
 BENCHES ?= step train import distributed
 bench: $(VENV)/.ready-dev  ## Measure; options: make bench BENCHES=step ARGS="--full"

@@ -109,6 +109,7 @@ def test_a_process_of_its_own_answers() -> None:
     assert (memory["weights"], memory["masters"]) == (2, 4)
 
 
+@pytest.mark.full
 def test_a_failing_worker_says_why() -> None:
     job = Job(task=tiny(), way="by hand", level="O9")
     with Worker(job) as failing, pytest.raises(WorkerError, match=re.escape("KeyError: 'O9'")):

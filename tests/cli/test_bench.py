@@ -139,6 +139,7 @@ def test_train_measures_every_combination(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert "peer  not measured" in done.output
 
 
+@pytest.mark.full
 def test_distributed_runs_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     done = invoke("distributed", "--width", "64", "--rounds", "2", "--out", str(out))

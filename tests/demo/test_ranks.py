@@ -73,6 +73,7 @@ def test_curves_are_those_of_one_process(tmp_path: Path) -> None:
         pytest.skip("fully_shard of this torch needs events of streams, which its CPUs lack")
 
 
+@pytest.mark.full
 def test_torchrun_starts_it(tmp_path: Path) -> None:
     way = WAYS[-1]
     options = "--layers 1 --width 16 --heads 2 --context 8 --batch 2 --steps 3 --levels O2"

@@ -42,6 +42,7 @@ def doctor(zygote: Zygote, tmp_path: Path) -> Doctor:
     return call_doctor
 
 
+@pytest.mark.full
 def test_the_front_door(tmp_path: Path) -> None:
     """The others are forked from one process; this one is started as a user starts it."""
     (tmp_path / "train.py").write_text(QUIET + BUG, "utf-8")
@@ -109,6 +110,7 @@ def test_options_of_the_script_are_its_own(doctor: Doctor) -> None:
     assert "no findings in 2 optimizer steps" in done.stderr
 
 
+@pytest.mark.full
 def test_a_module_and_its_workers(zygote: Zygote, tmp_path: Path) -> None:
     """Workers end with the program's exit code, and report nothing of their own."""
     (tmp_path / "pkg").mkdir()

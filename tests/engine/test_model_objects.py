@@ -329,6 +329,7 @@ print(compiled(torch.randn(2, 4)).dtype)
 """
 
 
+@pytest.mark.full
 def test_compiling_after_an_engine_that_was_compiled_under() -> None:
     """The compiler's table of torch's functions may have been made while they were replaced."""
     done = subprocess.run(

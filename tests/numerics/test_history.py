@@ -347,6 +347,7 @@ def test_two_histories_do_not_share_a_file(tmp_path: Path) -> None:
     second.close()
 
 
+@pytest.mark.full
 def test_another_process_does_not_write_to_the_file_either(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     kept = History(path)

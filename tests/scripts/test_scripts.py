@@ -162,6 +162,7 @@ def torchrun(folder: Path, *program: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.apex("B 9: wrapping in DDP or DataParallel afterwards")
 def test_two_processes(script: Call, tmp_path: Path) -> None:
     """With torch's own data parallelism."""
@@ -170,6 +171,7 @@ def test_two_processes(script: Call, tmp_path: Path) -> None:
     assert printed.count("weights agree True") == 2
 
 
+@pytest.mark.full
 def test_imagenet_in_two_processes(tmp_path: Path) -> None:
     """With Apex's; each rank sees its half of the pictures, so the steps are other ones."""
     printed = torchrun(tmp_path, str(HERE / "imagenet.py"), "--opt-level", "O1", "-b", "32")
@@ -196,6 +198,7 @@ def test_scripts_do_not_know_preamp(name: str) -> None:
     assert "preamp" not in text
 
 
+@pytest.mark.full
 def test_a_script_through_the_front_door(tmp_path: Path) -> None:
     """The others are forked from one process; this one is started as a user starts it."""
     script = str(HERE / "lstm.py")

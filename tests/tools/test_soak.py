@@ -22,6 +22,7 @@ OPTIONS = Options("O2", 40, 8, 1)
 MIB = 1 << 20
 
 
+@pytest.mark.full
 def test_a_short_soak_passes() -> None:
     levels = ("O1", "O2")
     command = [sys.executable, str(ROOT / "tools/soak.py"), "--steps", "40", "--seed", "8"]

@@ -307,6 +307,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.full
 def test_compiled_kernels(ops: Any, tmp_path: Any) -> None:
     """For a GPU that need not be here: 16 bytes at a time, no fused sums, no specialisation."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
