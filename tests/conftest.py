@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import weakref
 from collections.abc import Iterator
@@ -49,6 +50,16 @@ _CASTABLE = ("cpu", "cuda")
 def _autocast_state() -> tuple[object, ...]:
     devices = ((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _CASTABLE)
     return (*devices, torch.is_autocast_cache_enabled())
+
+
+def pytest_collection_finish() -> None:
+    """Keep what collecting made out of every later look for cycles: there are millions of it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or extensions would complain at exit of what they have made
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from torch import multiprocessing
 _SECONDS = 300
 """Until a rank that waits for a dead one gives up."""
 
-_PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor"]
+_PRELOADED = ["pytest", "torch.distributed.fsdp", "torch.distributed.tensor"]
 _PRELOADED += ["preamp.checkpoint", "preamp.optimizers", "preamp.parallel"]
 
 

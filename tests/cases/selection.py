@@ -18,7 +18,8 @@ def select(items: Sequence[pytest.Item], suite: str) -> list[pytest.Item]:
     """Return the tests of a suite, in the order of ``items``.
 
     The quick one leaves out what is marked ``full``, and of a function with three parameters or
-    more the cases whose pairs of values all occur in others.
+    more the cases whose pairs of values all occur in others; of one that is marked ``each``, those
+    whose values do.
     """
     if suite == "all":
         return list(items)
@@ -29,7 +30,9 @@ def select(items: Sequence[pytest.Item], suite: str) -> list[pytest.Item]:
     quick = {
         cases[number]
         for cases in functions.values()
-        for number in pairwise([values_of(item) for item in cases])
+        for number in covering(
+            [values_of(item) for item in cases], 1 if cases[0].get_closest_marker("each") else 2
+        )
     }
     if suite == "quick":
         return [item for item in items if item in quick]
@@ -60,20 +63,20 @@ def values_of(item: pytest.Item) -> tuple[object, ...]:
     return (*values, *(id(params[name]) for name in sorted(params)))
 
 
-def pairwise(rows: Sequence[tuple[object, ...]]) -> list[int]:
-    """Choose rows in which every pair of values occurs that occurs in ``rows``; their numbers.
+def covering(rows: Sequence[tuple[object, ...]], size: int) -> list[int]:
+    """Choose rows in which every ``size`` values occur that occur together; their numbers.
 
-    Always the same for equal rows. Rows of one or two values are all chosen: each is a pair.
+    Always the same for equal rows. Rows of at most ``size`` values are all chosen.
     """
-    if len(rows[0]) < 3:
+    if len(rows[0]) <= size:
         return list(range(len(rows)))
-    pairs = [set(itertools.combinations(enumerate(row), 2)) for row in rows]
-    missing = set[object]().union(*pairs)
+    sets = [set(itertools.combinations(enumerate(row), size)) for row in rows]
+    missing = set[object]().union(*sets)
     chosen: list[int] = []
     while missing:
-        best = max(range(len(rows)), key=lambda number: len(pairs[number]))
+        best = max(range(len(rows)), key=lambda number: len(sets[number]))
         chosen.append(best)
-        missing -= pairs[best]
-        for left in pairs:
+        missing -= sets[best]
+        for left in sets:
             left &= missing
     return chosen

@@ -29,7 +29,11 @@ def zygote() -> Iterator[Zygote]:
         yield process
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: Path(program[0]).stem)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(p, marks=[pytest.mark.full] if "tests/" in p[0] else []) for p in PROGRAMS],
+    ids=lambda program: Path(program[0]).stem,
+)
 def test_a_healthy_program_is_clean(
     zygote: Zygote, tmp_path: Path, program: tuple[str, ...]
 ) -> None:

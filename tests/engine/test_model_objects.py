@@ -272,6 +272,7 @@ def test_compiled(level: str, backend: str) -> None:
     assert preamp.engine_of(model).steps_applied == 2
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::Warning")

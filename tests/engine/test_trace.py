@@ -120,6 +120,7 @@ def hooks_of(model: nn.Module) -> list[int]:
 # -- what is named -----------------------------------------------------------------------------
 
 
+@pytest.mark.each
 @levels
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("name", ["first", "blocks.0.inner", "blocks.1.outer", "last"])

@@ -7,6 +7,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,11 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
         yield run
 
 
+def costly(value: str) -> Any:
+    """A value for the full suite only: another run of the same script costs seconds."""
+    return pytest.param(value, marks=pytest.mark.full)
+
+
 def result(printed: str) -> tuple[float, float]:
     match = RESULT.search(printed)
     assert match is not None, printed
@@ -67,7 +73,7 @@ FLAGS = (
 )
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("level", ["O2", *(costly(level) for level in ("O1", "O3", "O5"))])
 def test_imagenet(script: Call, level: str) -> None:
     check_near("imagenet", script("imagenet", "--opt-level", level),
                script("imagenet", "--opt-level", "O0"))  # fmt: skip
@@ -96,6 +102,7 @@ def test_imagenet_goes_on_where_it_stopped(script: Call, tmp_path: Path) -> None
     assert later == resumed.splitlines()[-3:]
 
 
+@pytest.mark.full
 @pytest.mark.apex("B 9: convert_syncbn_model before")
 def test_imagenet_with_synchronised_batch_norm(script: Call) -> None:
     printed = script("imagenet", "--opt-level", "O1", "--sync_bn")
@@ -108,7 +115,7 @@ def test_imagenet_with_synchronised_batch_norm(script: Call) -> None:
 @pytest.mark.apex(
     "A logging loss_scalers[i].loss_scale()", "A two networks, two optimizers, three losses"
 )
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", ["O1", costly("O2")])
 def test_dcgan(script: Call, level: str) -> None:
     printed = script("dcgan", "--opt_level", level)
     plain = script("dcgan", "--opt_level", "O0")
@@ -120,7 +127,7 @@ def test_dcgan(script: Call, level: str) -> None:
 # -- fine-tuning -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "fused_adam", "fused_lamb"])
+@pytest.mark.parametrize("optimizer", ["fused_adam", costly("adamw"), costly("fused_lamb")])
 def test_bert(script: Call, optimizer: str) -> None:
     flags = ("--optimizer", optimizer)
     printed = script("bert", *flags, "--fp16", "--fp16_opt_level", "O2")
@@ -128,7 +135,7 @@ def test_bert(script: Call, optimizer: str) -> None:
 
 
 @pytest.mark.apex("A BERT trainers' resume through", "B 11: BERT-style resume")
-@pytest.mark.parametrize("optimizer", ["adamw", "fused_lamb"])
+@pytest.mark.parametrize("optimizer", [costly("adamw"), costly("fused_lamb")])
 def test_bert_goes_on_where_it_stopped(script: Call, tmp_path: Path, optimizer: str) -> None:
     flags = ("--optimizer", optimizer, "--fp16", "--fp16_opt_level", "O2")
     file = str(tmp_path / "checkpoint.pt")
@@ -141,7 +148,7 @@ def test_bert_goes_on_where_it_stopped(script: Call, tmp_path: Path, optimizer: 
 
 
 @pytest.mark.apex("B 8: forward arguments of every kind")
-@pytest.mark.parametrize("cell", ["LSTM", "RNN"])
+@pytest.mark.parametrize("cell", ["LSTM", costly("RNN")])
 def test_lstm(script: Call, cell: str) -> None:
     printed = script("lstm", "--cell", cell, "--opt-level", "O1")
     check_near("lstm", printed, script("lstm", "--cell", cell, "--opt-level", "O0"))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.selection import examples, pairwise, select
+from cases.selection import covering, examples, select
 
 
 @pytest.mark.parametrize("sizes", [(5, 4, 3), (8, 6, 6, 4), (2, 2, 2, 2, 2, 7), (3, 1, 1)])
@@ -19,16 +19,23 @@ def test_every_pair_is_chosen(sizes: tuple[int, ...]) -> None:
     def pairs_of(some: list[tuple[int, ...]]) -> set[object]:
         return {pair for row in some for pair in itertools.combinations(enumerate(row), 2)}
 
-    chosen = [rows[number] for number in pairwise(rows)]
+    chosen = [rows[number] for number in covering(rows, 2)]
     assert pairs_of(chosen) == pairs_of(rows)
     assert len(set(chosen)) == len(chosen) <= len(rows)
     assert len(sizes) < 4 or 3 * len(chosen) < len(rows)
 
 
+def test_every_value_is_chosen() -> None:
+    rows = list(itertools.product(range(3), range(6), range(2)))
+    chosen = [rows[number] for number in covering(rows, 1)]
+    assert len(chosen) == 6
+    assert [len(set(values)) for values in zip(*chosen, strict=True)] == [3, 6, 2]
+
+
 @pytest.mark.parametrize("sizes", [(7,), (5, 4), ()])
 def test_one_or_two_parameters_are_taken_whole(sizes: tuple[int, ...]) -> None:
     rows = list(itertools.product(*map(range, sizes)))
-    assert pairwise(rows) == list(range(len(rows)))
+    assert covering(rows, 2) == list(range(len(rows)))
 
 
 def test_the_suites_share_searches_only(request: pytest.FixtureRequest) -> None:
