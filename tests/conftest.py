@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from alias.harness import Zygote
 from cases.selection import SUITES, select
 from preamp.engine import Engine
 
@@ -60,6 +61,14 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or extensions would complain at exit of what they have made
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """The process that whole programs are forked from."""
+    # torch's optimizers import its compiler at their first step.
+    with Zygote("sklearn.datasets", "torch._dynamo") as process:
+        yield process
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,13 +22,6 @@ QUIET = "import warnings\nwarnings.simplefilter('ignore')\n"
 
 
 Doctor = Callable[..., Done]
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    # torch's optimizers import its compiler at their first step.
-    with Zygote("torch._dynamo") as process:
-        yield process
 
 
 @pytest.fixture

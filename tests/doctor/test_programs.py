@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,6 @@ PROGRAMS = (
     ("examples/02_accumulation_and_clipping.py", "--steps", "20"),
     ("examples/03_gan.py", "--steps", "20"),
 )
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote("sklearn.datasets", "torch._dynamo") as process:
-        yield process
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,7 @@ def test_history_and_its_file_make_the_same_page(tmp_path: Path) -> None:
     assert "1 time" in render(history)
 
 
+@pytest.mark.full
 def test_pages_of_long_runs_stay_small_and_keep_every_skip() -> None:
     random.seed(0)
     steps, every = 100_000, 9973

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +29,20 @@ LEARNT = {"imagenet": 1.2, "bert": 1.0, "lstm": 0.5, "gloo": 0.8}
 
 
 @pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
+def script(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Call:
     """Run a script of this folder, once for the same arguments, and return what it printed."""
     done: dict[tuple[str, ...], str] = {}
     folder = tmp_path_factory.mktemp("scripts")
-    # torch's optimizers import its compiler at their first step.
-    with Zygote("sklearn.datasets", "torch._dynamo") as zygote:
 
-        def run(name: str, *arguments: str) -> str:
-            key = (name, *arguments)
-            if key not in done:
-                process = zygote.preamp_run([str(HERE / f"{name}.py"), *arguments], folder)
-                assert process.returncode == 0, process.stderr
-                done[key] = process.stdout
-            return done[key]
+    def run(name: str, *arguments: str) -> str:
+        key = (name, *arguments)
+        if key not in done:
+            process = zygote.preamp_run([str(HERE / f"{name}.py"), *arguments], folder)
+            assert process.returncode == 0, process.stderr
+            done[key] = process.stdout
+        return done[key]
 
-        yield run
+    return run
 
 
 def costly(value: str) -> Any:
