@@ -20,6 +20,12 @@ from preamp.engine import Engine
 
 torch.set_num_threads(1)
 
+# For each device that is not there, torch.manual_seed would format a stack trace, to be shown if it
+# ever comes: as long as many a test takes.
+for _device in (torch.cuda, torch.xpu, torch.mtia):
+    if not _device.is_available():
+        _device.manual_seed_all = lambda seed: None
+
 # The same examples in every run, and no deadline: the first call of a torch op is slow. For a
 # search with new examples: pytest --hypothesis-profile=explore.
 hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=25)
