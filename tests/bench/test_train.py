@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 import preamp
-from preamp.bench import records, train, worker
-from preamp.bench.harness import Effort
-from preamp.bench.loops import BY_HAND, SETTINGS, Masters, make_loop
-from preamp.bench.tasks import TASKS, TaskConfig, make_task
-from preamp.bench.worker import Job, Worker, WorkerError
+from preamp_bench import records, train, worker
+from preamp_bench.harness import Effort
+from preamp_bench.loops import BY_HAND, SETTINGS, Masters, make_loop
+from preamp_bench.tasks import TASKS, TaskConfig, make_task
+from preamp_bench.worker import Job, Worker, WorkerError
 
 MEMORY = {"weights", "masters", "gradients", "optimizer_state", "peak_bytes", "parameters"}
 

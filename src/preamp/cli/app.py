@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from preamp.cli import run as program
-from preamp.cli.bench import bench
 from preamp.cli.checkpoint import checkpoint
 from preamp.cli.convert import convert_checkpoint
 from preamp.cli.demo import demo
@@ -31,7 +30,6 @@ app.command()(levels)
 app.command()(estimate)
 app.command()(plan)
 app.command()(report)
-app.add_typer(bench)
 app.add_typer(checkpoint)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 import preamp
-from preamp.bench.weights import MAX_NORM, SETTINGS, Gradients, StepCase, Weights, Work
 from preamp.kernels import AdamRule, BiasCorrection, Update, backend
 from preamp.optimizers import FusedAdam
+from preamp_bench.weights import MAX_NORM, SETTINGS, Gradients, StepCase, Weights, Work
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `preamp bench train` trains: the demo's GPT, and a small convolutional network."""
+"""What `preamp_bench.train` trains: the demo's GPT, and a small convolutional network."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import preamp
-from preamp.bench.harness import Row
+from preamp_bench.harness import Row
 
 Record = dict[str, Any]
 """One line of a result file. Every line has ``benchmark``, ``name``, ``group``, ``status`` and the
@@ -102,7 +102,7 @@ def cpu_model() -> str:
 
 
 def _commit() -> str:
-    """The commit that this file is of, marked if the package differs; unknown once installed."""
+    """The commit that this file is of, marked if the package differs; unknown without git."""
     here = Path(__file__)
 
     def git(*arguments: str) -> str:
@@ -113,7 +113,7 @@ def _commit() -> str:
 
     try:
         git("ls-files", "--error-unmatch", here.name)  # not just anybody's repository around us
-        changed = git("status", "--porcelain", "--", str(here.parents[1]))
+        changed = git("status", "--porcelain", "--", str(here.parents[2] / "src"))
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

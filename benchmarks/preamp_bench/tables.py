@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tables of ``preamp bench``."""
+"""Tables that the benchmarks print."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from preamp.bench.distributed import COLLECTIVES, WORLDS, derived
-from preamp.bench.records import Record
+from preamp_bench.distributed import COLLECTIVES, WORLDS, derived
+from preamp_bench.records import Record
 
 
 def show_step(rows: list[Record], console: Console) -> None:
-    """Print one case of ``preamp bench step``.
+    """Print one case of `preamp_bench.step`.
 
     Args:
         rows: Its records.
@@ -50,7 +50,7 @@ def show_step(rows: list[Record], console: Console) -> None:
 
 
 def show_train(rows: list[Record], console: Console) -> None:
-    """Print one level of ``preamp bench train``.
+    """Print one level of `preamp_bench.train`.
 
     Args:
         rows: Its records.
@@ -80,7 +80,7 @@ def show_train(rows: list[Record], console: Console) -> None:
 
 
 def show_distributed(rows: list[Record], console: Console) -> None:
-    """Print ``preamp bench distributed``.
+    """Print the rows of `preamp_bench.distributed`.
 
     Args:
         rows: Its records.

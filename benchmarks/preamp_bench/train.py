@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 import preamp
-from preamp.bench import records
-from preamp.bench.harness import Effort, Variant, compare, time_rounds
-from preamp.bench.tasks import TaskConfig
-from preamp.bench.worker import Job, Worker, WorkerError
 from preamp.core.errors import message
+from preamp_bench import records
+from preamp_bench.harness import Effort, Variant, compare, time_rounds
+from preamp_bench.tasks import TaskConfig
+from preamp_bench.worker import Job, Worker, WorkerError
 
 AUTOCAST = "bf16 autocast by hand"
 """What O5 is to beat; on CPUs it computes less in float32 than O4 does."""

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 import preamp
-from preamp.bench.tasks import Task
 from preamp.optimizers import FusedAdam
+from preamp_bench.tasks import Task
 
 MAX_NORM = 1.0
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-5}

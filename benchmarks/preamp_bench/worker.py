@@ -22,12 +22,12 @@ from typing import IO, Any
 
 import torch
 
-from preamp.bench.harness import stopwatch
-from preamp.bench.loops import Loop, make_loop
-from preamp.bench.memory import Peak
-from preamp.bench.tasks import TaskConfig, make_task
 from preamp.demo.measure import memory_of
 from preamp.demo.train import wait_for
+from preamp_bench.harness import stopwatch
+from preamp_bench.loops import Loop, make_loop
+from preamp_bench.memory import Peak
+from preamp_bench.tasks import TaskConfig, make_task
 
 
 class WorkerError(RuntimeError):
@@ -40,7 +40,7 @@ class Job:
 
     Attributes:
         task: The task.
-        way: See `preamp.bench.loops.make_loop`.
+        way: See `preamp_bench.loops.make_loop`.
         level: The opt level.
     """
 
@@ -60,12 +60,12 @@ class Worker:
         """Start the process; it is ready when the first step is answered."""
         self._errors: IO[bytes] = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "preamp.bench.worker", json.dumps(asdict(job))],
+            [sys.executable, "-m", "preamp_bench.worker", json.dumps(asdict(job))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         )
 
     def __enter__(self) -> Worker:

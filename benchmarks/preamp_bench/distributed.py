@@ -25,12 +25,12 @@ from torch import multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import preamp
-from preamp.bench import records
-from preamp.bench.harness import Effort, Variant, measure, stopwatch
 from preamp.core.errors import message
 from preamp.distributed import shard_optimizer
 from preamp.distributed.groups import collectives
 from preamp.distributed.job import shard_fully
+from preamp_bench import records
+from preamp_bench.harness import Effort, Variant, measure, stopwatch
 
 RANKS = 2
 WORLDS = (8, 64, 1024)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from preamp.bench.weights import MAX_NORM, SETTINGS, Gradients, StepCase, Weights, Work
+from preamp_bench.weights import MAX_NORM, SETTINGS, Gradients, StepCase, Weights, Work
 
 
 def of_module(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``preamp bench``: options reach the measurement, rows reach the file, refusals come first."""
+"""The benchmarks' commands: options reach the measurement, rows the file, refusals come first."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from preamp.bench import distributed, records, step, train
-from preamp.cli.app import app
+from preamp_bench import distributed, records, step, train
+from preamp_bench.commands import bench
 
 
 def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["bench", *arguments])
+    return CliRunner().invoke(bench, list(arguments))
 
 
 def row_of(facts: records.Record) -> records.Record:

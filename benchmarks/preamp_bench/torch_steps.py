@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from preamp.bench.weights import MAX_NORM, SETTINGS, Gradients, StepCase, Weights, Work
+from preamp_bench.weights import MAX_NORM, SETTINGS, Gradients, StepCase, Weights, Work
 
 
 def grad_scaler(case: StepCase, gradients: Gradients) -> Work:

@@ -15,14 +15,14 @@ from itertools import product
 
 import torch
 
-from preamp.bench import preamp_steps, records, torch_steps
-from preamp.bench.harness import Effort, Row, Variant, measure, stopwatch
-from preamp.bench.memory import proc_bytes
-from preamp.bench.peers import of_module
-from preamp.bench.preamp_steps import fused_adam, through_engine, torch_adamw
-from preamp.bench.weights import Gradients, StepCase, Work
 from preamp.core.dtypes import dtype_name
 from preamp.demo.train import wait_for
+from preamp_bench import preamp_steps, records, torch_steps
+from preamp_bench.harness import Effort, Row, Variant, measure, stopwatch
+from preamp_bench.memory import proc_bytes
+from preamp_bench.peers import of_module
+from preamp_bench.preamp_steps import fused_adam, through_engine, torch_adamw
+from preamp_bench.weights import Gradients, StepCase, Work
 
 COPY = "copy"
 _COPIED_AT_MOST = 2**29

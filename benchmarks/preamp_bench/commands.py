@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``preamp bench``: options in, rows and tables out."""
+"""The command line of the benchmarks: options in, rows and tables out."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Annotated, TypeVar
 import typer
 
 import preamp
-from preamp.bench import distributed, records, step, train
-from preamp.bench.harness import Effort
-from preamp.bench.tasks import TASKS, TaskConfig
-from preamp.cli.bench_tables import show_distributed, show_step, show_train
 from preamp.cli.console import make_console
 from preamp.cli.demo import choose_device
 from preamp.core.errors import PreampUnavailableError, message
+from preamp_bench import distributed, records, step, train
+from preamp_bench.harness import Effort
+from preamp_bench.tables import show_distributed, show_step, show_train
+from preamp_bench.tasks import TASKS, TaskConfig
 
 bench = typer.Typer(
     name="bench", help="Measure preamp against the same written by hand.", no_args_is_help=True
