@@ -112,11 +112,7 @@ def written_at(path: Path) -> int:
 
 
 def tidy_folder(folder: Path) -> bool:
-    """Remove what is older than the newest complete checkpoint in ``folder``, and dead drafts.
-
-    Returns:
-        Whether there is a complete one.
-    """
+    """Remove what is older than the newest complete checkpoint in ``folder``, and dead drafts."""
     sets = _sets_in(folder)
     complete = _newest_complete(sets)
     if complete is None:

@@ -122,9 +122,6 @@ def choose_device(name: str) -> torch.device:
     Args:
         name: ``"auto"``, or what ``torch.device`` understands.
 
-    Returns:
-        The device.
-
     Raises:
         ValueError: The name means nothing to torch.
         PreampUnavailableError: This machine, or this torch, does not have the device.
@@ -161,9 +158,6 @@ def run_watched(setting: Setting, console: Console, *, quiet: bool) -> DemoResul
         setting: What all levels share.
         console: Where the bars go.
         quiet: Whether to leave them out.
-
-    Returns:
-        The run.
     """
     if quiet:
         return run(setting, Unwatched())

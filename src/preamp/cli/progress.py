@@ -47,19 +47,11 @@ class Bars:
         }
 
     def level_started(self, level: str) -> None:
-        """Start the clock of a bar.
-
-        Args:
-            level: The opt level.
-        """
+        """Start the clock of a bar."""
         self.display.start_task(self._tasks[level])
 
     def step_done(self, progress: Step) -> None:
-        """Move a bar on.
-
-        Args:
-            progress: How the step went.
-        """
+        """Move a bar on."""
         news = (
             f"{progress.loss:.3f} bits/byte  scale {progress.loss_scale:,.6g}"
             f"  {progress.tokens_per_second:,.0f} tokens/s"
@@ -67,11 +59,7 @@ class Bars:
         self.display.update(self._tasks[progress.level], completed=progress.step, news=news)
 
     def level_done(self, result: LevelResult) -> None:
-        """Show the result in place of the last step.
-
-        Args:
-            result: The level's row.
-        """
+        """Show the result in place of the last step."""
         bits = result.held_out_bits
         news = result.status if bits is None else f"held out: {bits:.3f} bits/byte"
         self.display.update(self._tasks[result.level], news=news)

@@ -93,9 +93,6 @@ def read_corpus(folder: Path | None = None) -> Corpus:
 def source_files(folder: Path) -> list[str]:
     """List the ``.py`` files below ``folder`` that are the library's own.
 
-    Args:
-        folder: A standard library's folder.
-
     Returns:
         Relative POSIX paths, sorted, so that every machine reads the same order.
     """
@@ -105,9 +102,6 @@ def source_files(folder: Path) -> list[str]:
 
 def is_held_out(name: str) -> bool:
     """Tell whether a file belongs to the held-out text.
-
-    Args:
-        name: Relative POSIX path.
 
     Returns:
         True for one path in ten, on every machine the same.
@@ -175,9 +169,6 @@ def windows(text: Tensor, starts: Tensor, context: int) -> Batch:
         text: Shape (bytes,), uint8.
         starts: First byte of each window, shape (batch,), int64.
         context: Bytes in a window.
-
-    Returns:
-        The windows and their targets, one byte further.
     """
     cut = text[starts[:, None] + torch.arange(context + 1)].long()
     return Batch(inputs=cut[:, :-1], targets=cut[:, 1:])

@@ -61,9 +61,6 @@ def write(result: DemoResult, folder: Path) -> tuple[Path, Path]:
     Args:
         result: The run.
         folder: Is made where it does not exist.
-
-    Returns:
-        Paths of the report and of the data.
     """
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "results.json"

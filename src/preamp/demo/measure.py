@@ -42,10 +42,6 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 def held_out_bits(model: GPT, batches: Iterable[Batch]) -> float:
     """Evaluate bits per byte, in the precision that the model was trained in.
 
-    Args:
-        model: An initialised model.
-        batches: Held-out text.
-
     Returns:
         The mean over all bytes; 8.0 is what a model that knows nothing needs.
 
@@ -67,10 +63,6 @@ def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Memory:
     Call it between a backward and its step, and not before the second one: the optimizer makes
     its state in the first step.
 
-    Args:
-        model: An initialised model.
-        optimizer: Its optimizer.
-
     Returns:
         Bytes of each category on this rank, divided by the number of parameters of the whole model.
     """
@@ -91,11 +83,6 @@ def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Memory:
 
 def dtypes_of(model: GPT, optimizer: torch.optim.Optimizer, batch: Batch) -> Dtypes:
     """Find the number formats by looking at parameters and at what a forward puts out.
-
-    Args:
-        model: An initialised model.
-        optimizer: Its optimizer.
-        batch: Something to run the model on.
 
     Returns:
         Short names; ``"bf16+fp32"`` where there are two, the more frequent one first.
@@ -124,10 +111,6 @@ def dtypes_of(model: GPT, optimizer: torch.optim.Optimizer, batch: Batch) -> Dty
 
 def activation_bytes(model: GPT, batch: Batch) -> int:
     """Count what one forward keeps for its backward, parameters and inputs left out.
-
-    Args:
-        model: An initialised model.
-        batch: One training batch.
 
     Returns:
         Bytes of the distinct storages that autograd saved.

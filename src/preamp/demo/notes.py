@@ -43,15 +43,7 @@ HELD_OUT = (
 
 
 def note_of(row: LevelResult, result: DemoResult) -> str:
-    """Say what is special about a row.
-
-    Args:
-        row: The row.
-        result: The run that it belongs to.
-
-    Returns:
-        One or more sentences.
-    """
+    """Say what is special about a row."""
     parts = [_LEVELS.get(row.level, "")]
     if row.status != "finished":
         end = row.reason.rstrip(".")

@@ -133,12 +133,7 @@ def digest(values: object) -> str:
 
 
 def agreement_of(ranks: tuple[RankResult, ...], parallel: str) -> str:
-    """Say whether ranks agree on what they have to agree on.
-
-    Args:
-        ranks: Two or more.
-        parallel: What they shared.
-    """
+    """Say whether ranks agree on what they have to agree on."""
     facts = {
         "losses": {rank.losses for rank in ranks},
         "skipped steps": {rank.steps_skipped for rank in ranks},

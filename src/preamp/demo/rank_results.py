@@ -17,9 +17,6 @@ def with_ranks(row: LevelResult, model: GPT) -> LevelResult:
     Args:
         row: A level's row as this rank has it.
         model: The trained model.
-
-    Returns:
-        The row.
     """
     own = RankResult(
         rank=own_rank(),

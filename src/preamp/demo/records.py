@@ -150,9 +150,6 @@ class DemoResult:
 def to_json(result: DemoResult) -> dict[str, Any]:
     """Turn a run into data that ``json.dumps(allow_nan=False)`` accepts.
 
-    Args:
-        result: The run.
-
     Returns:
         The content of ``results.json``; :mod:`preamp.demo.schema` says what is in it.
     """

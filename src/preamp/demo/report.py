@@ -26,14 +26,7 @@ _INTERRUPTED = " Interrupted: this is what was measured until then."
 
 
 def render(result: DemoResult) -> str:
-    """Write a run as one HTML page that refers to nothing outside itself.
-
-    Args:
-        result: The run.
-
-    Returns:
-        The page.
-    """
+    """Write a run as one HTML page that refers to nothing outside itself."""
     intro = _INTRO.format(parameters=result.parameters)
     return report.render(
         {row.level: row.records for row in result.levels} or [],

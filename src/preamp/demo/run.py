@@ -76,10 +76,6 @@ class Setting:
 def prepare(config: DemoConfig, corpus: Corpus) -> Setting:
     """Create what all levels share.
 
-    Args:
-        config: What was asked for.
-        corpus: The text.
-
     Returns:
         The setting, with weights drawn from ``config.seed``.
 
@@ -106,9 +102,6 @@ def run(setting: Setting, watcher: Watcher) -> DemoResult:
     Args:
         setting: What all levels share.
         watcher: Is told of the progress.
-
-    Returns:
-        One row per level that was started.
     """
     rows: list[LevelResult] = []
     interrupted = False
@@ -231,9 +224,6 @@ def look_closer(
 def outcome_of(training: Callable[[], None]) -> tuple[Status, str]:
     """Run a training and put into words how it ended.
 
-    Args:
-        training: Trains.
-
     Returns:
         The status, and the reason where it did not finish.
     """
@@ -250,9 +240,6 @@ def outcome_of(training: Callable[[], None]) -> tuple[Status, str]:
 
 def warmup_steps(steps: int) -> int:
     """Tell how many steps are too early to time: allocators and caches fill up in them.
-
-    Args:
-        steps: Steps of the training.
 
     Returns:
         At most five, and never all.

@@ -101,12 +101,6 @@ _DOCUMENT = {
 def read_results(path: Path) -> dict[str, Any]:
     """Read a ``results.json`` and check every field of it.
 
-    Args:
-        path: The file.
-
-    Returns:
-        Its content.
-
     Raises:
         ValueError: Something is missing, superfluous or of another type; the message says where.
     """

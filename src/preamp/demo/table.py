@@ -45,9 +45,6 @@ class Column:
 def columns_of(result: DemoResult) -> tuple[Column, ...]:
     """List the columns that a run can fill.
 
-    Args:
-        result: The run.
-
     Returns:
         The columns; the first one is the level, and peak memory is there if it was counted.
     """
@@ -85,9 +82,6 @@ def _text(value: float | None, form: Callable[[float], str]) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Write a step time in milliseconds with three significant digits.
-
-    Args:
-        seconds: A duration.
 
     Returns:
         Such as ``"7.12"``, ``"71.2"`` or ``"712"``.

@@ -55,9 +55,6 @@ def make_optimizer(model: GPT, config: OptimizerConfig) -> torch.optim.AdamW:
     Args:
         model: The float32 model.
         config: AdamW's settings.
-
-    Returns:
-        The optimizer.
     """
     return torch.optim.AdamW(
         model.parameters(),
@@ -144,13 +141,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def count_bytes_once(model: nn.Module, optimizer: torch.optim.Optimizer, tape: Tape) -> None:
-    """Count memory at the first backward that finds the optimizer's state in place.
-
-    Args:
-        model: An initialised model, its gradients present.
-        optimizer: Its optimizer.
-        tape: Gets the result.
-    """
+    """Count memory at the first backward that finds the optimizer's state in place."""
     if tape.memory is None and optimizer.state:
         tape.memory = memory_of(model, optimizer)
         note_memory(tape.history, len(tape.losses) + 1, tape.memory, model)
@@ -158,9 +149,6 @@ def count_bytes_once(model: nn.Module, optimizer: torch.optim.Optimizer, tape: T
 
 def bits_of(nats: float) -> float:
     """Convert a loss.
-
-    Args:
-        nats: Per byte.
 
     Returns:
         Bits per byte.

@@ -32,27 +32,15 @@ class Watcher(Protocol):
     """Someone who wants to know; a progress display, or a test."""
 
     def level_started(self, level: str) -> None:
-        """Tell that an opt level begins.
-
-        Args:
-            level: The opt level.
-        """
+        """Tell that an opt level begins."""
         ...
 
     def step_done(self, progress: Progress) -> None:
-        """Tell that a step is over.
-
-        Args:
-            progress: How it went.
-        """
+        """Tell that a step is over."""
         ...
 
     def level_done(self, result: LevelResult) -> None:
-        """Tell that an opt level is over, finished or not.
-
-        Args:
-            result: Its row.
-        """
+        """Tell that an opt level is over, finished or not."""
         ...
 
 

@@ -49,9 +49,6 @@ class NumberFormat:
     def headroom(self, max_abs: float) -> float | None:
         """By how many powers of two ``max_abs`` may grow before it overflows.
 
-        Args:
-            max_abs: A finite magnitude.
-
         Returns:
             ``log2(largest / max_abs)``, negative beyond the range; ``None`` for zero.
         """

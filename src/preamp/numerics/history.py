@@ -88,9 +88,6 @@ class History:
             listener: Takes a record. What it raises comes out of the call that made the record,
                 usually ``optimizer.step``. If it has a method ``close``, that is called when the
                 history is closed.
-
-        Returns:
-            A function that ends this.
         """
         self._listeners.append(listener)
 

@@ -213,9 +213,6 @@ RULES: Final = (
 def advise(run: Run) -> list[Finding]:
     """Apply all rules.
 
-    Args:
-        run: What is known of the run.
-
     Returns:
         What was found, the gravest first; empty if there is nothing to say.
     """

@@ -102,11 +102,7 @@ def draw(chart: Chart) -> Html:
 
 
 def legend(entries: Iterable[tuple[str, int]]) -> Html:
-    """List names beside samples of their lines, below a chart.
-
-    Args:
-        entries: Name and style of each line.
-    """
+    """List names beside samples of their lines, below a chart."""
     items = [tag("li", _sample(style), tag("bdi", name)) for name, style in entries]
     return tag("ul", *items, class_="legend") if items else Html()
 

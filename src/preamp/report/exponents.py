@@ -71,12 +71,7 @@ def choose(run: Run) -> list[Chosen]:
 
 
 def draw(chosen: Chosen, name: str) -> Html:
-    """Draw one histogram.
-
-    Args:
-        chosen: The tensor.
-        name: Prefix of ids.
-    """
+    """Draw one histogram."""
     tensor = chosen.tensor
     counts = tensor.histogram or {}
     shift = floor(log2(tensor.scale)) if 0 < tensor.scale < inf else 0

@@ -32,13 +32,7 @@ def shade_of(share: float) -> int:
 
 
 def strip(layer: Layer, heat: HeatMap, name: str) -> Html:
-    """Draw one row.
-
-    Args:
-        layer: The row.
-        heat: The map that it belongs to.
-        name: Prefix of ids.
-    """
+    """Draw one row."""
     title = f"Underflow in {words.shown(layer.name)}"
     steps = f"From step {heat.first:,} to step {heat.last:,}"
     description = f"{steps} no gradient was finite."

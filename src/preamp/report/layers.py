@@ -112,10 +112,6 @@ def module_of(name: str) -> str:
 def heat_map(run: Run, times: int = TIMES) -> HeatMap | None:
     """Sum up the underflow of gradients by module.
 
-    Args:
-        run: What is known of the run.
-        times: Columns, at most.
-
     Returns:
         The rows, or ``None`` if no gradient was looked at.
     """

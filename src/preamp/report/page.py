@@ -98,9 +98,6 @@ def write(
         before: See `render`.
         after: See `render`.
 
-    Returns:
-        The path.
-
     Raises:
         ValueError: See `render`.
         PreampUnavailableError: See `render`.

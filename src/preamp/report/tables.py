@@ -34,12 +34,7 @@ def name(text: str, limit: int = words.NAME_LIMIT) -> Html:
 
 
 def skips(run: Run, prefix: str) -> list[Table]:
-    """List the skipped steps with their causes; many are summed up.
-
-    Args:
-        run: What is known of the run.
-        prefix: Of the tables' ids.
-    """
+    """List the skipped steps with their causes; many are summed up."""
     causes = {(o.step, o.optimizer): o for o in run.overflows}
     steps = sorted({*causes, *((step.step, step.optimizer) for step in run.skipped)})
     if not steps:
@@ -139,12 +134,7 @@ def _by_cause(run: Run, prefix: str) -> Table:
 
 
 def casts(run: Run, prefix: str) -> Table | None:
-    """List what was cast, most bytes first.
-
-    Args:
-        run: What is known of the run.
-        prefix: Of the table's id.
-    """
+    """List what was cast, most bytes first."""
     if run.casts is None or not run.casts.casts:
         return None
     audit = sorted(run.casts.casts, key=lambda cast: -cast.bytes)

@@ -80,9 +80,6 @@ def smooth(values: Sequence[float], window: float) -> list[float]:
     Args:
         values: Those that are not finite stay as they are and count for nothing.
         window: About how many to average: a value this far back counts 1/e of the latest one.
-
-    Returns:
-        As many values.
     """
     fade = math.exp(-1 / max(window, 1e-9))
     averaged: list[float] = []

@@ -21,10 +21,6 @@ _NAMED_STEPS = 12  # skipped steps that a description names one by one
 def loss_chart(run: Run, name: str) -> Html | None:
     """Draw the losses of one run, with skipped steps and losses that were not finite marked.
 
-    Args:
-        run: What is known of it.
-        name: Prefix of ids.
-
     Returns:
         Picture and legend, or ``None`` if no loss is recorded.
     """
@@ -56,10 +52,6 @@ def loss_chart(run: Run, name: str) -> Html | None:
 
 def scale_chart(run: Run, name: str) -> Html | None:
     """Draw the loss scales of one run as powers of two, with skipped steps marked.
-
-    Args:
-        run: What is known of it.
-        name: Prefix of ids.
 
     Returns:
         Picture and legend, or ``None`` if no scale is recorded.

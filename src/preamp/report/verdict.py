@@ -30,12 +30,7 @@ class Verdict:
 
 
 def judge(run: Run, findings: Sequence[Finding]) -> Verdict:
-    """Sum up a run.
-
-    Args:
-        run: What is known of it.
-        findings: What the rules found.
-    """
+    """Sum up a run."""
     if not run.steps:
         return Verdict(
             kind="empty",

@@ -45,11 +45,7 @@ class AliasLoader(InspectLoader):
         self._target = target
 
     def exec_module(self, module: ModuleType) -> None:
-        """Import preamp's module and the children, then copy the attributes.
-
-        Args:
-            module: The alias module.
-        """
+        """Import preamp's module and the children, then copy the attributes."""
         source = importlib.import_module(self._target)
         import_children(module.__name__)
         # After the children: amp._amp_state is an object, although a child has the same name.
@@ -222,9 +218,6 @@ def import_children(parent: str) -> None:
 
 def refuse_missing(name: str) -> None:
     """Say what replaces a module that cannot be had.
-
-    Args:
-        name: Dotted name, in one of the two tables.
 
     Raises:
         ModuleNotFoundError: It cannot be had.
