@@ -21,15 +21,10 @@ from preamp.optim import leaf_of
 def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
     """Return the content, whose tensors are mostly the live ones. Synchronises.
 
-    Of what ranks hold parts there are `Piece` and ``DTensor`` values.
-
-    Args:
-        subjects: Not mutated, except that masters take over what was written to half weights.
-        extra: Put in as it is.
-
-    Raises:
-        PreampStateError: Inside a ``scale_loss`` block; or a gradient was changed while a loss
-            scale was on it, or lies unreduced inside of ``fully_shard``.
+    Of what ranks hold parts there are `Piece` and ``DTensor`` values; ``extra`` is put in as it is.
+    Masters take over what was written to half weights. Raises `PreampStateError` inside a
+    ``scale_loss`` block, and where a gradient was changed while a loss scale was on it or lies
+    unreduced inside of ``fully_shard``.
     """
     for engine in subjects.engines:
         check_outside_blocks(engine, "save_checkpoint")

@@ -40,22 +40,13 @@ _LISTS: dict[type[Any], str] = {
 
 
 def encode(tree: Any, what: str = "content", ranks: int = 1) -> tuple[Any, Tensors]:
-    """Take ``tree`` apart.
+    """Take plain data apart into what ``json.dumps`` takes, and its tensors by name.
 
-    Args:
-        tree: Plain data. Not mutated, and its tensors are not copied.
-        what: How to call it in errors.
-        ranks: How many there are.
-
-    Returns:
-        What ``json.dumps`` takes, and the tensors by name. Those that are the same memory in the
-        same shape are one. Of sharded tensors there are this rank's pieces, under names that are
-        the same on every rank.
-
-    Raises:
-        TypeError: Something in it is no plain data, or a tensor of a kind that is not stored.
-        ValueError: It contains itself.
-        PreampStateError: The pieces of a sharded tensor are no blocks of its elements.
+    Tensors are not copied; those that are the same memory in the same shape are one. Of sharded
+    ones there are this rank's pieces, under names that are the same on every rank. ``what`` is what
+    errors call the data. Raises `TypeError` for what is no plain data or a tensor of a kind that is
+    not stored, `ValueError` if it contains itself, and `PreampStateError` if the pieces of a
+    sharded tensor are no blocks of its elements.
     """
     encoder = _Encoder(what, ranks)
     try:
@@ -172,14 +163,10 @@ def _atom(value: Any) -> Any:
 
 
 def decode(tree: Any, tensors: Mapping[str, Found]) -> Any:
-    """Put together what `encode` took apart.
+    """Put together what `encode` took apart; raises `ValueError` if ``tree`` is not of that form.
 
-    Args:
-        tree: What ``json.loads`` returned.
-        tensors: By name; used as they are. Of sharded tensors all pieces; there will be `Pieces`.
-
-    Raises:
-        ValueError: ``tree`` is not of that form.
+    Tensors are used as they are. Of sharded ones ``tensors`` has all pieces; there will be
+    `Pieces`.
     """
     try:
         return _decode(tree, tensors)

@@ -149,17 +149,10 @@ def _name_of(content: Any) -> str:
 
 
 def to_plain(content: Any) -> Any:
-    """Return ``content`` with every record of a loss scaler replaced by plain data.
+    """Return what `read_apex_checkpoint` returned with records of loss scalers as plain data.
 
-    Args:
-        content: What `read_apex_checkpoint` returned; not mutated.
-
-    Returns:
-        The same containers where nothing in them changed.
-
-    Raises:
-        ValueError: A record cannot be read, or is where a dict cannot be; or ``content``
-            contains itself.
+    Containers in which nothing changed are the same ones; nothing is mutated. Raises `ValueError`
+    if a record cannot be read, or is where a dict cannot be, or if ``content`` contains itself.
     """
     try:
         return _to_plain(content, {})
@@ -275,14 +268,9 @@ def convert_apex_checkpoint(
 
 
 def write_atomically(content: Any, target: Path) -> None:
-    """Save ``content`` so that ``target`` is either what it was or complete.
+    """Save plain data so that ``target`` is either what it was or complete.
 
-    Args:
-        content: Plain data.
-        target: The file; replaced if it exists.
-
-    Raises:
-        OSError: The file cannot be written.
+    Raises `OSError` if the file cannot be written.
     """
     with replacing(target) as file:
         torch.save(content, file)

@@ -22,9 +22,7 @@ _SHOWN = 3
 def check_fits(content: Mapping[str, Any], subjects: Subjects) -> None:
     """Raise `ValueError` unless everything asked for is there and of the same form.
 
-    Args:
-        content: Of a checkpoint.
-        subjects: What it is to be loaded into. A kind of which there is none is left out.
+    A kind of which ``subjects`` has none is left out.
     """
     for kind in ("models", "optimizers", "schedulers"):
         asked, saved = getattr(subjects, kind), content[kind]

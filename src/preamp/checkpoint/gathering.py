@@ -46,21 +46,15 @@ def gather(
 
     Where nothing is sharded that is everything on the first rank and nothing on the others, which
     only send what they have of their own: gradients that were not reduced, buffers, random states.
-    Everything else they compare with the first rank, by fingerprints. Where something is
-    sharded every rank writes a file with its pieces and what it has of its own.
+    Everything else they compare with the first rank, by fingerprints. Where something is sharded
+    every rank writes a file with its pieces and what it has of its own.
 
-    Args:
-        make: Returns the content of this rank. Where it fails on one rank, all raise.
-        path: Of the checkpoint.
-        buffers: Names of those tensors that are buffers of models.
-
-    Returns:
-        What returns the draft, or ``None`` on ranks that write nothing. It may fail on one rank
-        alone. Its argument is whether later changes must not change the draft. Synchronises.
-
-    Raises:
-        PreampStateError: Weights or optimizer states are not the same on all ranks, copies of
-            one piece differ, or pieces do not make up a tensor.
+    ``make`` returns the content of this rank; where it fails on one rank, all raise. ``buffers``
+    are the names of tensors that are buffers of models. What is returned synchronises, may fail on
+    one rank alone, and returns the draft, or ``None`` on ranks that write nothing; its argument is
+    whether later changes must not change the draft. Raises `PreampStateError` if weights or
+    optimizer states are not the same on all ranks, copies of one piece differ, or pieces do not
+    make up a tensor.
     """
     tree: Any = None
     tensors: Tensors = {}
@@ -129,11 +123,7 @@ class _Ranks:
 
     @classmethod
     def of(cls, told: Sequence[_Told]) -> _Ranks:
-        """Compare what all ranks have told.
-
-        Raises:
-            PreampStateError: Pieces do not make up a tensor.
-        """
+        """Compare what all ranks have told; `PreampStateError` if pieces make up no tensor."""
         prints = [one for one, _, _ in told]
         whole = [{n: p for n, p in one.items() if not _is_piece(p)} for one in prints]
         differences = [differing(one, whole[0]) for one in whole]
@@ -152,9 +142,7 @@ def _first_holders(
 ) -> list[list[str]]:
     """For each rank, the names of pieces that none before it has; others are compared to these.
 
-    Args:
-        pieces: Of each rank.
-        differences: What differs is added to it.
+    What differs is added to ``differences``.
     """
     known: dict[tuple[str, Any], Print] = {}
     own: list[list[str]] = []

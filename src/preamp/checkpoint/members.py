@@ -82,11 +82,7 @@ def is_sharded_folder(path: Path) -> bool:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of the newest complete checkpoint in ``folder``, by rank.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Files of the newest complete checkpoint in ``folder``, by rank; `ValueError` without one."""
     sets = _sets_in(folder)
     complete = _newest_complete(sets)
     if complete is not None:
@@ -103,9 +99,7 @@ def files_of(folder: Path) -> list[Path]:
 def written_at(path: Path) -> int:
     """When a checkpoint was written, in nanoseconds: a file, or the last one of a folder.
 
-    Raises:
-        ValueError: It is a folder without a complete checkpoint.
-        OSError: It is not there any more.
+    Raises `ValueError` for a folder without a complete checkpoint, `OSError` if it is gone.
     """
     files = files_of(path) if path.is_dir() else [path]
     return max(file.stat().st_mtime_ns for file in files)

@@ -14,11 +14,7 @@ MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
 
 def migrated(content: Any, version: int) -> dict[str, Any]:
-    """Bring ``content`` of an earlier version to the current one.
-
-    Raises:
-        ValueError: The version is newer, or none.
-    """
+    """Bring ``content`` to the current version; `ValueError` if its own is newer, or none."""
     if not isinstance(content, dict):
         raise ValueError("its content is of another kind")
     migrated_content = cast("dict[str, Any]", content)

@@ -57,11 +57,7 @@ class Part:
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Part:
-        """Read it again.
-
-        Raises:
-            ValueError: Something is missing or of another kind.
-        """
+        """Read it again; raises `ValueError` if something is missing or of another kind."""
         try:
             order = given["order"]
             part = cls(
@@ -81,11 +77,7 @@ class Part:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype that ``dtype_name`` calls ``name``.
-
-    Raises:
-        ValueError: torch has none.
-    """
+    """Return the dtype that ``dtype_name`` calls ``name``; `ValueError` if torch has none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}")
@@ -93,12 +85,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def check_storable(tensor: torch.Tensor, place: str) -> None:
-    """Raise `TypeError` unless ``tensor`` is an ordinary one.
-
-    Args:
-        tensor: Any.
-        place: Where it is, for the message.
-    """
+    """Raise `TypeError`, naming its ``place``, unless ``tensor`` is an ordinary one."""
     is_ordinary = type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)
     # Sharded and quantized tensors are subclasses, whose memory is not the value.
     is_ordinary = is_ordinary and not hasattr(tensor, "__tensor_flatten__")
@@ -133,12 +120,7 @@ class Stored:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, copy: bool) -> Stored:
-        """Bring ``tensor`` to the CPU. Synchronises with its device.
-
-        Args:
-            tensor: On any device.
-            copy: Whether the result must share no memory with it.
-        """
+        """Bring ``tensor`` to the CPU, sharing no memory with it if ``copy``. Synchronises."""
         value = tensor.detach().resolve_conj().resolve_neg()
         dtype, shape, order = value.dtype, tuple(value.shape), _memory_order(value)
         if order is not None:
@@ -164,9 +146,7 @@ class Stored:
 def describe(tensors: Mapping[str, Stored], *, alone: bool) -> dict[str, Part]:
     """Return the manifest's entries of ``tensors``.
 
-    Args:
-        tensors: By name.
-        alone: Start no threads. While the interpreter exits there can be no new ones.
+    ``alone`` starts no threads: while the interpreter exits there can be no new ones.
     """
     if alone:
         return {name: kept.part() for name, kept in tensors.items()}
@@ -177,18 +157,10 @@ def describe(tensors: Mapping[str, Stored], *, alone: bool) -> dict[str, Part]:
 def verified(
     parts: Mapping[str, Part], data: Mapping[str, Any], *, checksums: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors that a file holds, after comparing each with the manifest.
+    """Return the tensors that a file holds, sharing its memory, compared with the manifest.
 
-    Args:
-        parts: The manifest's entries.
-        data: What the file has.
-        checksums: Whether to compare contents, too, which reads all of them.
-
-    Returns:
-        Tensors that share memory with ``data``.
-
-    Raises:
-        ValueError: One is missing, left over, of another kind, or its bytes are others.
+    ``checksums`` compares contents, too, which reads all of them. Raises `ValueError` if one is
+    missing, left over, of another kind, or its bytes are others.
     """
     if parts.keys() != data.keys():
         missing, extra = sorted(parts.keys() - data.keys()), sorted(data.keys() - parts.keys())

@@ -61,11 +61,7 @@ class Box:
 
     @classmethod
     def from_json(cls, given: Any) -> Box:
-        """Read it again.
-
-        Raises:
-            ValueError: It is no box.
-        """
+        """Read it again; raises `ValueError` if it is no box."""
         try:
             offsets, sizes = (tuple(map(int, numbers)) for numbers in given)
         except TypeError as error:
@@ -128,15 +124,9 @@ class Piece:
 
 
 def piece_of(tensor: torch.Tensor, place: str, ranks: int) -> Piece:
-    """Return this rank's piece of a ``DTensor``; shares its memory.
+    """Return this rank's piece of a ``DTensor``, one of ``ranks``; shares its memory.
 
-    Args:
-        tensor: A ``DTensor``.
-        place: Where it is, for messages.
-        ranks: How many there are.
-
-    Raises:
-        PreampStateError: Its pieces are no blocks of elements.
+    Raises `PreampStateError`, naming its ``place``, if its pieces are no blocks of elements.
     """
     if not is_evenly_cut(tensor):
         placements: Any = getattr(tensor, "placements", None)
@@ -229,15 +219,9 @@ def describe_frame(name: str, piece: Piece) -> list[Any]:
 
 
 def pieces_named(made: Any, dtype: torch.dtype, found: Mapping[str, Any]) -> Pieces:
-    """Put together what `describe_frame` described.
+    """Put together what `describe_frame` described, of lists of boxes and their elements by name.
 
-    Args:
-        made: What it returned.
-        dtype: That it names.
-        found: By name, lists of boxes and their elements.
-
-    Raises:
-        ValueError: They are not the tensor.
+    Raises `ValueError` if they are not the tensor.
     """
     name, _, shape, order = made
     dims = None if order is None else tuple(map(int, order))

@@ -26,14 +26,9 @@ def placed(content: dict[str, Any], subjects: Subjects) -> dict[str, Any]:
     """Return a content whose tensors are ``DTensor`` values where those of ``subjects`` are.
 
     Where forms differ otherwise, the tensors are left whole for ``check_fits`` to complain about.
-
-    Args:
-        content: As read.
-        subjects: What it is loaded into. Not mutated, but its modules are resharded.
-
-    Raises:
-        ValueError: An optimizer has sharded state that is not of its parameter's shape.
-        PreampStateError: A parameter is sharded in a way that pieces cannot be cut for.
+    Modules are resharded. Raises `ValueError` if an optimizer has sharded state that is not of its
+    parameter's shape, `PreampStateError` for a parameter sharded in a way that pieces cannot be cut
+    for.
     """
     fsdp.reshard(subjects.models)
     shares, made = Shares(subjects), dict(content)

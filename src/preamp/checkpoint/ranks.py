@@ -78,17 +78,9 @@ def exchanged(make: Callable[[], T]) -> list[T]:
 
 
 def raise_together(own: Exception | None, value: Any = None) -> list[Any]:
-    """Raise on every rank if there is an error on one.
+    """Raise on every rank if there is an error on one; returns the ``value`` of every rank.
 
-    Args:
-        own: The error of this rank, or ``None``.
-        value: What to tell the others in the same exchange.
-
-    Returns:
-        ``value`` of every rank.
-
-    Raises:
-        PreampError: Another rank has an error; its text is quoted.
+    Where only another rank has an error, that is a `PreampError` which quotes it.
     """
     try:
         told = gathered((None if own is None else f"{type(own).__name__}: {own}", value))
@@ -134,9 +126,7 @@ def gathered_on_first(value: Any) -> list[Any]:
 def check_same(path: Path, identity: str) -> None:
     """Raise `PreampStateError` on all ranks unless they have read the same checkpoint.
 
-    Args:
-        path: That this rank has read.
-        identity: Of what was there.
+    ``identity`` is of what was there.
     """
     told = gathered((identity, os.fspath(path)))
     for number, (other, place) in enumerate(told):
@@ -231,10 +221,8 @@ def check_shared(
 ) -> None:
     """Raise `PreampStateError` if ranks disagree about what they train together.
 
-    Args:
-        differences: For each rank, in what it differs from the first one.
-        buffers: Names of the models' buffers, which may differ.
-        pieces: Names of sharded tensors, whose copies may not.
+    For each rank, ``differences`` has in what it differs from the first one. ``buffers`` of models
+    may differ; copies of ``pieces`` of sharded tensors may not.
     """
     for number, names in enumerate(differences):
         shared = [

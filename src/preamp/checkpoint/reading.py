@@ -51,20 +51,12 @@ class Loaded:
 
 
 def read(path: Path, reader: Reader | None = None) -> Loaded:
-    """Read a checkpoint, verify every byte of its content, and bring it to the current version.
+    """Read a file or sharded folder, verify every byte, and bring it to the current version.
 
-    Args:
-        path: A file, or the folder of a sharded checkpoint.
-        reader: Who reads; by default the only one.
-
-    Returns:
-        The content. Its tensors are mapped from the files: copy what is to outlive them.
-
-    Raises:
-        CheckpointError: It is damaged, incomplete, foreign, or of a newer version; says only in
-            which way.
-        PreampUnavailableError: It is in a format whose package is missing.
-        OSError: There is no such file, or it cannot be opened.
+    Its tensors are mapped from the files: copy what is to outlive them. By default the only
+    ``reader`` reads. Raises `CheckpointError`, which says only in which way it is damaged,
+    incomplete, foreign or of a newer version; `PreampUnavailableError` if it is in a format whose
+    package is missing; and `OSError`.
     """
     who = reader or Reader()
     if not path.is_dir():

@@ -40,18 +40,11 @@ Apply = Callable[[], None]
 def restore(
     content: Mapping[str, Any], subjects: Subjects, *, gradients: bool, states: Any
 ) -> None:
-    """Set ``subjects`` to ``content``, or leave them as they are.
+    """Set ``subjects`` to copies of what ``content`` has, or leave them as they are.
 
-    Args:
-        content: Of a checkpoint; its tensors are copied.
-        subjects: Mutated.
-        gradients: Whether to take over pending gradients; they are dropped otherwise.
-        states: Of the random generators, or ``None`` to leave these alone.
-
-    Raises:
-        ValueError: The content does not fit.
-        PreampStateError: Inside a ``scale_loss`` block.
-        Exception: What a ``load_state_dict`` raised.
+    Pending gradients are dropped unless ``gradients``; ``states`` are of the random generators, or
+    ``None``. Raises `ValueError` if the content does not fit, `PreampStateError` inside a
+    ``scale_loss`` block, and what a ``load_state_dict`` raised.
     """
     for engine in subjects.engines:
         check_outside_blocks(engine, "load_checkpoint")
@@ -99,9 +92,7 @@ def _load_parts(content: Mapping[str, Any], subjects: Subjects, undo: UndoStack)
 def owned(tree: Any, made: dict[int, torch.Tensor]) -> Any:
     """Copy a tree of plain data, so that nothing in it is mapped from the file any more.
 
-    Args:
-        tree: Not mutated.
-        made: The copies of its tensors by their ``id``, and of others that share some with it.
+    ``made`` has the copies by the ``id`` of a tensor, and of others that share some with it.
     """
     if isinstance(tree, torch.Tensor):
         if id(tree) not in made:

@@ -74,12 +74,11 @@ def check_keep_last(path: Path, keep_last: int | None) -> None:
 
 
 def tidy(path: Path, keep_last: int | None) -> None:
-    """Remove the oldest of the series of ``path``, which is the newest, and dead drafts of it.
+    """Remove the oldest of the series of ``path``, which was just written, and dead drafts of it.
 
-    Args:
-        path: The checkpoint just written. Nothing is removed while other ranks' files are missing.
-        keep_last: How many of those whose name differs in the last number only to keep, by the
-            time they were written; ``None`` for all. Files that are no checkpoints stay.
+    Nothing is removed while other ranks' files are missing. ``keep_last`` are left of those whose
+    name differs in the last number only, by the time they were written; ``None`` leaves all. Files
+    that are no checkpoints stay.
     """
     if path.is_dir() and not tidy_folder(path):
         return

@@ -65,12 +65,7 @@ class Shares:
         return self._of.get(id(param))
 
     def value_of(self, value: torch.Tensor, weight: int) -> torch.Tensor | Piece:
-        """Return the float32 value of a weight: a piece if this rank has only that.
-
-        Args:
-            value: All that there is here of it.
-            weight: Its ``id``.
-        """
+        """The float32 value of the weight with this ``id``: a piece if this rank has only that."""
         twin = self._twins.get(weight)
         if twin is None:
             return value

@@ -67,11 +67,7 @@ def check_format(path: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Generator[None]:
-    """Let what fails to be written say which checkpoint it was to be.
-
-    Raises:
-        OSError: Something could not be written.
-    """
+    """Let the `OSError` of what fails to be written say which checkpoint it was to be."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch raises the second where writing fails
@@ -88,13 +84,8 @@ def naming(path: Path) -> Generator[None]:
 def write(draft: Draft, path: Path, *, alone: bool = False) -> None:
     """Write a file; it is there in full, or what was there before still is.
 
-    Args:
-        draft: The content.
-        path: Where; what is there is replaced. The suffix ``.safetensors`` chooses that format.
-        alone: Start no threads, since the interpreter may be exiting.
-
-    Raises:
-        OSError: It cannot be written.
+    The suffix ``.safetensors`` chooses that format. ``alone`` starts no threads, since the
+    interpreter may be exiting. Raises `OSError` if it cannot be written.
     """
     parts = describe(draft.tensors, alone=alone)
     manifest = json.dumps(
@@ -152,15 +143,10 @@ class Contents:
 
 
 def contents_of(path: Path, *, checksums: bool = True) -> Contents:
-    """Read a file and verify it.
+    """Read a file that `write` wrote, and verify it.
 
-    Args:
-        path: A file written by `write`.
-        checksums: Whether to read every byte; otherwise another rank does.
-
-    Raises:
-        OSError: There is no such file, or it cannot be opened.
-        Exception: Nearly any, from a damaged file; see ``reading.read``.
+    ``checksums`` tells whether to read every byte; otherwise another rank does. Raises `OSError` if
+    there is no such file, and nearly anything for a damaged one; see ``reading.read``.
     """
     with path.open("rb") as file:
         start, size = file.read(len(_ZIP)), os.fstat(file.fileno()).st_size

@@ -38,9 +38,8 @@ class Subjects:
     def of(cls, models: Any, optimizers: Any, schedulers: Any) -> Subjects:
         """Take single objects, sequences, or ``None`` for none.
 
-        Raises:
-            TypeError: One is of another kind.
-            PreampStateError: An engine has an optimizer that is missing.
+        Raises `TypeError` for one of another kind, `PreampStateError` if an engine's optimizer is
+        missing.
         """
         found = cls(
             models=[_bare_model(model) for model in _listed(models, nn.Module, "models")],

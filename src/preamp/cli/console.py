@@ -11,12 +11,12 @@ from rich.console import Console
 
 
 def make_console() -> Console:
-    """Open the terminal; a file or a pipe, which has no width, gets one that fits the tables."""
+    """A console on standard output; one without a width gets one that fits the tables."""
     return Console() if sys.stdout.isatty() else Console(width=100)
 
 
 @contextlib.contextmanager
 def only_answer_on_stdout(*, is_wanted: bool) -> Generator[None]:
-    """Send what a user's code prints to standard error, so that JSON is alone on standard output."""
+    """Send what a user's code prints to standard error, so that JSON stands alone."""
     with contextlib.redirect_stdout(sys.stderr) if is_wanted else contextlib.nullcontext():
         yield

@@ -100,13 +100,7 @@ def refused(error: Exception) -> typer.Exit:
 def finish(result: DemoResult, console: Console, out: Path) -> None:
     """Print and write the result, where this is the first rank, which tells for all.
 
-    Args:
-        result: The run.
-        console: Where to print.
-        out: Folder for the files.
-
-    Raises:
-        typer.Exit: The run was interrupted.
+    Raises `typer.Exit` if the run was interrupted.
     """
     if own_rank() == 0:
         show(result, console)
@@ -119,12 +113,8 @@ def finish(result: DemoResult, console: Console, out: Path) -> None:
 def choose_device(name: str) -> torch.device:
     """Turn the option into a device that works.
 
-    Args:
-        name: ``"auto"``, or what ``torch.device`` understands.
-
-    Raises:
-        ValueError: The name means nothing to torch.
-        PreampUnavailableError: This machine, or this torch, does not have the device.
+    Raises `ValueError` for a name that means nothing to torch, and `PreampUnavailableError` for a
+    device that this machine, or this torch, does not have.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -152,13 +142,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def run_watched(setting: Setting, console: Console, *, quiet: bool) -> DemoResult:
-    """Run the demo behind progress bars.
-
-    Args:
-        setting: What all levels share.
-        console: Where the bars go.
-        quiet: Whether to leave them out.
-    """
+    """Run the demo behind progress bars, unless ``quiet``."""
     if quiet:
         return run(setting, Unwatched())
     bars = Bars(setting.config.levels, setting.config.steps, console)
@@ -167,12 +151,7 @@ def run_watched(setting: Setting, console: Console, *, quiet: bool) -> DemoResul
 
 
 def show(result: DemoResult, console: Console) -> None:
-    """Print the table and its notes.
-
-    Args:
-        result: The run.
-        console: Where to.
-    """
+    """Print the table and its notes."""
     title = f"{result.parameters:,} parameters on {result.device}"
     table = Table(
         title=title, title_justify="left", box=SIMPLE_HEAVY, padding=(0, 1, 0, 0), pad_edge=False
@@ -195,12 +174,7 @@ def show(result: DemoResult, console: Console) -> None:
 
 
 def show_ranks(result: DemoResult, console: Console) -> None:
-    """Print what each rank says, where there are several.
-
-    Args:
-        result: The run.
-        console: Where to.
-    """
+    """Print what each rank says, where there are several."""
     rows = rank_rows(result)
     if not rows:
         return

@@ -89,13 +89,9 @@ def prepare(arguments: list[str], command: str = "run") -> Program:
 
 
 def execute(program: Program) -> None:
-    """Run ``program`` as ``__main__``.
+    """Run ``program`` as ``__main__``; whatever it raises goes on to the caller.
 
-    Raises:
-        BaseException: Whatever the program raised.
-
-    Mutates:
-        ``sys.modules["__main__"]`` and ``sys.excepthook``.
+    Mutates ``sys.modules["__main__"]`` and ``sys.excepthook``.
     """
     main = ModuleType("__main__")
     vars(main).update(program.attributes, __builtins__=builtins)

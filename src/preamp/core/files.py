@@ -74,11 +74,9 @@ def _draft_of(path: Path) -> Generator[str]:
 
 
 def remove_leftovers(folder: Path, is_meant: Callable[[str], bool]) -> None:
-    """Remove drafts whose process has died; those that are being written are left alone.
+    """Remove drafts in ``folder`` whose process has died; those being written are left alone.
 
-    Args:
-        folder: Where to look.
-        is_meant: Whether to remove drafts of the file of this name, which may be shortened.
+    ``is_meant`` tells whether to remove drafts of the file of this name, which may be shortened.
     """
     for draft in folder.glob(".*.part") if fcntl is not None else ():
         if is_meant(draft.name[1:].rsplit(".", 2)[0]):

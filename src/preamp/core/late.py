@@ -11,14 +11,9 @@ from typing import Any
 
 
 def submodules(package: str, *names: str) -> Callable[[str], ModuleType]:
-    """Make the ``__getattr__`` of a package (PEP 562).
+    """Make the ``__getattr__`` of a package (PEP 562) that loads submodules by name.
 
-    Args:
-        package: Its name.
-        names: Of the submodules that ``package.name`` loads.
-
-    Returns:
-        The function. Python sets the attribute once the submodule has loaded, so it is asked once.
+    Python sets the attribute once the submodule has loaded, so it is asked once.
     """
 
     def load(name: str) -> ModuleType:
@@ -30,14 +25,9 @@ def submodules(package: str, *names: str) -> Callable[[str], ModuleType]:
 
 
 def names(package: str, **modules: str) -> Callable[[str], Any]:
-    """Make the ``__getattr__`` of a package (PEP 562).
+    """Make the ``__getattr__`` of a package (PEP 562) from the module of each name.
 
-    Args:
-        package: Its name.
-        modules: For each name that the package has from one of its modules, that module.
-
-    Returns:
-        The function, which sets the attribute and so is asked once.
+    It sets the attribute and so is asked once.
     """
 
     def load(name: str) -> Any:

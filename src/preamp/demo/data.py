@@ -59,14 +59,8 @@ class Batch:
 def read_corpus(folder: Path | None = None) -> Corpus:
     """Read the Python files below ``folder``, sorted by path, and split them by file.
 
-    Args:
-        folder: Where to look. Default: the standard library of the running interpreter.
-
-    Returns:
-        The two texts. The split depends on nothing but the relative paths.
-
-    Raises:
-        PreampUnavailableError: There is too little source text to learn from.
+    By default the folder is the running interpreter's standard library. The split depends on
+    nothing but the relative paths. Raises `PreampUnavailableError` where there is too little text.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     train: dict[str, bytes] = {}
@@ -91,21 +85,13 @@ def read_corpus(folder: Path | None = None) -> Corpus:
 
 
 def source_files(folder: Path) -> list[str]:
-    """List the ``.py`` files below ``folder`` that are the library's own.
-
-    Returns:
-        Relative POSIX paths, sorted, so that every machine reads the same order.
-    """
+    """The library's own ``.py`` files below ``folder`` as relative POSIX paths, sorted."""
     names = (path.relative_to(folder) for path in folder.rglob("*.py"))
     return sorted(name.as_posix() for name in names if not EXCLUDED_FOLDERS & set(name.parts[:-1]))
 
 
 def is_held_out(name: str) -> bool:
-    """Tell whether a file belongs to the held-out text.
-
-    Returns:
-        True for one path in ten, on every machine the same.
-    """
+    """Whether a file is held out: one relative POSIX path in ten, on every machine the same."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:4], "big") % HELD_OUT_EVERY == 0
 
@@ -113,17 +99,9 @@ def is_held_out(name: str) -> bool:
 def training_batches(
     text: Tensor, *, steps: int, batch: int, context: int, seed: int
 ) -> Iterator[Batch]:
-    """Cut the same random windows for every opt level.
+    """Cut the same random windows of ``text``, shape (bytes,), uint8, for every opt level.
 
-    Args:
-        text: Shape (bytes,), uint8.
-        steps: Number of batches.
-        batch: Windows in a batch.
-        context: Bytes in a window.
-        seed: Of the generator; equal seeds give equal batches.
-
-    Yields:
-        ``steps`` batches on the CPU.
+    Equal seeds give equal batches. They are on the CPU.
     """
     random = torch.Generator().manual_seed(seed)
     for _ in range(steps):
@@ -132,44 +110,19 @@ def training_batches(
 
 
 def part_of_batch(batch: Batch, rank: int, ranks: int) -> Batch:
-    """Take one rank's windows of a batch.
-
-    Args:
-        batch: Windows whose number is a multiple of ``ranks``.
-        rank: Whose.
-        ranks: How many share the batch.
-
-    Returns:
-        Views of the windows ``rank``, ``rank + ranks``, and so on.
-    """
+    """One rank's windows of a batch, as views: ``rank``, ``rank + ranks``, and so on."""
     return Batch(inputs=batch.inputs[rank::ranks], targets=batch.targets[rank::ranks])
 
 
 def held_out_batches(text: Tensor, *, count: int, batch: int, context: int) -> Iterator[Batch]:
-    """Cut windows at equal distances from the whole held-out text.
-
-    Args:
-        text: Shape (bytes,), uint8.
-        count: Windows altogether.
-        batch: Windows in a batch.
-        context: Bytes in a window.
-
-    Yields:
-        Batches on the CPU, the same at every call.
-    """
+    """Cut ``count`` windows at equal distances from ``text``, shape (bytes,), uint8; on the CPU."""
     starts = torch.linspace(0, len(text) - context - 1, count, dtype=torch.float64).long()
     for first in range(0, count, batch):
         yield windows(text, starts[first : first + batch], context)
 
 
 def windows(text: Tensor, starts: Tensor, context: int) -> Batch:
-    """Cut one window at each start.
-
-    Args:
-        text: Shape (bytes,), uint8.
-        starts: First byte of each window, shape (batch,), int64.
-        context: Bytes in a window.
-    """
+    """Cut one window at each of ``starts``, shape (batch,), int64; targets are one byte further."""
     cut = text[starts[:, None] + torch.arange(context + 1)].long()
     return Batch(inputs=cut[:, :-1], targets=cut[:, 1:])
 

@@ -17,11 +17,7 @@ NEEDS = ("jinja2",)
 
 
 def require_packages() -> None:
-    """Refuse before the training, not after it, where the report cannot be written.
-
-    Raises:
-        PreampUnavailableError: jinja2 is missing.
-    """
+    """Refuse before the training, not after it, where the report cannot be written."""
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise PreampUnavailableError(
@@ -34,14 +30,7 @@ def require_packages() -> None:
 
 
 def require_folder(folder: Path) -> None:
-    """Refuse before the training, not after it, a folder that nothing can be written to.
-
-    Args:
-        folder: Is made where it does not exist.
-
-    Raises:
-        OSError: It cannot be made or written to.
-    """
+    """Refuse before the training a folder that cannot be made or written to, by an `OSError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -56,12 +45,7 @@ def require_folder(folder: Path) -> None:
 
 
 def write(result: DemoResult, folder: Path) -> tuple[Path, Path]:
-    """Write the report, the data, and the records of each level under ``runs``.
-
-    Args:
-        result: The run.
-        folder: Is made where it does not exist.
-    """
+    """Write and return the report and the data; write records of each level under ``runs``."""
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "results.json"
     text = json.dumps(to_json(result), indent=1, allow_nan=False)

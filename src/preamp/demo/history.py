@@ -22,28 +22,15 @@ from preamp.numerics import (
 
 
 def note_start(history: History, engine: preamp.Engine, device: str) -> None:
-    """Write down how a training is set up.
-
-    Args:
-        history: Gets the record.
-        engine: Of the model.
-        device: Where it trains, in words.
-    """
+    """Write down how a training is set up; ``device`` is in words."""
     for record in engine.history.of(RunRecord):
         history.add(dataclasses.replace(record, device=device))
 
 
 def note_step(history: History, step: int, loss: float, optimizer: torch.optim.Optimizer) -> None:
-    """Write down a step, and if it was skipped, why.
+    """Write down step ``step``, counted from 1, its loss in bits per byte, and why it was skipped.
 
-    Args:
-        history: Gets the records.
-        step: Number of the step, counted from 1.
-        loss: Bits per byte.
-        optimizer: Has just stepped, or has not.
-
-    Syncs:
-        Waits until it is known whether the step was skipped.
+    Synchronises: waits until it is known whether the step was skipped.
     """
     engine = preamp.engine_of(optimizer)
     skipped = engine.last_step_skipped
@@ -55,14 +42,7 @@ def note_step(history: History, step: int, loss: float, optimizer: torch.optim.O
 
 
 def note_memory(history: History, step: int, memory: Memory, model: nn.Module) -> None:
-    """Write down what is held.
-
-    Args:
-        history: Gets the record.
-        step: Number of the step.
-        memory: Bytes per parameter.
-        model: Has the parameters.
-    """
+    """Write down what is held, given as bytes per parameter."""
     count = sum(p.numel() for p in model.parameters())
     held = {
         name.replace("_", " "): round(part * count)
@@ -72,12 +52,7 @@ def note_memory(history: History, step: int, memory: Memory, model: nn.Module) -
 
 
 def records_of(history: History, engine: preamp.Engine) -> tuple[Record, ...]:
-    """Return all records of a training, with those that its engine kept.
-
-    Args:
-        history: What the loop has written down.
-        engine: Of the training, before it is closed.
-    """
+    """All records of a training, with those that its engine kept; before the engine is closed."""
     return (*history, *_kept_by(engine))
 
 

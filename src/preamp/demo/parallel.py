@@ -52,13 +52,9 @@ class RankResult:
 
 
 def choose_parallel(name: str) -> Parallel:
-    """Turn the option into what this process can do.
+    """Turn the option, ``"auto"`` or one of `Parallel`, into what this process can do.
 
-    Args:
-        name: ``"auto"``, or one of `Parallel`.
-
-    Raises:
-        ValueError: It is nothing of that, or needs more than one process.
+    Raises `ValueError` for anything else, and for what needs more processes, or just one.
     """
     ranks = launched_ranks()
     if name == "auto":
@@ -77,14 +73,9 @@ def choose_parallel(name: str) -> Parallel:
 
 
 def require_sharding(parallel: str, device: torch.device) -> None:
-    """Refuse to shard where this torch cannot.
+    """Refuse by `PreampUnavailableError` to shard where this torch cannot.
 
-    Args:
-        parallel: One of `Parallel`.
-        device: Where to train.
-
-    Raises:
-        PreampUnavailableError: ``fully_shard`` needs events of CPU streams, which torch 2.6 lacks.
+    ``fully_shard`` needs events of CPU streams, which torch 2.6 lacks.
     """
     if (
         parallel == "fsdp"
@@ -109,10 +100,7 @@ def shard_before(model: GPT, parallel: str) -> None:
 def wrap_after(model: GPT, optimizer: torch.optim.Optimizer, parallel: str) -> nn.Module:
     """Do what comes after ``preamp.initialize``, and return what runs forward.
 
-    Args:
-        model: Initialized.
-        optimizer: Initialized; with ZeRO-1 its state is shared from now on.
-        parallel: One of `Parallel`.
+    With ZeRO-1 the optimizer's state is shared from now on.
     """
     wrapped = DistributedDataParallel(model) if parallel in ("ddp", "zero1") else model
     if parallel == "zero1":

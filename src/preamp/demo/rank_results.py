@@ -12,12 +12,7 @@ from preamp.distributed.job import gather_to_all, own_rank
 
 
 def with_ranks(row: LevelResult, model: GPT) -> LevelResult:
-    """Add what each rank says, where there are several. All of them call this.
-
-    Args:
-        row: A level's row as this rank has it.
-        model: The trained model.
-    """
+    """Add what each rank says, where there are several. All of them call this."""
     own = RankResult(
         rank=own_rank(),
         steps_skipped=row.steps_skipped,

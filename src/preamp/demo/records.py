@@ -148,26 +148,14 @@ class DemoResult:
 
 
 def to_json(result: DemoResult) -> dict[str, Any]:
-    """Turn a run into data that ``json.dumps(allow_nan=False)`` accepts.
-
-    Returns:
-        The content of ``results.json``; :mod:`preamp.demo.schema` says what is in it.
-    """
+    """The content of ``results.json``, which ``json.dumps(allow_nan=False)`` accepts."""
     document = {"schema_version": SCHEMA_VERSION, **asdict(replace(result, levels=()))}
     document["levels"] = [_level_to_json(row, result.baseline) for row in result.levels]
     return _plain(document)
 
 
 def ratio(value: float | None, base: float | None) -> float | None:
-    """Divide, where there is something to divide.
-
-    Args:
-        value: A measurement.
-        base: The same of O0.
-
-    Returns:
-        ``value / base``, or None where either is missing.
-    """
+    """``value / base``, or ``None`` where either is missing."""
     return None if value is None or not base else value / base
 
 

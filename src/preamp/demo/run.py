@@ -74,14 +74,7 @@ class Setting:
 
 
 def prepare(config: DemoConfig, corpus: Corpus) -> Setting:
-    """Create what all levels share.
-
-    Returns:
-        The setting, with weights drawn from ``config.seed``.
-
-    Raises:
-        ValueError: A level is unknown.
-    """
+    """Create what all levels share; raises `ValueError` if a level is unknown."""
     for level in config.levels:
         if level not in preamp.OPT_LEVELS:
             hint = " (the first character is the letter O)" if level.startswith("0") else ""
@@ -97,12 +90,7 @@ def prepare(config: DemoConfig, corpus: Corpus) -> Setting:
 
 
 def run(setting: Setting, watcher: Watcher) -> DemoResult:
-    """Train every level; Ctrl-C ends the run and keeps what was measured.
-
-    Args:
-        setting: What all levels share.
-        watcher: Is told of the progress.
-    """
+    """Train every level; Ctrl-C ends the run and keeps what was measured."""
     rows: list[LevelResult] = []
     interrupted = False
     try:
@@ -132,16 +120,7 @@ def run(setting: Setting, watcher: Watcher) -> DemoResult:
 
 
 def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
-    """Train and evaluate one opt level.
-
-    Args:
-        level: The opt level.
-        setting: What all levels share.
-        watcher: Is told of the progress.
-
-    Returns:
-        The level's row, also when the training failed or was interrupted.
-    """
+    """Train and evaluate one opt level; there is a row also if that failed or was interrupted."""
     config = setting.config
     reset_peak(setting.device)
     model = copy.deepcopy(setting.start).to(setting.device)
@@ -194,17 +173,9 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
 def look_closer(
     row: LevelResult, setting: Setting, model: GPT, optimizer: torch.optim.Optimizer
 ) -> LevelResult:
-    """Add what is measured after the training.
+    """Add number formats, kept activations and, where the training finished, held-out bits.
 
-    Args:
-        row: The level's row so far.
-        setting: What all levels share.
-        model: The trained model.
-        optimizer: Its optimizer.
-
-    Returns:
-        The row with number formats, kept activations and, where the training finished, held-out
-        bits per byte. Ctrl-C meanwhile marks it interrupted.
+    Ctrl-C meanwhile marks the row interrupted.
     """
     try:
         batch = next(setting.training_batches())
@@ -222,11 +193,7 @@ def look_closer(
 
 
 def outcome_of(training: Callable[[], None]) -> tuple[Status, str]:
-    """Run a training and put into words how it ended.
-
-    Returns:
-        The status, and the reason where it did not finish.
-    """
+    """Run a training; returns how it ended, and why where it did not finish."""
     try:
         training()
     except KeyboardInterrupt:
@@ -239,23 +206,12 @@ def outcome_of(training: Callable[[], None]) -> tuple[Status, str]:
 
 
 def warmup_steps(steps: int) -> int:
-    """Tell how many steps are too early to time: allocators and caches fill up in them.
-
-    Returns:
-        At most five, and never all.
-    """
+    """Steps too early to time, since allocators and caches fill up: at most five, and never all."""
     return min(5, steps // 2)
 
 
 def describe_device(device: torch.device) -> str:
-    """Name the device for a reader.
-
-    Args:
-        device: Where the training ran.
-
-    Returns:
-        Such as ``"cpu (AVX512, 2 threads)"`` or ``"cuda:0 (NVIDIA H200)"``.
-    """
+    """Such as ``"cpu (AVX512, 2 threads)"`` or ``"cuda:0 (NVIDIA H200)"``."""
     if device.type == "cpu":
         capability = torch.backends.cpu.get_cpu_capability()
         return f"cpu ({capability}, {torch.get_num_threads()} threads)"
@@ -265,23 +221,12 @@ def describe_device(device: torch.device) -> str:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Forget the highest allocation so far.
-
-    Args:
-        device: Where torch counts allocations; other devices are left alone.
-    """
+    """Forget the highest allocation so far, where torch counts allocations."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_of(device: torch.device) -> int | None:
-    """Read the highest allocation since :func:`reset_peak`.
-
-    Args:
-        device: Where the training ran.
-
-    Returns:
-        Bytes, or None where torch does not count them.
-    """
+    """Bytes of the highest allocation since `reset_peak`; ``None`` where torch does not count."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

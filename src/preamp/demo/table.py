@@ -43,11 +43,7 @@ class Column:
 
 
 def columns_of(result: DemoResult) -> tuple[Column, ...]:
-    """List the columns that a run can fill.
-
-    Returns:
-        The columns; the first one is the level, and peak memory is there if it was counted.
-    """
+    """The columns that a run can fill, the level first; peak memory only if it was counted."""
     has_peak = any(row.peak_bytes is not None for row in result.levels)
     return tuple(column for column in _COLUMNS if has_peak or column.title != "peak")
 
@@ -56,11 +52,7 @@ RANK_COLUMNS = ("level", "rank", "median ms", "B/param", "peak MiB", "skipped", 
 
 
 def rank_rows(result: DemoResult) -> list[list[str]]:
-    """What each rank says, as text cells below `RANK_COLUMNS`.
-
-    Args:
-        result: The run; empty if it had one process.
-    """
+    """What each rank says, as text cells below `RANK_COLUMNS`; empty for a run of one process."""
     return [
         [
             row.level,
@@ -81,11 +73,7 @@ def _text(value: float | None, form: Callable[[float], str]) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a step time in milliseconds with three significant digits.
-
-    Returns:
-        Such as ``"7.12"``, ``"71.2"`` or ``"712"``.
-    """
+    """Milliseconds with three significant digits, such as ``"7.12"``, ``"71.2"`` or ``"712"``."""
     milliseconds = 1000 * seconds
     digits = max(0, 2 - math.floor(math.log10(milliseconds))) if milliseconds > 0 else 0
     return f"{milliseconds:.{digits}f}"

@@ -50,12 +50,7 @@ class Tape:
 
 
 def make_optimizer(model: GPT, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Create the optimizer as if there were no mixed precision.
-
-    Args:
-        model: The float32 model.
-        config: AdamW's settings.
-    """
+    """Create the optimizer as if there were no mixed precision."""
     return torch.optim.AdamW(
         model.parameters(),
         lr=config.learning_rate,
@@ -75,22 +70,11 @@ def train(
     tape: Tape,
     watcher: Watcher,
 ) -> None:
-    """Train at whatever opt level ``preamp.initialize`` gave the model.
+    """Train a model, wrapped where ranks share the work, at whatever level `initialize` gave it.
 
-    Args:
-        model: An initialised model, wrapped where ranks share the work.
-        optimizer: Its optimizer.
-        batches: Training text, this rank's part of each batch.
-        config: Number of steps, learning rate, clipping.
-        tape: Where measurements go.
-        watcher: Is told of every step.
-
-    Raises:
-        DivergedError: The loss was not finite too often.
-        preamp.LossScaleError: The loss scaler gave up.
-
-    Syncs:
-        Once per step, because the step is timed and its loss is shown.
+    ``batches`` are this rank's; measurements go to ``tape``. Synchronises once per step, because
+    the step is timed and its loss is shown. Raises `DivergedError` if the loss was not finite too
+    often, and `preamp.LossScaleError` if the loss scaler gave up.
     """
     model.train()
     for step, batch in enumerate(batches):
@@ -114,13 +98,7 @@ def train(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: DemoConfig) -> None:
-    """Set the rate of one step: a linear warm-up, then half a cosine.
-
-    Args:
-        optimizer: Gets the rate in all groups.
-        step: Steps done before.
-        config: Number of steps and highest rate.
-    """
+    """Set the rate after ``step`` steps: a linear warm-up, then half a cosine."""
     settings = config.optimizer
     warmup = max(1, round(settings.warmup_fraction * config.steps))
     progress = min(1.0, max(0.0, (step - warmup) / max(1, config.steps - warmup)))
@@ -131,11 +109,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: DemoC
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the device has done all it was told to do.
-
-    Args:
-        device: Any device; the CPU has nothing to wait for.
-    """
+    """Wait until the device has done all it was told to do; the CPU has nothing to wait for."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -148,25 +122,12 @@ def count_bytes_once(model: nn.Module, optimizer: torch.optim.Optimizer, tape: T
 
 
 def bits_of(nats: float) -> float:
-    """Convert a loss.
-
-    Returns:
-        Bits per byte.
-    """
+    """Bits per byte of a loss in nats."""
     return nats / math.log(2)
 
 
 def record_step(tape: Tape, loss: float, seconds: float) -> None:
-    """Write one step down.
-
-    Args:
-        tape: Gets the step.
-        loss: Nats per byte.
-        seconds: Duration.
-
-    Raises:
-        DivergedError: This is one non-finite loss too many.
-    """
+    """Write down a loss in nats; raises `DivergedError` at one non-finite loss too many."""
     tape.losses.append(bits_of(loss))
     tape.seconds.append(seconds)
     latest = tape.losses[-PATIENCE:]
@@ -178,14 +139,7 @@ def record_step(tape: Tape, loss: float, seconds: float) -> None:
 def report_step(
     tape: Tape, optimizer: torch.optim.Optimizer, tokens: int, watcher: Watcher
 ) -> None:
-    """Tell the watcher about the step just recorded.
-
-    Args:
-        tape: Holds the step.
-        optimizer: Knows the engine, which knows the loss scale.
-        tokens: Bytes of text in the step.
-        watcher: Is told.
-    """
+    """Tell the watcher about the step just recorded."""
     watcher.step_done(
         Progress(
             level=tape.level,

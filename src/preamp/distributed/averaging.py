@@ -28,16 +28,10 @@ class Averaging:
 
 
 def reduce_buffer(state: Averaging, buffer: torch.Tensor) -> torch.Tensor:
-    """Sum ``buffer`` over the ranks as ``state`` says, and wait for it.
+    """Sum ``buffer`` over the ranks as ``state`` says, wait for it, and return it in its dtype.
 
-    Arithmetic is in the dtype of the buffer, or in float32 with one rounding at the end if
-    ``state.in_float32``.
-
-    Returns:
-        The result, in ``buffer``'s dtype.
-
-    Mutates:
-        ``buffer``.
+    Arithmetic is in the dtype of the buffer, which is mutated, or in float32 with one rounding at
+    the end if ``state.in_float32``.
     """
     summed = _prepared(state, buffer)
     collectives.all_reduce(summed, group=state.group)

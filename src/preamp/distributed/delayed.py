@@ -36,11 +36,9 @@ class DelayedReduction:
     ) -> None:
         """Hook the parameters that require grad; the hooks do nothing once this object is gone.
 
-        Args:
-            wrapper: What reduces. Its ``require_backward_grad_sync`` is asked during backward;
-                what it was off for is reduced with the next backward that it is on for.
-            averaging: What to do to the gradients.
-            makes_views: Whether gradients become views of the buffer they were reduced in.
+        The wrapper's ``require_backward_grad_sync`` is asked during backward; what it was off for
+        is reduced with the next backward that it is on for. ``makes_views`` makes gradients views
+        of the buffer they were reduced in.
         """
         params = [param for param in wrapper.parameters() if param.requires_grad]
         self._params = params

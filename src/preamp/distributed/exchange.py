@@ -23,26 +23,19 @@ def span_of(elements: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def exchange_parts(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Complete ``tensors``, of each of which every rank has written its own span.
+    """Complete dense ``tensors``, of each of which every rank has written its own span.
 
-    Args:
-        tensors: Dense ones in the same order on every rank; mutated.
-        group: Whose ranks all make this call.
+    All ranks of ``group`` make this call with the tensors in the same order. Mutates them.
     """
     for bucket in _buckets(tensors):
         _exchange(bucket, group)
 
 
 def gather_parts(part: torch.Tensor, like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Put a tensor together of the parts that ranks have.
+    """Put a tensor together of the vectors of elements that ranks of ``group`` have.
 
-    Args:
-        part: A vector of this rank's elements.
-        like: Has the shape and strides of the whole.
-        group: Whose ranks all make this call.
-
-    Returns:
-        The whole, of ``part``'s dtype, on every rank.
+    All of them make this call. ``like`` has the shape and strides of the whole, which has the dtype
+    of ``part``, on every rank.
     """
     whole = torch.empty_like(like, dtype=part.dtype)
     start, stop = span_of(whole.numel(), group.rank(), group.size())

@@ -41,8 +41,7 @@ def own_device(device: torch.device) -> torch.device:
 def joined(device: torch.device) -> Generator[None]:
     """Be a rank of the launched job inside the block; gloo on CPUs, elsewhere what torch takes.
 
-    Args:
-        device: Of this rank; becomes the current one of its kind.
+    ``device`` becomes the current one of its kind.
     """
     if launched_ranks() == 1:
         yield
@@ -74,9 +73,8 @@ def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
 def shard_fully(model: nn.Module, blocks: nn.ModuleList) -> None:
     """Let ranks share weights, gradients and optimizer state: ``fully_shard``, block by block.
 
-    Args:
-        model: Its parameters are replaced, so build the optimizer afterwards.
-        blocks: Parts of it that are gathered one at a time.
+    The parameters are replaced, so build the optimizer afterwards. ``blocks`` are gathered one at a
+    time.
     """
     # By name and late: it takes torch's compiler along.
     fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard

@@ -48,10 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_world_size(arguments: Sequence[str]) -> int | None:
-    """Return the number that follows ``--world-size``, or ``None`` if the flag is not there.
+    """The number that follows ``--world-size``, or ``None`` without the flag.
 
-    Raises:
-        ValueError: There is no script, or no number from 1 after the flag.
+    Raises `ValueError` if there is no script, or no number from 1 after the flag.
     """
     if not arguments:
         raise ValueError(

@@ -72,11 +72,9 @@ class Sharing:
         return [twin for twin in self._session.masters or () if twin.held.part is not None]
 
     def part_of_state(self, place: int, state: State) -> State:
-        """Return the part of a loaded state that belongs to this rank.
+        """The part of a parameter's loaded state that belongs to this rank.
 
-        Args:
-            place: Number of the parameter, counted over all groups.
-            state: By key, tensors of the weight's shape among it.
+        ``place`` is counted over all groups.
         """
         param = list(self._session.gradients.params())[place]
         part, whole = self._part_of(param), leaf_of(param)

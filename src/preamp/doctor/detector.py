@@ -97,13 +97,9 @@ class Detector:
     ) -> None:
         """Report a bug; a second report under the same key is dropped.
 
-        Args:
-            rule: Which.
-            key: What tells this case from others of the rule, such as the optimizer's ``id``.
-            what: What was seen, numbers included.
-            where: The line to blame; the one that is being executed if left out.
-            severity: If not the rule's.
-            numbers: The numbers in ``what``, by name, as plain data.
+        ``key`` tells this case from others of the rule, such as the optimizer's ``id``. ``what`` is
+        what was seen; ``numbers`` are those in it, by name, as plain data. ``where`` is the line to
+        blame, by default the one that is being executed.
         """
         finding = Finding(
             rule=rule,

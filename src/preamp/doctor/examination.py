@@ -35,12 +35,7 @@ class Examination:
     """
 
     def __init__(self, rules: Sequence[Rule], *, steps: int | None = None) -> None:
-        """Prepare; nothing is installed yet.
-
-        Args:
-            rules: What to look for.
-            steps: Optimizer steps after which `EnoughSteps` ends the script; ``None`` for all.
-        """
+        """Install nothing yet; after ``steps`` optimizer steps `EnoughSteps` will be raised."""
         self.seen = Seen()
         self._findings = Findings(rules)
         self._steps = steps
@@ -65,13 +60,10 @@ class Examination:
 
     @contextmanager
     def watching(self) -> Generator[None]:
-        """Keep the probes on in the body.
+        """Keep the probes on in the body; what ends it, but for `EnoughSteps`, goes on.
 
-        Whatever ends the body, `EnoughSteps` excepted, goes on to the caller.
-
-        Mutates:
-            Methods and functions of torch, all put back at the end. Models, optimizers, gradients
-            and random numbers stay as they are.
+        Mutates methods and functions of torch, all put back at the end. Models, optimizers,
+        gradients and random numbers stay as they are.
         """
         self._process = os.getpid()
         try:
@@ -138,11 +130,7 @@ class Examination:
             self.seen.notes.append(note)
 
     def step_taken(self) -> None:
-        """Count an optimizer step.
-
-        Raises:
-            EnoughSteps: It was the last one wanted, or one after it.
-        """
+        """Count an optimizer step; raises `EnoughSteps` at the last one wanted, and after it."""
         self.seen.steps += 1
         if self._modules is not None and self._casts is not None:
             self._modules.step_taken()

@@ -55,13 +55,10 @@ class Gradients:
         scaler: object = None,
         was_half: Container[int] = (),
     ) -> None:
-        """Mark what the backward has written.
+        """Mark what the backward has written to the ``params`` given to `backward_begins`.
 
-        Args:
-            params: Those given to `backward_begins`.
-            origin: What kind of backward it was.
-            scaler: The ``GradScaler`` of its loss, if one was used.
-            was_half: The ``id`` of each parameter whose gradient was float16 on its way.
+        ``scaler`` is the ``GradScaler`` of its loss, if one was used; ``was_half`` has the ``id``
+        of each parameter whose gradient was float16 on its way.
         """
         reference = None if scaler is None else weakref.ref(scaler)
         for param in params:
@@ -83,11 +80,7 @@ class Gradients:
         return [param for param in params if self._origin(param) is not None]
 
     def clipped(self, params: Iterable[torch.Tensor]) -> None:
-        """Take what was done to the gradients of ``params`` for no change of where they come from.
-
-        Args:
-            params: Those that were `marked` before they were clipped.
-        """
+        """Take clipping of `marked` gradients for no change of where they come from."""
         for param in params:
             mark, state = self._marks.get(id(param)), _state(param)
             if mark is not None and state is not None:

@@ -21,12 +21,9 @@ _LIBRARIES = tuple(
 
 
 def current_place() -> Place | None:
-    """The innermost line of the script on the calling thread's stack.
+    """The innermost line of the script on the calling thread's stack, or ``None``.
 
     Where the script lets a library train, the script's own line is preferred to the library's.
-
-    Returns:
-        ``None`` if neither is on the stack.
     """
     nearest: Place | None = None
     for frame in _frames():

@@ -46,11 +46,7 @@ class Rule:
     do: str
 
     def __post_init__(self) -> None:
-        """Check the form.
-
-        Raises:
-            ValueError: The id is not of that form.
-        """
+        """Raise `ValueError` for an id of another form."""
         if not _ID.fullmatch(self.id):
             raise ValueError(f"{self.id!r} is not PA and three digits")
 

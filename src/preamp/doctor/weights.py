@@ -38,12 +38,9 @@ class WeightRange:
 def weight_range(params: Iterable[torch.Tensor]) -> WeightRange | None:
     """Return the range of ``params`` if most of them come from bfloat16. Synchronises.
 
-    Args:
-        params: Vectors, small tensors and tensors of few different values, such as freshly made
-            ones, say nothing and are left out. Not mutated.
-
-    Returns:
-        ``None`` unless nine tenths of the weights that say something are exact in bfloat16.
+    Vectors, small tensors and tensors of few different values, such as freshly made ones, say
+    nothing and are left out. ``None`` unless nine tenths of the weights that say something are
+    exact in bfloat16.
     """
     matrices = [
         param.detach()

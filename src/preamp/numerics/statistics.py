@@ -99,10 +99,7 @@ def measure(tensor: torch.Tensor) -> Measured:
 def _extremes(flat: torch.Tensor, finite: torch.Tensor, *, is_finite: bool) -> torch.Tensor:
     """Largest finite magnitude and root mean square, without under- or overflow of squares.
 
-    Args:
-        flat: The values.
-        finite: How many of them are finite.
-        is_finite: Whether all are known to be.
+    ``finite`` values are finite; ``is_finite`` if all are known to be.
     """
     wide = math_dtype(flat.dtype)
 

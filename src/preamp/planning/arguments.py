@@ -17,10 +17,8 @@ from preamp.planning.layout import slots_of
 def check_model(model: object) -> nn.Module:
     """Return the model, which has something to train and no engine.
 
-    Raises:
-        TypeError: It is no module.
-        ValueError: It is half already, or has nothing to train.
-        PreampStateError: It has an engine.
+    Raises `TypeError` for what is no module, `ValueError` if it is half already or has nothing to
+    train, `PreampStateError` if it has an engine.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -75,9 +73,8 @@ def check_loss_fn(loss_fn: object, model: nn.Module, batch: Any) -> None:
 def check_optimizer(optimizer: object, model: nn.Module) -> None:
     """Raise unless this is an optimizer over parameters of the model.
 
-    Raises:
-        TypeError: It is no optimizer.
-        ValueError: It has none of the model's parameters, or steps with a closure only.
+    `TypeError` for what is no optimizer, `ValueError` for one of other parameters or one that steps
+    with a closure only.
     """
     found: object = bare(optimizer)
     if not isinstance(found, torch.optim.Optimizer):

@@ -36,9 +36,8 @@ class Call:
     def import_function(self) -> Callable[..., Any]:
         """Import the module and return the function in it.
 
-        Raises:
-            ValueError: There is no such module or name, the text named none, or it cannot be
-                called.
+        Raises `ValueError` if the text named no module, or there is no such module or name, or it
+        cannot be called.
         """
         if not self.module:
             raise _malformed(self.name)
@@ -64,11 +63,8 @@ class Call:
 def parse_call(text: str) -> Call:
     """Read a factory and its arguments; nothing is imported or run.
 
-    Args:
-        text: Such as ``"torch.nn:Linear(10, 20, bias=False)"`` or ``"AdamW(lr=1e-3)"``.
-
-    Raises:
-        ValueError: It has another form, or an argument is no literal.
+    Such as ``"torch.nn:Linear(10, 20, bias=False)"`` or ``"AdamW(lr=1e-3)"``. Raises `ValueError`
+    for another form, or an argument that is no literal.
     """
     place, bracket, rest = text.strip().partition("(")
     module, _, name = place.rpartition(":")

@@ -206,11 +206,7 @@ CASES = {
 
 
 def case_named(name: str) -> Case:
-    """Return a case.
-
-    Raises:
-        ValueError: There is none of this name.
-    """
+    """Return a case; raises `ValueError` if there is none of this name."""
     if name in CASES:
         return CASES[name]
     raise ValueError(

@@ -104,12 +104,9 @@ class TensorForecast:
 
 
 def forecast(values: Range, form: NumberFormat, scale: float) -> TensorForecast:
-    """Put the values of a tensor into a format.
+    """Put the values of a tensor, seen in float32, into the half format ``form``.
 
-    Args:
-        values: What was seen in float32.
-        form: The half format.
-        scale: Loss scale, a power of two; it is on gradients only.
+    ``scale``, a power of two, is on gradients only.
     """
     shift = _exponent_of(scale) if values.what == "gradient" else 0
     stalled = dict(values.stalled).get(form.name)
@@ -130,13 +127,8 @@ def forecast(values: Range, form: NumberFormat, scale: float) -> TensorForecast:
 def starting_scale(max_abs: float, form: NumberFormat, *, margin: int = MARGIN) -> float:
     """The largest power of two that leaves gradients ``margin`` powers of two of room.
 
-    Args:
-        max_abs: Largest magnitude of any gradient that the format has to hold; finite.
-        form: The half format.
-        margin: Powers of two to leave free.
-
-    Returns:
-        From 1, the neutral scale, to `LARGEST_SCALE`; the latter if all is zero.
+    From 1, the neutral scale, to `LARGEST_SCALE`, which it is where the finite ``max_abs`` of all
+    gradients is zero.
     """
     if max_abs <= 0:
         return LARGEST_SCALE

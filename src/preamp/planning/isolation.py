@@ -45,8 +45,7 @@ def _accelerators() -> tuple[str, list[int]]:
 def copy_of(model: nn.Module, optimizer: SomeOptimizer) -> tuple[nn.Module, SomeOptimizer]:
     """Copy a model together with its optimizer, which then updates the copy.
 
-    Raises:
-        ValueError: They cannot be copied.
+    Raises `ValueError` if they cannot be copied.
     """
     try:
         twin, other = copy.deepcopy((model, optimizer))

@@ -72,18 +72,11 @@ class Slot:
 def slots_of(model: object) -> list[Slot]:
     """Describe a model without allocating its tensors.
 
-    Args:
-        model: A module on any device (``"meta"`` included), a function without arguments that
-            makes one, which is called with ``torch.device("meta")``, or a number of parameters,
-            which become one float32 tensor.
-
-    Returns:
-        Parameters and buffers in the order of ``model.modules()``, each tensor once.
-
-    Raises:
-        TypeError: It is nothing of that.
-        ValueError: The number is not a whole one from 1 to 1e18, the function raised, or a
-            parameter is half already.
+    The model is a module on any device, ``"meta"`` included; a function without arguments that
+    makes one, called with ``torch.device("meta")``; or a number of parameters, which become one
+    float32 tensor. Returns parameters and buffers in the order of ``model.modules()``, each tensor
+    once. Raises `TypeError` for anything else, and `ValueError` if the number is not a whole one
+    from 1 to 1e18, the function raised, or a parameter is half already.
     """
     if isinstance(model, (int, float)) and not isinstance(model, bool):
         return [_flat_slot(model)]
@@ -104,9 +97,7 @@ def slots_of(model: object) -> list[Slot]:
 def made(model: object) -> nn.Module:
     """Return the module itself, or the one that a factory makes on the meta device.
 
-    Raises:
-        TypeError: It is neither a module nor a function that returns one.
-        ValueError: The function raised.
+    Raises `TypeError` if there is no module, `ValueError` if the function raised.
     """
     if isinstance(model, nn.Module):
         return model

@@ -11,11 +11,7 @@ from preamp.core.errors import message
 
 
 def checked_loss(loss: object) -> float:
-    """The value of a loss. Synchronises.
-
-    Raises:
-        ValueError: It is no finite scalar tensor.
-    """
+    """The value of a loss; raises `ValueError` if it is no finite scalar tensor. Synchronises."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return check_finite(float(loss.item()))
     shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""

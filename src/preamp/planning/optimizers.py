@@ -32,14 +32,10 @@ NAMES = tuple(
 def optimizer_factory(optimizer: OptimizerLike) -> Make:
     """Return what makes such an optimizer over other parameters.
 
-    Args:
-        optimizer: A name in `NAMES`, with arguments if need be (``"SGD(lr=0.1, momentum=0.9)"``),
-            ``"package.module:Name(...)"``, a class or other function of the parameters, or an
-            optimizer, of whose class another one is made with the same options.
-
-    Raises:
-        ValueError: The name is not known, or the form is another one.
-        TypeError: It is nothing of that.
+    Given is a name in `NAMES`, with arguments if need be (``"SGD(lr=0.1, momentum=0.9)"``);
+    ``"package.module:Name(...)"``; a class or other function of the parameters; or an optimizer, of
+    whose class another one is made with the same options. Raises `ValueError` for another name or
+    form, `TypeError` for anything else.
     """
     if isinstance(optimizer, str):
         return _named(optimizer)

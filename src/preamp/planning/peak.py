@@ -38,15 +38,8 @@ class Pass:
 def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -> Pass:
     """Run ``loss_fn`` and its backward at a policy on a copy without memory.
 
-    Args:
-        model: As before `initialize`, on any device; not changed. On the meta device it is traced
-            as if on the CPU.
-        policy: What to trace.
-        loss_fn: Returns the loss of a model and a batch.
-        batch: Tensors, or containers of them.
-
-    Raises:
-        ValueError: The forward looks at values, which such tensors do not have.
+    A model on the meta device is traced as if on the CPU; it is not changed. Raises `ValueError` if
+    the forward looks at values, which such tensors do not have.
     """
     mode = fake_tensors()
     with mode:

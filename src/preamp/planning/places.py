@@ -68,14 +68,7 @@ NOWHERE = Places(*[frozenset[str]()] * 5)
 
 
 def find_places(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -> Places:
-    """Run one forward at a policy.
-
-    Args:
-        model: A copy in float32; mutated and given back in float32.
-        policy: The level, or what `in_bfloat16` makes of it.
-        loss_fn: See `plan`.
-        batch: See `plan`.
-    """
+    """Run one forward at a policy, on a float32 copy that is given back in float32."""
     engine = create_engine(model, None, policy)
     half, known, outputs, computing = set[str](), set[str](), set[str](), set[str]()
 

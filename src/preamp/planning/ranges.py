@@ -182,17 +182,10 @@ class Recorder:
 def record_ranges(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, steps: int
 ) -> Recording:
-    """Train and watch.
+    """Train ``steps`` steps and watch. Mutates model and optimizer, which are copies in float32.
 
-    Args:
-        model: A copy in float32; mutated.
-        optimizer: Of the copy; mutated.
-        loss_fn: See `plan`.
-        batch: See `plan`.
-        steps: How many.
-
-    Raises:
-        ValueError: The loss is no finite scalar, or no parameter gets a gradient other than zero.
+    Raises `ValueError` if the loss is no finite scalar, or no parameter gets a gradient other than
+    zero.
     """
     recorder, losses = Recorder(), list[float]()
 

@@ -61,17 +61,12 @@ def state_bytes(
     options: Sequence[Mapping[str, Any]] = ({},),
     part: Part = lambda elements: elements,
 ) -> StateBytes:
-    """Count the state that an optimizer has after its first step.
+    """Count the state that an optimizer has after its first step over ``tensors``.
 
-    Args:
-        make: Makes the optimizer from parameter groups.
-        tensors: What it updates.
-        options: Of each group.
-        part: Elements of a tensor that one rank holds; applied to state of the parameter's size.
-
-    Raises:
-        ValueError: The optimizer has no state per parameter, refuses such tensors, or has state
-            whose size follows from something else than the parameter's shape.
+    ``options`` are of each group; ``part`` tells how many elements of a tensor one rank holds, and
+    is applied to state of the parameter's size. Raises `ValueError` if the optimizer has no state
+    per parameter, refuses such tensors, or has state whose size follows from something else than
+    the parameter's shape.
     """
     small = {tensor: _small_parameter(tensor) for tensor in dict.fromkeys(tensors)}
     optimizer = _stepped(make, small, options)

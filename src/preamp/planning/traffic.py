@@ -12,16 +12,11 @@ from preamp.policy import Policy
 
 
 def optimizer_traffic(slots: Sequence[Slot], policy: Policy, state: int, *, is_fused: bool) -> int:
-    """Count what finding overflows, unscaling, updating and rounding move.
+    """Count what finding overflows, unscaling, updating and rounding move at a level.
 
-    Every tensor counts once for each time that a pass reads or writes it.
-
-    Args:
-        slots: The model's tensors, all trainable parameters with the optimizer.
-        policy: The level.
-        state: Bytes of the optimizer's state, each read and written once.
-        is_fused: Whether the optimizer is one of preamp's, which takes half gradients as they
-            are and rounds the masters while it has them at hand.
+    Every tensor counts once for each time that a pass reads or writes it, and so do the ``state``
+    bytes of the optimizer. One of preamp's (``is_fused``) takes half gradients as they are and
+    rounds the masters while it has them at hand.
     """
     total = 2 * state
     is_scaled = policy.loss_scale != 1.0

@@ -211,11 +211,7 @@ RULES: Final = (
 
 
 def advise(run: Run) -> list[Finding]:
-    """Apply all rules.
-
-    Returns:
-        What was found, the gravest first; empty if there is nothing to say.
-    """
+    """Apply all rules; returns what was found, the gravest first."""
     return [
         Finding(
             id=rule.id,

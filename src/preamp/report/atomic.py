@@ -16,14 +16,10 @@ _DO: Final = "Pass another path"
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write ``text`` beside ``path`` and then put it in its place in one move.
+    """Write ``text`` as UTF-8 beside ``path``, then put it in its place in one move.
 
-    Args:
-        path: The file; its folder is made where it does not exist. A link is followed.
-        text: In UTF-8.
-
-    Raises:
-        OSError: It cannot be written; what was there before still is, and nothing else.
+    Its folder is made where it does not exist; a link is followed. Raises `OSError` if it cannot be
+    written; what was there before still is, and nothing else.
     """
     missing: list[Path] = []
     try:

@@ -47,8 +47,7 @@ class Chosen:
 def choose(run: Run) -> list[Chosen]:
     """Choose tensors with a histogram: those that lose most, then those with the largest values.
 
-    Args:
-        run: What is known of the run; its latest record with histograms is used.
+    The latest record with histograms is used.
     """
     for record in reversed(run.numerics):
         known = [t for t in record.tensors if t.histogram]

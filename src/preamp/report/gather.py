@@ -118,12 +118,9 @@ def _is_same(a: list[tuple[int, float]], b: list[tuple[int, float]]) -> bool:
 
 
 def gather(records: History | Iterable[Record], name: str = "") -> Run:
-    """Sort the records of one run.
+    """Sort the records of one run, a history or in the order in which they were written.
 
-    Args:
-        records: A history, or records in the order in which they were written. What a checkpoint
-            took back is left out.
-        name: What to call the run.
+    What a checkpoint took back is left out.
     """
     history = records if isinstance(records, History) else _replay(list(records))
     starts = history.of(RunRecord)

@@ -110,11 +110,7 @@ def module_of(name: str) -> str:
 
 
 def heat_map(run: Run, times: int = TIMES) -> HeatMap | None:
-    """Sum up the underflow of gradients by module.
-
-    Returns:
-        The rows, or ``None`` if no gradient was looked at.
-    """
+    """Sum up the underflow of gradients by module; ``None`` if no gradient was looked at."""
     looks = [record for record in run.numerics if gradients_of([record])]
     if not looks:
         return None

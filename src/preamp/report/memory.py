@@ -27,12 +27,7 @@ def categories_of(runs: Sequence[Run]) -> list[str]:
 
 
 def bars(runs: Sequence[Run], name: str) -> Html | None:
-    """Draw a bar for each run that counted its bytes.
-
-    Args:
-        runs: In the order of the bars.
-        name: Prefix of ids.
-    """
+    """Draw a bar for each run that counted its bytes; ``name`` is the prefix of ids."""
     rows = [(run, run.memory.categories) for run in runs if run.memory]
     categories = categories_of(runs)
     if not categories:

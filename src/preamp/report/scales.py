@@ -71,12 +71,7 @@ def _positive(value: float) -> float:
 
 
 def tick_step(span: float, count: int) -> float:
-    """Return the smallest of 1, 2, 5 times a power of ten that divides ``span`` into few parts.
-
-    Args:
-        span: Positive.
-        count: The largest number of parts.
-    """
+    """The smallest 1, 2, 5 times a power of ten that cuts ``span`` into ``count`` parts at most."""
     base = 10.0 ** math.floor(math.log10(span / count))
     return next(f * base for f in (1, 2, 5, 10, 20) if span / (f * base) <= count)
 

@@ -31,10 +31,7 @@ _NUMERICS = 'Pass `numerics="full"` to `preamp.initialize` to have it in the nex
 def sections_of(run: Run, prefix: str, *, with_memory: bool = True) -> list[Section]:
     """Make all parts of a report on one run, those that say what is missing included.
 
-    Args:
-        run: What is known of it.
-        prefix: Of all ids.
-        with_memory: Whether memory has a part; a comparison shows it for all runs at once.
+    ``prefix`` is of all ids; a comparison of runs shows memory for all of them at once.
     """
     parts = [
         _advice(run, f"{prefix}advice"),
@@ -224,12 +221,7 @@ def _no_stall(run: Run) -> Block:
 
 
 def memory_section(runs: list[Run], prefix: str) -> Section:
-    """Make the part about memory, of one run or of several.
-
-    Args:
-        runs: In the order of the bars.
-        prefix: Of all ids.
-    """
+    """Make the part about memory, of one run or of several; ``prefix`` is of all ids."""
     drawn = memory.bars(runs, f"{prefix}-bars")
     if drawn is None:
         missing = Missing(

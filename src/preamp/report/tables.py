@@ -173,12 +173,7 @@ def casts(run: Run, prefix: str) -> Table | None:
 
 
 def comparison(runs: Sequence[Run], prefix: str) -> Table:
-    """List the runs with their main numbers.
-
-    Args:
-        runs: In the order of the rows.
-        prefix: Of the table's id.
-    """
+    """List the runs with their main numbers; ``prefix`` is of the table's id."""
     of_losses = "; last losses are running means" if any(map(is_smoothed, runs)) else ""
     titles = ("steps", "skipped", "last loss", "loss scale", "memory")
     return Table(

@@ -10,11 +10,7 @@ from preamp.report.words import visible
 
 
 def fill(page: Page) -> str:
-    """Write a page as HTML.
-
-    Raises:
-        PreampUnavailableError: jinja2 is missing.
-    """
+    """Write a page as HTML; raises `PreampUnavailableError` where jinja2 is missing."""
     # Late, because the library is imported without jinja2 and must not need it.
     try:
         import jinja2

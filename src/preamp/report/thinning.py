@@ -13,14 +13,7 @@ Point = tuple[float, float]
 
 
 def column_of(x: float, first: float, last: float, columns: int = COLUMNS) -> int:
-    """Return the column that ``x`` falls into.
-
-    Args:
-        x: Between ``first`` and ``last``.
-        first: Left end of the first column.
-        last: Right end of the last column.
-        columns: How many there are.
-    """
+    """The one of ``columns`` between ``first`` and ``last`` that ``x`` falls into."""
     if last <= first:
         return 0
     return min(max(int((x - first) / (last - first) * columns), 0), columns - 1)
@@ -29,17 +22,10 @@ def column_of(x: float, first: float, last: float, columns: int = COLUMNS) -> in
 def thin(
     points: Sequence[Point], first: float, last: float, columns: int = COLUMNS
 ) -> list[list[Point]]:
-    """Keep the lowest and the highest point of each column.
+    """Keep the lowest and the highest point of each of ``columns`` between ``first`` and ``last``.
 
-    Args:
-        points: By increasing x; y may be infinite or nan.
-        first: Left end of the picture.
-        last: Its right end.
-        columns: How many to divide it into.
-
-    Returns:
-        Lines of points, at most two in a column. A line ends where a column has nothing but
-        values that are not finite.
+    Points are by increasing x; y may be infinite or nan. Returns lines of points, at most two in a
+    column. A line ends where a column has nothing but values that are not finite.
     """
     lines: list[list[Point]] = [[]]
     column, inside = -1, list[Point]()
@@ -77,9 +63,8 @@ def columns_hit(
 def smooth(values: Sequence[float], window: float) -> list[float]:
     """Average each value with the ones before it, the nearer ones counting more.
 
-    Args:
-        values: Those that are not finite stay as they are and count for nothing.
-        window: About how many to average: a value this far back counts 1/e of the latest one.
+    A value ``window`` back counts 1/e of the latest one. Values that are not finite stay as they
+    are and count for nothing.
     """
     fade = math.exp(-1 / max(window, 1e-9))
     averaged: list[float] = []

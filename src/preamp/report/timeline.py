@@ -19,11 +19,7 @@ _NAMED_STEPS = 12  # skipped steps that a description names one by one
 
 
 def loss_chart(run: Run, name: str) -> Html | None:
-    """Draw the losses of one run, with skipped steps and losses that were not finite marked.
-
-    Returns:
-        Picture and legend, or ``None`` if no loss is recorded.
-    """
+    """Draw a run's losses, with skipped steps and non-finite losses marked; ``None`` without any."""
     rows = run.losses()
     y = loss_scale_of([value for points in rows.values() for _, value in points])
     if y is None:
@@ -51,11 +47,7 @@ def loss_chart(run: Run, name: str) -> Html | None:
 
 
 def scale_chart(run: Run, name: str) -> Html | None:
-    """Draw the loss scales of one run as powers of two, with skipped steps marked.
-
-    Returns:
-        Picture and legend, or ``None`` if no scale is recorded.
-    """
+    """Draw a run's loss scales as powers of two, skipped steps marked; ``None`` without any."""
     rows = run.scales()
     y = power_axis([value for points in rows.values() for _, value in points])
     if y is None:
@@ -79,12 +71,7 @@ def scale_chart(run: Run, name: str) -> Html | None:
 
 
 def loss_comparison(runs: Sequence[Run], name: str) -> Html | None:
-    """Draw the first loss of several runs over each other.
-
-    Args:
-        runs: In the order of the legend.
-        name: Prefix of ids.
-    """
+    """Draw the first loss of several runs over each other; ``name`` is the prefix of ids."""
     rows = [(run, smoothed(run.first_losses)) for run in runs]
     y = loss_scale_of([value for _, points in rows for _, value in points])
     if y is None:
@@ -105,12 +92,7 @@ def loss_comparison(runs: Sequence[Run], name: str) -> Html | None:
 
 
 def scale_comparison(runs: Sequence[Run], name: str) -> Html | None:
-    """Draw the first loss scale of several runs over each other, with a row of skips for each.
-
-    Args:
-        runs: In the order of the legend.
-        name: Prefix of ids.
-    """
+    """Draw the first loss scale of several runs over each other, with a row of skips for each."""
     rows = [(run, run.first_scales) for run in runs]
     y = power_axis([value for _, points in rows for _, value in points])
     if y is None:

@@ -24,20 +24,9 @@ class AliasDistribution(Distribution):
     """A distribution without files on the disk."""
 
     def read_text(self, filename: str) -> str | None:
-        """Return a metadata file.
-
-        Args:
-            filename: Such as ``METADATA``.
-
-        Returns:
-            Its text, or ``None`` for a file that there is not.
-        """
+        """The text of a metadata file such as ``METADATA``, or ``None`` if there is none."""
         return _FILES.get(filename)
 
     def locate_file(self, path: str | PathLike[str]) -> Path:
-        """Return ``path``; there is no folder that it could be relative to.
-
-        Args:
-            path: A file of the distribution.
-        """
+        """Return ``path``; there is no folder that it could be relative to."""
         return Path(path)

@@ -94,11 +94,7 @@ class CompletingLoader(Loader):
         return self._own.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the package, with its own loader in its attributes, and complete it.
-
-        Args:
-            module: The installed ``apex``.
-        """
+        """Run the installed ``apex``, with its own loader in its attributes, and complete it."""
         module.__loader__ = self._own
         if module.__spec__ is not None:
             module.__spec__.loader = self._own
@@ -112,19 +108,10 @@ class AliasFinder(DistributionFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to load ``fullname``.
+        """Another finder's answer if there is one, else the alias; ``None`` for other names.
 
-        Args:
-            fullname: Dotted name.
-            path: Where the parent package looks; ``None`` for a top-level module.
-            target: The module to be reloaded, if any.
-
-        Returns:
-            Another finder's answer if there is one, else the alias; ``None`` for other names.
-
-        Raises:
-            ModuleNotFoundError: preamp does not have this module of Apex. Its text names what to
-                use instead.
+        Raises `ModuleNotFoundError` if preamp does not have this module of Apex, naming what to use
+        instead.
         """
         if fullname not in SUPPLIED and fullname not in REFUSED:
             return None
@@ -147,11 +134,7 @@ class AliasFinder(DistributionFinder):
     def find_distributions(
         self, context: DistributionFinder.Context | None = None
     ) -> Iterator[Distribution]:
-        """Yield the distribution ``apex``, unless one is installed or another is asked for.
-
-        Args:
-            context: What is asked for: a name, a list of folders, or everything.
-        """
+        """Yield the distribution ``apex``, unless one is installed or another is asked for."""
         asked: dict[str, Any] = {} if context is None else vars(context)
         if "path" in asked or (asked.get("name") or NAME).lower() != NAME:
             return
@@ -174,16 +157,10 @@ def other_finders() -> list[Any]:
 def find_elsewhere(
     name: str, path: Sequence[str] | None, target: ModuleType | None = None
 ) -> ModuleSpec | None:
-    """Return what the other finders know of a module, without importing it.
+    """What the other finders know of a module, or ``None``, without importing it.
 
-    Args:
-        name: Dotted name.
-        path: Where the parent package looks; ``None`` for a top-level module.
-        target: The module to be reloaded, if any.
-
-    Returns:
-        The spec, or ``None``; a folder without ``__init__.py``, such as a clone of Apex's
-        repository beside the script, is no module.
+    A folder without ``__init__.py``, such as a clone of Apex's repository beside the script, is no
+    module.
     """
     for finder in other_finders():
         spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
@@ -193,21 +170,13 @@ def find_elsewhere(
 
 
 def is_apex(locations: Sequence[str] | None) -> bool:
-    """Whether the package there is Apex: the package index has another one of that name.
-
-    Args:
-        locations: Where the package named ``apex`` looks for its sub-modules.
-    """
+    """Whether the ``apex`` there is Apex: the package index has another package of that name."""
     children = [name for name in (*SUPPLIED, *REFUSED) if name.count(".") == 1]
     return bool(locations) and any(find_elsewhere(name, locations) for name in children)
 
 
 def import_children(parent: str) -> None:
-    """Import the alias modules directly below ``parent`` that nothing else supplies.
-
-    Args:
-        parent: Name of a package that is in ``sys.modules``.
-    """
+    """Import the alias modules directly below ``parent`` that nothing else supplies."""
     path = list(getattr(sys.modules[parent], "__path__", ()))
     for name in SUPPLIED:
         if name.rpartition(".")[0] != parent or name in RUNNABLE or not _is_available(name):
@@ -217,11 +186,7 @@ def import_children(parent: str) -> None:
 
 
 def refuse_missing(name: str) -> None:
-    """Say what replaces a module that cannot be had.
-
-    Raises:
-        ModuleNotFoundError: It cannot be had.
-    """
+    """Raise `ModuleNotFoundError` for a module that cannot be had, naming what replaces it."""
     if name in SUPPLIED and _is_available(name):
         return
     do = f"Use {REFUSED[name]}" if name in REFUSED else "Use a torch built with torch.distributed"

@@ -148,11 +148,7 @@ class TrainingProbes:
     def _before_backward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Origin, object, set[int]]:
-        """Find out what kind of backward this is.
-
-        Returns:
-            The kind, the scaler if it is a ``GradScaler``'s, and what is reached through float16.
-        """
+        """The kind of backward, its ``GradScaler`` if any, and what is reached through float16."""
         seen = self._watch.seen
         given = args[0] if args else kwargs.get("tensors")
         seed = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
