@@ -14,7 +14,7 @@ from cases.demo import CORPUS, config
 from preamp.demo.config import DemoConfig
 from preamp.demo.records import to_json
 from preamp.demo.run import prepare, run
-from preamp.demo.watch import Unwatched
+from preamp.demo.train import Unwatched
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 WAYS = ("ddp", "zero1", "fsdp") if hasattr(torch.cpu.Stream, "record_event") else ("ddp", "zero1")

@@ -17,6 +17,7 @@ import torch
 from cases.demo import CORPUS
 from cases.ranks import run_ranks
 from demo.rank_runs import WAYS, small, train
+from demo_schema import check_results, read_results
 from preamp import PreampUnavailableError
 from preamp.demo.config import DemoConfig
 from preamp.demo.parallel import (
@@ -28,8 +29,7 @@ from preamp.demo.parallel import (
     require_sharding,
 )
 from preamp.demo.run import prepare, run
-from preamp.demo.schema import check_results, read_results
-from preamp.demo.watch import Unwatched
+from preamp.demo.train import Unwatched
 
 BUDGETS = {"O0": 1e-5, "O1": 2e-3, "O2": 2e-3, "O3": 2e-3, "O4": 2e-2, "O5": 2e-2}
 """Bits per byte; half slices of a batch are multiplied in another order than all of it."""

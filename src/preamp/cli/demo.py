@@ -12,19 +12,28 @@ import typer
 from rich.box import SIMPLE_HEAVY
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from preamp.cli.console import make_console
-from preamp.cli.progress import Bars
 from preamp.core.errors import PreampUnavailableError, message
-from preamp.demo import files, notes
 from preamp.demo.config import DEFAULT_LEVELS, DemoConfig, ModelConfig, OptimizerConfig
 from preamp.demo.data import read_corpus
 from preamp.demo.parallel import SHARED, choose_parallel, require_sharding
-from preamp.demo.records import DemoResult
+from preamp.demo.records import DemoResult, LevelResult
+from preamp.demo.report import require_folder, require_packages, write
 from preamp.demo.run import Setting, prepare, run
-from preamp.demo.table import RANK_COLUMNS, columns_of, rank_rows
-from preamp.demo.watch import Unwatched
+from preamp.demo.table import HELD_OUT, MEMORY, RANK_COLUMNS, TIMING, columns_of, note_of, rank_rows
+from preamp.demo.train import Progress as Step
+from preamp.demo.train import Unwatched
 from preamp.distributed.job import joined, launched_ranks, own_device, own_rank
 
 INTERRUPTED = 130
@@ -67,7 +76,7 @@ def demo(
     """
     console = make_console()
     try:
-        files.require_packages()
+        require_packages()
         config = DemoConfig(
             levels=tuple(re.split(r"[,\s]+", levels.strip(", "))),
             steps=steps,
@@ -81,7 +90,7 @@ def demo(
         )
         setting = prepare(config, read_corpus())
         require_sharding(config.parallel, setting.device)
-        files.require_folder(out)
+        require_folder(out)
     except (ValueError, OSError, PreampUnavailableError) as error:
         raise refused(error) from None
     if threads > 0:
@@ -104,7 +113,7 @@ def finish(result: DemoResult, console: Console, out: Path) -> None:
     """
     if own_rank() == 0:
         show(result, console)
-        page, data = files.write(result, out)
+        page, data = write(result, out)
         console.print(f"Report: {page}\nData:   {data}", soft_wrap=True, highlight=False)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -165,11 +174,9 @@ def show(result: DemoResult, console: Console) -> None:
         table.add_row(*(f"{escape(cell.value)}\n[dim]{escape(cell.detail)}[/]" for cell in cells))
     console.print(table)
     for row in result.levels:
-        console.print(
-            f"[bold]{row.level}[/]  {escape(notes.note_of(row, result))}", highlight=False
-        )
+        console.print(f"[bold]{row.level}[/]  {escape(note_of(row, result))}", highlight=False)
     show_ranks(result, console)
-    for remark in (notes.HELD_OUT, notes.TIMING, notes.MEMORY):
+    for remark in (HELD_OUT, TIMING, MEMORY):
         console.print(remark, style="dim", highlight=False)
 
 
@@ -185,3 +192,51 @@ def show_ranks(result: DemoResult, console: Console) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
+
+class Bars:
+    """One bar for each opt level; a :class:`preamp.demo.train.Watcher`.
+
+    Args:
+        levels: The opt levels, in order.
+        steps: Steps of each.
+        console: Where to draw.
+    """
+
+    def __init__(self, levels: tuple[str, ...], steps: int, console: Console) -> None:
+        """Make the bars; :attr:`display` draws them while it is entered."""
+        self.display = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[news]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+        )
+        self._steps = steps
+        self._tasks: dict[str, TaskID] = {
+            level: self.display.add_task(level, total=steps, start=False, news="waiting")
+            for level in levels
+        }
+
+    def level_started(self, level: str) -> None:
+        """Start the clock of a bar."""
+        self.display.start_task(self._tasks[level])
+
+    def step_done(self, progress: Step) -> None:
+        """Move a bar on."""
+        news = (
+            f"{progress.loss:.3f} bits/byte  scale {progress.loss_scale:,.6g}"
+            f"  {progress.tokens_per_second:,.0f} tokens/s"
+        )
+        self.display.update(self._tasks[progress.level], completed=progress.step, news=news)
+
+    def level_done(self, result: LevelResult) -> None:
+        """Show the result in place of the last step."""
+        bits = result.held_out_bits
+        news = result.status if bits is None else f"held out: {bits:.3f} bits/byte"
+        self.display.update(self._tasks[result.level], news=news)
+        self.display.stop_task(self._tasks[result.level])

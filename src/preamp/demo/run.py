@@ -14,15 +14,20 @@ import preamp
 from preamp.core.errors import message
 from preamp.demo.config import DemoConfig
 from preamp.demo.data import Batch, Corpus, held_out_batches, part_of_batch, training_batches
-from preamp.demo.history import note_start, records_of
 from preamp.demo.measure import activation_bytes, dtypes_of, held_out_bits
 from preamp.demo.model import GPT
-from preamp.demo.parallel import shard_before, wrap_after
-from preamp.demo.rank_results import with_ranks
+from preamp.demo.parallel import RankResult, digest, shard_before, wrap_after
 from preamp.demo.records import DemoResult, LevelResult, Status
-from preamp.demo.train import DivergedError, Tape, make_optimizer, train
-from preamp.demo.watch import Watcher
-from preamp.distributed.job import own_rank
+from preamp.demo.train import (
+    DivergedError,
+    Tape,
+    Watcher,
+    make_optimizer,
+    note_start,
+    records_of,
+    train,
+)
+from preamp.distributed.job import gather_to_all, own_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,3 +235,19 @@ def reset_peak(device: torch.device) -> None:
 def peak_of(device: torch.device) -> int | None:
     """Bytes of the highest allocation since `reset_peak`; ``None`` where torch does not count."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def with_ranks(row: LevelResult, model: GPT) -> LevelResult:
+    """Add what each rank says, where there are several. All of them call this."""
+    own = RankResult(
+        rank=own_rank(),
+        steps_skipped=row.steps_skipped,
+        loss_scale=row.loss_scale,
+        losses=digest(row.losses),
+        weights=digest(model),
+        median_seconds=row.median_seconds,
+        bytes_per_parameter=row.memory and row.memory.total,
+        peak_bytes=row.peak_bytes,
+    )
+    found = gather_to_all(own)
+    return replace(row, ranks=tuple(found)) if len(found) > 1 else row

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The training loop: an ordinary PyTorch loop, and preamp's few lines in it."""
+"""The training loop: an ordinary PyTorch loop, preamp's few lines in it, and what it records."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -14,13 +16,112 @@ from torch import nn
 import preamp
 from preamp.demo.config import DemoConfig, OptimizerConfig
 from preamp.demo.data import Batch
-from preamp.demo.history import note_memory, note_step
 from preamp.demo.measure import loss_of, memory_of
 from preamp.demo.model import GPT
-from preamp.demo.records import Memory
-from preamp.demo.watch import Progress, Watcher
+from preamp.demo.records import LevelResult, Memory
 from preamp.distributed.job import mean_over_ranks
-from preamp.numerics import History
+from preamp.numerics import (
+    CastsRecord,
+    History,
+    MemoryRecord,
+    NumericsRecord,
+    Record,
+    RunRecord,
+    StepRecord,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """One finished step.
+
+    Attributes:
+        level: The opt level in training.
+        step: Steps done, this one included.
+        loss: Training loss in bits per byte.
+        loss_scale: The scale of the next step.
+        tokens_per_second: Speed of this step.
+    """
+
+    level: str
+    step: int
+    loss: float
+    loss_scale: float
+    tokens_per_second: float
+
+
+class Watcher(Protocol):
+    """Someone who wants to know; a progress display, or a test."""
+
+    def level_started(self, level: str) -> None:
+        """Tell that an opt level begins."""
+        ...
+
+    def step_done(self, progress: Progress) -> None:
+        """Tell that a step is over."""
+        ...
+
+    def level_done(self, result: LevelResult) -> None:
+        """Tell that an opt level is over, finished or not."""
+        ...
+
+
+class Unwatched:
+    """Nobody wants to know."""
+
+    def level_started(self, level: str) -> None:
+        """Do nothing."""
+
+    def step_done(self, progress: Progress) -> None:
+        """Do nothing."""
+
+    def level_done(self, result: LevelResult) -> None:
+        """Do nothing."""
+
+
+def note_start(history: History, engine: preamp.Engine, device: str) -> None:
+    """Write down how a training is set up; ``device`` is in words."""
+    for record in engine.history.of(RunRecord):
+        history.add(dataclasses.replace(record, device=device))
+
+
+def note_step(history: History, step: int, loss: float, optimizer: torch.optim.Optimizer) -> None:
+    """Write down step ``step``, counted from 1, its loss in bits per byte, and why it was skipped.
+
+    Synchronises: waits until it is known whether the step was skipped.
+    """
+    engine = preamp.engine_of(optimizer)
+    skipped = engine.last_step_skipped
+    rate = optimizer.param_groups[0]["lr"]
+    scales = {0: engine.loss_scale(0)}
+    history.add(StepRecord(step=step, losses={0: loss}, scales=scales, skipped=skipped, lr=rate))
+    if skipped and engine.overflow_causes:
+        history.add(dataclasses.replace(engine.overflow_causes[-1].to_record(), step=step))
+
+
+def note_memory(history: History, step: int, memory: Memory, model: nn.Module) -> None:
+    """Write down what is held, given as bytes per parameter."""
+    count = sum(p.numel() for p in model.parameters())
+    held = {
+        name.replace("_", " "): round(part * count)
+        for name, part in dataclasses.asdict(memory).items()
+    }
+    history.add(MemoryRecord(step=step, categories=held))
+
+
+def records_of(history: History, engine: preamp.Engine) -> tuple[Record, ...]:
+    """All records of a training, with those that its engine kept; before the engine is closed."""
+    return (*history, *_kept_by(engine))
+
+
+def _kept_by(engine: preamp.Engine) -> tuple[Record, ...]:
+    """Return what the engine itself has recorded about tensors and casts.
+
+    Steps, overflows and memory the loop has written down already, in its own units.
+    """
+    history = engine.history
+    return (*history.of(NumericsRecord), *history.of(CastsRecord))
+
 
 PATIENCE = 5
 """Losses in a row that may be non-finite: a loss scaler recovers from one, no model from five."""

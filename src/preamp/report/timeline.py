@@ -19,7 +19,7 @@ _NAMED_STEPS = 12  # skipped steps that a description names one by one
 
 
 def loss_chart(run: Run, name: str) -> Html | None:
-    """Draw a run's losses, with skipped steps and non-finite losses marked; ``None`` without any."""
+    """Draw a run's losses, skipped steps and non-finite losses marked; ``None`` without any."""
     rows = run.losses()
     y = loss_scale_of([value for points in rows.values() for _, value in points])
     if y is None:
