@@ -55,7 +55,7 @@ LATE_IMPORTS_IN = (
     "preamp.kernels.dispatch",  # a back end loads when it is first used
     "preamp.numerics.tensorboard",  # an extra, and slower to import than all of preamp
     "preamp.planning.entry",  # planning would be a quarter of the time of importing preamp
-    "preamp.report.template",  # jinja2, which the library is imported without
+    "preamp.report.page",  # jinja2, which the library is imported without
 )
 
 

@@ -26,8 +26,7 @@ from preamp.demo.table import (
 )
 from preamp.numerics import to_json as record_to_json
 from preamp.report.blocks import Block, Column, Facts, Figure, Section, Table, Text
-from preamp.report.chart import Chart, Line, draw, legend
-from preamp.report.scales import finite_range, linear
+from preamp.report.chart import Chart, Line, draw, finite_range, legend, linear
 from preamp.report.svg import Html, joined, tag
 from preamp.report.timeline import loss_scale_of, smoothed
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from preamp.report.advice import Finding
+from preamp.report.advice import Finding, Verdict
 from preamp.report.svg import Html
-from preamp.report.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,18 @@ from math import floor, inf, log2
 
 from preamp.numerics import FORMATS, NumberFormat, TensorStatistics
 from preamp.report import words
+from preamp.report.chart import Scale
 from preamp.report.gather import Run
-from preamp.report.scales import Scale
-from preamp.report.svg import Html, coordinate, joined, percent, picture, stretched, tag
+from preamp.report.svg import (
+    Html,
+    coordinate,
+    legend_of,
+    percent,
+    picture,
+    sample,
+    stretched,
+    tag,
+)
 
 WORST = 3
 LARGEST = 3
@@ -190,21 +199,9 @@ def legend(*, with_outline: bool) -> Html:
     entries = [("bars", "values"), ("normal", "normal range"), ("subnormal", "subnormal range")]
     if with_outline:
         entries.insert(1, ("outline", "the same without the loss scale"))
-    items = [
-        tag(
-            "li",
-            tag(
-                "svg",
-                tag("rect", x=1, y=1, width=18, height=8, class_=c),
-                width=20,
-                height=10,
-                aria_hidden="true",
-            ),
-            name,
-        )
-        for c, name in entries
-    ]
-    return tag("ul", joined(items), class_="legend")
+    return legend_of(
+        (sample(tag("rect", x=1, y=1, width=18, height=8, class_=c)), name) for c, name in entries
+    )
 
 
 def uses_scale(chosen: Sequence[Chosen]) -> bool:

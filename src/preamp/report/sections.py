@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from preamp.report import exponents, heat, memory, tables, timeline, words
-from preamp.report.advice import advise
+from preamp.report import exponents, layers, memory, tables, timeline, words
+from preamp.report.advice import advise, judge
 from preamp.report.blocks import (
     Advice,
     Block,
@@ -21,7 +21,6 @@ from preamp.report.evidence import has_masters, uses_half
 from preamp.report.gather import Run
 from preamp.report.layers import DETAILS, ROWS, HeatMap, heat_map, stalls, total_stall, worst_of
 from preamp.report.tables import name
-from preamp.report.verdict import judge
 
 STALL_ROWS = 12
 
@@ -96,7 +95,7 @@ def _underflow(run: Run, prefix: str) -> Section:
     lead = (
         f"Part of a layer's gradient, with the loss scale on, that is below the smallest normal"
         f" {found.form} number and so loses digits, or all of them. Worst layers first; time runs"
-        f" from left to right, {heat.axis(found)}."
+        f" from left to right, {layers.axis(found)}."
     )
     if not uses_half(run):
         lead += f" This run is in float32: the shares say what {found.form} would lose."
@@ -112,19 +111,19 @@ def _heat_table(found: HeatMap, prefix: str) -> Table:
             name(layer.name, 48),
             words.share(layer.worst),
             words.share(layer.latest.share),
-            heat.strip(layer, found, f"{prefix}-{index}"),
+            layers.strip(layer, found, f"{prefix}-{index}"),
         ]
         for index, layer in enumerate(found.layers[:ROWS])
     ]
     rest = found.layers[ROWS:]
     if rest:
         summed = worst_of(rest)
-        strip = heat.strip(summed, found, f"{prefix}-rest")
+        strip = layers.strip(summed, found, f"{prefix}-rest")
         label = f"the worst of {len(rest):,} others"
         rows.append([label, words.share(summed.worst), words.share(summed.latest.share), strip])
     return Table(
         name=f"{prefix}-map",
-        caption=f"Share of underflow by layer, {heat.axis(found)}",
+        caption=f"Share of underflow by layer, {layers.axis(found)}",
         columns=(
             Column(title="layer"),
             Column(title="worst", is_number=True),
@@ -133,7 +132,7 @@ def _heat_table(found: HeatMap, prefix: str) -> Table:
         ),
         rows=rows,
         is_fluid=True,
-        after=heat.legend(),
+        after=layers.legend(),
     )
 
 
@@ -150,7 +149,7 @@ def _heat_details(found: HeatMap, prefix: str) -> Table:
             Column(title="layer", is_wide=True),
             *(Column(title=title, is_number=True) for title in numbers),
         ),
-        rows=[[name(layer.name), *heat.numbers(layer)] for layer in shown],
+        rows=[[name(layer.name), *layers.numbers(layer)] for layer in shown],
     )
 
 

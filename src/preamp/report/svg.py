@@ -95,5 +95,16 @@ def stretched(*children: str, width: float, height: float, y: float = 0) -> Html
     )
 
 
+def sample(*children: str, width: float = 20, height: float = 10) -> Html:
+    """Draw what stands before a name in a legend."""
+    return tag("svg", *children, width=width, height=height, aria_hidden="true")
+
+
+def legend_of(entries: Iterable[tuple[Html, str]]) -> Html:
+    """List names beside samples of what they name; nothing if there are none."""
+    items = [tag("li", drawn, name) for drawn, name in entries]
+    return tag("ul", *items, class_="legend") if items else Html()
+
+
 def _value(value: str | float) -> str:
     return escape(visible(value) if isinstance(value, str) else coordinate(value), quote=True)

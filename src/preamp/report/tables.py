@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 from preamp.numerics import OverflowRecord, TraceRecord
 from preamp.report import words
-from preamp.report.advice import advise
+from preamp.report.advice import advise, judge
 from preamp.report.blocks import Column, Table
 from preamp.report.gather import Run
 from preamp.report.svg import Html, breakable, joined, tag
 from preamp.report.timeline import is_smoothed, smoothed
-from preamp.report.verdict import judge
 
 FIRST, LAST = 20, 30
 """Skipped steps that are listed one by one: from the start, and from the end."""

@@ -7,11 +7,22 @@ import math
 from collections.abc import Sequence
 
 from preamp.report import words
-from preamp.report.chart import Chart, Line, Marks, draw, legend
+from preamp.report.chart import (
+    Chart,
+    Line,
+    Marks,
+    Point,
+    Scale,
+    decades,
+    draw,
+    finite_range,
+    legend,
+    linear,
+    powers_of_two,
+    smooth,
+)
 from preamp.report.gather import Run
-from preamp.report.scales import Scale, decades, finite_range, linear, powers_of_two
 from preamp.report.svg import Html, joined
-from preamp.report.thinning import Point, smooth
 
 _WIDE_RANGE = 30.0  # losses that differ by more than this factor get a logarithmic scale
 _SMOOTHED_FROM = 100  # steps; a mean of fewer lags more than it calms
