@@ -17,7 +17,7 @@ from preamp.demo.data import Batch
 from preamp.demo.measure import loss_of
 from preamp.demo.model import GPT
 from preamp.demo.train import make_optimizer
-from preamp.planning.tracing import Traffic
+from preamp.planning.peak import Traffic
 
 LEVELS = tuple(preamp.OPT_LEVELS)
 DEMO = ModelConfig(layers=2, width=64, heads=4, context=32)

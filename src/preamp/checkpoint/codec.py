@@ -19,7 +19,7 @@ import torch
 from preamp.checkpoint.parts import check_storable, dtype_named
 from preamp.checkpoint.pieces import Box, Piece, describe_frame, piece_of, pieces_named
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import message
+from preamp.core.errors import bad_type, bad_value
 from preamp.core.tensors import is_sharded
 from preamp.kernels.sparse import stored_parts
 
@@ -52,12 +52,10 @@ def encode(tree: Any, what: str = "content", ranks: int = 1) -> tuple[Any, Tenso
     try:
         return encoder.encode(tree, ()), encoder.tensors
     except RecursionError:
-        raise ValueError(
-            message(
-                f"{what} contains itself, or is nested too deep",
-                "Only containers that end somewhere can be saved",
-                "Leave out what refers back to its container",
-            )
+        raise bad_value(
+            f"{what} contains itself, or is nested too deep",
+            "Only containers that end somewhere can be saved",
+            "Leave out what refers back to its container",
         ) from None
 
 
@@ -134,13 +132,11 @@ class _Encoder:
 
     def _refused(self, value: Any, path: tuple[Any, ...]) -> TypeError:
         kind = cast("type[Any]", type(value))
-        return TypeError(
-            message(
-                f"{self._place(path)} is a {kind.__module__}.{kind.__qualname__}",
-                _ALLOWED,
-                "Save what it is made of, such as vars(options), array.tolist() or "
-                "torch.from_numpy(array), and make it again after loading",
-            )
+        return bad_type(
+            f"{self._place(path)} is a {kind.__module__}.{kind.__qualname__}",
+            _ALLOWED,
+            "Save what it is made of, such as vars(options), array.tolist() or "
+            "torch.from_numpy(array), and make it again after loading",
         )
 
 

@@ -15,7 +15,7 @@ import torch
 
 from preamp.checkpoint.reader import ApexRecord, read_apex_checkpoint
 from preamp.checkpoint.scaler_state import plain_loss_scaler
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.core.files import replacing
 
 UNCHANGED = "unchanged"
@@ -157,12 +157,10 @@ def to_plain(content: Any) -> Any:
     try:
         return _to_plain(content, {})
     except RecursionError:
-        raise ValueError(
-            message(
-                "The checkpoint contains itself, or is nested too deep",
-                "Only containers that end somewhere can be converted",
-                "Load it with read_apex_checkpoint and take out what is needed",
-            )
+        raise bad_value(
+            "The checkpoint contains itself, or is nested too deep",
+            "Only containers that end somewhere can be converted",
+            "Load it with read_apex_checkpoint and take out what is needed",
         ) from None
 
 
@@ -199,24 +197,20 @@ def _check_methods(items: dict[Any, Any]) -> None:
     """Refuse an OrderedDict whose file gave it an ``items`` or ``update`` of its own."""
     replaced = [name for name in getattr(items, "__dict__", {}) if hasattr(type(items), name)]
     if replaced:
-        raise ValueError(
-            message(
-                f"The checkpoint has a dict with its own {', '.join(map(repr, replaced))}",
-                "A dict may have attributes, but has its class's methods",
-                "Do not use the file unless you know why it was written like that",
-            )
+        raise bad_value(
+            f"The checkpoint has a dict with its own {', '.join(map(repr, replaced))}",
+            "A dict may have attributes, but has its class's methods",
+            "Do not use the file unless you know why it was written like that",
         )
 
 
 def _check_hashed(items: Iterable[Any], known: dict[int, Any]) -> None:
     """Refuse records where the dict that replaces them cannot be."""
     if any(_to_plain(item, known) is not item for item in items):
-        raise ValueError(
-            message(
-                "The checkpoint has a loss scaler as the key of a dict, or in a set",
-                "Loss scalers become dicts, which are values and items of lists",
-                "Load it with read_apex_checkpoint and take out what is needed",
-            )
+        raise bad_value(
+            "The checkpoint has a loss scaler as the key of a dict, or in a set",
+            "Loss scalers become dicts, which are values and items of lists",
+            "Load it with read_apex_checkpoint and take out what is needed",
         )
 
 
@@ -242,27 +236,23 @@ def convert_apex_checkpoint(
     """
     source, target = Path(src), Path(dst)
     if target.exists() and target.samefile(source):
-        raise ValueError(
-            message(
-                f"{source} is to be replaced by its own conversion",
-                "Source and destination are two files",
-                "Choose another destination, so that the original stays",
-            )
+        raise bad_value(
+            f"{source} is to be replaced by its own conversion",
+            "Source and destination are two files",
+            "Choose another destination, so that the original stays",
         )
     if target.exists() and not target.is_file():  # a device would be gone for all programs
         got, allowed = f"{target} is no regular file", "A checkpoint goes to a file of its own"
-        raise ValueError(message(got, allowed, "Choose another destination"))
+        raise bad_value(got, allowed, "Choose another destination")
     content = read_apex_checkpoint(source)
     plain = to_plain(content)
     try:
         write_atomically(plain, target)
     except pickle.PickleError as error:
-        raise ValueError(
-            message(
-                f"{source} cannot be written as plain data: {str(error).splitlines()[0]}",
-                "Plain data hold loss scalers as values, and no classes",
-                "Load it with read_apex_checkpoint and take out what is needed",
-            )
+        raise bad_value(
+            f"{source} cannot be written as plain data: {str(error).splitlines()[0]}",
+            "Plain data hold loss scalers as values, and no classes",
+            "Load it with read_apex_checkpoint and take out what is needed",
         ) from error
     return tuple(describe(content))
 

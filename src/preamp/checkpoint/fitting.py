@@ -13,7 +13,7 @@ from preamp.checkpoint.capture import describe_params
 from preamp.checkpoint.shares import Shares
 from preamp.checkpoint.subjects import Subjects, class_name
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.core.tensors import is_sharded
 
 _SHOWN = 3
@@ -157,11 +157,9 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def _unfit(got: str, allowed: str) -> ValueError:
-    return ValueError(
-        message(
-            f"The checkpoint {got}",
-            f"It loads into {allowed}; nothing was loaded",
-            "Make the objects as the run that saved it did, or take parts of it by hand with "
-            "preamp.checkpoint.read_checkpoint",
-        )
+    return bad_value(
+        f"The checkpoint {got}",
+        f"It loads into {allowed}; nothing was loaded",
+        "Make the objects as the run that saved it did, or take parts of it by hand with "
+        "preamp.checkpoint.read_checkpoint",
     )

@@ -28,7 +28,7 @@ from preamp.checkpoint.ranks import (
     world_size,
 )
 from preamp.checkpoint.storage import Draft, naming
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import PreampStateError, bad_state
 
 Encoded = tuple[Any, Tensors]
 _Told = tuple[dict[str, Print], str, int]  # with a token, and the number of the next save
@@ -182,13 +182,11 @@ def _check_whole(prints: Sequence[dict[str, Print]]) -> None:
 
 
 def _not_one_tensor(name: str, reason: str) -> PreampStateError:
-    return PreampStateError(
-        message(
-            f"The pieces of {name!r} do not make up one tensor: {reason}",
-            "Under one name ranks have pieces of the same tensor; nothing was saved",
-            "Give different parts of a model different names, such as one attribute of the model "
-            "for each stage of a pipeline",
-        )
+    return bad_state(
+        f"The pieces of {name!r} do not make up one tensor: {reason}",
+        "Under one name ranks have pieces of the same tensor; nothing was saved",
+        "Give different parts of a model different names, such as one attribute of the model "
+        "for each stage of a pipeline",
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import message
+from preamp.core.errors import bad_type
 
 _AS_THEY_ARE = (
     torch.float64,
@@ -93,12 +93,10 @@ def check_storable(tensor: torch.Tensor, place: str) -> None:
         if tensor.device.type != "meta":
             return
     kind = type(tensor).__name__ if not is_ordinary else f"{tensor.layout} tensor"
-    raise TypeError(
-        message(
-            f"{place} is a {kind} on {tensor.device}",
-            "Ordinary dense tensors are saved, and sparse ones in the coordinate format",
-            "Save what it is made of, such as tensor.to_dense() or tensor.to_local()",
-        )
+    raise bad_type(
+        f"{place} is a {kind} on {tensor.device}",
+        "Ordinary dense tensors are saved, and sparse ones in the coordinate format",
+        "Save what it is made of, such as tensor.to_dense() or tensor.to_local()",
     )
 
 

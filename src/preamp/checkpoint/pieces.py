@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state
 from preamp.core.tensors import local_of
 from preamp.kernels.shards import box_of, is_evenly_cut, is_on_every_rank_once
 
@@ -130,14 +130,12 @@ def piece_of(tensor: torch.Tensor, place: str, ranks: int) -> Piece:
     """
     if not is_evenly_cut(tensor):
         placements: Any = getattr(tensor, "placements", None)
-        raise PreampStateError(
-            message(
-                f"{place} {tuple(tensor.shape)} has the placements {placements}, by which ranks "
-                "do not hold one block of elements each",
-                "Tensors are saved that are sharded or copied along each dimension of their mesh; "
-                "those cut twice along one dimension in equal parts",
-                "Redistribute it first, or choose sizes that the mesh divides",
-            )
+        raise bad_state(
+            f"{place} {tuple(tensor.shape)} has the placements {placements}, by which ranks "
+            "do not hold one block of elements each",
+            "Tensors are saved that are sharded or copied along each dimension of their mesh; "
+            "those cut twice along one dimension in equal parts",
+            "Redistribute it first, or choose sizes that the mesh divides",
         )
     frame, local = Frame(tuple(tensor.shape)), local_of(tensor.detach())
     offsets, sizes = box_of(tensor)

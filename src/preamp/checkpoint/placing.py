@@ -16,7 +16,7 @@ from torch import nn
 from preamp.checkpoint.pieces import Pieces, cut, piece_of, shape_of
 from preamp.checkpoint.shares import Shares
 from preamp.checkpoint.subjects import Subjects, params_of
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.core.tensors import is_sharded
 from preamp.kernels import fsdp
 from preamp.kernels.shards import sharded_as
@@ -100,14 +100,12 @@ def _state_entry(key: str, value: Any, param: torch.Tensor, shares: Shares) -> A
     if share is not None and key != "step" and shape_of(value) == share.frame.shape:
         return cut(value, share.frame, share.box).to(param.device)
     if isinstance(value, Pieces) and is_sharded(param) and shape_of(value) != tuple(param.shape):
-        raise ValueError(
-            message(
-                f"The checkpoint has a sharded state {key!r} of shape {shape_of(value)} for a "
-                f"parameter of shape {tuple(param.shape)}",
-                "Into sharded parameters states load that are whole or have the parameter's shape; "
-                "nothing was loaded",
-                "Load it into a model that is not sharded, or use another optimizer",
-            )
+        raise bad_value(
+            f"The checkpoint has a sharded state {key!r} of shape {shape_of(value)} for a "
+            f"parameter of shape {tuple(param.shape)}",
+            "Into sharded parameters states load that are whole or have the parameter's shape; "
+            "nothing was loaded",
+            "Load it into a model that is not sharded, or use another optimizer",
         )
     return value if key == "step" else _as(value, param)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from preamp.core.errors import PreampError, PreampStateError, message
+from preamp.core.errors import PreampError, bad_state, message
 from preamp.core.ranks import has_process_group
 
 if TYPE_CHECKING:
@@ -131,15 +131,12 @@ def check_same(path: Path, identity: str) -> None:
     told = gathered((identity, os.fspath(path)))
     for number, (other, place) in enumerate(told):
         if other != told[0][0]:
-            raise PreampStateError(
-                message(
-                    f"Rank {number} would load {place}, and rank 0 another checkpoint, "
-                    f"{told[0][1]}",
-                    "All ranks load the same one; nothing was loaded",
-                    "Let one rank choose the path and broadcast it. While another is written in "
-                    "the background, latest_checkpoint may find it on some ranks only: wait() "
-                    "for it on all of them first",
-                )
+            raise bad_state(
+                f"Rank {number} would load {place}, and rank 0 another checkpoint, {told[0][1]}",
+                "All ranks load the same one; nothing was loaded",
+                "Let one rank choose the path and broadcast it. While another is written in "
+                "the background, latest_checkpoint may find it on some ranks only: wait() "
+                "for it on all of them first",
             )
 
 
@@ -231,14 +228,12 @@ def check_shared(
             if name in pieces or (name.startswith(_SHARED) and name not in buffers)
         ]
         if shared:
-            raise PreampStateError(
-                message(
-                    f"Rank {number} has other values than rank 0 in {len(shared)} of the weights "
-                    f"and optimizer states, such as {', '.join(shared[:_SHOWN])}",
-                    "Ranks that save one checkpoint have the same weights and optimizer states; "
-                    "gradients, buffers and random states may differ",
-                    "Broadcast them from one rank if they should be the same. Parts of one model "
-                    "in plain tensors are not known as such: make them DTensor parameters, or "
-                    "save model.state_dict() on each rank yourself",
-                )
+            raise bad_state(
+                f"Rank {number} has other values than rank 0 in {len(shared)} of the weights "
+                f"and optimizer states, such as {', '.join(shared[:_SHOWN])}",
+                "Ranks that save one checkpoint have the same weights and optimizer states; "
+                "gradients, buffers and random states may differ",
+                "Broadcast them from one rank if they should be the same. Parts of one model "
+                "in plain tensors are not known as such: make them DTensor parameters, or "
+                "save model.state_dict() on each rank yourself",
             )

@@ -22,7 +22,7 @@ from preamp.checkpoint.ranks import together
 from preamp.checkpoint.rng import set_random_states
 from preamp.checkpoint.subjects import Subjects, params_of
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.core.tensors import store_grad
 from preamp.core.undo import UndoStack
 from preamp.engine.pending import (
@@ -259,10 +259,8 @@ def _prepare_engines(
 
 
 def _other_gradients(got: str) -> ValueError:
-    return ValueError(
-        message(
-            f"The checkpoint has gradients that are not those of these models: {got}",
-            "Gradients are taken over at the opt level they were made at; nothing was loaded",
-            "Initialize at that level, or leave them out with gradients=False",
-        )
+    return bad_value(
+        f"The checkpoint has gradients that are not those of these models: {got}",
+        "Gradients are taken over at the opt level they were made at; nothing was loaded",
+        "Initialize at that level, or leave them out with gradients=False",
     )

@@ -20,7 +20,7 @@ from preamp.checkpoint.restore import owned, restore
 from preamp.checkpoint.series import check_keep_last, instead_of, tidy
 from preamp.checkpoint.storage import Draft, check_format, naming, write
 from preamp.checkpoint.subjects import Subjects
-from preamp.core.errors import CheckpointError, message
+from preamp.core.errors import CheckpointError, bad_value, message
 from preamp.core.log import say
 
 
@@ -133,13 +133,11 @@ def load(path: Path, subjects: Subjects, *, gradients: bool, rng: bool) -> Any:
 
 def _check_ranks(loaded: Loaded) -> None:
     if loaded.ranks != world_size():
-        raise ValueError(
-            message(
-                f"The checkpoint has gradients that {loaded.ranks} ranks had each for itself, and "
-                f"there are {world_size()} now",
-                "Gradients that were not reduced yet load into as many ranks; nothing was loaded",
-                "Start as many, or leave the gradients out with gradients=False",
-            )
+        raise bad_value(
+            f"The checkpoint has gradients that {loaded.ranks} ranks had each for itself, and "
+            f"there are {world_size()} now",
+            "Gradients that were not reduced yet load into as many ranks; nothing was loaded",
+            "Start as many, or leave the gradients out with gradients=False",
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypedDict, cast
 
 from preamp.checkpoint.reader import ApexRecord
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 
 
 class ScalerState(TypedDict):
@@ -54,13 +54,11 @@ def plain_loss_scaler(source: object) -> ScalerState:
         _check(state)
         return state
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ValueError(
-            message(
-                f"A loss scaler's state {_shown(cast('Any', source))} cannot be read ({error!r})",
-                f"Needed are {', '.join(ScalerState.__annotations__)}, or the attributes of one "
-                "of Apex's loss scalers",
-                "Pass what state_dict() returned, or what read_apex_checkpoint() read",
-            )
+        raise bad_value(
+            f"A loss scaler's state {_shown(cast('Any', source))} cannot be read ({error!r})",
+            f"Needed are {', '.join(ScalerState.__annotations__)}, or the attributes of one "
+            "of Apex's loss scalers",
+            "Pass what state_dict() returned, or what read_apex_checkpoint() read",
         ) from error
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from preamp.checkpoint.members import is_sharded_folder, remove, tidy_folder, written_at
 from preamp.checkpoint.reading import read
 from preamp.checkpoint.storage import is_checkpoint
-from preamp.core.errors import CheckpointError, PreampUnavailableError, message
+from preamp.core.errors import CheckpointError, PreampUnavailableError, bad_value
 from preamp.core.files import remove_leftovers
 
 _NUMBER = re.compile(r"\d+(?=\D*$)")
@@ -56,20 +56,16 @@ def check_keep_last(path: Path, keep_last: int | None) -> None:
     if keep_last is None:
         return
     if keep_last < 1:
-        raise ValueError(
-            message(
-                f"keep_last is {keep_last}",
-                "At least the checkpoint just written is kept: a number from 1, or None for all",
-                "Pass how many of the newest to keep",
-            )
+        raise bad_value(
+            f"keep_last is {keep_last}",
+            "At least the checkpoint just written is kept: a number from 1, or None for all",
+            "Pass how many of the newest to keep",
         )
     if _number_in(path.name) is None:
-        raise ValueError(
-            message(
-                f"keep_last={keep_last} with the file name {path.name!r}",
-                "Files to be removed are those whose name differs in its last number only",
-                "Put the step into the name, such as 'step_1000.pt'",
-            )
+        raise bad_value(
+            f"keep_last={keep_last} with the file name {path.name!r}",
+            "Files to be removed are those whose name differs in its last number only",
+            "Put the step into the name, such as 'step_1000.pt'",
         )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from preamp.checkpoint.pieces import Box, Frame, Piece
 from preamp.checkpoint.subjects import Subjects, params_of
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state
 from preamp.kernels import fsdp
 from preamp.optim import Twin, pair_of
 
@@ -126,11 +126,9 @@ def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 def check_reduced(models: Sequence[nn.Module]) -> None:
     """Raise `PreampStateError` if ``fully_shard`` keeps gradients that were not reduced yet."""
     if any(map(fsdp.holds_unreduced, models)):
-        raise PreampStateError(
-            message(
-                "save_checkpoint was called while gradients lie unreduced inside of fully_shard, "
-                "after set_requires_gradient_sync(False)",
-                "Gradients are saved that were reduced, sharded as their parameters are",
-                "Save after the backward that reduces them, or before the accumulation",
-            )
+        raise bad_state(
+            "save_checkpoint was called while gradients lie unreduced inside of fully_shard, "
+            "after set_requires_gradient_sync(False)",
+            "Gradients are saved that were reduced, sharded as their parameters are",
+            "Save after the backward that reduces them, or before the accumulation",
         )

@@ -26,7 +26,7 @@ from preamp.checkpoint.members import Member
 from preamp.checkpoint.migrations import VERSION
 from preamp.checkpoint.parts import Part, Stored, describe, verified
 from preamp.checkpoint.pieces import Box
-from preamp.core.errors import PreampUnavailableError, message
+from preamp.core.errors import message, unavailable
 from preamp.core.files import replacing
 from preamp.core.version import __version__
 
@@ -56,12 +56,10 @@ class Draft:
 def check_format(path: Path) -> None:
     """Raise `PreampUnavailableError` if ``path`` names a format whose package is missing."""
     if path.suffix == SAFETENSORS and importlib.util.find_spec("safetensors") is None:
-        raise PreampUnavailableError(
-            message(
-                f"{path} is to be in the format of safetensors, which is not installed",
-                "Files of any other name are in torch's format, which needs nothing more",
-                "Install it with pip install 'preamp[safetensors]', or choose another name",
-            )
+        raise unavailable(
+            f"{path} is to be in the format of safetensors, which is not installed",
+            "Files of any other name are in torch's format, which needs nothing more",
+            "Install it with pip install 'preamp[safetensors]', or choose another name",
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state, bad_type
 from preamp.core.tensors import stored_grad
 from preamp.engine import Engine, find_engine
 from preamp.engine.lookup import bare
@@ -136,15 +136,12 @@ def _checked(item: Any, kind: type[Any], what: str) -> Any:
 
 
 def _wrong_kind(item: object, what: str) -> TypeError:
-    return TypeError(
-        message(
-            f"{what} got a {type(item).__name__}",
-            f"{what} are one object or a list of them: torch.nn.Module as models, "
-            "torch.optim.Optimizer as optimizers, objects with state_dict and load_state_dict as "
-            "schedulers",
-            "Pass the objects by name: models=…, optimizers=…, schedulers=…; plain data go to "
-            "extra",
-        )
+    return bad_type(
+        f"{what} got a {type(item).__name__}",
+        f"{what} are one object or a list of them: torch.nn.Module as models, "
+        "torch.optim.Optimizer as optimizers, objects with state_dict and load_state_dict as "
+        "schedulers",
+        "Pass the objects by name: models=…, optimizers=…, schedulers=…; plain data go to extra",
     )
 
 
@@ -160,11 +157,9 @@ def _check_complete(engine: Engine, optimizers: Sequence[torch.optim.Optimizer])
     given = set(map(id, optimizers))
     missing = [type(o).__name__ for o in engine.optimizers if id(bare(o)) not in given]
     if missing:
-        raise PreampStateError(
-            message(
-                f"Of {len(engine.optimizers)} optimizers that were initialized together "
-                f"{len(missing)} are missing: {', '.join(missing)}",
-                "They share loss scales and masters, so a checkpoint has all of them",
-                "Pass all optimizers of the preamp.initialize call",
-            )
+        raise bad_state(
+            f"Of {len(engine.optimizers)} optimizers that were initialized together "
+            f"{len(missing)} are missing: {', '.join(missing)}",
+            "They share loss scales and masters, so a checkpoint has all of them",
+            "Pass all optimizers of the preamp.initialize call",
         )

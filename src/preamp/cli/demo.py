@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.table import Table
 
 from preamp.cli.console import make_console
-from preamp.core.errors import PreampUnavailableError, message
+from preamp.core.errors import PreampUnavailableError, bad_value, unavailable
 from preamp.demo.config import DEFAULT_LEVELS, DemoConfig, ModelConfig, OptimizerConfig
 from preamp.demo.data import read_corpus
 from preamp.demo.parallel import SHARED, choose_parallel, require_sharding
@@ -130,22 +130,18 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(
-            message(
-                f"--device {name!r} is not known",
-                "Choose auto, cpu, or another device of torch such as cuda, cuda:1, mps, xpu",
-                "Pass for example --device cpu",
-            )
+        raise bad_value(
+            f"--device {name!r} is not known",
+            "Choose auto, cpu, or another device of torch such as cuda, cuda:1, mps, xpu",
+            "Pass for example --device cpu",
         ) from None
     try:
         torch.empty(1, device=device).fill_(0.0)
     except (AssertionError, RuntimeError, NotImplementedError) as error:
-        raise PreampUnavailableError(
-            message(
-                f"--device {name!r} does not work here: {str(error).splitlines()[0]}",
-                "It has to be a device that this machine and this torch have",
-                "Pass --device auto or --device cpu",
-            )
+        raise unavailable(
+            f"--device {name!r} does not work here: {str(error).splitlines()[0]}",
+            "It has to be a device that this machine and this torch have",
+            "Pass --device auto or --device cpu",
         ) from None
     return device
 

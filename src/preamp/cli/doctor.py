@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
 from preamp.cli.run import CANNOT_START, execute, prepare
-from preamp.core.errors import message
+from preamp.core.errors import bad_value, message
 from preamp.doctor import (
     RULES,
     Examination,
@@ -119,12 +119,10 @@ def _ids(option: str, given: Sequence[str] | None) -> list[str]:
     ids = [part.strip().upper() for text in given or () for part in text.split(",")]
     ids = [part for part in ids if part]
     if given and not ids:
-        raise ValueError(
-            message(
-                f"{option} {given[0]!r} names no rule",
-                "It takes ids, or beginnings of ids, separated by commas: PA1,PA301",
-                f"Name one, or leave out {option} for all",
-            )
+        raise bad_value(
+            f"{option} {given[0]!r} names no rule",
+            "It takes ids, or beginnings of ids, separated by commas: PA1,PA301",
+            f"Name one, or leave out {option} for all",
         )
     return ids
 

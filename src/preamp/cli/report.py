@@ -12,7 +12,7 @@ import typer
 
 from preamp import report as pages
 from preamp.cli.console import make_console
-from preamp.core.errors import PreampUnavailableError, message, system_error
+from preamp.core.errors import PreampUnavailableError, bad_value, system_error
 from preamp.numerics import Record, read_history
 from preamp.report.words import size
 
@@ -49,8 +49,8 @@ def names_of(files: Sequence[Path]) -> list[str]:
     paths = [path.resolve().with_suffix("") for path in files]
     twice = [path for path, count in Counter(path.resolve() for path in files).items() if count > 1]
     if twice:
-        raise ValueError(
-            message(f"{twice[0]} is named twice", "Each run is shown once", "Name each file once")
+        raise bad_value(
+            f"{twice[0]} is named twice", "Each run is shown once", "Name it once"
         )
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]
@@ -70,22 +70,18 @@ def _read(path: Path) -> list[Record]:
             "Check the path and its permissions",
         ) from None
     if not records:
-        raise ValueError(
-            message(
-                f"{path} holds no record",
-                "A report needs at least one line that preamp wrote",
-                "Pass the file that a history of a run was written to",
-            )
+        raise bad_value(
+            f"{path} holds no record",
+            "A report needs at least one line that preamp wrote",
+            "Pass the file that a history of a run was written to",
         )
     return records
 
 
 def _require_apart(files: Sequence[Path], output: Path) -> None:
     if output.resolve() in [path.resolve() for path in files]:
-        raise ValueError(
-            message(
-                f"The page would replace {output}, which holds records",
-                "The page goes to a file of its own",
-                "Pass for example -o report.html",
-            )
+        raise bad_value(
+            f"The page would replace {output}, which holds records",
+            "The page goes to a file of its own",
+            "Pass for example -o report.html",
         )

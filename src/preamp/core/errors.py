@@ -63,3 +63,23 @@ def system_error(error: OSError, got: str, allowed: str, do: str) -> OSError:
     """
     reason = error.strerror or str(error)
     return type(error)(message(f"{got}: {reason[:1].lower()}{reason[1:]}", allowed, do))
+
+
+def bad_value(got: str, allowed: str, do: str) -> ValueError:
+    """The error of a wrong value; see `message`."""
+    return ValueError(message(got, allowed, do))
+
+
+def bad_type(got: str, allowed: str, do: str) -> TypeError:
+    """The error of a wrong type; see `message`."""
+    return TypeError(message(got, allowed, do))
+
+
+def bad_state(got: str, allowed: str, do: str) -> PreampStateError:
+    """The error of a call in the wrong order; see `message`."""
+    return PreampStateError(message(got, allowed, do))
+
+
+def unavailable(got: str, allowed: str, do: str) -> PreampUnavailableError:
+    """The error of missing hardware or a missing package; see `message`."""
+    return PreampUnavailableError(message(got, allowed, do))

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 import torch.distributed as dist
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_type, bad_value
 from preamp.core.tensors import has_sharded, is_sharded
 
 Group = Any  # dist.ProcessGroup, a name that builds of torch without torch.distributed lack
@@ -161,28 +161,22 @@ def splits_over(process_groups: Any) -> Splits:
 
 def _check_group(group: Group, kind: Any) -> None:
     if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            message(
-                "process_groups has a group that this process is not in",
-                "Each rank names the groups it is a member of",
-                "Pass the group that torch.distributed.new_group made for this rank",
-            )
+        raise bad_value(
+            "process_groups has a group that this process is not in",
+            "Each rank names the groups it is a member of",
+            "Pass the group that torch.distributed.new_group made for this rank",
         )
     if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            message(
-                f"process_groups has a {type(group).__name__}",
-                "Allowed are a torch.distributed.ProcessGroup, a list of them, or a mapping from "
-                "each to 'tensor' or 'pipeline'",
-                "Pass what torch.distributed.new_group or mesh.get_group() returned",
-            )
+        raise bad_type(
+            f"process_groups has a {type(group).__name__}",
+            "Allowed are a torch.distributed.ProcessGroup, a list of them, or a mapping from "
+            "each to 'tensor' or 'pipeline'",
+            "Pass what torch.distributed.new_group or mesh.get_group() returned",
         )
     if kind not in KINDS:
-        raise ValueError(
-            message(
-                f"process_groups says {kind!r} of a group",
-                "Allowed are 'tensor', where ranks hold parts or copies of the same parameters, "
-                "and 'pipeline', where each rank has parameters of its own",
-                "Pass for example process_groups={tensor_group: 'tensor', stages: 'pipeline'}",
-            )
+        raise bad_value(
+            f"process_groups says {kind!r} of a group",
+            "Allowed are 'tensor', where ranks hold parts or copies of the same parameters, "
+            "and 'pipeline', where each rank has parameters of its own",
+            "Pass for example process_groups={tensor_group: 'tensor', stages: 'pipeline'}",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 
 DEFAULT_LEVELS = ("O0", "O4", "O5", "O1", "O2", "O3")
 """The baseline, then bf16, then fp16, and last what happens without fp32 weights."""
@@ -32,12 +32,10 @@ class ModelConfig:
         for name in ("layers", "width", "heads", "context"):
             _require_at_least(name, getattr(self, name), 1)
         if self.width % self.heads:
-            raise ValueError(
-                message(
-                    f"Got width={self.width} with heads={self.heads}",
-                    "The width is a multiple of heads",
-                    f"Pass for example --width {self.heads * max(1, self.width // self.heads)}",
-                )
+            raise bad_value(
+                f"Got width={self.width} with heads={self.heads}",
+                "The width is a multiple of heads",
+                f"Pass for example --width {self.heads * max(1, self.width // self.heads)}",
             )
 
 
@@ -68,12 +66,10 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         """Refuse a rate that cannot train."""
         if not 0 < self.learning_rate < float("inf"):
-            raise ValueError(
-                message(
-                    f"Got learning rate {self.learning_rate}",
-                    "It is positive and finite",
-                    "Pass for example --lr 0.002",
-                )
+            raise bad_value(
+                f"Got learning rate {self.learning_rate}",
+                "It is positive and finite",
+                "Pass for example --lr 0.002",
             )
 
 
@@ -112,29 +108,23 @@ class DemoConfig:
         _require_at_least("held_out_windows", self.held_out_windows, 1)
         _require_at_least("ranks", self.ranks, 1)
         if self.batch % self.ranks:
-            raise ValueError(
-                message(
-                    f"Got batch={self.batch} with {self.ranks} ranks",
-                    "Every rank gets an equal part of each batch",
-                    f"Pass for example --batch {self.ranks * max(1, self.batch // self.ranks)}",
-                )
+            raise bad_value(
+                f"Got batch={self.batch} with {self.ranks} ranks",
+                "Every rank gets an equal part of each batch",
+                f"Pass for example --batch {self.ranks * max(1, self.batch // self.ranks)}",
             )
         if not self.levels or len(set(self.levels)) != len(self.levels):
-            raise ValueError(
-                message(
-                    f"Got levels {','.join(self.levels) or '(none)'}",
-                    "Name one or more opt levels, each once",
-                    "Pass for example --levels O0,O2",
-                )
+            raise bad_value(
+                f"Got levels {','.join(self.levels) or '(none)'}",
+                "Name one or more opt levels, each once",
+                "Pass for example --levels O0,O2",
             )
 
 
 def _require_at_least(name: str, value: int, least: int) -> None:
     if value < least:
-        raise ValueError(
-            message(
-                f"Got {name}={value}",
-                f"The smallest possible is {least}",
-                f"Pass {least} or more",
-            )
+        raise bad_value(
+            f"Got {name}={value}",
+            f"The smallest possible is {least}",
+            f"Pass {least} or more",
         )

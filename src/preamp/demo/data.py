@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from preamp.core.errors import PreampUnavailableError, message
+from preamp.core.errors import unavailable
 
 EXCLUDED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "encodings", "ensurepip", "idle_test", "idlelib"}
@@ -69,12 +69,10 @@ def read_corpus(folder: Path | None = None) -> Corpus:
         part = held_out if is_held_out(name) else train
         part[name] = (folder / name).read_bytes()
     if min(_size(train), _size(held_out) * HELD_OUT_EVERY // 2) < _SMALLEST_CORPUS:
-        raise PreampUnavailableError(
-            message(
-                f"Found {_size(train):,} + {_size(held_out):,} bytes of Python source in {folder}",
-                f"The demo learns from at least {_SMALLEST_CORPUS:,} bytes of it",
-                "Run the demo with a Python that ships its standard library as .py files",
-            )
+        raise unavailable(
+            f"Found {_size(train):,} + {_size(held_out):,} bytes of Python source in {folder}",
+            f"The demo learns from at least {_SMALLEST_CORPUS:,} bytes of it",
+            "Run the demo with a Python that ships its standard library as .py files",
         )
     return Corpus(
         train=_as_tensor(train),

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import nn
 
-from preamp.core.errors import PreampUnavailableError, message
+from preamp.core.errors import bad_value, unavailable
 from preamp.demo.model import GPT
 from preamp.distributed.job import launched_ranks, shard_fully
 from preamp.parallel import DistributedDataParallel, shard_optimizer
@@ -63,12 +63,10 @@ def choose_parallel(name: str) -> Parallel:
         if name == known and (name == "none") == (ranks == 1):
             return known
     is_known = name in get_args(Parallel)
-    raise ValueError(
-        message(
-            f"--parallel {name} with {ranks} process(es)" if is_known else f"--parallel {name!r}",
-            "Choose none for one process, and ddp, zero1 or fsdp for several",
-            "Start several with torchrun --nproc-per-node 2 -m preamp demo --parallel ddp",
-        )
+    raise bad_value(
+        f"--parallel {name} with {ranks} process(es)" if is_known else f"--parallel {name!r}",
+        "Choose none for one process, and ddp, zero1 or fsdp for several",
+        "Start several with torchrun --nproc-per-node 2 -m preamp demo --parallel ddp",
     )
 
 
@@ -82,12 +80,10 @@ def require_sharding(parallel: str, device: torch.device) -> None:
         and device.type == "cpu"
         and not hasattr(torch.cpu.Stream, "record_event")
     ):
-        raise PreampUnavailableError(
-            message(
-                f"--parallel fsdp on CPUs with torch {torch.__version__}",
-                "Its fully_shard runs on accelerators only",
-                "Choose --parallel ddp or zero1, or install a newer torch",
-            )
+        raise unavailable(
+            f"--parallel fsdp on CPUs with torch {torch.__version__}",
+            "Its fully_shard runs on accelerators only",
+            "Choose --parallel ddp or zero1, or install a newer torch",
         )
 
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from preamp import report
-from preamp.core.errors import PreampUnavailableError, message, system_error
+from preamp.core.errors import system_error, unavailable
 from preamp.demo.parallel import SHARED
 from preamp.demo.records import DemoResult, LevelResult, to_json
 from preamp.demo.table import (
@@ -34,12 +34,10 @@ from preamp.report.timeline import loss_scale_of, smoothed
 def require_packages() -> None:
     """Refuse before the training, not after it, where the report cannot be written."""
     if importlib.util.find_spec("jinja2") is None:
-        raise PreampUnavailableError(
-            message(
-                "Cannot import jinja2",
-                "The report needs jinja2",
-                'Install them with: pip install "preamp[cli,report]"',
-            )
+        raise unavailable(
+            "Cannot import jinja2",
+            "The report needs jinja2",
+            'Install them with: pip install "preamp[cli,report]"',
         )
 
 

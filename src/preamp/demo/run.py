@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import preamp
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.demo.config import DemoConfig
 from preamp.demo.data import Batch, Corpus, held_out_batches, part_of_batch, training_batches
 from preamp.demo.measure import activation_bytes, dtypes_of, held_out_bits
@@ -83,12 +83,10 @@ def prepare(config: DemoConfig, corpus: Corpus) -> Setting:
     for level in config.levels:
         if level not in preamp.OPT_LEVELS:
             hint = " (the first character is the letter O)" if level.startswith("0") else ""
-            raise ValueError(
-                message(
-                    f"Opt level {level!r} is not known{hint}",
-                    f"Choose from {', '.join(preamp.OPT_LEVELS)}",
-                    "Pass for example --levels O0,O2",
-                )
+            raise bad_value(
+                f"Opt level {level!r} is not known{hint}",
+                f"Choose from {', '.join(preamp.OPT_LEVELS)}",
+                "Pass for example --levels O0,O2",
             )
     random = torch.Generator().manual_seed(config.seed)
     return Setting(config=config, corpus=corpus, start=GPT(config.model, random))

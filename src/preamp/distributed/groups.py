@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state, bad_value
 
 collectives: Any = dist
 """``torch.distributed``; its collectives have no complete types."""
@@ -21,13 +21,11 @@ def group_is_ready() -> bool:
 def require_group(what: str) -> None:
     """Raise `PreampStateError` if ``what`` was used before torch.distributed was initialized."""
     if not group_is_ready():
-        raise PreampStateError(
-            message(
-                f"{what} was used without a process group",
-                "It needs an initialized torch.distributed, with one process at least",
-                "Call torch.distributed.init_process_group first; torchrun and python -m "
-                "preamp.parallel.multiproc start the processes",
-            )
+        raise bad_state(
+            f"{what} was used without a process group",
+            "It needs an initialized torch.distributed, with one process at least",
+            "Call torch.distributed.init_process_group first; torchrun and python -m "
+            "preamp.parallel.multiproc start the processes",
         )
 
 
@@ -58,12 +56,10 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
     require_group("create_syncbn_process_group")
     world_size = dist.get_world_size()
     if not 0 < group_size <= world_size or world_size % group_size:
-        raise ValueError(
-            message(
-                f"group_size={group_size!r} with {world_size} rank(s)",
-                "Allowed is a divisor of the number of ranks, or 0 for one group of all",
-                "Pass a size that splits the ranks into equal groups",
-            )
+        raise bad_value(
+            f"group_size={group_size!r} with {world_size} rank(s)",
+            "Allowed is a divisor of the number of ranks, or 0 for one group of all",
+            "Pass a size that splits the ranks into equal groups",
         )
     own = None
     for first in range(0, world_size, group_size):

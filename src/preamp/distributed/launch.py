@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 
 _FLAG = "--world-size"
 _POLL_SECONDS = 0.05
@@ -53,12 +53,10 @@ def read_world_size(arguments: Sequence[str]) -> int | None:
     Raises `ValueError` if there is no script, or no number from 1 after the flag.
     """
     if not arguments:
-        raise ValueError(
-            message(
-                "No script was given",
-                "Allowed is a script followed by its arguments",
-                "Call python -m preamp.parallel.multiproc script.py",
-            )
+        raise bad_value(
+            "No script was given",
+            "Allowed is a script followed by its arguments",
+            "Call python -m preamp.parallel.multiproc script.py",
         )
     for index, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
@@ -67,12 +65,10 @@ def read_world_size(arguments: Sequence[str]) -> int | None:
         text = value or next(iter(arguments[index + 1 :]), "")
         if text.isdecimal() and int(text) > 0:
             return int(text)
-        raise ValueError(
-            message(
-                f"{_FLAG} {text} cannot be used",
-                "Allowed is a whole number from 1",
-                f"Pass {_FLAG} 2 for two processes, or leave it out for one per device",
-            )
+        raise bad_value(
+            f"{_FLAG} {text} cannot be used",
+            "Allowed is a whole number from 1",
+            f"Pass {_FLAG} 2 for two processes, or leave it out for one per device",
         )
     return None
 

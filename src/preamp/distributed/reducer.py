@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_type
 from preamp.distributed.flat import flat_dist_call
 from preamp.distributed.groups import collectives, require_group
 from preamp.distributed.masters import broadcast_masters
@@ -69,10 +69,8 @@ def _gradients_in(nested: Any) -> Iterator[torch.Tensor]:
         for item in cast("Iterable[Any]", nested):
             yield from _gradients_in(item)
     else:
-        raise TypeError(
-            message(
-                f"Reducer was given a {type(nested).__name__} among the gradients",
-                "Allowed is a module, or gradient tensors in any nesting of iterables",
-                "Pass the module itself, or [p.grad for p in parameters] after a backward",
-            )
+        raise bad_type(
+            f"Reducer was given a {type(nested).__name__} among the gradients",
+            "Allowed is a module, or gradient tensors in any nesting of iterables",
+            "Pass the module itself, or [p.grad for p in parameters] after a backward",
         )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state
 from preamp.core.ranks import broadcast_from_first
 from preamp.distributed.groups import default_group, group_is_ready, require_group
 from preamp.distributed.sharing import Sharing
@@ -80,12 +80,10 @@ def shard_optimizer(
     _check_elementwise(optimizer, is_elementwise=is_elementwise)
     session = engine.sessions[id(optimizer)]
     if any(twin.is_shared for twin in session.masters or ()):
-        raise PreampStateError(
-            message(
-                f"This {type(optimizer).__name__} shares masters with another optimizer",
-                "A master whose parts lie on several ranks has one optimizer",
-                "Give each parameter to one optimizer",
-            )
+        raise bad_state(
+            f"This {type(optimizer).__name__} shares masters with another optimizer",
+            "A master whose parts lie on several ranks has one optimizer",
+            "Give each parameter to one optimizer",
         )
     group = process_group or default_group()
     if group.size() == 1 or not engine.policy.enabled:
@@ -169,13 +167,11 @@ def _session_of(optimizer: optim.Optimizer) -> OptimizerSession:
 
 def _check_elementwise(optimizer: Any, *, is_elementwise: bool) -> None:
     if isinstance(optimizer, LARC) or not (type(optimizer) in ELEMENTWISE or is_elementwise):
-        raise PreampStateError(
-            message(
-                f"{type(optimizer).__name__} is not known to be elementwise",
-                "A rank has parts of the weights; LAMB, LARS, LARC, NovoGrad, Adafactor, Muon and "
-                "LBFGS look at whole tensors. Allowed are "
-                + ", ".join(sorted({kind.__name__ for kind in ELEMENTWISE})),
-                "Use one of these, or fully_shard the model; for an elementwise optimizer of your "
-                "own pass is_elementwise=True",
-            )
+        raise bad_state(
+            f"{type(optimizer).__name__} is not known to be elementwise",
+            "A rank has parts of the weights; LAMB, LARS, LARC, NovoGrad, Adafactor, Muon and "
+            "LBFGS look at whole tensors. Allowed are "
+            + ", ".join(sorted({kind.__name__ for kind in ELEMENTWISE})),
+            "Use one of these, or fully_shard the model; for an elementwise optimizer of your "
+            "own pass is_elementwise=True",
         )

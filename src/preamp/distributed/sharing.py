@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state
 from preamp.distributed.exchange import exchange_parts, gather_parts, span_of
 from preamp.engine.session import OptimizerSession
 from preamp.optim import Twin, leaf_of, pair_of
@@ -124,23 +124,19 @@ class Sharing:
     def begin(self, *, has_closure: bool) -> None:
         """Show the optimizer this rank's parts."""
         if has_closure:
-            raise PreampStateError(
-                message(
-                    "optimizer.step was called with a closure while ranks share its work",
-                    "During the step each rank has parts of the parameters, which no forward can "
-                    "run on",
-                    "Call the backward before optimizer.step(), without a closure",
-                )
+            raise bad_state(
+                "optimizer.step was called with a closure while ranks share its work",
+                "During the step each rank has parts of the parameters, which no forward can "
+                "run on",
+                "Call the backward before optimizer.step(), without a closure",
             )
         if self._gate.is_open:
             return
         if any(p.grad is not None and p.grad.is_sparse for p, _ in self._direct.values()):
-            raise PreampStateError(
-                message(
-                    "A parameter has a sparse gradient while ranks share the optimizer's work",
-                    "Only dense gradients have parts",
-                    "Build the embedding with sparse=False",
-                )
+            raise bad_state(
+                "A parameter has a sparse gradient while ranks share the optimizer's work",
+                "Only dense gradients have parts",
+                "Build the embedding with sparse=False",
             )
         for param, part in self._direct.values():
             data, grad = param.data, param.grad

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.doctor.detector import Detector
 from preamp.doctor.rule import Rule
 from preamp.doctor.rules.half_compute import BatchNorm, HalfLoss
@@ -49,12 +49,10 @@ def select_rules(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tupl
     """
     for start in (*select, *ignore):
         if not any(key.startswith(start) for key in RULES) or not start:
-            raise ValueError(
-                message(
-                    f"There is no rule {start!r}",
-                    f"Rules are {', '.join(RULES)}; PA1 means all that begin so",
-                    "Call preamp doctor --list to see what they are",
-                )
+            raise bad_value(
+                f"There is no rule {start!r}",
+                f"Rules are {', '.join(RULES)}; PA1 means all that begin so",
+                "Call preamp doctor --list to see what they are",
             )
     wanted = tuple(
         rule
@@ -62,11 +60,9 @@ def select_rules(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tupl
         if (not select or key.startswith(tuple(select))) and not key.startswith(tuple(ignore))
     )
     if not wanted:
-        raise ValueError(
-            message(
-                "No rule is left to look for",
-                "Some rule must be selected and not ignored",
-                "Leave out --select or --ignore",
-            )
+        raise bad_value(
+            "No rule is left to look for",
+            "Some rule must be selected and not ignored",
+            "Leave out --select or --ignore",
         )
     return wanted

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, TypeVar, cast
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.core.undo import run_all
 from preamp.numerics.journal import Journal
 from preamp.numerics.lines import from_json, to_line
@@ -193,10 +193,8 @@ def _parse(path: Path, number: int, line: bytes) -> Record | None:
             raise ValueError("it is not an object")
         return from_json(cast("dict[str, Any]", value))
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            message(
-                f"Line {number} of {path} is not a record of a run: {error}",
-                "Each line is a JSON object that preamp wrote",
-                "Pass another file, or remove the line",
-            )
+        raise bad_value(
+            f"Line {number} of {path} is not a record of a run: {error}",
+            "Each line is a JSON object that preamp wrote",
+            "Pass another file, or remove the line",
         ) from error

@@ -10,7 +10,7 @@ import weakref
 from pathlib import Path
 from types import ModuleType
 
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state
 
 locks: ModuleType | None
 try:
@@ -61,20 +61,16 @@ class Journal:
             OSError: It could not be written, for example because the disk is full.
         """
         if self._file is None:
-            raise PreampStateError(
-                message(
-                    f"A record was added to {self._path} after it was closed",
-                    "A history takes records until close(), or until its engine is closed",
-                    "Add it earlier, or open a new History with this path",
-                )
+            raise bad_state(
+                f"A record was added to {self._path} after it was closed",
+                "A history takes records until close(), or until its engine is closed",
+                "Add it earlier, or open a new History with this path",
             )
         if os.fstat(self._file).st_nlink == 0 and not _is_at(self._file, self._path):
-            raise PreampStateError(
-                message(
-                    f"{self._path} was removed while records are written to it",
-                    "The file stays until its engine is closed; it may be moved, not removed",
-                    "Initialize with another path; what was written to this one is gone",
-                )
+            raise bad_state(
+                f"{self._path} was removed while records are written to it",
+                "The file stays until its engine is closed; it may be moved, not removed",
+                "Initialize with another path; what was written to this one is gone",
             )
         content = line.encode("utf-8")
         try:
@@ -139,12 +135,10 @@ def _lock(file: int, path: Path) -> None:
     if _is_locked(file):
         gc.collect()  # an engine that is gone may be in a reference cycle, its file still open
         if _is_locked(file):
-            raise PreampStateError(
-                message(
-                    f"The history {path} is being written already, by another engine or process",
-                    "Each engine has a file of its own",
-                    "Pass another path, or call close() on the engine that writes to it",
-                )
+            raise bad_state(
+                f"The history {path} is being written already, by another engine or process",
+                "Each engine has a file of its own",
+                "Pass another path, or call close() on the engine that writes to it",
             )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.planning.peak import LossFn
 
 Made = tuple[nn.Module, LossFn, Any, torch.optim.Optimizer]
@@ -209,10 +209,8 @@ def case_named(name: str) -> Case:
     """Return a case; raises `ValueError` if there is none of this name."""
     if name in CASES:
         return CASES[name]
-    raise ValueError(
-        message(
-            f"There is no case {name!r}",
-            f"Choose from {', '.join(CASES)}",
-            "Pass for example --case stable",
-        )
+    raise bad_value(
+        f"There is no case {name!r}",
+        f"Choose from {', '.join(CASES)}",
+        "Pass for example --case stable",
     )

@@ -13,7 +13,7 @@ from torch import nn
 
 from preamp.casting.modules import is_affine_batchnorm
 from preamp.core.dtypes import HALF_DTYPES
-from preamp.core.errors import message
+from preamp.core.errors import bad_type, bad_value
 from preamp.core.tensors import storage_key
 from preamp.policy import Policy
 
@@ -84,12 +84,10 @@ def slots_of(model: object) -> list[Slot]:
     slots = list(_slots_in(module))
     for slot in slots:
         if slot.is_parameter and slot.dtype in HALF_DTYPES:
-            raise ValueError(
-                message(
-                    f"The parameter {slot.name!r} is {slot.dtype} already",
-                    "The model is given as it is before initialize, in float32",
-                    "Pass model.float(), or a factory that makes the model in float32",
-                )
+            raise bad_value(
+                f"The parameter {slot.name!r} is {slot.dtype} already",
+                "The model is given as it is before initialize, in float32",
+                "Pass model.float(), or a factory that makes the model in float32",
             )
     return slots
 
@@ -106,34 +104,28 @@ def made(model: object) -> nn.Module:
             with torch.device("meta"):
                 found = model()
         except Exception as error:
-            raise ValueError(
-                message(
-                    f"The model cannot be made on the meta device: {error}",
-                    "The factory takes no arguments, and its constructor does not look at values",
-                    "Bind its arguments by functools.partial, or pass the module itself",
-                )
+            raise bad_value(
+                f"The model cannot be made on the meta device: {error}",
+                "The factory takes no arguments, and its constructor does not look at values",
+                "Bind its arguments by functools.partial, or pass the module itself",
             ) from error
         if isinstance(found, nn.Module):
             return found
         model = found
-    raise TypeError(
-        message(
-            f"Got {type(model).__name__} in place of a model",
-            "A model is an nn.Module, a function without arguments that returns one, or, for "
-            "estimate, a number of parameters",
-            "Pass the module itself, or functools.partial(Model, ...) for one that is too large",
-        )
+    raise bad_type(
+        f"Got {type(model).__name__} in place of a model",
+        "A model is an nn.Module, a function without arguments that returns one, or, for "
+        "estimate, a number of parameters",
+        "Pass the module itself, or functools.partial(Model, ...) for one that is too large",
     )
 
 
 def _flat_slot(count: float) -> Slot:
     if not (1 <= count <= _MOST_PARAMETERS and count == int(count)):
-        raise ValueError(
-            message(
-                f"{repr(count).removesuffix('.0')} is not a number of parameters",
-                f"It is a whole number from 1 to {_MOST_PARAMETERS:.0e}",
-                "Pass for example 7e9",
-            )
+        raise bad_value(
+            f"{repr(count).removesuffix('.0')} is not a number of parameters",
+            f"It is a whole number from 1 to {_MOST_PARAMETERS:.0e}",
+            "Pass for example 7e9",
         )
     return Slot(key=0, name="", shape=(int(count),), storage=0, storage_bytes=4 * int(count))
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.core.shares import share_of
 from preamp.engine.lookup import bare
 from preamp.planning.layout import Factory, Slot, made, slots_of
@@ -135,29 +135,23 @@ def estimate(
 
 def _check_ranks(world_size: int, sharding: str, *, has_loss: bool) -> None:
     if isinstance(world_size, bool) or world_size < 1 or world_size != int(world_size):
-        raise ValueError(
-            message(
-                f"world_size={world_size!r} cannot be used",
-                "It is a whole number from 1",
-                "Pass the number of ranks",
-            )
+        raise bad_value(
+            f"world_size={world_size!r} cannot be used",
+            "It is a whole number from 1",
+            "Pass the number of ranks",
         )
     if sharding not in get_args(Sharding):
-        raise ValueError(
-            message(
-                f"sharding={sharding!r} is not known",
-                "Allowed are 'none', 'zero1' (optimizer state and masters are shared out) and "
-                "'fsdp' (weights and gradients too)",
-                "Choose one of them",
-            )
+        raise bad_value(
+            f"sharding={sharding!r} is not known",
+            "Allowed are 'none', 'zero1' (optimizer state and masters are shared out) and "
+            "'fsdp' (weights and gradients too)",
+            "Choose one of them",
         )
     if has_loss and sharding != "none":
-        raise ValueError(
-            message(
-                f"loss_fn together with sharding={sharding!r}",
-                "A step's peak is known for ranks that have everything",
-                "Leave loss_fn out, or pass sharding='none'",
-            )
+        raise bad_value(
+            f"loss_fn together with sharding={sharding!r}",
+            "A step's peak is known for ranks that have everything",
+            "Leave loss_fn out, or pass sharding='none'",
         )
 
 
@@ -234,4 +228,31 @@ def _master_bytes(
         elif slot.storage not in taken:
             taken.add(slot.storage)
             total += slot.storage_bytes
+    return total
+
+
+def optimizer_traffic(slots: Sequence[Slot], policy: Policy, state: int, *, is_fused: bool) -> int:
+    """Count what finding overflows, unscaling, updating and rounding move at a level.
+
+    Every tensor counts once for each time that a pass reads or writes it, and so do the ``state``
+    bytes of the optimizer. One of preamp's (``is_fused``) takes half gradients as they are and
+    rounds the masters while it has them at hand.
+    """
+    total = 2 * state
+    is_scaled = policy.loss_scale != 1.0
+    for slot in slots:
+        if not (slot.is_parameter and slot.is_trainable):
+            continue
+        weight = slot.elements * slot.dtype_at(policy).itemsize
+        wide = slot.elements * 4
+        total += weight * policy.is_dynamic  # the census reads gradients
+        if slot.has_master_at(policy):
+            total += weight + 2 * wide + weight  # gradient, master, half weight
+            if not is_fused:
+                total += 2 * wide  # the master's gradient is written and read
+                total += wide  # and the master is read once more to be rounded
+        else:
+            total += 3 * weight
+            if is_scaled and slot.dtype_at(policy) is torch.float32:
+                total += 2 * weight  # gradients are unscaled in place
     return total

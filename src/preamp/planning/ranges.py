@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.core.pytree import map_leaves
 from preamp.core.tensors import storage_key
 from preamp.kernels.observe import ObservedOps
@@ -19,8 +20,42 @@ from preamp.numerics import count_exponents
 from preamp.numerics.records import What
 from preamp.planning.forecast import Range
 from preamp.planning.layout import named_modules
-from preamp.planning.losses import checked_loss, require_graph
 from preamp.planning.peak import LossFn
+
+
+def checked_loss(loss: object) -> float:
+    """The value of a loss; raises `ValueError` if it is no finite scalar tensor. Synchronises."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return check_finite(float(loss.item()))
+    shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+    raise _bad_loss(f"loss_fn returned {type(loss).__name__}{shape}")
+
+
+def check_finite(loss: float) -> float:
+    """Return ``loss``, or raise ``ValueError`` if it is infinite or nan."""
+    if math.isfinite(loss):
+        return loss
+    raise _bad_loss(f"The loss is {loss} in float32")
+
+
+def _bad_loss(got: str) -> ValueError:
+    return bad_value(
+        got,
+        "loss_fn(model, batch) returns a finite scalar tensor",
+        "Reduce the loss, for example by mean(), and plan with a model that trains in float32",
+    )
+
+
+def require_graph(loss: torch.Tensor) -> None:
+    """Raise ``ValueError`` if autograd knows no way back from ``loss``."""
+    if not loss.requires_grad:
+        raise bad_value(
+            "The loss has no gradient: it is detached from the model's parameters",
+            "loss_fn(model, batch) computes its loss with the model, by operations that "
+            "autograd records",
+            "Leave out detach(), item() and torch.no_grad()",
+        )
+
 
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -225,14 +260,12 @@ def _require_gradients(ranges: Sequence[Range], params: set[str], steps: int) ->
     """Refuse to conclude anything about half formats from zeros, which all of them hold."""
     seen = [values for values in ranges if values.what == "gradient" and values.name in params]
     if not any(values.nonzero for values in seen):
-        raise ValueError(
-            message(
-                f"Nothing can be concluded: every gradient was zero, or not finite, in {steps} "
-                "float32 step" + "s" * (steps > 1),
-                "Levels and loss scales follow from the magnitudes of gradients",
-                "Pass a batch and a loss from which the model learns, and look for dead "
-                "activations and factors of zero",
-            )
+        raise bad_value(
+            f"Nothing can be concluded: every gradient was zero, or not finite, in {steps} "
+            "float32 step" + "s" * (steps > 1),
+            "Levels and loss scales follow from the magnitudes of gradients",
+            "Pass a batch and a loss from which the model learns, and look for dead "
+            "activations and factors of zero",
         )
 
 
@@ -240,13 +273,11 @@ def _record_step(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: R
     params = {name: param for name, param in model.named_parameters() if is_measurable(param)}
     graded = {name: param for name, param in params.items() if param.grad is not None}
     if not graded:
-        raise ValueError(
-            message(
-                "No parameter of the model got a gradient",
-                "loss_fn(model, batch) computes its loss with the model that it is given, which "
-                "is a copy",
-                "Use the argument in place of a model from outside",
-            )
+        raise bad_value(
+            "No parameter of the model got a gradient",
+            "loss_fn(model, batch) computes its loss with the model that it is given, which "
+            "is a copy",
+            "Use the argument in place of a model from outside",
         )
     for name, param in params.items():
         recorder.add(name, "weight", param)

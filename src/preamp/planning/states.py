@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.core.pytree import tensors_in
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.planning.optimizers import Make
@@ -86,12 +86,10 @@ def state_bytes(
 
 def _small_shape(shape: Shape) -> Shape:
     if len(shape) > len(_PRIMES):
-        raise ValueError(
-            message(
-                f"A parameter of {len(shape)} dimensions",
-                f"Up to {len(_PRIMES)} can be estimated",
-                "Reshape it, or count a real engine with preamp.count_memory",
-            )
+        raise bad_value(
+            f"A parameter of {len(shape)} dimensions",
+            f"Up to {len(_PRIMES)} can be estimated",
+            "Reshape it, or count a real engine with preamp.count_memory",
         )
     return tuple(p if size > 1 else size for size, p in zip(shape, _PRIMES, strict=False))
 
@@ -129,13 +127,11 @@ def _stepped(
         empty = [t.shape for t in small if not math.prod(t.shape)]
         is_division = isinstance(error, ArithmeticError) and empty
         hint = f", with a parameter of shape {empty[0]}" if is_division else ""
-        raise ValueError(
-            message(
-                f"The optimizer's state cannot be told: {type(error).__name__}: {error}{hint}",
-                "Estimated are optimizers that keep state for each parameter, made from these "
-                "parameters alone",
-                "Pass another optimizer, or the model in place of a number of parameters",
-            )
+        raise bad_value(
+            f"The optimizer's state cannot be told: {type(error).__name__}: {error}{hint}",
+            "Estimated are optimizers that keep state for each parameter, made from these "
+            "parameters alone",
+            "Pass another optimizer, or the model in place of a number of parameters",
         ) from error
     return optimizer
 
@@ -155,10 +151,8 @@ def _bytes_of(tensor: Updated, shape: Shape, item_bytes: int, part: Part) -> int
 
 
 def _unknown_shape(shape: Shape, small: Shape) -> ValueError:
-    return ValueError(
-        message(
-            f"The optimizer keeps a state of shape {shape} for a parameter of shape {small}",
-            "Estimated is state whose sizes are those of the parameter, or one",
-            "Count a real engine with preamp.count_memory",
-        )
+    return bad_value(
+        f"The optimizer keeps a state of shape {shape} for a parameter of shape {small}",
+        "Estimated is state whose sizes are those of the parameter, or one",
+        "Count a real engine with preamp.count_memory",
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, cast
 
-from preamp.core.errors import PreampUnavailableError, message, system_error
+from preamp.core.errors import bad_value, system_error, unavailable
 from preamp.core.files import replacing
 from preamp.numerics import History, Record
 from preamp.report import memory, tables, timeline, words
@@ -54,12 +54,10 @@ def fill(page: Page) -> str:
     try:
         import jinja2
     except ImportError:
-        raise PreampUnavailableError(
-            message(
-                "Cannot import jinja2",
-                "A report is written with it; the rest of the library does not need it",
-                'Install it with: pip install "preamp[report]"',
-            )
+        raise unavailable(
+            "Cannot import jinja2",
+            "A report is written with it; the rest of the library does not need it",
+            'Install it with: pip install "preamp[report]"',
         ) from None
     loader = jinja2.PackageLoader("preamp.report", "templates")
     environment = jinja2.Environment(
@@ -175,12 +173,10 @@ def _runs(records: Runs) -> list[Run]:
         return [gather(records)]
     named = cast("Mapping[str, Records]", records)
     if not named:
-        raise ValueError(
-            message(
-                "Got no run",
-                "A report is on one run or on several",
-                "Pass a history, or a mapping from names to histories",
-            )
+        raise bad_value(
+            "Got no run",
+            "A report is on one run or on several",
+            "Pass a history, or a mapping from names to histories",
         )
     return [gather(one, name) for name, one in named.items()]
 

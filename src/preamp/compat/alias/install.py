@@ -19,7 +19,7 @@ from preamp.compat.alias.finder import (
     other_finders,
 )
 from preamp.compat.alias.table import SUPPLIED
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state
 
 STARTUP = str(Path(__file__).with_name("startup"))
 """Folder of what child processes run when Python starts."""
@@ -81,12 +81,10 @@ def _refuse_other_apex() -> None:
         loaded = cast("object", sys.modules[ROOT])
         locations, where = getattr(loaded, "__path__", None), getattr(loaded, "__file__", loaded)
         if not (isinstance(loaded, ModuleType) and is_apex(locations)):
-            raise PreampStateError(
-                message(
-                    f"The name apex already stands for something else in this process: {where}",
-                    "The alias supplies the name where it is free, or what an installed Apex lacks",
-                    "Call preamp.install_apex_alias() before anything imports or replaces apex",
-                )
+            raise bad_state(
+                f"The name apex already stands for something else in this process: {where}",
+                "The alias supplies the name where it is free, or what an installed Apex lacks",
+                "Call preamp.install_apex_alias() before anything imports or replaces apex",
             )
     else:
         spec = find_elsewhere(ROOT, None)
@@ -94,12 +92,10 @@ def _refuse_other_apex() -> None:
             return
         locations, where = spec.submodule_search_locations, spec.origin
     if f"{ROOT}.amp" in sys.modules or find_elsewhere(f"{ROOT}.amp", locations):
-        raise PreampStateError(
-            message(
-                f"The Apex at {where} has an apex.amp of its own",
-                "The alias supplies what an installed Apex lacks and replaces nothing",
-                "Uninstall that Apex, or write: from preamp import amp",
-            )
+        raise bad_state(
+            f"The Apex at {where} has an apex.amp of its own",
+            "The alias supplies what an installed Apex lacks and replaces nothing",
+            "Uninstall that Apex, or write: from preamp import amp",
         )
 
 

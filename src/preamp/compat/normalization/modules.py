@@ -11,7 +11,7 @@ from torch import nn
 
 from preamp.compat.normalization.compute import Norm, as_shape, normalize
 from preamp.compat.normalization.scripted import ScriptedNorm
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state
 
 
 class _LastDimensionsNorm(nn.Module):
@@ -188,11 +188,9 @@ def _check_affine(name: str, elementwise_affine: bool | None) -> None:
     if elementwise_affine is None:
         return
     if not elementwise_affine:
-        raise PreampStateError(
-            message(
-                f"{name} was given elementwise_affine=False",
-                "Its output has the dtype of its weight, so it always has one",
-                f"Use {name.removeprefix('Mixed')} for a norm without weight",
-            )
+        raise bad_state(
+            f"{name} was given elementwise_affine=False",
+            "Its output has the dtype of its weight, so it always has one",
+            f"Use {name.removeprefix('Mixed')} for a norm without weight",
         )
     warnings.warn(f"{name} always has a weight: leave elementwise_affine=True out.", stacklevel=3)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.distributed.sync_batchnorm.module import SyncBatchNorm
 
 _BATCH_NORM: Any = nn.BatchNorm1d.__bases__[0]
@@ -53,12 +53,10 @@ def convert_syncbn_model(
 
 def _refuse_lazy(name: str, old: Any) -> None:
     if old.num_features == 0:
-        raise ValueError(
-            message(
-                f"The batch norm {name!r} does not know its number of channels yet",
-                "Allowed are batch norms with parameters",
-                "Run one forward before convert_syncbn_model",
-            )
+        raise bad_value(
+            f"The batch norm {name!r} does not know its number of channels yet",
+            "Allowed are batch norms with parameters",
+            "Run one forward before convert_syncbn_model",
         )
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.distributed.groups import group_is_ready
 from preamp.distributed.sync_batchnorm.function import Normalize
 from preamp.distributed.sync_batchnorm.statistics import Statistics, merged_statistics
@@ -159,32 +159,26 @@ class SyncBatchNorm(_BATCH_NORM):
         if x.dim() > 1:
             channels = x.size(-1 if self.channel_last else 1)
         if channels != self.num_features:
-            raise ValueError(
-                message(
-                    f"SyncBatchNorm({self.num_features}) was given an input of shape "
-                    f"{tuple(x.shape)} with channel_last={self.channel_last}",
-                    f"It takes inputs of two dimensions or more with {self.num_features} channels",
-                    "Set num_features and channel_last to what the input is",
-                )
+            raise bad_value(
+                f"SyncBatchNorm({self.num_features}) was given an input of shape "
+                f"{tuple(x.shape)} with channel_last={self.channel_last}",
+                f"It takes inputs of two dimensions or more with {self.num_features} channels",
+                "Set num_features and channel_last to what the input is",
             )
         if z is not None and z.shape != x.shape:
-            raise ValueError(
-                message(
-                    f"SyncBatchNorm was given z of shape {tuple(z.shape)} with an input of shape "
-                    f"{tuple(x.shape)}",
-                    "z must have the shape of the input",
-                    "Bring the residual to that shape first",
-                )
+            raise bad_value(
+                f"SyncBatchNorm was given z of shape {tuple(z.shape)} with an input of shape "
+                f"{tuple(x.shape)}",
+                "z must have the shape of the input",
+                "Bring the residual to that shape first",
             )
 
     def _refuse_one_value(self, x: torch.Tensor) -> None:
         if x.numel() == self.num_features:
-            raise ValueError(
-                message(
-                    f"SyncBatchNorm was given one value per channel, shape {tuple(x.shape)}",
-                    "It needs more than one, since one value has no variance",
-                    "Pass a larger batch, or call eval() on the module",
-                )
+            raise bad_value(
+                f"SyncBatchNorm was given one value per channel, shape {tuple(x.shape)}",
+                "It needs more than one, since one value has no variance",
+                "Pass a larger batch, or call eval() on the module",
             )
 
     def extra_repr(self) -> str:
