@@ -50,7 +50,7 @@ def names_of(files: Sequence[Path]) -> list[str]:
     twice = [path for path, count in Counter(path.resolve() for path in files).items() if count > 1]
     if twice:
         raise bad_value(
-            f"{twice[0]} is named twice", "Each run is shown once", "Name it once"
+            f"{twice[0]} is named twice", "Each run is shown once", "Name each file once"
         )
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]

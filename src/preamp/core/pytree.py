@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Cast the tensors inside a forward's arguments or results.
+"""Walk containers: map or cast the tensors in them, list them, or write them as plain data.
 
 Containers keep their type: named tuples, dataclasses, ``dict`` subclasses (such as the output
 classes of model libraries), ``deque`` with its ``maxlen``. ``torch.utils._pytree`` is private and
@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import math
 import types
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -127,3 +128,22 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in cast("Sequence[Any]", value):
             yield from tensors_in(item)
+
+
+def plain(value: Any, nonfinite: Callable[[float], Any] = str) -> Any:
+    """Return ``value`` as what ``json.dumps(..., allow_nan=False)`` accepts.
+
+    Dataclasses become dicts, tuples lists, keys strings; of infinities and nan ``nonfinite`` tells
+    what becomes.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: plain(getattr(value, name), nonfinite) for name in names}
+    if isinstance(value, float) and not math.isfinite(value):
+        return nonfinite(value)
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {str(key): plain(item, nonfinite) for key, item in items}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, nonfinite) for item in cast("Sequence[Any]", value)]
+    return value

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
+from preamp.core.pytree import plain
 from preamp.demo.config import DemoConfig
 from preamp.demo.parallel import RankResult
 from preamp.numerics import Record
@@ -151,7 +151,7 @@ def to_json(result: DemoResult) -> dict[str, Any]:
     """The content of ``results.json``, which ``json.dumps(allow_nan=False)`` accepts."""
     document = {"schema_version": SCHEMA_VERSION, **asdict(replace(result, levels=()))}
     document["levels"] = [_level_to_json(row, result.baseline) for row in result.levels]
-    return _plain(document)
+    return plain(document, nonfinite=lambda _: None)
 
 
 def ratio(value: float | None, base: float | None) -> float | None:
@@ -171,14 +171,3 @@ def _level_to_json(row: LevelResult, base: LevelResult | None) -> dict[str, Any]
         "median_ratio": ratio(row.median_seconds, base and base.median_seconds),
         "held_out_ratio": ratio(row.held_out_bits, base and base.held_out_bits),
     }
-
-
-def _plain(value: Any) -> Any:
-    """Replace what JSON does not have: tuples, and numbers that are not finite."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in cast("dict[str, Any]", value).items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in cast("list[Any]", value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

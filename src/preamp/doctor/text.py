@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from preamp.core.pytree import plain
 from preamp.doctor.examination import Examination
 from preamp.doctor.rule import Finding, Rule, Severity
 
@@ -64,7 +65,7 @@ def _paragraph(text: str, *, indent: str = "") -> list[str]:
 
 def report_json(examination: Examination) -> dict[str, Any]:
     """The report of a run as plain data that JSON has words for."""
-    return _plain(
+    return plain(
         {
             "version": _VERSION,
             "steps": examination.seen.steps,
@@ -72,15 +73,6 @@ def report_json(examination: Examination) -> dict[str, Any]:
             "notes": examination.notes,
         }
     )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}  # pyright: ignore
-    if isinstance(value, list):
-        return [_plain(item) for item in value]  # pyright: ignore
-    is_odd = isinstance(value, float) and (value != value or value in (float("inf"), -float("inf")))
-    return str(value) if is_odd else value
 
 
 def list_text(rules: Sequence[Rule]) -> str:

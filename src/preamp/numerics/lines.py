@@ -6,11 +6,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
+from preamp.core.pytree import plain
 from preamp.numerics.records import Record
 
 _KINDS: dict[str, type[Any]] = {kind.kind: kind for kind in get_args(Record)}
@@ -19,24 +20,12 @@ _WORDS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 def to_json(record: Record) -> dict[str, Any]:
     """Return ``record`` as what ``json.dumps(..., allow_nan=False)`` accepts."""
-    return {"kind": record.kind, **_plain(record)}
+    return {"kind": record.kind, **plain(record)}
 
 
 def to_line(record: Record) -> str:
     """Return ``record`` as a line, the end of the line included."""
     return json.dumps(to_json(record), allow_nan=False) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {name: _plain(getattr(value, name)) for name in _field_readers(type(value))}
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in cast("dict[Any, Any]", value).items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in cast("Sequence[Any]", value)]
-    return value
 
 
 def from_json(line: Mapping[str, Any]) -> Record | None:
