@@ -27,8 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import preamp
 from preamp.core.errors import message
 from preamp.distributed import shard_optimizer
-from preamp.distributed.groups import collectives
-from preamp.distributed.job import shard_fully
+from preamp.distributed.groups import collectives, shard_fully
 from preamp_bench import records
 from preamp_bench.harness import Effort, Variant, measure, stopwatch
 

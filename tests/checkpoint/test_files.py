@@ -32,7 +32,7 @@ import preamp
 from checkpoint.runs import Backward, Run, Step, Zero
 from engine.harness import same
 from preamp import CheckpointError
-from preamp.checkpoint import latest_checkpoint, migrations, read_checkpoint, storage
+from preamp.checkpoint import latest_checkpoint, read_checkpoint, storage
 from preamp.core import files
 
 FORMATS = pytest.mark.parametrize("name", ["run_1.pt", "run_1.safetensors"])
@@ -520,14 +520,14 @@ def test_an_older_version_is_migrated(tmp_path: Path, monkeypatch: pytest.Monkey
             "extra": {**content["extra"], "migrated": content["extra"]["migrated"] + 1},
         }
 
-    monkeypatch.setattr(migrations, "VERSION", 3)
-    monkeypatch.setattr(migrations, "MIGRATIONS", {1: to_2, 2: to_3})
+    monkeypatch.setattr(storage, "VERSION", 3)
+    monkeypatch.setattr(storage, "MIGRATIONS", {1: to_2, 2: to_3})
     assert preamp.load_checkpoint(tmp_path / "old.pt") == {"value": 3.0, "migrated": 3}
 
 
 def test_a_newer_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(storage, "VERSION", migrations.VERSION + 1)
+        newer.setattr(storage, "VERSION", storage.VERSION + 1)
         save(tmp_path / "new.pt", 1.0)
     with pytest.raises(CheckpointError, match="which a newer preamp has written"):
         preamp.load_checkpoint(tmp_path / "new.pt")

@@ -21,8 +21,7 @@ from torch.nn import functional as F
 import preamp
 from cases.levels import LEVELS
 from cases.tolerances import assert_within_budget
-from preamp.distributed.sync_batchnorm.function import Normalize
-from preamp.distributed.sync_batchnorm.statistics import merged_statistics
+from preamp.distributed.sync_batchnorm.module import Normalize, merged_statistics
 from preamp.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
 
 CHANNELS = 3

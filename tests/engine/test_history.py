@@ -44,8 +44,8 @@ from preamp.numerics import (
     RunRecord,
     StepRecord,
     TensorStatistics,
-    exponents,
     read_history,
+    statistics,
 )
 from preamp.optimizers import FusedAdam
 
@@ -445,7 +445,7 @@ def test_nothing_is_read_by_the_host_where_the_device_decides(
 ) -> None:
     """Numbers that are far stay there until a later step, or until somebody asks."""
     far_from_the_host(monkeypatch)
-    monkeypatch.setattr(exponents, "host_reaches", lambda _: False)
+    monkeypatch.setattr(statistics, "host_reaches", lambda _: False)
     monkeypatch.setattr(host_copies, "host_reaches", lambda _: False)
     torch.manual_seed(0)
     model = Net()

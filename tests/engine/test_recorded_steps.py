@@ -27,8 +27,8 @@ from preamp.numerics import (
     Record,
     ResumeRecord,
     StepRecord,
-    exponents,
     read_history,
+    statistics,
 )
 from preamp.optimizers import FusedAdam
 
@@ -509,7 +509,7 @@ def test_weights_before_a_step_take_no_more_than_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor is a temporary as large as a tensor, however its elements lie."""
-    monkeypatch.setattr(exponents, "_BLOCK_ON_CPU", 5)
+    monkeypatch.setattr(statistics, "_BLOCK_ON_CPU", 5)
     torch.manual_seed(0)
     model: Any = nn.Conv2d(2, 3, 3)
     model.to(memory_format=torch.channels_last)

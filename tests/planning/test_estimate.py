@@ -15,9 +15,8 @@ import preamp
 from cases.plain import TOKENS, Mixed, counted
 from preamp import optimizers
 from preamp.optim import LARC
-from preamp.planning.optimizers import NAMES, optimizer_factory
+from preamp.planning.optimizers import NAMES, Updated, optimizer_factory, state_bytes
 from preamp.planning.records import MemoryEstimate
-from preamp.planning.states import Updated, state_bytes
 
 LEVELS = tuple(preamp.OPT_LEVELS)
 SPECIAL = {

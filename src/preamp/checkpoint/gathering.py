@@ -13,9 +13,8 @@ from typing import Any, cast
 
 import torch
 
-from preamp.checkpoint.codec import Tensors, encode
+from preamp.checkpoint.codec import Stored, Tensors, encode
 from preamp.checkpoint.members import Member, next_number
-from preamp.checkpoint.parts import Stored
 from preamp.checkpoint.pieces import Box, Frame, Piece
 from preamp.checkpoint.ranks import (
     Print,
@@ -105,21 +104,14 @@ def _collected(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ranks:
-    """What the ranks know of each other's tensors.
+    """What the ranks know of each other's tensors."""
 
-    Attributes:
-        differences: For each rank, the names of tensors in which it differs from the first one.
-        has_pieces: Whether any has pieces of tensors.
-        token: That the first rank drew.
-        number: Of the save into the folder.
-        pieces: Names of those that this rank is the first to have.
-    """
-
+    # For each rank, the names of tensors in which it differs from the first one.
     differences: list[list[str]]
-    has_pieces: bool
-    token: str
-    number: int
-    pieces: list[str]
+    has_pieces: bool  # whether any has pieces of tensors
+    token: str  # that the first rank drew
+    number: int  # of the save into the folder
+    pieces: list[str]  # names of those that this rank is the first to have
 
     @classmethod
     def of(cls, told: Sequence[_Told]) -> _Ranks:

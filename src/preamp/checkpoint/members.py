@@ -23,19 +23,12 @@ _NAME = re.compile(r"(\d+)-rank(\d+)-of([1-9]\d*)\.(?:pt|safetensors)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """Which file of a sharded checkpoint one is.
+    """Which file of a sharded checkpoint one is."""
 
-    Attributes:
-        token: The same in all files of one save, and in no others.
-        number: Of the save into its folder.
-        rank: Whose file it is.
-        ranks: How many there are.
-    """
-
-    token: str
-    number: int
-    rank: int
-    ranks: int
+    token: str  # the same in all files of one save, and in no others
+    number: int  # of the save into its folder
+    rank: int  # whose file it is
+    ranks: int  # how many there are
 
     def file_in(self, folder: Path) -> Path:
         """Its path in ``folder``, whose suffix chooses the format."""

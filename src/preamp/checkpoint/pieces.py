@@ -24,15 +24,10 @@ from preamp.kernels.shards import box_of, is_evenly_cut, is_on_every_rank_once
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A block of elements.
+    """A block of elements."""
 
-    Attributes:
-        offsets: Of its first element, one for each dimension of the frame.
-        sizes: How many elements it has along each.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]  # of its first element, one for each dimension of the frame
+    sizes: tuple[int, ...]  # how many elements it has along each
 
     @property
     def numel(self) -> int:
@@ -73,15 +68,11 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """How the elements of a tensor lie.
+    """How the elements of a tensor lie."""
 
-    Attributes:
-        shape: Of the tensor.
-        order: Its dimensions in the order of memory, if the frame is the vector of elements in
-            that order; ``None`` if the frame is the tensor itself.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the tensor
+    # Its dimensions in the order of memory, if the frame is the vector of elements in that order;
+    # ``None`` if the frame is the tensor itself.
     order: tuple[int, ...] | None = None
 
     @property
@@ -108,19 +99,12 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """What this rank has of a tensor.
+    """What this rank has of a tensor."""
 
-    Attributes:
-        data: The elements of ``box``, in its shape.
-        frame: Of the whole tensor.
-        box: Which elements they are.
-        is_alone: Whether no other rank has elements of the box.
-    """
-
-    data: torch.Tensor
-    frame: Frame
-    box: Box
-    is_alone: bool
+    data: torch.Tensor  # the elements of ``box``, in its shape
+    frame: Frame  # of the whole tensor
+    box: Box  # which elements they are
+    is_alone: bool  # whether no other rank has elements of the box
 
 
 def piece_of(tensor: torch.Tensor, place: str, ranks: int) -> Piece:
@@ -147,17 +131,11 @@ def piece_of(tensor: torch.Tensor, place: str, ranks: int) -> Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """A whole tensor, as far as it was read: what ranks had of it.
+    """A whole tensor, as far as it was read: what ranks had of it."""
 
-    Attributes:
-        frame: Of the whole tensor.
-        dtype: Of it and of all pieces.
-        held: Boxes that fill the frame, and their elements.
-    """
-
-    frame: Frame
-    dtype: torch.dtype
-    held: Sequence[tuple[Box, torch.Tensor]]
+    frame: Frame  # of the whole tensor
+    dtype: torch.dtype  # of it and of all pieces
+    held: Sequence[tuple[Box, torch.Tensor]]  # boxes that fill the frame, and their elements
 
     def check(self) -> None:
         """Raise `ValueError` unless the pieces are exactly the tensor."""

@@ -11,43 +11,29 @@ import torch
 
 from preamp.checkpoint.codec import Found, decode
 from preamp.checkpoint.members import files_of
-from preamp.checkpoint.migrations import migrated
 from preamp.checkpoint.pieces import Box
 from preamp.checkpoint.reader import cause_of
-from preamp.checkpoint.storage import Contents, contents_of
+from preamp.checkpoint.storage import Contents, contents_of, migrated
 from preamp.core.errors import CheckpointError, PreampError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """Who reads, where several do.
+    """Who reads, where several do."""
 
-    Attributes:
-        rank: Whose content; that of the first one if there were fewer.
-        ranks: How many read together. Each verifies its share of the files.
-    """
-
-    rank: int = 0
-    ranks: int = 1
+    rank: int = 0  # whose content; that of the first one if there were fewer
+    ranks: int = 1  # how many read together. Each verifies its share of the files.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """What was read.
+    """What was read."""
 
-    Attributes:
-        content: Of one rank; sharded tensors are `Pieces`.
-        ranks: How many there were.
-        is_shared: Whether all had the same gradients, and knew the same about them.
-        written_by: Versions: of the content (``"version"``), of preamp and of torch.
-        identity: The same wherever this checkpoint is read, and of no other one.
-    """
-
-    content: dict[str, Any]
-    ranks: int
-    is_shared: bool
-    written_by: dict[str, Any]
-    identity: str
+    content: dict[str, Any]  # of one rank; sharded tensors are `Pieces`
+    ranks: int  # how many there were
+    is_shared: bool  # whether all had the same gradients, and knew the same about them
+    written_by: dict[str, Any]  # versions: of the content (``"version"``), of preamp and of torch
+    identity: str  # the same wherever this checkpoint is read, and of no other one
 
 
 def read(path: Path, reader: Reader | None = None) -> Loaded:

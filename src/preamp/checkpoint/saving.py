@@ -26,15 +26,10 @@ from preamp.core.log import say
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to save.
+    """How to save."""
 
-    Attributes:
-        keep_last: How many of the series to keep, or ``None``.
-        asynchronous: Whether to write in the background.
-    """
-
-    keep_last: int | None
-    asynchronous: bool
+    keep_last: int | None  # how many of the series to keep, or ``None``
+    asynchronous: bool  # whether to write in the background
 
 
 def save(path: Path, subjects: Subjects, extra: Any, options: Options) -> Saving:

@@ -20,15 +20,10 @@ from preamp.optim import Twin, pair_of
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What this rank has of a weight's master, or of its optimizer's state.
+    """What this rank has of a weight's master, or of its optimizer's state."""
 
-    Attributes:
-        frame: Of the whole one.
-        box: Its elements.
-    """
-
-    frame: Frame
-    box: Box
+    frame: Frame  # of the whole one
+    box: Box  # its elements
 
     def piece(self, data: torch.Tensor) -> Piece:
         """Return ``data``, the elements, as what is saved."""

@@ -15,20 +15,40 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 
+from preamp.checkpoint.codec import Part, Stored, describe, verified
 from preamp.checkpoint.members import Member
-from preamp.checkpoint.migrations import VERSION
-from preamp.checkpoint.parts import Part, Stored, describe, verified
 from preamp.checkpoint.pieces import Box
 from preamp.core.errors import message, unavailable
 from preamp.core.files import replacing
 from preamp.core.version import __version__
+
+VERSION = 1
+"""Of what is written. It changes when content would be misunderstood, not when some is added."""
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""For each older version, what makes its content that of the next one."""
+
+
+def migrated(content: Any, version: int) -> dict[str, Any]:
+    """Bring ``content`` to the current version; `ValueError` if its own is newer, or none."""
+    if not isinstance(content, dict):
+        raise ValueError("its content is of another kind")
+    migrated_content = cast("dict[str, Any]", content)
+    known = (*MIGRATIONS, VERSION)
+    if version not in known:
+        newer = ", which a newer preamp has written" if version > VERSION else ""
+        raise ValueError(f"it has version {version}{newer}; versions {known} are known")
+    for step in range(version, VERSION):
+        migrated_content = MIGRATIONS[step](migrated_content)
+    return migrated_content
+
 
 FORMAT = "preamp checkpoint"
 SAFETENSORS = ".safetensors"
@@ -38,18 +58,12 @@ _ZIP = b"PK\x03\x04"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """A checkpoint that is ready to be written: the CPU has all of it.
+    """A checkpoint that is ready to be written: the CPU has all of it."""
 
-    Attributes:
-        trees: What `encode` made of the content, of each rank.
-        tensors: By name.
-        member: Which file of several this is, if it is one.
-        boxes: Where tensors that are pieces belong in the whole ones.
-    """
-
-    trees: list[Any]
-    tensors: dict[str, Stored]
-    member: Member | None = None
+    trees: list[Any]  # what `encode` made of the content, of each rank
+    tensors: dict[str, Stored]  # by name
+    member: Member | None = None  # which file of several this is, if it is one
+    # Where tensors that are pieces belong in the whole ones.
     boxes: Mapping[str, Box] = field(default_factory=dict[str, Box])
 
 
@@ -127,17 +141,11 @@ def _write_safetensors(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
-    """What a file has, verified, and not put together yet.
+    """What a file has, verified, and not put together yet."""
 
-    Attributes:
-        manifest: Of the file.
-        digest: Of the manifest, and with it of all checksums.
-        tensors: By name, mapped from the file.
-    """
-
-    manifest: dict[str, Any]
-    digest: str
-    tensors: dict[str, torch.Tensor]
+    manifest: dict[str, Any]  # of the file
+    digest: str  # of the manifest, and with it of all checksums
+    tensors: dict[str, torch.Tensor]  # by name, mapped from the file
 
 
 def contents_of(path: Path, *, checksums: bool = True) -> Contents:

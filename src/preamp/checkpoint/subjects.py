@@ -20,19 +20,12 @@ from preamp.optim import MasterParameter, leaf_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subjects:
-    """What is saved or loaded.
+    """What is saved or loaded."""
 
-    Attributes:
-        models: Without wrappers, so that files do not depend on these.
-        optimizers: Without `LARC`.
-        schedulers: Anything with ``state_dict`` and ``load_state_dict``.
-        engines: Of the optimizers, each once.
-    """
-
-    models: list[nn.Module]
-    optimizers: list[torch.optim.Optimizer]
-    schedulers: list[Any]
-    engines: list[Engine]
+    models: list[nn.Module]  # without wrappers, so that files do not depend on these
+    optimizers: list[torch.optim.Optimizer]  # without `LARC`
+    schedulers: list[Any]  # anything with ``state_dict`` and ``load_state_dict``
+    engines: list[Engine]  # of the optimizers, each once
 
     @classmethod
     def of(cls, models: Any, optimizers: Any, schedulers: Any) -> Subjects:

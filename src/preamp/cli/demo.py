@@ -34,7 +34,7 @@ from preamp.demo.run import Setting, prepare, run
 from preamp.demo.table import HELD_OUT, MEMORY, RANK_COLUMNS, TIMING, columns_of, note_of, rank_rows
 from preamp.demo.train import Progress as Step
 from preamp.demo.train import Unwatched
-from preamp.distributed.job import joined, launched_ranks, own_device, own_rank
+from preamp.distributed.groups import joined, launched_ranks, own_device, own_rank
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells count it: 128 + SIGINT."""
@@ -191,13 +191,7 @@ def show_ranks(result: DemoResult, console: Console) -> None:
 
 
 class Bars:
-    """One bar for each opt level; a :class:`preamp.demo.train.Watcher`.
-
-    Args:
-        levels: The opt levels, in order.
-        steps: Steps of each.
-        console: Where to draw.
-    """
+    """One bar for each opt level, in order; a :class:`preamp.demo.train.Watcher`."""
 
     def __init__(self, levels: tuple[str, ...], steps: int, console: Console) -> None:
         """Make the bars; :attr:`display` draws them while it is entered."""

@@ -41,18 +41,11 @@ class Program:
 
 
 def run(arguments: list[str]) -> None:
-    """Run a script or a module as ``__main__``, with the alias on.
+    """Run a script or a module as ``__main__``, with the alias on; what it raises is passed on.
 
-    Args:
-        arguments: What follows ``preamp run`` on the command line.
-
-    Raises:
-        SystemExit: The program raised it, or could not be started (status 2).
-        BaseException: Whatever else the program raised.
-
-    Mutates:
-        ``sys.argv``, ``sys.path``, ``sys.modules["__main__"]``, ``sys.excepthook``, and what
-        `preamp.install_apex_alias` does.
+    ``arguments`` follow ``preamp run`` on the command line. Raises `SystemExit` with status 2 for
+    what cannot be started. Mutates ``sys.argv``, ``sys.path``, ``sys.modules["__main__"]``,
+    ``sys.excepthook``, and what `preamp.install_apex_alias` does.
     """
     if arguments[:1] in (["-h"], ["--help"]):
         print(USAGE)
@@ -63,17 +56,11 @@ def run(arguments: list[str]) -> None:
 
 
 def prepare(arguments: list[str], command: str = "run") -> Program:
-    """Read a script or a module, and set up the process for it.
+    """Read a script, or after ``-m`` a module, and set up the process for it.
 
-    Args:
-        arguments: The script's file and its arguments, or ``-m``, the module and its arguments.
-        command: What error messages say to call.
-
-    Raises:
-        SystemExit: It could not be read (status 2), or is no Python (status 1).
-
-    Mutates:
-        ``sys.argv``, ``sys.path``, and what `preamp.install_apex_alias` does.
+    ``command`` is what error messages say to call. Raises `SystemExit` if it could not be read
+    (status 2), or is no Python (status 1). Mutates ``sys.argv``, ``sys.path``, and what
+    `preamp.install_apex_alias` does.
     """
     if arguments[:1] == ["-m"] and len(arguments) > 1:
         _start("-m", os.getcwd(), arguments[2:])

@@ -28,32 +28,20 @@ _SMALLEST_CORPUS = 1_000_000  # bytes; the smallest stdlib that we met has 9 mil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """The two texts, as bytes.
+    """The two texts, as bytes."""
 
-    Attributes:
-        train: Concatenated training files, shape (bytes,), uint8.
-        held_out: Concatenated held-out files, shape (bytes,), uint8.
-        train_files: Paths relative to the library's folder, in the order of the text.
-        held_out_files: The same for the held-out text.
-    """
-
-    train: Tensor
-    held_out: Tensor
-    train_files: tuple[str, ...]
-    held_out_files: tuple[str, ...]
+    train: Tensor  # concatenated training files, shape (bytes,), uint8
+    held_out: Tensor  # concatenated held-out files, shape (bytes,), uint8
+    train_files: tuple[str, ...]  # paths relative to the library's folder, in the order of the text
+    held_out_files: tuple[str, ...]  # the same for the held-out text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Windows of text and the byte that follows each position.
+    """Windows of text and the byte that follows each position."""
 
-    Attributes:
-        inputs: Shape (batch, context), int64.
-        targets: Shape (batch, context), int64.
-    """
-
-    inputs: Tensor
-    targets: Tensor
+    inputs: Tensor  # shape (batch, context), int64
+    targets: Tensor  # shape (batch, context), int64
 
 
 def read_corpus(folder: Path | None = None) -> Corpus:

@@ -13,7 +13,7 @@ from torch import nn
 
 from preamp.core.errors import bad_value, unavailable
 from preamp.demo.model import GPT
-from preamp.distributed.job import launched_ranks, shard_fully
+from preamp.distributed.groups import launched_ranks, shard_fully
 from preamp.parallel import DistributedDataParallel, shard_optimizer
 
 Parallel = Literal["none", "ddp", "zero1", "fsdp"]
@@ -28,27 +28,16 @@ SHARED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """What one rank says of a training.
+    """What one rank says of a training."""
 
-    Attributes:
-        rank: Its number.
-        steps_skipped: Steps not taken.
-        loss_scale: At the end.
-        losses: Digest of the curve.
-        weights: Digest of the weights that it has; parts where they are sharded.
-        median_seconds: Of its steps.
-        bytes_per_parameter: What it holds between backward and step.
-        peak_bytes: Highest allocation; ``None`` where torch does not count.
-    """
-
-    rank: int
-    steps_skipped: int
-    loss_scale: float
-    losses: str
-    weights: str
-    median_seconds: float | None
-    bytes_per_parameter: float | None
-    peak_bytes: int | None
+    rank: int  # its number
+    steps_skipped: int  # steps not taken
+    loss_scale: float  # at the end
+    losses: str  # digest of the curve
+    weights: str  # digest of the weights that it has; parts where they are sharded
+    median_seconds: float | None  # of its steps
+    bytes_per_parameter: float | None  # what it holds between backward and step
+    peak_bytes: int | None  # highest allocation; ``None`` where torch does not count
 
 
 def choose_parallel(name: str) -> Parallel:

@@ -27,22 +27,16 @@ from preamp.demo.train import (
     records_of,
     train,
 )
-from preamp.distributed.job import gather_to_all, own_rank
+from preamp.distributed.groups import gather_to_all, own_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all opt levels share.
+    """What all opt levels share."""
 
-    Attributes:
-        config: What was asked for.
-        corpus: The text.
-        start: The float32 model that every level starts from; never trained itself.
-    """
-
-    config: DemoConfig
-    corpus: Corpus
-    start: GPT
+    config: DemoConfig  # what was asked for
+    corpus: Corpus  # the text
+    start: GPT  # the float32 model that every level starts from; never trained itself
 
     @property
     def device(self) -> torch.device:

@@ -15,31 +15,20 @@ MISSING = "–"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One cell.
+    """One cell."""
 
-    Attributes:
-        value: The measurement.
-        detail: Its parts, or its ratio to O0; may be empty.
-    """
-
-    value: str
-    detail: str = ""
+    value: str  # the measurement
+    detail: str = ""  # its parts, or its ratio to O0; may be empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column.
+    """One column."""
 
-    Attributes:
-        title: Heading.
-        unit: Second line of the heading; may be empty.
-        is_number: Whether to align to the right.
-        cell: Makes the cell of a row; the second argument is the row of O0, if there is one.
-    """
-
-    title: str
-    unit: str
-    is_number: bool
+    title: str  # heading
+    unit: str  # second line of the heading; may be empty
+    is_number: bool  # whether to align to the right
+    # Makes the cell of a row; the second argument is the row of O0, if there is one.
     cell: Callable[[LevelResult, LevelResult | None], Cell]
 
 

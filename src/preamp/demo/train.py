@@ -19,7 +19,7 @@ from preamp.demo.data import Batch
 from preamp.demo.measure import loss_of, memory_of
 from preamp.demo.model import GPT
 from preamp.demo.records import LevelResult, Memory
-from preamp.distributed.job import mean_over_ranks
+from preamp.distributed.groups import mean_over_ranks
 from preamp.numerics import (
     CastsRecord,
     History,
@@ -33,21 +33,13 @@ from preamp.numerics import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """One finished step.
+    """One finished step."""
 
-    Attributes:
-        level: The opt level in training.
-        step: Steps done, this one included.
-        loss: Training loss in bits per byte.
-        loss_scale: The scale of the next step.
-        tokens_per_second: Speed of this step.
-    """
-
-    level: str
-    step: int
-    loss: float
-    loss_scale: float
-    tokens_per_second: float
+    level: str  # the opt level in training
+    step: int  # steps done, this one included
+    loss: float  # training loss in bits per byte
+    loss_scale: float  # the scale of the next step
+    tokens_per_second: float  # speed of this step
 
 
 class Watcher(Protocol):
@@ -133,21 +125,13 @@ class DivergedError(RuntimeError):
 
 @dataclass(slots=True, kw_only=True)
 class Tape:
-    """What the loop has measured so far; it survives an exception in the loop.
+    """What the loop has measured so far; it survives an exception in the loop."""
 
-    Attributes:
-        level: The opt level in training.
-        losses: Bits per byte of each step.
-        seconds: Duration of each step.
-        memory: Bytes per parameter, from the second step that was taken on.
-        history: What happened to the numbers.
-    """
-
-    level: str
-    losses: list[float] = field(default_factory=list[float])
-    seconds: list[float] = field(default_factory=list[float])
-    memory: Memory | None = None
-    history: History = field(default_factory=History)
+    level: str  # the opt level in training
+    losses: list[float] = field(default_factory=list[float])  # bits per byte of each step
+    seconds: list[float] = field(default_factory=list[float])  # duration of each step
+    memory: Memory | None = None  # bytes per parameter, from the second step that was taken on
+    history: History = field(default_factory=History)  # what happened to the numbers
 
 
 def make_optimizer(model: GPT, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from preamp.core.errors import bad_state, bad_value
-from preamp.distributed.averaging import Averaging, reduce_bucket
-from preamp.distributed.delayed import DelayedReduction
+from preamp.distributed.delayed import Averaging, DelayedReduction, reduce_bucket
 from preamp.distributed.groups import default_group, require_group
 from preamp.engine import find_engine
 from preamp.engine.agreement import compare_ranks

@@ -22,17 +22,14 @@ _GRACE_SECONDS = 10
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a script once per rank and wait for all of them.
 
-    Each process gets the arguments given here, then ``--world-size N`` if it was not among them,
-    then ``--rank i``. N is the number of accelerators, 1 where there is none. Rank 0 writes to
-    this standard output, rank i to the file ``GPU_{i}.log`` in the working directory.
+    Each process gets the arguments given here (the command line's by default), then ``--world-size
+    N`` if it was not among them, then ``--rank i``. N is the number of accelerators, 1 where there
+    is none. Rank 0 writes to this standard output, rank i to the file ``GPU_{i}.log`` in the
+    working directory.
 
-    Args:
-        argv: Script and arguments; the command line's if left out.
-
-    Returns:
-        0 if every process succeeded. Otherwise the exit code of the first one that failed (128
-        plus the number of the signal that killed it), after the others were stopped: they would
-        wait for it for ever. 2 if the arguments cannot be used.
+    Returns 0 if every process succeeded. Otherwise the exit code of the first one that failed (128
+    plus the number of the signal that killed it), after the others were stopped: they would wait
+    for it for ever. 2 if the arguments cannot be used.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:

@@ -11,9 +11,8 @@ from preamp.doctor.detector import Detector
 from preamp.doctor.rule import Rule
 from preamp.doctor.rules.half_compute import BatchNorm, HalfLoss
 from preamp.doctor.rules.half_weights import BFloat16Weights, Eps, LostUpdates
-from preamp.doctor.rules.loss_scale import Clipping, Stepping
+from preamp.doctor.rules.loss_scale import Clipping, Scheduling, Stepping
 from preamp.doctor.rules.parameters import Membership
-from preamp.doctor.rules.schedules import Scheduling
 from preamp.doctor.rules.speed import Casts, TensorCores
 
 DETECTORS: Final[tuple[type[Detector], ...]] = (
@@ -38,14 +37,9 @@ RULES: Final[dict[str, Rule]] = {
 
 
 def select_rules(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule, ...]:
-    """Return the rules to look for.
+    """Return the rules to look for, by ids or beginnings of ids such as ``PA1``.
 
-    Args:
-        select: Ids, or beginnings of ids such as ``PA1``; all if empty.
-        ignore: Ids or beginnings to leave out of these.
-
-    Raises:
-        ValueError: One of them fits no rule, or none is left.
+    All are selected by default. Raises `ValueError` if an id fits no rule, or none is left.
     """
     for start in (*select, *ignore):
         if not any(key.startswith(start) for key in RULES) or not start:

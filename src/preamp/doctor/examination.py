@@ -12,11 +12,8 @@ from typing import Any, TypeVar
 from preamp.core.undo import UndoStack
 from preamp.doctor.catalogue import DETECTORS
 from preamp.doctor.detector import Detector, Findings
-from preamp.doctor.probes.casts import CastProbes
-from preamp.doctor.probes.compiling import CompileProbe
-from preamp.doctor.probes.modules import ModuleProbes
-from preamp.doctor.probes.scalers import ScalerProbes
-from preamp.doctor.probes.training import TrainingProbes
+from preamp.doctor.probes.modules import CastProbes, CompileProbe, ModuleProbes
+from preamp.doctor.probes.training import ScalerProbes, TrainingProbes
 from preamp.doctor.rule import Finding, Rule
 from preamp.doctor.seen import Seen
 
@@ -28,11 +25,7 @@ class EnoughSteps(BaseException):
 
 
 class Examination:
-    """One run under the doctor's eyes.
-
-    Attributes:
-        seen: What has been seen so far.
-    """
+    """One run under the doctor's eyes; what has been ``seen`` so far is in there."""
 
     def __init__(self, rules: Sequence[Rule], *, steps: int | None = None) -> None:
         """Install nothing yet; after ``steps`` optimizer steps `EnoughSteps` will be raised."""

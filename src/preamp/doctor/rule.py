@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the doctor knows about a usage bug, and what it says when it has seen one."""
+"""What the doctor knows about a usage bug, what it says when it has seen one, and at which line."""
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
+import sys
+import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from types import CodeType, FrameType
 from typing import Any
 
 
@@ -27,23 +33,14 @@ _ID = re.compile(r"PA\d{3}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One usage bug.
+    """One usage bug."""
 
-    Attributes:
-        id: ``PA`` and three digits, the first of which is the family's; never reused.
-        severity: Of its findings, unless a finding says otherwise.
-        title: One line without a full stop.
-        why: What goes wrong with the numbers, in plain sentences.
-        how: How the doctor sees it, and what it does not see.
-        do: What to change.
-    """
-
-    id: str
-    severity: Severity
-    title: str
-    why: str
-    how: str
-    do: str
+    id: str  # ``PA`` and three digits, the first of which is the family's; never reused
+    severity: Severity  # of its findings, unless a finding says otherwise
+    title: str  # one line without a full stop
+    why: str  # what goes wrong with the numbers, in plain sentences
+    how: str  # how the doctor sees it, and what it does not see
+    do: str  # what to change
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for an id of another form."""
@@ -53,15 +50,10 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line of the script, or of a library that it calls.
+    """A line of the script, or of a library that it calls."""
 
-    Attributes:
-        file: As it is to be shown.
-        line: Counted from 1.
-    """
-
-    file: str
-    line: int
+    file: str  # as it is to be shown
+    line: int  # counted from 1
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
@@ -97,3 +89,53 @@ class Finding:
             "numbers": self.numbers,
             "do": self.rule.do,
         }
+
+
+_BELOW = ("torch", "preamp", "apex")
+"""Packages whose frames stand below the script's own calls."""
+
+_LIBRARIES = tuple(
+    os.path.join(path, "") for path in {sysconfig.get_path(n) for n in ("stdlib", "purelib")}
+)
+
+
+def current_place() -> Place | None:
+    """The innermost line of the script on the calling thread's stack, or ``None``.
+
+    Where the script lets a library train, the script's own line is preferred to the library's.
+    """
+    nearest: Place | None = None
+    for frame in _frames():
+        code = frame.f_code
+        if code.co_filename.startswith("<") or _is_below(frame):
+            continue
+        place = _shown(code, frame.f_lineno)
+        if not code.co_filename.startswith(_LIBRARIES):
+            return place
+        nearest = nearest or place
+    return nearest
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_below(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    package = name.partition(".")[0]
+    # The standard library is no place to look for a bug, except that it may hold a script.
+    return package in _BELOW or (package in sys.stdlib_module_names and name != "__main__")
+
+
+def _shown(code: CodeType, line: int) -> Place:
+    """The place with its file relative to the working directory where it lies inside."""
+    file = os.path.abspath(code.co_filename)
+    relative = os.path.relpath(file) if os.path.splitdrive(file)[0] == _drive() else file
+    return Place(file if relative.startswith("..") else relative, line)
+
+
+def _drive() -> str:
+    return os.path.splitdrive(os.getcwd())[0]

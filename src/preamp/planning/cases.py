@@ -23,22 +23,14 @@ _WIDTH = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One training and the verdict it should get.
+    """One training and the verdict it should get."""
 
-    Attributes:
-        name: For ``preamp plan --case``.
-        brief: What it shows.
-        make: Makes model, loss function, batch and optimizer.
-        recommended: Levels of which any is right.
-        fits: Levels that have to fit.
-        fails: Levels that must not, with the kind of problem and a part of the tensor's name.
-    """
-
-    name: str
-    brief: str
-    make: Callable[[], Made]
-    recommended: frozenset[str]
-    fits: frozenset[str]
+    name: str  # for ``preamp plan --case``
+    brief: str  # what it shows
+    make: Callable[[], Made]  # makes model, loss function, batch and optimizer
+    recommended: frozenset[str]  # levels of which any is right
+    fits: frozenset[str]  # levels that have to fit
+    # Levels that must not, with the kind of problem and a part of the tensor's name.
     fails: dict[str, tuple[str, str]]
 
 

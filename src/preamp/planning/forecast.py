@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from preamp.numerics import EXPONENTS, NumberFormat
-from preamp.numerics.exponents import BELOW, FIRST
 from preamp.numerics.records import What
+from preamp.numerics.statistics import BELOW, FIRST
 
 MARGIN = 3
 """Powers of two that the recommended loss scale leaves free above the largest gradient seen."""
@@ -20,21 +20,15 @@ LARGEST_SCALE = 2.0**24
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The magnitudes that one tensor had over all recorded steps.
+    """The magnitudes that one tensor had over all recorded steps."""
 
-    Attributes:
-        name: Qualified name of the parameter or buffer; of a module with ``" output"``; or of a
-            module with the operation in it, such as ``"attention: bmm"``.
-        what: ``"gradient"``, ``"weight"`` (buffers too), ``"update"``, ``"activation"``.
-        counts: Elements by exponent, as of `preamp.numerics.count_exponents`.
-        max_abs: Largest finite magnitude.
-        stalled: Of updates: by half format, elements that would not have changed a half weight.
-    """
-
+    # Qualified name of the parameter or buffer; of a module with ``" output"``; or of a module with
+    # the operation in it, such as ``"attention: bmm"``.
     name: str
-    what: What
-    counts: tuple[int, ...]
-    max_abs: float
+    what: What  # ``"gradient"``, ``"weight"`` (buffers too), ``"update"``, ``"activation"``
+    counts: tuple[int, ...]  # elements by exponent, as of `preamp.numerics.count_exponents`
+    max_abs: float  # largest finite magnitude
+    # Of updates: by half format, elements that would not have changed a half weight.
     stalled: tuple[tuple[str, int], ...] = ()
 
     @property

@@ -23,29 +23,17 @@ _MOST_PARAMETERS = 10**18  # below what an index of torch can tell apart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One parameter or buffer; tied ones are one slot.
+    """One parameter or buffer; tied ones are one slot."""
 
-    Attributes:
-        key: ``id`` of the tensor, or another number that is the tensor's own.
-        name: Qualified name, the first of several.
-        shape: Its sizes.
-        dtype: Before `initialize`.
-        storage: Key of its storage; slots that are views of one storage share it.
-        storage_bytes: Size of the whole storage.
-        is_parameter: Otherwise it is a buffer.
-        is_trainable: Whether it requires a gradient.
-        is_norm: Whether affine batch norms alone own it.
-    """
-
-    key: int
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-    storage: int
-    storage_bytes: int
-    is_parameter: bool = True
-    is_trainable: bool = True
-    is_norm: bool = False
+    key: int  # ``id`` of the tensor, or another number that is the tensor's own
+    name: str  # qualified name, the first of several
+    shape: tuple[int, ...]  # its sizes
+    dtype: torch.dtype = torch.float32  # before `initialize`
+    storage: int  # key of its storage; slots that are views of one storage share it
+    storage_bytes: int  # size of the whole storage
+    is_parameter: bool = True  # otherwise it is a buffer
+    is_trainable: bool = True  # whether it requires a gradient
+    is_norm: bool = False  # whether affine batch norms alone own it
 
     @property
     def elements(self) -> int:
@@ -63,10 +51,6 @@ class Slot:
         """Whether an optimizer that has it updates a float32 master instead."""
         is_half = self.is_parameter and self.dtype_at(policy) in HALF_DTYPES
         return policy.master_weights and is_half and self.is_trainable
-
-    def bytes_at(self, policy: Policy) -> int:
-        """Bytes of its elements."""
-        return self.elements * self.dtype_at(policy).itemsize
 
 
 def slots_of(model: object) -> list[Slot]:

@@ -14,12 +14,19 @@ import torch
 from torch import nn
 
 from preamp.core.errors import bad_value
-from preamp.core.shares import share_of
+from preamp.core.ranks import share_of
 from preamp.engine.lookup import bare
 from preamp.planning.layout import Factory, Slot, made, slots_of
-from preamp.planning.optimizers import OptimizerLike, name_of, optimizer_factory
+from preamp.planning.optimizers import (
+    OptimizerLike,
+    Part,
+    StateBytes,
+    Updated,
+    name_of,
+    optimizer_factory,
+    state_bytes,
+)
 from preamp.planning.peak import LossFn, trace_pass
-from preamp.planning.states import Part, StateBytes, Updated, state_bytes
 from preamp.policy import Policy, resolve
 
 Sharding = Literal["none", "zero1", "fsdp"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""An optimizer, however it is named, as a function from parameters to an optimizer."""
+"""An optimizer, however it is named, as a function of parameters, and the bytes of its state."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import ast
 import copy
 import importlib
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from preamp.core.errors import bad_type, bad_value
+from preamp.core.pytree import tensors_in
 from preamp.optim.fused import every as fused
+from preamp.optim.fused.base import FusedOptimizer
 
 _FORM = (
     "A factory is written package.module:name, or package.module:name(10, bias=False) with "
@@ -24,19 +27,12 @@ _FORM = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A function by its place, and what to call it with.
+    """A function by its place, and what to call it with."""
 
-    Attributes:
-        module: Dotted module; empty where the text named none.
-        name: Dotted name inside of it.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-    """
-
-    module: str
-    name: str
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    module: str  # dotted module; empty where the text named none
+    name: str  # dotted name inside of it
+    args: tuple[Any, ...] = ()  # positional arguments
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])  # keyword arguments
 
     def import_function(self) -> Callable[..., Any]:
         """Import the module and return the function in it.
@@ -193,3 +189,129 @@ def _again(optimizer: torch.optim.Optimizer) -> Make:
         elif hasattr(optimizer, name):
             options[name] = getattr(optimizer, name)
     return _complete(kind, copy.deepcopy(options))
+
+
+_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
+Shape = tuple[int, ...]
+Part = Callable[[int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """A tensor that an optimizer updates."""
+
+    shape: Shape  # its sizes
+    dtype: torch.dtype  # float32 for a master
+    has_gradient: bool = True  # whether it takes part in the step
+    group: int = 0  # index of its parameter group
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """What an optimizer keeps."""
+
+    bytes: int  # of all tensors in its state and its groups, for one rank
+    reads_master_gradients: bool  # whether it reads gradients of masters and thereby has them made
+
+
+def state_bytes(
+    make: Make,
+    tensors: Sequence[Updated],
+    options: Sequence[Mapping[str, Any]] = ({},),
+    part: Part = lambda elements: elements,
+) -> StateBytes:
+    """Count the state that an optimizer has after its first step over ``tensors``.
+
+    ``options`` are of each group; ``part`` tells how many elements of a tensor one rank holds, and
+    is applied to state of the parameter's size. Raises `ValueError` if the optimizer has no state
+    per parameter, refuses such tensors, or has state whose size follows from something else than
+    the parameter's shape.
+    """
+    small = {tensor: _small_parameter(tensor) for tensor in dict.fromkeys(tensors)}
+    optimizer = _stepped(make, small, options)
+    kept: dict[Updated, list[tuple[Shape, int]]] = {
+        tensor: [(tuple(item.shape), item.element_size()) for item in tensors_in(state)]
+        for tensor, param in small.items()
+        for state in [cast("dict[Any, Any]", optimizer.state).get(param, {})]
+    }
+    total = sum(
+        _bytes_of(tensor, shape, size, part) for tensor in tensors for shape, size in kept[tensor]
+    )
+    for group in optimizer.param_groups:
+        others = {key: value for key, value in group.items() if key != "params"}
+        total += sum(item.numel() * item.element_size() for item in tensors_in(others))
+    return StateBytes(total, not isinstance(optimizer, FusedOptimizer))
+
+
+def _small_shape(shape: Shape) -> Shape:
+    if len(shape) > len(_PRIMES):
+        raise bad_value(
+            f"A parameter of {len(shape)} dimensions",
+            f"Up to {len(_PRIMES)} can be estimated",
+            "Reshape it, or count a real engine with preamp.count_memory",
+        )
+    return tuple(p if size > 1 else size for size, p in zip(shape, _PRIMES, strict=False))
+
+
+def _small_parameter(tensor: Updated) -> torch.nn.Parameter:
+    value = torch.ones(_small_shape(tensor.shape), dtype=tensor.dtype, device="cpu")
+    is_trained = tensor.has_gradient
+    return torch.nn.Parameter(value, requires_grad=is_trained)
+
+
+def _stepped(
+    make: Make,
+    small: Mapping[Updated, torch.nn.Parameter],
+    options: Sequence[Mapping[str, Any]],
+) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [
+        {"params": [p for t, p in small.items() if t.group == index], **own}
+        for index, own in enumerate(options)
+    ]
+    try:
+        optimizer = make(groups)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("LBFGS keeps a history of the whole model, of a length that grows")
+        is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+        for group in optimizer.param_groups:
+            if isinstance(group.get("lr"), (int, float)):
+                # No size depends on it, and float16 may not hold it.
+                group["lr"] = min(group["lr"], 1.0)
+        for tensor, param in small.items():
+            if tensor.has_gradient:
+                grad = torch.full_like(param, 0.5)
+                param.grad = grad.to_sparse() if is_sparse and grad.dim() else grad
+        cast("Any", optimizer).step()
+    except Exception as error:  # whatever an optimizer of anyone's raises
+        empty = [t.shape for t in small if not math.prod(t.shape)]
+        is_division = isinstance(error, ArithmeticError) and empty
+        hint = f", with a parameter of shape {empty[0]}" if is_division else ""
+        raise bad_value(
+            f"The optimizer's state cannot be told: {type(error).__name__}: {error}{hint}",
+            "Estimated are optimizers that keep state for each parameter, made from these "
+            "parameters alone",
+            "Pass another optimizer, or the model in place of a number of parameters",
+        ) from error
+    return optimizer
+
+
+def _bytes_of(tensor: Updated, shape: Shape, item_bytes: int, part: Part) -> int:
+    small = _small_shape(tensor.shape)
+    if shape == small and math.prod(shape) > 1:
+        return part(math.prod(tensor.shape)) * item_bytes
+    if len(shape) > len(small):
+        raise _unknown_shape(shape, small)
+    elements = 1
+    for position, size in enumerate(shape):
+        if size > 1 and size != small[position]:
+            raise _unknown_shape(shape, small)
+        elements *= tensor.shape[position] if size == small[position] else size
+    return elements * item_bytes
+
+
+def _unknown_shape(shape: Shape, small: Shape) -> ValueError:
+    return bad_value(
+        f"The optimizer keeps a state of shape {shape} for a parameter of shape {small}",
+        "Estimated is state whose sizes are those of the parameter, or one",
+        "Count a real engine with preamp.count_memory",
+    )

@@ -97,15 +97,10 @@ LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward and backward.
+    """One forward and backward."""
 
-    Attributes:
-        peak: Bytes of all tensors made in it at its worst moment, new gradients included.
-        moved: Bytes that its operations read and write; see `Traffic`.
-    """
-
-    peak: int
-    moved: int
+    peak: int  # bytes of all tensors made in it at its worst moment, new gradients included
+    moved: int  # bytes that its operations read and write; see `Traffic`
 
 
 def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -> Pass:

@@ -28,8 +28,15 @@ from preamp.planning.isolation import copy_of, untouched_random
 from preamp.planning.layout import slots_of
 from preamp.planning.memory import estimate, optimizer_traffic
 from preamp.planning.peak import LossFn, Pass, first_line, trace_pass
-from preamp.planning.places import NOWHERE, Places, find_places, in_bfloat16
-from preamp.planning.ranges import Recording, check_finite, record_ranges
+from preamp.planning.ranges import (
+    NOWHERE,
+    Places,
+    Recording,
+    check_finite,
+    find_places,
+    in_bfloat16,
+    record_ranges,
+)
 from preamp.planning.recommend import candidates, reasons_for
 from preamp.planning.report import LevelPlan, PlanProblem, PlanReport
 from preamp.planning.verify import TOLERANCE, Verification, compare, train_at

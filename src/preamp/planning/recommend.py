@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from preamp.numerics import NumberFormat
 from preamp.planning.forecast import MARGIN, Range, TensorForecast, forecast, starting_scale
-from preamp.planning.places import Places
+from preamp.planning.ranges import Places
 from preamp.planning.report import LevelPlan, PlanProblem, bytes_text, problem_lines
 from preamp.policy import OPT_LEVELS, Policy
 

@@ -33,23 +33,14 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One thing that is worth saying.
+    """One thing that is worth saying."""
 
-    Attributes:
-        id: Stable name.
-        severity: How much it matters.
-        measure: Yields the numbers, once for each finding.
-        title: What was found, as a format string.
-        number: The numbers that led to it, as a format string.
-        do: What can be done, as a format string.
-    """
-
-    id: str
-    severity: Severity
-    measure: Callable[[Run], Iterable[evidence.Values]]
-    title: str
-    number: str
-    do: str
+    id: str  # stable name
+    severity: Severity  # how much it matters
+    measure: Callable[[Run], Iterable[evidence.Values]]  # yields the numbers, once for each finding
+    title: str  # what was found, as a format string
+    number: str  # the numbers that led to it, as a format string
+    do: str  # what can be done, as a format string
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,18 +220,13 @@ def advise(run: Run) -> list[Finding]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What to know before reading on.
+    """What to know before reading on."""
 
-    Attributes:
-        kind: ``"good"``, ``"note"``, ``"warning"``, ``"critical"``, or ``"empty"`` where too
-            little is recorded to say anything good.
-        title: In a few words.
-        text: In a few sentences.
-    """
-
+    # ``"good"``, ``"note"``, ``"warning"``, ``"critical"``, or ``"empty"`` where too little is
+    # recorded to say anything good.
     kind: str
-    title: str
-    text: str
+    title: str  # in a few words
+    text: str  # in a few sentences
 
 
 def judge(run: Run, findings: Sequence[Finding]) -> Verdict:

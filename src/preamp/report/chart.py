@@ -25,18 +25,12 @@ _LARGEST = 2.0**1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """A range of values spread evenly over a length of 1, maybe after a logarithm.
+    """A range of values spread evenly over a length of 1, maybe after a logarithm."""
 
-    Attributes:
-        low: Value at 0.
-        high: Value at 1; above ``low``.
-        transform: What is spread evenly, increasing: ``math.log2`` for a logarithmic scale.
-        ticks: Values to name, with their names.
-    """
-
-    low: float
-    high: float
-    ticks: tuple[tuple[float, str], ...]
+    low: float  # value at 0
+    high: float  # value at 1; above ``low``
+    ticks: tuple[tuple[float, str], ...]  # values to name, with their names
+    # What is spread evenly, increasing: ``math.log2`` for a logarithmic scale.
     transform: Callable[[float], float] = float
 
     def place(self, value: float) -> float:
@@ -182,63 +176,37 @@ _FOOT = 22.0  # height of the labels below
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line.
+    """One line."""
 
-    Attributes:
-        name: For the legend; empty keeps it out.
-        points: By increasing x.
-        style: Colour and dashes, by number.
-        faint: Whether it only stands behind another one.
-        steps: Whether values hold until the next one.
-    """
-
-    name: str = ""
-    points: Sequence[Point]
-    style: int = 0
-    faint: bool = False
-    steps: bool = False
+    name: str = ""  # for the legend; empty keeps it out
+    points: Sequence[Point]  # by increasing x
+    style: int = 0  # colour and dashes, by number
+    faint: bool = False  # whether it only stands behind another one
+    steps: bool = False  # whether values hold until the next one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """A row of marks above the lines.
+    """A row of marks above the lines."""
 
-    Attributes:
-        name: In a word.
-        xs: Where they are.
-        kind: CSS class of the marks.
-    """
-
-    name: str
-    xs: Sequence[float]
-    kind: str
+    name: str  # in a word
+    xs: Sequence[float]  # where they are
+    kind: str  # CSS class of the marks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """What to draw.
+    """What to draw."""
 
-    Attributes:
-        name: Prefix of the ids, alone on the page.
-        title: What it shows.
-        description: What there is to see.
-        lines: In the order in which they are drawn.
-        x: Horizontal scale.
-        y: Vertical scale.
-        x_name: What x is, in a word.
-        marks: Rows above the lines; those without marks are left out.
-        height: Of the lines' space, in CSS pixels.
-    """
-
-    name: str
-    title: str
-    description: str
-    lines: Sequence[Line]
-    x: Scale
-    y: Scale
-    x_name: str
-    marks: Sequence[Marks] = ()
-    height: float = 180.0
+    name: str  # prefix of the ids, alone on the page
+    title: str  # what it shows
+    description: str  # what there is to see
+    lines: Sequence[Line]  # in the order in which they are drawn
+    x: Scale  # horizontal scale
+    y: Scale  # vertical scale
+    x_name: str  # what x is, in a word
+    marks: Sequence[Marks] = ()  # rows above the lines; those without marks are left out
+    height: float = 180.0  # of the lines' space, in CSS pixels
 
 
 def draw(chart: Chart) -> Html:

@@ -40,17 +40,11 @@ _PAD = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """A tensor whose histogram is shown.
+    """A tensor whose histogram is shown."""
 
-    Attributes:
-        tensor: Its statistics.
-        step: When they were taken.
-        reason: Why it was chosen.
-    """
-
-    tensor: TensorStatistics
-    step: int
-    reason: str
+    tensor: TensorStatistics  # its statistics
+    step: int  # when they were taken
+    reason: str  # why it was chosen
 
 
 def choose(run: Run) -> list[Chosen]:

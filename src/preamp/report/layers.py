@@ -25,21 +25,13 @@ TIMES = 96
 
 @dataclass(slots=True, kw_only=True)
 class Underflow:
-    """Counts of a module's gradients at one time.
+    """Counts of a module's gradients at one time."""
 
-    Attributes:
-        elements: How many there are.
-        exact_zeros: How many are exactly zero.
-        nonzero: How many are neither that nor infinite or nan; the next two are of these.
-        below_normal: Below the format's smallest normal value: digits are lost.
-        below_subnormal: Below its smallest value of all: lost.
-    """
-
-    elements: int = 0
-    exact_zeros: int = 0
-    nonzero: int = 0
-    below_normal: int = 0
-    below_subnormal: int = 0
+    elements: int = 0  # how many there are
+    exact_zeros: int = 0  # how many are exactly zero
+    nonzero: int = 0  # how many are neither that nor infinite or nan; the next two are of these
+    below_normal: int = 0  # below the format's smallest normal value: digits are lost
+    below_subnormal: int = 0  # below its smallest value of all: lost
 
     @property
     def share(self) -> float:
@@ -72,39 +64,25 @@ class Underflow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One row of the heat map.
+    """One row of the heat map."""
 
-    Attributes:
-        name: Qualified name of the module.
-        cells: Share of underflow by column, the worst of what falls into it; ``None`` where
-            nothing finite does.
-        worst: The highest share; nan if no gradient was finite.
-        worst_step: Its step.
-        latest: The counts at the end.
-    """
-
-    name: str
+    name: str  # qualified name of the module
+    # Share of underflow by column, the worst of what falls into it; ``None`` where nothing finite
+    # does.
     cells: tuple[float | None, ...]
-    worst: float
-    worst_step: int
-    latest: Underflow
+    worst: float  # the highest share; nan if no gradient was finite
+    worst_step: int  # its step
+    latest: Underflow  # the counts at the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeatMap:
-    """Underflow of all modules over time.
+    """Underflow of all modules over time."""
 
-    Attributes:
-        first: First step looked at.
-        last: Last step looked at.
-        layers: Worst first.
-        form: Format that the shares are taken against.
-    """
-
-    first: int
-    last: int
-    layers: tuple[Layer, ...]
-    form: str
+    first: int  # first step looked at
+    last: int  # last step looked at
+    layers: tuple[Layer, ...]  # worst first
+    form: str  # format that the shares are taken against
 
 
 def module_of(name: str) -> str:
@@ -184,17 +162,11 @@ def latest(run: Run) -> list[TensorStatistics]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
-    """Weights of one module whose latest update rounded to nothing.
+    """Weights of one module whose latest update rounded to nothing."""
 
-    Attributes:
-        name: Qualified name of the module.
-        stalled: Elements that a step left as they were although they have a gradient.
-        elements: All elements that were looked at.
-    """
-
-    name: str
-    stalled: int
-    elements: int
+    name: str  # qualified name of the module
+    stalled: int  # elements that a step left as they were although they have a gradient
+    elements: int  # all elements that were looked at
 
     @property
     def share(self) -> float:

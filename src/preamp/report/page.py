@@ -151,15 +151,13 @@ def write(
 
     Args:
         path: The file; its folder is made where it does not exist.
-        records: See `render`.
-        title: See `render`.
-        intro: See `render`.
-        before: See `render`.
-        after: See `render`.
+        records: As the other arguments and errors, see `render`.
+        title: Heading of the page.
+        intro: A paragraph below it.
+        before: Parts that come before all others.
+        after: Parts that come after all others.
 
     Raises:
-        ValueError: See `render`.
-        PreampUnavailableError: See `render`.
         OSError: The file cannot be written; what was there before still is.
     """
     path = Path(path)

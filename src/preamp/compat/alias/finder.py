@@ -16,14 +16,40 @@ from collections.abc import Iterator, Sequence
 from importlib.abc import InspectLoader, Loader
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
+from os import PathLike
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, cast
 
 import torch
 
-from preamp.compat.alias.distribution import NAME, AliasDistribution
 from preamp.compat.alias.table import NEEDS_DISTRIBUTED, REFUSED, RUNNABLE, SUPPLIED
 from preamp.core.errors import message
+
+NAME = "apex"
+
+# Apex's version never changed from this one, which frameworks compare with.
+_FILES = {
+    "METADATA": f"""Metadata-Version: 2.1
+Name: {NAME}
+Version: 0.1
+Summary: preamp under the name apex
+""",
+    "top_level.txt": "apex\namp_C\napex_C\nfused_adam_cuda\n",
+}
+
+
+class AliasDistribution(Distribution):
+    """A distribution without files on the disk."""
+
+    def read_text(self, filename: str) -> str | None:
+        """The text of a metadata file such as ``METADATA``, or ``None`` if there is none."""
+        return _FILES.get(filename)
+
+    def locate_file(self, path: str | PathLike[str]) -> Path:
+        """Return ``path``; there is no folder that it could be relative to."""
+        return Path(path)
+
 
 ROOT = "apex"
 
@@ -34,11 +60,7 @@ _OF_THE_ALIAS = frozenset(
 
 
 class AliasLoader(InspectLoader):
-    """Fills an alias module with the attributes of preamp's module.
-
-    Args:
-        target: Name of preamp's module.
-    """
+    """Fills an alias module with the attributes of preamp's module ``target``."""
 
     def __init__(self, target: str) -> None:
         """Nothing is imported yet."""
@@ -75,11 +97,7 @@ class AliasLoader(InspectLoader):
 
 
 class CompletingLoader(Loader):
-    """Runs the code of an installed Apex, then imports what it lacks.
-
-    Args:
-        own: The loader of the installed package.
-    """
+    """Runs the code of an installed Apex by its ``own`` loader, then imports what it lacks."""
 
     def __init__(self, own: Loader) -> None:
         """Nothing is imported yet."""
