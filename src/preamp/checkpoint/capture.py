@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from preamp.checkpoint.shares import Shares, check_reduced
-from preamp.checkpoint.subjects import Subjects, class_name, params_of
+from preamp.checkpoint.subjects import Shares, Subjects, check_reduced, class_name, params_of
 from preamp.core.dtypes import dtype_name
 from preamp.engine import Engine
 from preamp.engine.pending import check_outside_blocks, pending_state

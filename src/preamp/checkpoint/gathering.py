@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 
 from preamp.checkpoint.codec import Stored, Tensors, encode
-from preamp.checkpoint.members import Member, next_number
 from preamp.checkpoint.pieces import Box, Frame, Piece
 from preamp.checkpoint.ranks import (
     Print,
@@ -26,7 +25,7 @@ from preamp.checkpoint.ranks import (
     rank,
     world_size,
 )
-from preamp.checkpoint.storage import Draft, naming
+from preamp.checkpoint.storage import Draft, Member, naming, next_number
 from preamp.core.errors import PreampStateError, bad_state
 
 Encoded = tuple[Any, Tensors]

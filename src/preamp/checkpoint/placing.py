@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from preamp.checkpoint.pieces import Pieces, cut, piece_of, shape_of
-from preamp.checkpoint.shares import Shares
-from preamp.checkpoint.subjects import Subjects, params_of
+from preamp.checkpoint.subjects import Shares, Subjects, params_of
 from preamp.core.errors import bad_value
 from preamp.core.tensors import is_sharded
 from preamp.kernels import fsdp

@@ -10,10 +10,9 @@ from typing import Any, cast
 import torch
 
 from preamp.checkpoint.codec import Found, decode
-from preamp.checkpoint.members import files_of
 from preamp.checkpoint.pieces import Box
 from preamp.checkpoint.reader import cause_of
-from preamp.checkpoint.storage import Contents, contents_of, migrated
+from preamp.checkpoint.storage import Contents, contents_of, files_of, migrated
 from preamp.core.errors import CheckpointError, PreampError
 
 

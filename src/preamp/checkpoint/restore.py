@@ -14,8 +14,7 @@ from torch import nn
 
 from preamp.checkpoint.capture import describe_params, set_random_states
 from preamp.checkpoint.ranks import together
-from preamp.checkpoint.shares import Shares
-from preamp.checkpoint.subjects import Subjects, class_name, params_of
+from preamp.checkpoint.subjects import Shares, Subjects, class_name, params_of
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_value
 from preamp.core.tensors import is_sharded, store_grad

@@ -9,9 +9,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from preamp.checkpoint.members import is_sharded_folder, remove, tidy_folder, written_at
 from preamp.checkpoint.reading import read
-from preamp.checkpoint.storage import is_checkpoint
+from preamp.checkpoint.storage import (
+    is_checkpoint,
+    is_sharded_folder,
+    remove,
+    tidy_folder,
+    written_at,
+)
 from preamp.core.errors import CheckpointError, PreampUnavailableError, bad_value
 from preamp.core.files import remove_leftovers
 

@@ -23,7 +23,6 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        """Nobody has asked yet."""
         self.signal_number: int | None = None
 
     @property

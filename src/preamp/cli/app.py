@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from preamp.cli import run as program
-from preamp.cli.checkpoint import checkpoint
-from preamp.cli.convert import convert_checkpoint
+from preamp.cli.checkpoint import checkpoint, convert_checkpoint
 from preamp.cli.demo import demo
 from preamp.cli.doctor import run_doctor
 from preamp.cli.estimate import estimate

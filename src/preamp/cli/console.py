@@ -7,7 +7,11 @@ import contextlib
 import sys
 from collections.abc import Generator
 
+import typer
 from rich.console import Console
+
+REFUSED = 2
+"""Exit status where nothing was done, as of a shell's builtin."""
 
 
 def make_console() -> Console:
@@ -20,3 +24,14 @@ def only_answer_on_stdout(*, is_wanted: bool) -> Generator[None]:
     """Send what a user's code prints to standard error, so that JSON stands alone."""
     with contextlib.redirect_stdout(sys.stderr) if is_wanted else contextlib.nullcontext():
         yield
+
+
+def refused(error: Exception) -> typer.Exit:
+    """Say why nothing was done; returns what ends the command."""
+    typer.echo(f"Error: {error}", err=True)
+    return typer.Exit(REFUSED)
+
+
+def print_plainly(console: Console, text: str) -> None:
+    """Print a line as it is, however long."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

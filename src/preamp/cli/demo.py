@@ -23,7 +23,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from preamp.cli.console import make_console
+from preamp.cli.console import make_console, refused
 from preamp.core.errors import PreampUnavailableError, bad_value, unavailable
 from preamp.demo.config import DEFAULT_LEVELS, DemoConfig, ModelConfig, OptimizerConfig
 from preamp.demo.data import read_corpus
@@ -98,12 +98,6 @@ def demo(
     with joined(setting.device):
         result = run_watched(setting, console, quiet=quiet or own_rank() > 0)
     finish(result, console, out)
-
-
-def refused(error: Exception) -> typer.Exit:
-    """Say why nothing was started; returns what ends the command."""
-    typer.echo(f"Error: {error}", err=True)
-    return typer.Exit(2)
 
 
 def finish(result: DemoResult, console: Console, out: Path) -> None:

@@ -15,7 +15,7 @@ from rich.box import SIMPLE_HEAVY
 from rich.table import Table
 
 import preamp
-from preamp.cli.console import make_console, only_answer_on_stdout
+from preamp.cli.console import make_console, only_answer_on_stdout, refused
 from preamp.core.errors import PreampError, bad_value
 from preamp.planning.layout import Factory
 from preamp.planning.memory import MemoryEstimate, Sharding
@@ -60,8 +60,7 @@ def estimate(
                 for level in re.split(r"[,\s]+", levels.strip(", "))
             ]
     except (ValueError, TypeError, PreampError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise refused(error) from None
     if as_json:
         typer.echo(json.dumps([one.to_json() for one in found], indent=2))
     else:

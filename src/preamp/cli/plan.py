@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -16,10 +15,10 @@ import typer
 from torch import nn
 
 import preamp
-from preamp.cli.console import only_answer_on_stdout
+from preamp.cli.console import only_answer_on_stdout, refused
 from preamp.core.errors import PreampError, bad_value
 from preamp.planning.cases import CASES, case_named
-from preamp.planning.planner import POLICIES
+from preamp.planning.planner import POLICIES, why_not_called
 
 _MODULE = "preamp_planned_script"
 T = TypeVar("T")
@@ -51,8 +50,7 @@ def plan(
     except (ValueError, TypeError, PreampError) as error:
         if not _is_ours(error):  # a bug in the script: its traceback tells more
             raise
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise refused(error) from None
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
     else:
@@ -93,7 +91,7 @@ def _made_by(function: Any, name: str, script: Path) -> Sequence[Any]:
     if isinstance(function, (nn.Module, type)) or not callable(function):
         kind = function if isinstance(function, type) else type(function)
         got = f"{name} in {script} is {kind.__name__}, not a function that makes all"
-    elif not _takes_nothing(function):
+    elif why_not_called(function):
         got = f"{name}() in {script} takes arguments"
     if got:
         raise bad_value(
@@ -110,16 +108,6 @@ def _made_by(function: Any, name: str, script: Path) -> Sequence[Any]:
         "Needed are model, loss_fn, batch, and if there is one the optimizer",
         "Return them in this order, or name them by --names model,loss_fn,batch",
     )
-
-
-def _takes_nothing(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind()
-    except TypeError:
-        return False
-    except ValueError:  # it has no signature, as some functions written in C
-        pass
-    return True
 
 
 def _without_exit(call: Callable[[], T], script: Path) -> T:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from preamp import report as pages
-from preamp.cli.console import make_console
+from preamp.cli.console import make_console, print_plainly, refused
 from preamp.core.errors import PreampUnavailableError, bad_value, system_error
 from preamp.numerics import Record, read_history
 from preamp.report.words import size
@@ -31,14 +31,8 @@ def report(
         runs = {name: _read(path) for name, path in zip(names_of(files), files, strict=True)}
         pages.write(output, runs, title=title)
     except (ValueError, OSError, PreampUnavailableError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from None
-    make_console().print(
-        f"Report: {output} ({size(output.stat().st_size)})",
-        markup=False,
-        soft_wrap=True,
-        highlight=False,
-    )
+        raise refused(error) from None
+    print_plainly(make_console(), f"Report: {output} ({size(output.stat().st_size)})")
 
 
 def names_of(files: Sequence[Path]) -> list[str]:

@@ -52,14 +52,7 @@ def message(got: str, allowed: str, do: str) -> str:
 def system_error(error: OSError, got: str, allowed: str, do: str) -> OSError:
     """Say in three parts what the system says in one, which may name files nobody asked for.
 
-    Args:
-        error: What the system raised; its reason is added to ``got``.
-        got: See `message`.
-        allowed: See `message`.
-        do: See `message`.
-
-    Returns:
-        An error of the same class.
+    Returns an error of the same class. The system's reason is added to ``got``; see `message`.
     """
     reason = error.strerror or str(error)
     return type(error)(message(f"{got}: {reason[:1].lower()}{reason[1:]}", allowed, do))

@@ -24,19 +24,13 @@ _ATOMS = (str, bytes, int, float, complex, type(None), type, torch.Size, torch.n
 
 
 def map_leaves(fn: LeafFn, value: Any) -> Any:
-    """Return ``value`` with ``fn`` applied to every leaf in it.
+    """Return ``value`` with ``fn`` applied to every leaf in it; nothing is modified in place.
 
-    Args:
-        fn: Called with each tensor, and with each object that has a ``to`` method and is not a
-            mapping (a user's batch class, a packed sequence).
-        value: Leaf, container, or anything else. Strings, numbers, ``None``, modules, ranges,
-            numpy arrays and other unknown objects come back as they are. A generator comes back
-            as a generator that maps on the way; other iterators may have methods of their own
-            and come back as they are.
-
-    Returns:
-        The mapped value. A container in which nothing changed is returned itself, so identity
-        survives where it can. Nothing is modified in place.
+    Leaves are tensors, and objects that have a ``to`` method and are no mapping (a user's batch
+    class, a packed sequence). Strings, numbers, ``None``, modules, ranges, numpy arrays and other
+    unknown objects come back as they are. A generator comes back as a generator that maps on the
+    way; other iterators may have methods of their own and come back as they are. A container in
+    which nothing changed is returned itself, so identity survives where it can.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
@@ -56,14 +50,10 @@ def map_leaves(fn: LeafFn, value: Any) -> Any:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` with every floating-point tensor in it cast to ``dtype``.
+    """Return ``value``, see `map_leaves`, with every floating-point tensor in it cast to ``dtype``.
 
-    Integer, bool and complex tensors stay as they are. An object with a ``to`` method is cast by
-    ``value.to(dtype)``, the extension point for batch classes.
-
-    Args:
-        value: Tensor, container or any other object; see `map_leaves`.
-        dtype: Target dtype, differentiable like ``Tensor.to``.
+    Differentiable like ``Tensor.to``. Integer, bool and complex tensors stay as they are. An object
+    with a ``to`` method is cast by ``value.to(dtype)``, the extension point for batch classes.
     """
 
     def cast_leaf(leaf: Any) -> Any:

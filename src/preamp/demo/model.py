@@ -22,7 +22,6 @@ class Attention(nn.Module):
     causal: Tensor  # (context, context), bool: True where a query may not look
 
     def __init__(self, config: ModelConfig) -> None:
-        """Create the two projections and the mask."""
         super().__init__()
         self.heads = config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width)
@@ -31,7 +30,7 @@ class Attention(nn.Module):
         self.register_buffer("causal", future, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix each position with the ones before it; shape (batch, length, width), as the result's."""
+        """Mix each position with the ones before it; of shape (batch, length, width)."""
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -57,7 +56,6 @@ class Block(nn.Module):
     """One pre-norm transformer block: attention, then a GELU MLP four times as wide."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Create the two sub-layers and their norms."""
         super().__init__()
         self.norm_attention = nn.LayerNorm(config.width)
         self.attention = Attention(config)
@@ -75,7 +73,6 @@ class GPT(nn.Module):
     """Decoder-only transformer over bytes, with learned positions and an untied head."""
 
     def __init__(self, config: ModelConfig, random: torch.Generator) -> None:
-        """Create and initialise the layers."""
         super().__init__()
         self.config = config
         self.tokens = nn.Embedding(VOCABULARY, config.width)

@@ -21,14 +21,9 @@ collectives: Any = dist
 """``torch.distributed``; its collectives have no complete types."""
 
 
-def group_is_ready() -> bool:
-    """Whether torch.distributed was initialized in this process."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def require_group(what: str) -> None:
     """Raise `PreampStateError` if ``what`` was used before torch.distributed was initialized."""
-    if not group_is_ready():
+    if not has_process_group():
         raise bad_state(
             f"{what} was used without a process group",
             "It needs an initialized torch.distributed, with one process at least",

@@ -66,7 +66,6 @@ class Detector:
     RULES: ClassVar[tuple[Rule, ...]] = ()
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
-        """Start with nothing noted."""
         self.seen = seen
         self._findings = findings
 

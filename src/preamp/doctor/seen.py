@@ -45,7 +45,6 @@ class Gradients:
     """
 
     def __init__(self) -> None:
-        """Start without any."""
         # By id: a thousand parameters are looked up in every step. One that takes a dead one's id
         # has another gradient.
         self._marks: dict[int, _Mark] = {}
@@ -156,7 +155,6 @@ class Seen:
     """
 
     def __init__(self) -> None:
-        """Nothing has been seen."""
         self.optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerFacts] = (
             weakref.WeakKeyDictionary()
         )

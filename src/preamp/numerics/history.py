@@ -39,9 +39,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         """Open or create ``path``, and the folder it is in.
 
-        Raises:
-            PreampStateError: Somebody else writes to it.
-            OSError: It cannot be opened.
+        Raises `PreampStateError` if somebody else writes to it, `OSError` if it cannot be opened.
         """
         path = self._path = path.absolute()  # the process may change its folder
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,9 +61,8 @@ class Journal:
     def append(self, line: str) -> None:
         """Write ``line``, which ends in a newline; all of it or nothing.
 
-        Raises:
-            PreampStateError: The file was closed, or somebody has removed it.
-            OSError: It could not be written, for example because the disk is full.
+        Raises `PreampStateError` if the file was closed, or somebody has removed it, and `OSError`
+        if it could not be written, for example because the disk is full.
         """
         if self._file is None:
             raise bad_state(

@@ -222,56 +222,36 @@ class NumericsRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastRecord:
-    """Casts of one function's arguments at one line of source.
+    """Casts of one function's arguments at one line of source."""
 
-    Attributes:
-        function: Such as ``"linear"``.
-        source: dtype before.
-        target: dtype after.
-        calls: How many tensors were cast.
-        bytes: Bytes read and written by these casts.
-        where: ``"file.py:12"`` of the caller.
-    """
-
-    function: str
-    source: str
-    target: str
-    calls: int
-    bytes: int
-    where: str
+    function: str  # such as ``"linear"``
+    source: str  # dtype before
+    target: str  # dtype after
+    calls: int  # how many tensors were cast
+    bytes: int  # bytes read and written by these casts
+    where: str  # ``"file.py:12"`` of the caller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastsRecord:
-    """The cast audit of O1 and O4: what was cast in the measured steps so far.
-
-    Attributes:
-        step: Number of the latest call of ``optimizer.step``.
-        casts: Most bytes first.
-        optimizer: Index of the optimizer whose steps are counted; the casts are of all.
-    """
+    """The cast audit of O1 and O4: what was cast in the measured steps so far."""
 
     kind: ClassVar[str] = "casts"
-    step: int
-    casts: list[CastRecord]
-    optimizer: int = 0
+    step: int  # number of the latest call of ``optimizer.step``
+    casts: list[CastRecord]  # most bytes first
+    optimizer: int = 0  # index of the optimizer whose steps are counted; the casts are of all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRecord:
-    """Bytes held, by category.
-
-    Attributes:
-        step: Number of the latest call of ``optimizer.step``.
-        categories: ``"weights"``, ``"masters"``, ``"gradients"``, ``"optimizer state"``,
-            ``"buffers"``, ``"loss scaler"``.
-        optimizer: Index of the optimizer whose steps are counted; the bytes are of all.
-    """
+    """Bytes held, by category."""
 
     kind: ClassVar[str] = "memory"
-    step: int
+    step: int  # number of the latest call of ``optimizer.step``
+    # ``"weights"``, ``"masters"``, ``"gradients"``, ``"optimizer state"``, ``"buffers"``, ``"loss
+    # scaler"``.
     categories: dict[str, int]
-    optimizer: int = 0
+    optimizer: int = 0  # index of the optimizer whose steps are counted; the bytes are of all
 
 
 Record = (
@@ -302,8 +282,7 @@ def to_line(record: Record) -> str:
 def from_json(line: Mapping[str, Any]) -> Record | None:
     """Return the record of one line, or ``None`` if its kind is unknown.
 
-    Raises:
-        ValueError: It has no kind, or a field is missing or of the wrong type.
+    Raises `ValueError` if it has no kind, or a field is missing or of the wrong type.
     """
     kind = line.get("kind")
     if not isinstance(kind, str):

@@ -49,15 +49,11 @@ def blocks_of(flat: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def count_exponents(tensor: torch.Tensor) -> torch.Tensor:
-    """Count the elements of ``tensor`` by ``floor(log2(abs(x)))``.
+    """Count the elements of ``tensor`` by ``floor(log2(abs(x)))``. Does not synchronise.
 
-    Args:
-        tensor: Real floating point, dense; any shape, layout, device. Not mutated.
-
-    Returns:
-        int64, shape ``(BINS,)``, on the tensor's device: zeros, infinities and nans, magnitudes
-        below ``2**-149`` (float64 only), one count for each of `EXPONENTS`, magnitudes from
-        ``2**128`` (float64 only). Does not synchronise.
+    It is real floating point and dense, of any shape, layout, device; not mutated. Returns int64,
+    shape ``(BINS,)``, on its device: zeros, infinities and nans, magnitudes below ``2**-149``
+    (float64 only), one count for each of `EXPONENTS`, magnitudes from ``2**128`` (float64 only).
     """
     flat = flat_of(tensor)
     has_table = flat.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -142,18 +138,13 @@ def _bins_of_patterns(dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measured:
-    """What a pass over one tensor found, still on its device.
+    """What a pass over one tensor found, still on its device."""
 
-    Attributes:
-        counts: Of `count_exponents`.
-        extremes: float32 (float64 for float64 tensors), shape ``(2,)``: largest finite magnitude,
-            and root mean square of the finite values.
-        dtype: Of the tensor.
-    """
-
-    counts: torch.Tensor
+    counts: torch.Tensor  # of `count_exponents`
+    # float32 (float64 for float64 tensors), shape ``(2,)``: largest finite magnitude, and root mean
+    # square of the finite values.
     extremes: torch.Tensor
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the tensor
 
     def read(
         self,
@@ -167,14 +158,9 @@ class Measured:
     ) -> TensorStatistics:
         """Turn it into a record. Synchronises with the device.
 
-        Args:
-            name: Of the tensor.
-            what: What the tensor is.
-            form: The half format that shares and headroom are taken against.
-            scale: The loss scale that is on the values. Thresholds before scaling are exact for
-                powers of two; for other scales they hold to the next lower power.
-            stalled: See `TensorStatistics`.
-            with_histogram: Whether to keep all
+        ``form`` is the half format that shares and headroom are taken against. ``scale`` is the
+        loss scale that is on the values: thresholds before scaling are exact for powers of two; for
+        other scales they hold to the next lower power. ``with_histogram`` keeps all exponents.
         """
         counts = cast("list[int]", cast("Any", self.counts).tolist())
         max_abs, rms = cast("list[float]", cast("Any", self.extremes).tolist())
@@ -201,14 +187,10 @@ class Measured:
 
 
 def measure(tensor: torch.Tensor) -> Measured:
-    """Read ``tensor`` for its statistics.
+    """Read ``tensor`` for its statistics, which stay on its device. Does not synchronise.
 
-    Args:
-        tensor: Real floating point, dense; any shape, layout, device. Not mutated.
-
-    Returns:
-        What was found, on the tensor's device. Does not synchronise. Temporaries are small
-        where the elements lie densely, in whatever order.
+    It is real floating point and dense, of any shape, layout, device; not mutated. Temporaries are
+    small where the elements lie densely, in whatever order.
     """
     flat = flat_of(tensor)
     counts = count_exponents(flat)

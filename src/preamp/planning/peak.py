@@ -34,7 +34,6 @@ class Traffic:
     """
 
     def __init__(self) -> None:
-        """Start at zero."""
         self.live = 0
         self.peak = 0
         self.moved = 0

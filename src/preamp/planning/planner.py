@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,7 @@ import torch
 from torch import nn
 
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import (
-    PreampError,
-    bad_state,
-    bad_type,
-    bad_value,
-)
+from preamp.core.errors import PreampError, bad_state, bad_type, bad_value
 from preamp.engine.lookup import bare, find_engine
 from preamp.numerics import FORMATS
 from preamp.optim.fused.base import FusedOptimizer
@@ -70,18 +65,24 @@ def check_model(model: object) -> nn.Module:
     return model
 
 
+def why_not_called(function: Callable[..., Any], *args: Any) -> str:
+    """Why ``function(*args)`` cannot be called; empty if its signature has nothing against it."""
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # it has no signature, as some functions written in C
+        pass
+    return ""
+
+
 def check_loss_fn(loss_fn: object, model: nn.Module, batch: Any) -> None:
     """Raise ``TypeError`` if ``loss_fn(model, batch)`` cannot be called."""
     got = ""
     if not callable(loss_fn):
         got = f"loss_fn is {type(loss_fn).__name__}, which cannot be called"
-    else:
-        try:
-            inspect.signature(loss_fn).bind(model, batch)
-        except TypeError as error:
-            got = f"loss_fn cannot be called with a model and a batch: {error}"
-        except ValueError:  # it has no signature, as some functions written in C
-            pass
+    elif reason := why_not_called(loss_fn, model, batch):
+        got = f"loss_fn cannot be called with a model and a batch: {reason}"
     if got:
         raise bad_type(
             got,
@@ -104,7 +105,7 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
             "plan steps the optimizer, so it is a torch.optim.Optimizer",
             "Make it over model.parameters(), or leave it out for AdamW",
         )
-    if _needs_closure(found):
+    if why_not_called(found.step):
         raise bad_value(
             f"{type(found).__name__}.step needs a closure",
             "plan takes steps from gradients that it has looked at, one backward for each",
@@ -117,16 +118,6 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
             "A plan steps both together",
             "Make it over model.parameters(), or leave it out for AdamW",
         )
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    try:
-        inspect.signature(optimizer.step).bind()
-    except TypeError:
-        return True
-    except ValueError:  # it has no signature, as some functions written in C
-        pass
-    return False
 
 
 def check_count(name: str, value: int, least: int) -> None:

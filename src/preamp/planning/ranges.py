@@ -71,7 +71,6 @@ class ModulePath:
     """
 
     def __init__(self, model: nn.Module, on_output: Callable[[str, torch.Tensor], None]) -> None:
-        """Attach the hooks."""
         self._stack: list[str] = []
         self._ops: Counter[str] = Counter()
         self._handles: list[Any] = []
@@ -167,7 +166,6 @@ class Recorder:
     """Collects magnitudes by name; nothing synchronises until they are read."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self._tallies: dict[tuple[str, What], _Tally] = {}
         self._stalled: dict[str, dict[str, torch.Tensor]] = {}
 

@@ -11,16 +11,7 @@ from preamp.numerics import FORMATS, NumberFormat, TensorStatistics
 from preamp.report import words
 from preamp.report.chart import Scale
 from preamp.report.gather import Run
-from preamp.report.svg import (
-    Html,
-    coordinate,
-    legend_of,
-    percent,
-    picture,
-    sample,
-    stretched,
-    tag,
-)
+from preamp.report.svg import Html, coordinate, legend_of, percent, picture, sample, stretched, tag
 
 WORST = 3
 LARGEST = 3

@@ -63,7 +63,6 @@ class AliasLoader(InspectLoader):
     """Fills an alias module with the attributes of preamp's module ``target``."""
 
     def __init__(self, target: str) -> None:
-        """Nothing is imported yet."""
         self._target = target
 
     def exec_module(self, module: ModuleType) -> None:
@@ -100,7 +99,6 @@ class CompletingLoader(Loader):
     """Runs the code of an installed Apex by its ``own`` loader, then imports what it lacks."""
 
     def __init__(self, own: Loader) -> None:
-        """Nothing is imported yet."""
         self._own = own
 
     def __getattr__(self, name: str) -> Any:

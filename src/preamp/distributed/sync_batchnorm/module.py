@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import bad_value
-from preamp.distributed.groups import collectives, group_is_ready
+from preamp.core.ranks import has_process_group
+from preamp.distributed.groups import collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +274,7 @@ class SyncBatchNorm(_BATCH_NORM):
         return 1.0 if self.num_batches_tracked is None else 1.0 / self.num_batches_tracked
 
     def _world_size(self) -> int:
-        return dist.get_world_size(self.process_group) if group_is_ready() else 1
+        return dist.get_world_size(self.process_group) if has_process_group() else 1
 
     def _check_input(self, x: torch.Tensor, z: torch.Tensor | None) -> None:
         channels = 0

@@ -61,7 +61,6 @@ class BatchNorm(Detector):
     RULES = (HALF_BATCH_NORM,)
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
-        """Start without layers."""
         super().__init__(seen, findings)
         self._layers: dict[int, tuple[str, torch.dtype]] = {}
         self._where: Place | None = None

@@ -205,7 +205,6 @@ class LostUpdates(Detector):
     RULES = (UPDATE_IS_LOST,)
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
-        """Start without samples."""
         super().__init__(seen, findings)
         self._watched: dict[int, _Watched] = {}
 
@@ -284,7 +283,6 @@ class BFloat16Weights(Detector):
     RULES = (BFLOAT16_WEIGHTS,)
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
-        """Start without optimizers."""
         super().__init__(seen, findings)
         self._looked_at: set[int] = set()
 

@@ -146,7 +146,6 @@ class Stepping(Detector):
     RULES = (NOT_SCALED, BYPASSED)
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
-        """Start without steps."""
         super().__init__(seen, findings)
         self._unscaled: dict[int, _UnscaledSteps] = {}
 
@@ -267,7 +266,6 @@ class Scheduling(Detector):
     RULES = (SCHEDULED_SKIP,)
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
-        """Start without schedules."""
         super().__init__(seen, findings)
         self._known: weakref.WeakKeyDictionary[Any, _Schedule] = weakref.WeakKeyDictionary()
         self._schedules: list[_Schedule] = []

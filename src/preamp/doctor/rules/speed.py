@@ -87,7 +87,6 @@ class TensorCores(Detector):
     RULES = (ODD_SHAPES,)
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
-        """Start without layers."""
         super().__init__(seen, findings)
         self._layers: dict[int, tuple[str, _Product, Place | None]] = {}
         self._all: dict[int, int] = {}
