@@ -14,10 +14,18 @@ from preamp.checkpoint.capture import capture
 from preamp.checkpoint.gathering import Encoded, encoded, gather
 from preamp.checkpoint.placing import placed
 from preamp.checkpoint.ranks import check_same, rank, together, world_size
-from preamp.checkpoint.reading import Loaded, Reader, read
 from preamp.checkpoint.restore import owned, restore
 from preamp.checkpoint.series import check_keep_last, instead_of, tidy
-from preamp.checkpoint.storage import Draft, check_format, check_shared_folder, naming, write
+from preamp.checkpoint.storage import (
+    Draft,
+    Loaded,
+    Reader,
+    check_format,
+    check_shared_folder,
+    naming,
+    read,
+    write,
+)
 from preamp.checkpoint.subjects import Subjects
 from preamp.core.errors import CheckpointError, bad_value, message
 from preamp.core.log import say

@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from preamp.checkpoint.reading import read
 from preamp.checkpoint.storage import (
     is_checkpoint,
     is_sharded_folder,
+    read,
     remove,
     tidy_folder,
     written_at,

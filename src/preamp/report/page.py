@@ -12,11 +12,11 @@ from typing import Final, cast
 from preamp.core.errors import bad_value, system_error, unavailable
 from preamp.core.files import replacing
 from preamp.numerics import History, Record
-from preamp.report import memory, tables, timeline, words
+from preamp.report import memory, timeline, words
 from preamp.report.advice import advise, judge
 from preamp.report.blocks import Block, Chapter, Figure, Page, Section
 from preamp.report.gather import Run, gather
-from preamp.report.sections import memory_section, sections_of
+from preamp.report.sections import comparison, memory_section, sections_of
 from preamp.report.svg import Html
 from preamp.report.words import visible
 
@@ -180,7 +180,7 @@ def _runs(records: Runs) -> list[Run]:
 
 
 def _comparison(runs: Sequence[Run]) -> list[Section]:
-    blocks: list[Block] = [tables.comparison(runs, "compare")]
+    blocks: list[Block] = [comparison(runs, "compare")]
     loss = timeline.loss_comparison(runs, "compare-loss")
     scale = timeline.scale_comparison(runs, "compare-scale")
     if loss is not None:
