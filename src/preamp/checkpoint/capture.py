@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from preamp.checkpoint.subjects import Shares, Subjects, check_reduced, class_name, params_of
+from preamp.checkpoint.subjects import MasterShards, Subjects, check_reduced, class_name, params_of
 from preamp.core.dtypes import dtype_name
 from preamp.engine import Engine
 from preamp.engine.pending import check_outside_blocks, pending_state
@@ -79,7 +79,7 @@ def _numpy() -> Any:
 def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
     """Return the content, whose tensors are mostly the live ones. Synchronises.
 
-    Of what ranks hold parts there are `Piece` and ``DTensor`` values; ``extra`` is put in as it is.
+    Of what ranks hold parts there are `Shard` and ``DTensor`` values; ``extra`` is put in as it is.
     Masters take over what was written to half weights. Raises `PreampStateError` inside a
     ``scale_loss`` block, and where a gradient was changed while a loss scale was on it or lies
     unreduced inside of ``fully_shard``.
@@ -88,7 +88,7 @@ def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
         check_outside_blocks(engine, "save_checkpoint")
     check_reduced(subjects.models)
     fsdp.reshard(subjects.models)
-    shares = Shares(subjects)
+    shares = MasterShards(subjects)
     names = {id(param): name for name, param in subjects.named_params()}
     masters = subjects.masters()
     return {
@@ -112,7 +112,7 @@ def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
     }
 
 
-def _model_state(model: nn.Module, shares: Shares) -> dict[str, Any]:
+def _model_state(model: nn.Module, shares: MasterShards) -> dict[str, Any]:
     state = shares.model_state(model)
     metadata: Any = getattr(state, "_metadata", {})
     return {
@@ -126,7 +126,7 @@ def _model_state(model: nn.Module, shares: Shares) -> dict[str, Any]:
 
 
 def _optimizer_state(
-    optimizer: torch.optim.Optimizer, names: dict[int, str], shares: Shares
+    optimizer: torch.optim.Optimizer, names: dict[int, str], shares: MasterShards
 ) -> dict[str, Any]:
     return {
         "class": class_name(optimizer),

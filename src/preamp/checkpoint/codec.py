@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 
-from preamp.checkpoint.pieces import Box, Piece, describe_frame, piece_of, pieces_named
+from preamp.checkpoint.shards import Box, Shard, describe_frame, saved_shards, shard_of
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_type, bad_value
 from preamp.core.tensors import is_sharded
@@ -43,7 +43,7 @@ _HASHING_THREADS = 8  # hashlib lets go of the interpreter's lock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ManifestEntry:
     """What a file's manifest says about one of its tensors."""
 
     dtype: str  # its name, such as ``"float32"``
@@ -58,7 +58,7 @@ class Part:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Part:
+    def from_json(cls, given: Mapping[str, Any]) -> ManifestEntry:
         """Read it again; raises `ValueError` if something is missing or of another kind."""
         try:
             order = given["order"]
@@ -109,7 +109,7 @@ class Stored:
     data: torch.Tensor  # contiguous, on the CPU
     dtype: torch.dtype  # of the tensor that it is
     shape: tuple[int, ...]  # of that tensor
-    order: tuple[int, ...] | None  # see `Part`
+    order: tuple[int, ...] | None  # see `ManifestEntry`
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, copy: bool) -> Stored:
@@ -125,9 +125,9 @@ class Stored:
             value = value.reshape(-1).view(torch.uint8)
         return cls(value, dtype, shape, order)
 
-    def part(self) -> Part:
+    def entry(self) -> ManifestEntry:
         """Return the manifest's entry, reading all of it for the checksum."""
-        return Part(
+        return ManifestEntry(
             dtype=dtype_name(self.dtype),
             shape=self.shape,
             order=self.order,
@@ -136,19 +136,19 @@ class Stored:
         )
 
 
-def describe(tensors: Mapping[str, Stored], *, alone: bool) -> dict[str, Part]:
+def describe(tensors: Mapping[str, Stored], *, alone: bool) -> dict[str, ManifestEntry]:
     """Return the manifest's entries of ``tensors``.
 
     ``alone`` starts no threads: while the interpreter exits there can be no new ones.
     """
     if alone:
-        return {name: kept.part() for name, kept in tensors.items()}
+        return {name: kept.entry() for name, kept in tensors.items()}
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:
-        return dict(zip(tensors, threads.map(Stored.part, tensors.values()), strict=True))
+        return dict(zip(tensors, threads.map(Stored.entry, tensors.values()), strict=True))
 
 
 def verified(
-    parts: Mapping[str, Part], data: Mapping[str, Any], *, checksums: bool = True
+    parts: Mapping[str, ManifestEntry], data: Mapping[str, Any], *, checksums: bool = True
 ) -> dict[str, torch.Tensor]:
     """Return the tensors that a file holds, sharing its memory, compared with the manifest.
 
@@ -164,7 +164,7 @@ def verified(
         return dict(zip(parts, checked, strict=True))
 
 
-def _verified(name: str, part: Part, data: Any, checksums: bool) -> torch.Tensor:
+def _verified(name: str, part: ManifestEntry, data: Any, checksums: bool) -> torch.Tensor:
     dtype, order = dtype_named(part.dtype), part.order
     shape = part.shape if order is None else tuple(part.shape[dim] for dim in order)
     is_bytes = dtype not in _AS_THEY_ARE
@@ -197,7 +197,7 @@ def _checksum(data: torch.Tensor) -> str:
     return hashlib.sha256(raw.numpy()).hexdigest()
 
 
-Tensors = dict[str, torch.Tensor | Piece]
+Tensors = dict[str, torch.Tensor | Shard]
 Found = torch.Tensor | list[tuple[Box, torch.Tensor]]
 
 _ALLOWED = (
@@ -241,10 +241,10 @@ class _Encoder:
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
-        if isinstance(value, Piece):
+        if isinstance(value, Shard):
             return self._piece(value, path)
         if is_sharded(value):
-            return self._piece(piece_of(value, self._place(path), self._ranks), path)
+            return self._piece(shard_of(value, self._place(path), self._ranks), path)
         if isinstance(value, torch.Tensor):
             return self._sparse(value, path) if value.is_sparse else self._tensor(value, path)
         kind: type[Any] = cast("type[Any]", type(value))
@@ -279,12 +279,12 @@ class _Encoder:
         memory += (value.is_conj(), value.is_neg())
         return {"$tensor": self._named(value.detach(), memory if value.numel() else None, path)}
 
-    def _piece(self, piece: Piece, path: tuple[Any, ...]) -> Any:
+    def _piece(self, piece: Shard, path: tuple[Any, ...]) -> Any:
         # Two names for one tensor would be one name where pieces are empty and two elsewhere.
         return {"$sharded": describe_frame(self._named(piece, None, path), piece)}
 
     def _named(
-        self, kept: torch.Tensor | Piece, memory: tuple[Any, ...] | None, path: tuple[Any, ...]
+        self, kept: torch.Tensor | Shard, memory: tuple[Any, ...] | None, path: tuple[Any, ...]
     ) -> str:
         name = None if memory is None else self._names.get(memory)
         if name is None:
@@ -336,7 +336,7 @@ def decode(tree: Any, tensors: Mapping[str, Found]) -> Any:
     """Put together what `encode` took apart; raises `ValueError` if ``tree`` is not of that form.
 
     Tensors are used as they are. Of sharded ones ``tensors`` has all pieces; there will be
-    `Pieces`.
+    `SavedShards`.
     """
     try:
         return _decode(tree, tensors)
@@ -382,7 +382,7 @@ def _decode(tree: Any, tensors: Mapping[str, Found]) -> Any:
     if tag == "$tensor":
         return _whole(tensors[inside])
     if tag == "$sharded":
-        return pieces_named(inside, dtype_named(inside[1]), tensors)
+        return saved_shards(inside, dtype_named(inside[1]), tensors)
     return _MAKERS[tag](_decode(inside, tensors))
 
 

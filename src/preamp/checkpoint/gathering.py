@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 
 from preamp.checkpoint.codec import Stored, Tensors, encode
-from preamp.checkpoint.pieces import Box, Frame, Piece
 from preamp.checkpoint.ranks import (
     Print,
     check_shared,
@@ -25,7 +24,8 @@ from preamp.checkpoint.ranks import (
     rank,
     world_size,
 )
-from preamp.checkpoint.storage import Draft, Member, naming, next_number
+from preamp.checkpoint.shards import Box, Frame, Shard
+from preamp.checkpoint.storage import Draft, ShardFile, naming, next_number
 from preamp.core.errors import PreampStateError, bad_state
 
 Encoded = tuple[Any, Tensors]
@@ -185,13 +185,13 @@ def _one_of_several(
     tree: Any, plain: dict[str, torch.Tensor], tensors: Tensors, found: _Ranks, *, copy: bool
 ) -> Draft:
     number, ranks = rank(), world_size()
-    pieces = {name: cast("Piece", tensors[name]) for name in found.pieces}
+    pieces = {name: cast("Shard", tensors[name]) for name in found.pieces}
     stored = {
         name if number == 0 else _name(number, name): Stored.of(tensor, copy=copy)
         for name, tensor in plain.items()
     }
     stored |= {name: Stored.of(piece.data, copy=copy) for name, piece in pieces.items()}
-    member = Member(token=found.token, number=found.number, rank=number, ranks=ranks)
+    member = ShardFile(token=found.token, number=found.number, rank=number, ranks=ranks)
     boxes = {name: piece.box for name, piece in pieces.items()}
     return Draft([tree], stored, member, boxes)
 

@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from preamp.checkpoint.pieces import Pieces, cut, piece_of, shape_of
-from preamp.checkpoint.subjects import Shares, Subjects, params_of
+from preamp.checkpoint.shards import SavedShards, cut, shape_of, shard_of
+from preamp.checkpoint.subjects import MasterShards, Subjects, params_of
 from preamp.core.errors import bad_value
 from preamp.core.tensors import is_sharded
 from preamp.kernels import fsdp
@@ -30,7 +30,7 @@ def placed(content: dict[str, Any], subjects: Subjects) -> dict[str, Any]:
     for.
     """
     fsdp.reshard(subjects.models)
-    shares, made = Shares(subjects), dict(content)
+    shares, made = MasterShards(subjects), dict(content)
     models, optimizers = content["models"], content["optimizers"]
     made["models"] = [
         {**saved, "state": _model_state(saved["state"], model)}
@@ -66,17 +66,17 @@ def _like(values: Mapping[str, Any], likes: Mapping[str, torch.Tensor]) -> dict[
 
 def _as(value: Any, like: torch.Tensor | None) -> Any:
     """Return ``value`` sharded as ``like`` is, if it is of that shape."""
-    if not isinstance(value, (torch.Tensor, Pieces)) or like is None or not is_sharded(like):
+    if not isinstance(value, (torch.Tensor, SavedShards)) or like is None or not is_sharded(like):
         return value
     if shape_of(value) != tuple(like.shape):
         return value
-    piece = piece_of(like, "A parameter", ranks=1)
+    piece = shard_of(like, "A parameter", ranks=1)
     local = cut(value, piece.frame, piece.box).reshape(piece.data.shape)
     return sharded_as(local.to(piece.data.device), like)
 
 
 def _optimizer_state(
-    state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, shares: Shares
+    state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, shares: MasterShards
 ) -> Any:
     if optimizer is None:
         return state
@@ -92,13 +92,17 @@ def _optimizer_state(
     return {**state, "state": entries}
 
 
-def _state_entry(key: str, value: Any, param: torch.Tensor, shares: Shares) -> Any:
-    if not isinstance(value, (torch.Tensor, Pieces)):
+def _state_entry(key: str, value: Any, param: torch.Tensor, shares: MasterShards) -> Any:
+    if not isinstance(value, (torch.Tensor, SavedShards)):
         return value
     share = shares.of(param)
     if share is not None and key != "step" and shape_of(value) == share.frame.shape:
         return cut(value, share.frame, share.box).to(param.device)
-    if isinstance(value, Pieces) and is_sharded(param) and shape_of(value) != tuple(param.shape):
+    if (
+        isinstance(value, SavedShards)
+        and is_sharded(param)
+        and shape_of(value) != tuple(param.shape)
+    ):
         raise bad_value(
             f"The checkpoint has a sharded state {key!r} of shape {shape_of(value)} for a "
             f"parameter of shape {tuple(param.shape)}",
@@ -129,7 +133,7 @@ def _aside(aside: Any, params: list[torch.Tensor]) -> list[Any]:
 
 def whole(tree: Any) -> Any:
     """Return a tree of plain data in which sharded tensors are whole. Not mutated."""
-    if isinstance(tree, Pieces):
+    if isinstance(tree, SavedShards):
         return tree.whole()
     if isinstance(tree, dict):
         entries = cast("dict[Any, Any]", tree)

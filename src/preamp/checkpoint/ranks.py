@@ -20,7 +20,7 @@ from preamp.core.errors import PreampError, bad_state, message
 from preamp.core.ranks import has_process_group
 
 if TYPE_CHECKING:
-    from preamp.checkpoint.pieces import Piece
+    from preamp.checkpoint.shards import Shard
 
 T = TypeVar("T")
 
@@ -161,7 +161,7 @@ Print = tuple[Any, ...]
 """What differs where two tensors differ."""
 
 
-def fingerprints(tensors: Mapping[str, torch.Tensor | Piece]) -> dict[str, Print]:
+def fingerprints(tensors: Mapping[str, torch.Tensor | Shard]) -> dict[str, Print]:
     """Return for each tensor what differs where two of them differ, computed on its device.
 
     Of a piece that no other rank has the values are not looked at.

@@ -14,7 +14,7 @@ from torch import nn
 
 from preamp.checkpoint.capture import describe_params, set_random_states
 from preamp.checkpoint.ranks import together
-from preamp.checkpoint.subjects import Shares, Subjects, class_name, params_of
+from preamp.checkpoint.subjects import MasterShards, Subjects, class_name, params_of
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_value
 from preamp.core.tensors import is_sharded, store_grad
@@ -35,7 +35,7 @@ def check_fits(content: Mapping[str, Any], subjects: Subjects) -> None:
         asked, saved = getattr(subjects, kind), content[kind]
         if asked and len(asked) != len(saved):
             raise _unfit(f"has {len(saved)} {kind}, not {len(asked)}", f"as many {kind}")
-    shares = Shares(subjects)
+    shares = MasterShards(subjects)
     for index, (model, saved) in enumerate(zip(subjects.models, content["models"], strict=False)):
         _check_model(index, shares.model_forms(model), saved["state"])
         _check_tied(index, model, saved["state"])

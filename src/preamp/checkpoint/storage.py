@@ -28,9 +28,9 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from preamp.checkpoint.codec import Found, Part, Stored, decode, describe, verified
-from preamp.checkpoint.pieces import Box
+from preamp.checkpoint.codec import Found, ManifestEntry, Stored, decode, describe, verified
 from preamp.checkpoint.reader import cause_of
+from preamp.checkpoint.shards import Box
 from preamp.core.errors import CheckpointError, PreampError, message, unavailable
 from preamp.core.files import remove_leftovers, replacing
 from preamp.core.version import __version__
@@ -39,7 +39,7 @@ _NAME = re.compile(r"(\d+)-rank(\d+)-of([1-9]\d*)\.(?:pt|safetensors)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class ShardFile:
     """Which file of a sharded checkpoint one is."""
 
     token: str  # the same in all files of one save, and in no others
@@ -62,7 +62,7 @@ def next_number(folder: Path) -> int:
     return 1 + max((number for number, _ in _sets_in(folder)), default=0)
 
 
-def check_shared_folder(folder: Path, member: Member) -> None:
+def check_shared_folder(folder: Path, member: ShardFile) -> None:
     """Raise `PreampError` unless the first rank, which has made it, and this one have one folder.
 
     Making it again tells: looking might show what a network file system remembers.
@@ -206,7 +206,7 @@ class Draft:
 
     trees: list[Any]  # what `encode` made of the content, of each rank
     tensors: dict[str, Stored]  # by name
-    member: Member | None = None  # which file of several this is, if it is one
+    member: ShardFile | None = None  # which file of several this is, if it is one
     # Where tensors that are pieces belong in the whole ones.
     boxes: Mapping[str, Box] = field(default_factory=dict[str, Box])
 
@@ -308,7 +308,7 @@ def contents_of(path: Path, *, checksums: bool = True) -> Contents:
     manifest = cast("dict[str, Any]", json.loads(text))
     if manifest["format"] != FORMAT or not isinstance(manifest["version"], int):
         raise ValueError("its manifest is of another kind")
-    parts = {name: Part.from_json(part) for name, part in manifest["parts"].items()}
+    parts = {name: ManifestEntry.from_json(part) for name, part in manifest["parts"].items()}
     return Contents(manifest, digest, verified(parts, data, checksums=checksums))
 
 
@@ -355,7 +355,7 @@ class Reader:
 class Loaded:
     """What was read."""
 
-    content: dict[str, Any]  # of one rank; sharded tensors are `Pieces`
+    content: dict[str, Any]  # of one rank; sharded tensors are `SavedShards`
     ranks: int  # how many there were
     is_shared: bool  # whether all had the same gradients, and knew the same about them
     written_by: dict[str, Any]  # versions: of the content (``"version"``), of preamp and of torch

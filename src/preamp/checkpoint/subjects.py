@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from preamp.checkpoint.pieces import Box, Frame, Piece
+from preamp.checkpoint.shards import Box, Frame, Shard
 from preamp.core.errors import bad_state, bad_type
 from preamp.core.tensors import stored_grad
 from preamp.engine import Engine, find_engine
@@ -162,15 +162,15 @@ def _check_complete(engine: Engine, optimizers: Sequence[torch.optim.Optimizer])
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class MasterShard:
     """What this rank has of a weight's master, or of its optimizer's state."""
 
     frame: Frame  # of the whole one
     box: Box  # its elements
 
-    def piece(self, data: torch.Tensor) -> Piece:
+    def piece(self, data: torch.Tensor) -> Shard:
         """Return ``data``, the elements, as what is saved."""
-        return Piece(data, self.frame, self.box, is_alone=False)
+        return Shard(data, self.frame, self.box, is_alone=False)
 
     def is_of(self, key: str, value: object) -> bool:
         """Whether an entry of the optimizer's state has these elements."""
@@ -181,28 +181,28 @@ class Share:
         )
 
 
-class Shares:
+class MasterShards:
     """Everything of which `shard_optimizer` has left a part on this rank."""
 
     def __init__(self, subjects: Subjects) -> None:
         """Look at the optimizers. Not mutated."""
-        self._of: dict[int, Share] = {}
+        self._of: dict[int, MasterShard] = {}
         self._twins: dict[int, Twin] = {}
         for engine in subjects.engines:
             for session in engine.sessions.values():
                 for param, weight, span in session.sharing.shared():
                     frame = Frame(tuple(weight.shape), _memory_order(weight))
-                    share = Share(frame, Box((span.start,), (span.stop - span.start,)))
+                    share = MasterShard(frame, Box((span.start,), (span.stop - span.start,)))
                     self._of[id(param)] = share
                     twin = pair_of(param)
                     if twin is not None:
                         self._twins[id(weight)] = twin
 
-    def of(self, param: torch.Tensor) -> Share | None:
+    def of(self, param: torch.Tensor) -> MasterShard | None:
         """The share of what an optimizer updates."""
         return self._of.get(id(param))
 
-    def value_of(self, value: torch.Tensor, weight: int) -> torch.Tensor | Piece:
+    def value_of(self, value: torch.Tensor, weight: int) -> torch.Tensor | Shard:
         """The float32 value of the weight with this ``id``: a piece if this rank has only that."""
         twin = self._twins.get(weight)
         if twin is None:
@@ -247,7 +247,7 @@ class Shares:
         return {**state, "state": own}
 
 
-def _with_pieces(entries: Mapping[str, Any], share: Share) -> dict[str, Any]:
+def _with_pieces(entries: Mapping[str, Any], share: MasterShard) -> dict[str, Any]:
     return {
         key: share.piece(value) if share.is_of(key, value) else value
         for key, value in entries.items()

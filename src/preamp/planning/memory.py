@@ -19,7 +19,7 @@ from preamp.engine.lookup import bare
 from preamp.planning.layout import Factory, Slot, made, slots_of
 from preamp.planning.optimizers import (
     OptimizerLike,
-    Part,
+    ShardSize,
     StateBytes,
     Updated,
     name_of,
@@ -162,7 +162,7 @@ def _check_ranks(world_size: int, sharding: str, *, has_loss: bool) -> None:
         )
 
 
-def _part_of(sharding: Sharding, world_size: int) -> Part:
+def _part_of(sharding: Sharding, world_size: int) -> ShardSize:
     """How many elements the rank with the most of a tensor has."""
     if sharding == "zero1":
         return functools.partial(share_of, world_size=world_size)
@@ -179,7 +179,7 @@ def _of_optimizer(slots: Sequence[Slot], optimizer: OptimizerLike | None) -> lis
 
 
 def _state_of(
-    slots: Sequence[Slot], policy: Policy, optimizer: OptimizerLike | None, part: Part
+    slots: Sequence[Slot], policy: Policy, optimizer: OptimizerLike | None, part: ShardSize
 ) -> StateBytes:
     if optimizer is None:
         return StateBytes(0, reads_master_gradients=False)
@@ -224,7 +224,7 @@ def _kept_bytes(slots: Sequence[Slot], policy: Policy, share: int) -> dict[str, 
 
 
 def _master_bytes(
-    slots: Sequence[Slot], updated: Sequence[Slot], policy: Policy, part: Part | None
+    slots: Sequence[Slot], updated: Sequence[Slot], policy: Policy, part: ShardSize | None
 ) -> int:
     """A master takes over the storage that its weight had before the cast."""
     taken = {slot.storage for slot in slots if slot.dtype_at(policy) is slot.dtype}

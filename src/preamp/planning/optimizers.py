@@ -193,7 +193,7 @@ def _again(optimizer: torch.optim.Optimizer) -> Make:
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 Shape = tuple[int, ...]
-Part = Callable[[int], int]
+ShardSize = Callable[[int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def state_bytes(
     make: Make,
     tensors: Sequence[Updated],
     options: Sequence[Mapping[str, Any]] = ({},),
-    part: Part = lambda elements: elements,
+    part: ShardSize = lambda elements: elements,
 ) -> StateBytes:
     """Count the state that an optimizer has after its first step over ``tensors``.
 
@@ -295,7 +295,7 @@ def _stepped(
     return optimizer
 
 
-def _bytes_of(tensor: Updated, shape: Shape, item_bytes: int, part: Part) -> int:
+def _bytes_of(tensor: Updated, shape: Shape, item_bytes: int, part: ShardSize) -> int:
     small = _small_shape(tensor.shape)
     if shape == small and math.prod(shape) > 1:
         return part(math.prod(tensor.shape)) * item_bytes

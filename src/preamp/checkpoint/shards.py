@@ -98,7 +98,7 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class Shard:
     """What this rank has of a tensor."""
 
     data: torch.Tensor  # the elements of ``box``, in its shape
@@ -107,7 +107,7 @@ class Piece:
     is_alone: bool  # whether no other rank has elements of the box
 
 
-def piece_of(tensor: torch.Tensor, place: str, ranks: int) -> Piece:
+def shard_of(tensor: torch.Tensor, place: str, ranks: int) -> Shard:
     """Return this rank's piece of a ``DTensor``, one of ``ranks``; shares its memory.
 
     Raises `PreampStateError`, naming its ``place``, if its pieces are no blocks of elements.
@@ -126,11 +126,11 @@ def piece_of(tensor: torch.Tensor, place: str, ranks: int) -> Piece:
     box = Box(offsets, sizes) if len(offsets) == len(sizes) == tensor.dim() else None
     if box is None or box.numel == 0:  # in forms that differ between versions of torch
         box = Box((0,) * tensor.dim(), (0,) * tensor.dim())
-    return Piece(local, frame, box, is_on_every_rank_once(tensor, ranks))
+    return Shard(local, frame, box, is_on_every_rank_once(tensor, ranks))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
+class SavedShards:
     """A whole tensor, as far as it was read: what ranks had of it."""
 
     frame: Frame  # of the whole tensor
@@ -173,28 +173,28 @@ class Pieces:
 
 
 _COMPARED = 64
-"""Pieces that are compared with each other; of more, only the elements are counted."""
+"""Shards that are compared with each other; of more, only the elements are counted."""
 
 
-def cut(value: torch.Tensor | Pieces, frame: Frame, box: Box) -> torch.Tensor:
+def cut(value: torch.Tensor | SavedShards, frame: Frame, box: Box) -> torch.Tensor:
     """Return the elements of ``box`` of a tensor that was saved whole or in pieces, as a copy."""
-    if isinstance(value, Pieces):
+    if isinstance(value, SavedShards):
         return value.cut(frame, box)
     return frame.laid_out(value)[box.within(frame.all())].clone()
 
 
-def shape_of(value: torch.Tensor | Pieces) -> tuple[int, ...]:
+def shape_of(value: torch.Tensor | SavedShards) -> tuple[int, ...]:
     """The shape of the whole tensor."""
-    return value.frame.shape if isinstance(value, Pieces) else tuple(value.shape)
+    return value.frame.shape if isinstance(value, SavedShards) else tuple(value.shape)
 
 
-def describe_frame(name: str, piece: Piece) -> list[Any]:
-    """Return as plain data what `pieces_named` needs."""
+def describe_frame(name: str, piece: Shard) -> list[Any]:
+    """Return as plain data what `saved_shards` needs."""
     order = None if piece.frame.order is None else list(piece.frame.order)
     return [name, dtype_name(piece.data.dtype), list(piece.frame.shape), order]
 
 
-def pieces_named(made: Any, dtype: torch.dtype, found: Mapping[str, Any]) -> Pieces:
+def saved_shards(made: Any, dtype: torch.dtype, found: Mapping[str, Any]) -> SavedShards:
     """Put together what `describe_frame` described, of lists of boxes and their elements by name.
 
     Raises `ValueError` if they are not the tensor.
@@ -207,6 +207,6 @@ def pieces_named(made: Any, dtype: torch.dtype, found: Mapping[str, Any]) -> Pie
     held: Any = found.get(name, [])
     if not isinstance(held, list):
         raise ValueError(f"{name!r} is a whole tensor")
-    pieces = Pieces(frame, dtype, cast("list[tuple[Box, torch.Tensor]]", held))
+    pieces = SavedShards(frame, dtype, cast("list[tuple[Box, torch.Tensor]]", held))
     pieces.check()
     return pieces

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preamp.checkpoint.pieces import Box, Frame, Pieces, cut
+from preamp.checkpoint.shards import Box, Frame, SavedShards, cut
 
 
 @st.composite
@@ -33,9 +33,9 @@ def boxes_of(draw: Any, frame: Frame) -> list[Box]:
     ]
 
 
-def pieces_of(tensor: torch.Tensor, frame: Frame, boxes: list[Box]) -> Pieces:
+def pieces_of(tensor: torch.Tensor, frame: Frame, boxes: list[Box]) -> SavedShards:
     held = [(box, cut(tensor, frame, box)) for box in boxes if box.numel]
-    return Pieces(frame, tensor.dtype, held)
+    return SavedShards(frame, tensor.dtype, held)
 
 
 @given(st.data())
@@ -70,12 +70,12 @@ ROWS = torch.arange(6).reshape(3, 2)
 def test_pieces_that_are_not_the_tensor(boxes: list[Box]) -> None:
     held = [(box, torch.zeros(box.sizes, dtype=torch.int64)) for box in boxes]
     with pytest.raises(ValueError, match="do not make it up"):
-        Pieces(Frame((3, 2)), torch.int64, held).check()
+        SavedShards(Frame((3, 2)), torch.int64, held).check()
 
 
 def test_pieces_of_another_kind() -> None:
     with pytest.raises(ValueError, match="a piece of a tensor is"):
-        Pieces(Frame((3, 2)), torch.int32, [(Frame((3, 2)).all(), ROWS)]).check()
+        SavedShards(Frame((3, 2)), torch.int32, [(Frame((3, 2)).all(), ROWS)]).check()
     for wrong in (3, [[1]], [[1], [2, 3]], [[-1], [2]]):
         with pytest.raises(ValueError, match=r"is no block of elements|unpack"):
             Box.from_json(wrong)
