@@ -8,7 +8,7 @@ what it is going to hold.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch import nn
 from preamp.checkpoint.shards import SavedShards, cut, shape_of, shard_of
 from preamp.checkpoint.subjects import MasterShards, Subjects, params_of
 from preamp.core.errors import bad_value
+from preamp.core.pytree import map_plain
 from preamp.core.tensors import is_sharded
 from preamp.kernels import fsdp
 from preamp.kernels.shards import sharded_as
@@ -133,15 +134,4 @@ def _aside(aside: Any, params: list[torch.Tensor]) -> list[Any]:
 
 def whole(tree: Any) -> Any:
     """Return a tree of plain data in which sharded tensors are whole. Not mutated."""
-    if isinstance(tree, SavedShards):
-        return tree.whole()
-    if isinstance(tree, dict):
-        entries = cast("dict[Any, Any]", tree)
-        twin = entries.copy()
-        for key, item in entries.items():
-            twin[key] = whole(item)
-        return twin
-    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
-        items = cast("list[Any]", tree)
-        return type(items)([whole(item) for item in items])
-    return tree
+    return map_plain(lambda leaf: leaf.whole() if isinstance(leaf, SavedShards) else leaf, tree)

@@ -7,7 +7,7 @@ import contextlib
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from preamp.checkpoint.ranks import together
 from preamp.checkpoint.subjects import MasterShards, Subjects, class_name, params_of
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_value
+from preamp.core.pytree import map_plain
 from preamp.core.tensors import is_sharded, store_grad
 from preamp.core.undo import UndoStack
 from preamp.engine.pending import check_outside_blocks, drop_pending, is_idle, prepare_pending
@@ -216,7 +217,7 @@ def _prepare(content: Mapping[str, Any], subjects: Subjects, *, gradients: bool)
 
 
 def _load_parts(content: Mapping[str, Any], subjects: Subjects, undo: UndoStack) -> None:
-    optimizers = owned([saved["state"] for saved in content["optimizers"]], {})
+    optimizers = owned([saved["state"] for saved in content["optimizers"]])
     for model, saved in zip(subjects.models, content["models"], strict=False):
         _load_model(model, saved, subjects, undo)
     if subjects.optimizers:
@@ -224,27 +225,21 @@ def _load_parts(content: Mapping[str, Any], subjects: Subjects, undo: UndoStack)
     for index, optimizer in enumerate(subjects.optimizers):
         _load_optimizer(optimizer, content["optimizers"][index], optimizers[index], undo)
     for scheduler, saved in zip(subjects.schedulers, content["schedulers"], strict=False):
-        _load_scheduler(scheduler, owned(saved["state"], {}), undo)
+        _load_scheduler(scheduler, owned(saved["state"]), undo)
 
 
-def owned(tree: Any, made: dict[int, torch.Tensor]) -> Any:
-    """Copy a tree of plain data, so that nothing in it is mapped from the file any more.
+def owned(tree: Any) -> Any:
+    """Copy a tree of plain data, so that nothing in it is mapped from the file any more."""
+    copies: dict[int, torch.Tensor] = {}  # of a tensor that is there twice there is one
 
-    ``made`` has the copies by the ``id`` of a tensor, and of others that share some with it.
-    """
-    if isinstance(tree, torch.Tensor):
-        if id(tree) not in made:
-            made[id(tree)] = tree.clone()
-        return made[id(tree)]
-    if isinstance(tree, dict):
-        twin = copy.copy(cast("dict[Any, Any]", tree))
-        for key, item in twin.items():
-            twin[key] = owned(item, made)
-        return twin
-    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
-        items = cast("list[Any]", tree)
-        return type(items)([owned(item, made) for item in items])
-    return tree
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.clone()
+        return copies[id(leaf)]
+
+    return map_plain(own, tree)
 
 
 # -- models --------------------------------------------------------------------------------------
@@ -389,7 +384,7 @@ def _prepare_engines(
         applies.append(lambda engine=engine, entry=entry: engine.load_state_dict(entry["scalers"]))
         if gradients:
             try:
-                applies.append(prepare_pending(engine, owned(entry["pending"], {})))
+                applies.append(prepare_pending(engine, owned(entry["pending"])))
             except (KeyError, TypeError, ValueError, IndexError) as error:
                 if not is_idle(entry["pending"]):
                     raise _other_gradients(str(error)) from error

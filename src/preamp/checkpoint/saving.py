@@ -121,7 +121,7 @@ def load(path: Path, subjects: Subjects, *, gradients: bool, rng: bool) -> Any:
         if gradients and subjects.optimizers and not loaded.is_shared:
             _check_ranks(loaded)
         content = placed(loaded.content, subjects)
-        extra = owned(content["extra"], {})
+        extra = owned(content["extra"])
     states = content["rng"] if rng else None
     if states is not None and loaded.ranks != world_size():
         say(

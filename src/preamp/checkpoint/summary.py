@@ -14,6 +14,7 @@ from preamp.checkpoint.background import LATEST
 from preamp.checkpoint.placing import whole
 from preamp.checkpoint.saving import read_or_refuse
 from preamp.core.dtypes import dtype_name
+from preamp.core.pytree import tensors_in
 from preamp.kernels.sparse import stored_parts
 
 CATEGORIES = {
@@ -129,14 +130,5 @@ def _bytes(content: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        if tree.is_sparse:
-            yield from stored_parts(tree)
-        else:
-            yield tree
-    elif isinstance(tree, dict):
-        for item in cast("dict[Any, Any]", tree).values():
-            yield from _tensors(item)
-    elif isinstance(tree, (list, tuple, set, frozenset)):
-        for item in cast("list[Any]", tree):
-            yield from _tensors(item)
+    for tensor in tensors_in(tree):
+        yield from stored_parts(tensor) if tensor.is_sparse else (tensor,)

@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import math
 import types
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -109,15 +109,28 @@ def _map_dataclass(fn: LeafFn, value: Any) -> Any:
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested dicts, lists and tuples."""
+    """Yield the tensors in nested dicts, lists, tuples and sets."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in cast("Mapping[Any, Any]", value).values():
             yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in cast("Sequence[Any]", value):
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in cast("Iterable[Any]", value):
             yield from tensors_in(item)
+
+
+def map_plain(fn: LeafFn, tree: Any) -> Any:
+    """Return a new tree of plain data, ``fn`` applied to all that is no dict, list or tuple."""
+    if isinstance(tree, dict):
+        twin = copy.copy(cast("dict[Any, Any]", tree))
+        for key, item in twin.items():
+            twin[key] = map_plain(fn, item)
+        return twin
+    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
+        items = cast("list[Any]", tree)
+        return type(items)([map_plain(fn, item) for item in items])
+    return fn(tree)
 
 
 def plain(value: Any, nonfinite: Callable[[float], Any] = str) -> Any:

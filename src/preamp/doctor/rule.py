@@ -61,20 +61,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One usage bug that was seen in a run.
+    """One usage bug that was seen in a run."""
 
-    Attributes:
-        rule: Which.
-        severity: The rule's, or less where this case matters less.
-        what: What was seen, with the numbers that led to the verdict.
-        where: The line that did it; ``None`` where no line of the script is to blame.
-        numbers: The numbers in ``what``, by name.
-    """
-
-    rule: Rule
-    severity: Severity
-    what: str
-    where: Place | None
+    rule: Rule  # which
+    severity: Severity  # the rule's, or less where this case matters less
+    what: str  # what was seen, with the numbers that led to the verdict
+    where: Place | None  # the line that did it; ``None`` where no line of the script is to blame
+    # The numbers in ``what``, by name.
     numbers: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def to_json(self) -> dict[str, Any]:

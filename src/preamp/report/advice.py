@@ -45,21 +45,13 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A rule that applies, in words.
+    """A rule that applies, in words."""
 
-    Attributes:
-        id: Of the rule.
-        severity: How much it matters.
-        title: What was found.
-        number: The numbers that led to it.
-        do: What can be done.
-    """
-
-    id: str
-    severity: Severity
-    title: str
-    number: str
-    do: str
+    id: str  # of the rule
+    severity: Severity  # how much it matters
+    title: str  # what was found
+    number: str  # the numbers that led to it
+    do: str  # what can be done
 
 
 RULES: Final = (
