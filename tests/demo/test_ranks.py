@@ -29,14 +29,14 @@ from preamp.demo.parallel import (
     require_sharding,
 )
 from preamp.demo.run import prepare, run
-from preamp.demo.train import Unwatched
+from preamp.demo.train import Watcher
 
 BUDGETS = {"O0": 1e-5, "O1": 2e-3, "O2": 2e-3, "O3": 2e-3, "O4": 2e-2, "O5": 2e-2}
 """Bits per byte; half slices of a batch are multiplied in another order than all of it."""
 
 
 def test_curves_are_those_of_one_process(tmp_path: Path) -> None:
-    alone = run(prepare(small(), CORPUS), Unwatched())
+    alone = run(prepare(small(), CORPUS), Watcher())
     ranks = run_ranks(train, tmp_path)
     for way in WAYS:
         first, second = (found[way] for found in ranks)

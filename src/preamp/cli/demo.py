@@ -33,7 +33,7 @@ from preamp.demo.report import require_folder, require_packages, write
 from preamp.demo.run import Setting, prepare, run
 from preamp.demo.table import HELD_OUT, MEMORY, RANK_COLUMNS, TIMING, columns_of, note_of, rank_rows
 from preamp.demo.train import Progress as Step
-from preamp.demo.train import Unwatched
+from preamp.demo.train import Watcher
 from preamp.distributed.groups import joined, launched_ranks, own_device, own_rank
 
 INTERRUPTED = 130
@@ -143,7 +143,7 @@ def choose_device(name: str) -> torch.device:
 def run_watched(setting: Setting, console: Console, *, quiet: bool) -> DemoResult:
     """Run the demo behind progress bars, unless ``quiet``."""
     if quiet:
-        return run(setting, Unwatched())
+        return run(setting, Watcher())
     bars = Bars(setting.config.levels, setting.config.steps, console)
     with bars.display:
         return run(setting, bars)
@@ -184,8 +184,8 @@ def show_ranks(result: DemoResult, console: Console) -> None:
     console.print(table)
 
 
-class Bars:
-    """One bar for each opt level, in order; a :class:`preamp.demo.train.Watcher`."""
+class Bars(Watcher):
+    """One bar for each opt level, in order."""
 
     def __init__(self, levels: tuple[str, ...], steps: int, console: Console) -> None:
         """Make the bars; :attr:`display` draws them while it is entered."""

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -42,33 +41,17 @@ class Progress:
     tokens_per_second: float  # speed of this step
 
 
-class Watcher(Protocol):
-    """Someone who wants to know; a progress display, or a test."""
+class Watcher:
+    """Is told how far a run is, and does nothing with it; a progress display does."""
 
     def level_started(self, level: str) -> None:
-        """Tell that an opt level begins."""
-        ...
+        """An opt level begins."""
 
     def step_done(self, progress: Progress) -> None:
-        """Tell that a step is over."""
-        ...
+        """A step is over."""
 
     def level_done(self, result: LevelResult) -> None:
-        """Tell that an opt level is over, finished or not."""
-        ...
-
-
-class Unwatched:
-    """Nobody wants to know."""
-
-    def level_started(self, level: str) -> None:
-        """Do nothing."""
-
-    def step_done(self, progress: Progress) -> None:
-        """Do nothing."""
-
-    def level_done(self, result: LevelResult) -> None:
-        """Do nothing."""
+        """An opt level is over, finished or not."""
 
 
 def note_start(history: History, engine: preamp.Engine, device: str) -> None:
