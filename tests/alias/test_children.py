@@ -11,7 +11,7 @@ import pytest
 import preamp
 from alias.harness import Run
 from preamp.compat.alias import table
-from preamp.compat.alias.install import STARTUP
+from preamp.compat.alias.finder import STARTUP
 
 WORKERS = """
 import multiprocessing, subprocess, sys

@@ -17,7 +17,7 @@ import pytest
 
 import preamp
 from alias.harness import Run
-from preamp.compat.alias.install import STARTUP
+from preamp.compat.alias.finder import STARTUP
 
 
 def ours() -> dict[str, object]:

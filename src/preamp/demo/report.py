@@ -26,7 +26,7 @@ from preamp.demo.table import (
 )
 from preamp.numerics import to_json as record_to_json
 from preamp.report.blocks import Block, Column, Facts, Figure, Section, Table, Text
-from preamp.report.chart import Chart, Line, draw, finite_range, legend, linear
+from preamp.report.chart import Chart, Line, draw, finite_range, linear
 from preamp.report.svg import Html, joined, tag
 from preamp.report.timeline import loss_scale_of, smoothed
 
@@ -150,7 +150,7 @@ def _loss_by_time(result: DemoResult) -> Html | None:
         x_name="seconds",
         height=220,
     )
-    return joined([draw(chart), legend((line.name, line.style) for line in lines)])
+    return draw(chart)
 
 
 def _points(row: LevelResult) -> list[tuple[float, float]]:

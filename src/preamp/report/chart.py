@@ -210,11 +210,11 @@ class Chart:
 
 
 def draw(chart: Chart) -> Html:
-    """Draw a chart as one ``<svg>`` element."""
+    """Draw a chart as one ``<svg>`` element, and below it the names of its lines."""
     rows = [marks for marks in chart.marks if marks.xs]
     top = _RUG * len(rows) + 4
     bottom = top + chart.height
-    return picture(
+    drawn = picture(
         chart.name,
         chart.title,
         chart.description,
@@ -229,9 +229,10 @@ def draw(chart: Chart) -> Html:
         ),
         height=bottom + _FOOT,
     )
+    return joined([drawn, _legend((line.name, line.style) for line in chart.lines if line.name)])
 
 
-def legend(entries: Iterable[tuple[str, int]]) -> Html:
+def _legend(entries: Iterable[tuple[str, int]]) -> Html:
     """List names beside samples of their lines, below a chart."""
     return legend_of(
         (

@@ -16,13 +16,12 @@ from preamp.report.chart import (
     decades,
     draw,
     finite_range,
-    legend,
     linear,
     powers_of_two,
     smooth,
 )
 from preamp.report.gather import Run
-from preamp.report.svg import Html, joined
+from preamp.report.svg import Html
 
 _WIDE_RANGE = 30.0  # losses that differ by more than this factor get a logarithmic scale
 _SMOOTHED_FROM = 100  # steps; a mean of fewer lags more than it calms
@@ -54,7 +53,7 @@ def loss_chart(run: Run, name: str) -> Html | None:
         x_name="step",
         marks=(_skip_marks(run), Marks(name="inf, nan", xs=bad, kind="bad")),
     )
-    return joined([draw(chart), legend((x.name, x.style) for x in lines if x.name)])
+    return draw(chart)
 
 
 def scale_chart(run: Run, name: str) -> Html | None:
@@ -78,7 +77,7 @@ def scale_chart(run: Run, name: str) -> Html | None:
         marks=(_skip_marks(run),),
         height=120,
     )
-    return joined([draw(chart), legend((x.name, x.style) for x in lines if x.name)])
+    return draw(chart)
 
 
 def loss_comparison(runs: Sequence[Run], name: str) -> Html | None:
@@ -87,7 +86,9 @@ def loss_comparison(runs: Sequence[Run], name: str) -> Html | None:
     y = loss_scale_of([value for _, points in rows for _, value in points])
     if y is None:
         return None
-    lines = [Line(name=run.name, points=p, style=i) for i, (run, p) in enumerate(rows) if p]
+    lines = [
+        Line(name=words.shown(run.name), points=p, style=i) for i, (run, p) in enumerate(rows) if p
+    ]
     chart = Chart(
         name=name,
         title="Loss by step, all runs",
@@ -99,7 +100,7 @@ def loss_comparison(runs: Sequence[Run], name: str) -> Html | None:
         x_name="step",
         height=240,
     )
-    return joined([draw(chart), legend((words.shown(x.name), x.style) for x in lines)])
+    return draw(chart)
 
 
 def scale_comparison(runs: Sequence[Run], name: str) -> Html | None:
@@ -109,7 +110,9 @@ def scale_comparison(runs: Sequence[Run], name: str) -> Html | None:
     if y is None:
         return None
     lines = [
-        Line(name=run.name, points=p, style=i, steps=True) for i, (run, p) in enumerate(rows) if p
+        Line(name=words.shown(run.name), points=p, style=i, steps=True)
+        for i, (run, p) in enumerate(rows)
+        if p
     ]
     chart = Chart(
         name=name,
@@ -129,7 +132,7 @@ def scale_comparison(runs: Sequence[Run], name: str) -> Html | None:
         ],
         height=140,
     )
-    return joined([draw(chart), legend((words.shown(x.name), x.style) for x in lines)])
+    return draw(chart)
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:

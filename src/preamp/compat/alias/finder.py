@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The import hook behind the alias.
+"""The import hook behind the alias, and the alias turned on and off.
 
 An alias module is a module of its own that has the attributes of preamp's: its ``__name__`` and
 ``__spec__`` are Apex's, ``importlib.reload`` works, what the import system writes on it (its
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.abc import InspectLoader, Loader
@@ -24,14 +25,14 @@ from typing import Any, cast
 import torch
 
 from preamp.compat.alias.table import NEEDS_DISTRIBUTED, REFUSED, RUNNABLE, SUPPLIED
-from preamp.core.errors import message
+from preamp.core.errors import bad_state, message
 
-NAME = "apex"
+ROOT = "apex"
 
 # Apex's version never changed from this one, which frameworks compare with.
 _FILES = {
     "METADATA": f"""Metadata-Version: 2.1
-Name: {NAME}
+Name: {ROOT}
 Version: 0.1
 Summary: preamp under the name apex
 """,
@@ -50,8 +51,6 @@ class AliasDistribution(Distribution):
         """Return ``path``; there is no folder that it could be relative to."""
         return Path(path)
 
-
-ROOT = "apex"
 
 _OF_THE_ALIAS = frozenset(
     {"__name__", "__spec__", "__loader__", "__package__", "__path__", "__cached__", "__builtins__"}
@@ -152,7 +151,7 @@ class AliasFinder(DistributionFinder):
     ) -> Iterator[Distribution]:
         """Yield the distribution ``apex``, unless one is installed or another is asked for."""
         asked: dict[str, Any] = {} if context is None else vars(context)
-        if "path" in asked or (asked.get("name") or NAME).lower() != NAME:
+        if "path" in asked or (asked.get("name") or ROOT).lower() != ROOT:
             return
         if not any(_distributions_elsewhere()):
             yield AliasDistribution()
@@ -224,7 +223,101 @@ def _is_available(name: str) -> bool:
 
 
 def _distributions_elsewhere() -> Iterator[Distribution]:
-    context = DistributionFinder.Context(name=NAME)
+    context = DistributionFinder.Context(name=ROOT)
     for finder in other_finders():
         if hasattr(finder, "find_distributions"):
             yield from cast("DistributionFinder", finder).find_distributions(context)
+
+
+STARTUP = str(Path(__file__).with_name("startup"))
+"""Folder of what child processes run when Python starts."""
+
+_PATH = "PYTHONPATH"
+
+
+def install_apex_alias() -> None:
+    """Let ``import apex``, ``import amp_C`` and ``import apex_C`` mean preamp.
+
+    Nothing is imported until one of the names is. Of an installed Apex that lacks ``apex.amp``
+    everything stays as it is, and only what it lacks is supplied. Python processes started from
+    now on see the alias too, spawned workers among them. Calling this again changes nothing.
+
+    Raises:
+        PreampStateError: The installed Apex has an ``apex.amp`` of its own, or something else was
+            imported or put in place as ``apex``. Nothing was changed.
+
+    Mutates:
+        ``sys.meta_path``, and ``PYTHONPATH`` in ``os.environ``; `remove_apex_alias` restores both.
+    """
+    if FINDER in sys.meta_path:
+        return
+    _refuse_other_apex()
+    sys.meta_path[:] = [FINDER, *other_finders()]
+    entries = _entries()
+    if STARTUP not in entries:
+        os.environ[_PATH] = os.pathsep.join([STARTUP, *entries])
+    if ROOT in sys.modules:
+        import_children(ROOT)
+
+
+def remove_apex_alias() -> None:
+    """Take the alias away again; names that were imported under it stay usable.
+
+    Calling this without the alias changes nothing. In a process that was started by one with the
+    alias, it also takes away what that one passed on.
+
+    Mutates:
+        ``sys.modules``, ``sys.meta_path``, ``PYTHONPATH`` in ``os.environ``.
+    """
+    sys.meta_path[:] = other_finders()
+    for name in reversed(SUPPLIED):
+        module = sys.modules.get(name)
+        if module is not None and isinstance(_loader(module), AliasLoader):
+            del sys.modules[name]
+            _forget_child(name, module)
+    entries = _entries()
+    if STARTUP in entries:
+        entries.remove(STARTUP)
+        os.environ[_PATH] = os.pathsep.join(entries)
+        if not entries:
+            del os.environ[_PATH]
+
+
+def _refuse_other_apex() -> None:
+    """Raise where the name ``apex`` is taken by what the alias must not replace."""
+    if ROOT in sys.modules:
+        loaded = cast("object", sys.modules[ROOT])
+        locations, where = getattr(loaded, "__path__", None), getattr(loaded, "__file__", loaded)
+        if not (isinstance(loaded, ModuleType) and is_apex(locations)):
+            raise bad_state(
+                f"The name apex already stands for something else in this process: {where}",
+                "The alias supplies the name where it is free, or what an installed Apex lacks",
+                "Call preamp.install_apex_alias() before anything imports or replaces apex",
+            )
+    else:
+        spec = find_elsewhere(ROOT, None)
+        if spec is None or not is_apex(spec.submodule_search_locations):
+            return
+        locations, where = spec.submodule_search_locations, spec.origin
+    if f"{ROOT}.amp" in sys.modules or find_elsewhere(f"{ROOT}.amp", locations):
+        raise bad_state(
+            f"The Apex at {where} has an apex.amp of its own",
+            "The alias supplies what an installed Apex lacks and replaces nothing",
+            "Uninstall that Apex, or write: from preamp import amp",
+        )
+
+
+def _forget_child(name: str, module: ModuleType) -> None:
+    parent, _, child = name.rpartition(".")
+    holder = sys.modules.get(parent)
+    if holder is not None and vars(holder).get(child) is module:
+        delattr(holder, child)
+
+
+def _loader(module: ModuleType) -> object:
+    return getattr(getattr(module, "__spec__", None), "loader", None)
+
+
+def _entries() -> list[str]:
+    value = os.environ.get(_PATH, "")
+    return value.split(os.pathsep) if value else []
