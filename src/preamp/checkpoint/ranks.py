@@ -157,8 +157,7 @@ def _answered() -> Generator[None]:
         ) from error
 
 
-Print = tuple[Any, ...]
-"""What differs where two tensors differ."""
+Print = tuple[Any, ...]  # what differs where two tensors differ
 
 
 def fingerprints(tensors: Mapping[str, torch.Tensor | Shard]) -> dict[str, Print]:

@@ -172,8 +172,7 @@ class SavedShards:
         return made
 
 
-_COMPARED = 64
-"""Shards that are compared with each other; of more, only the elements are counted."""
+_COMPARED = 64  # shards that are compared with each other; of more, only the elements are counted
 
 
 def cut(value: torch.Tensor | SavedShards, frame: Frame, box: Box) -> torch.Tensor:

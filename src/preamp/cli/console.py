@@ -10,8 +10,7 @@ from collections.abc import Generator
 import typer
 from rich.console import Console
 
-REFUSED = 2
-"""Exit status where nothing was done, as of a shell's builtin."""
+REFUSED = 2  # exit status where nothing was done, as of a shell's builtin
 
 
 def make_console() -> Console:

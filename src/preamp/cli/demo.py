@@ -36,8 +36,7 @@ from preamp.demo.train import Progress as Step
 from preamp.demo.train import Watcher
 from preamp.distributed.groups import joined, launched_ranks, own_device, own_rank
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells count it: 128 + SIGINT."""
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells count it: 128 + SIGINT
 
 _CONFIG = DemoConfig()
 

@@ -28,8 +28,7 @@ Run a program that imports apex, amp_C or apex_C, with these names supplied by p
 What follows the script or the module is the program's own. Works under torchrun:
 torchrun --nproc-per-node 2 -m preamp run script.py"""
 
-CANNOT_START = 2
-"""Exit status, as Python's own for a script that it cannot open."""
+CANNOT_START = 2  # exit status, as Python's own for a script that it cannot open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,7 @@ EXCLUDED_FOLDERS = frozenset(
 )
 """Installed packages, tests and generated tables: not the standard library's code proper."""
 
-HELD_OUT_EVERY = 10
-"""One file in ten, by the hash of its path, is kept out of training."""
-
+HELD_OUT_EVERY = 10  # one file in ten, by the hash of its path, is kept out of training
 _SMALLEST_CORPUS = 1_000_000  # bytes; the smallest stdlib that we met has 9 million
 
 

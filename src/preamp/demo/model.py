@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from preamp.demo.config import ModelConfig
 
-VOCABULARY = 256
-"""Every byte is a token, so there is no tokenizer and loss / ln 2 is bits per byte."""
+VOCABULARY = 256  # every byte is a token, so there is no tokenizer and loss / ln 2 is bits per byte
 
 
 class Attention(nn.Module):

@@ -17,8 +17,7 @@ from torch import nn
 from preamp.core.errors import bad_state, bad_value
 from preamp.core.ranks import gather_objects, has_process_group
 
-collectives: Any = dist
-"""``torch.distributed``; its collectives have no complete types."""
+collectives: Any = dist  # ``torch.distributed``; its collectives have no complete types
 
 
 def require_group(what: str) -> None:

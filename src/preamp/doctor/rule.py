@@ -84,8 +84,7 @@ class Finding:
         }
 
 
-_BELOW = ("torch", "preamp", "apex")
-"""Packages whose frames stand below the script's own calls."""
+_BELOW = ("torch", "preamp", "apex")  # packages whose frames stand below the script's own calls
 
 _LIBRARIES = tuple(
     os.path.join(path, "") for path in {sysconfig.get_path(n) for n in ("stdlib", "purelib")}

@@ -139,33 +139,23 @@ class OptimizerFacts:
 
 
 class Seen:
-    """The objects of a run.
-
-    Attributes:
-        optimizers: Every optimizer, with what became of it.
-        roots: Modules that were called by the script, not by another module, with gradients on.
-        through_half: The ``id`` of each leaf whose gradient was float16 on its way in one of the
-            first backwards.
-        gradients: Where gradients come from.
-        scaled: Scaled losses, with the scaler, whose backward has not run.
-        stepping: Optimizers inside ``GradScaler.step``.
-        steps: Optimizer steps so far; those that an engine skips are not among them.
-        compiles: Whether the script has called ``torch.compile``.
-        notes: What could not be looked at, in sentences.
-    """
+    """The objects of a run."""
 
     def __init__(self) -> None:
+        # Every optimizer, with what became of it.
         self.optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerFacts] = (
             weakref.WeakKeyDictionary()
         )
+        # Modules that were called by the script, not by another module, with gradients on.
         self.roots: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        # The ``id`` of leaves whose gradient was float16 on its way in one of the first backwards.
         self.through_half: set[int] = set()
-        self.gradients = Gradients()
-        self.scaled: Any = WeakIdKeyDictionary()
-        self.stepping: list[torch.optim.Optimizer] = []
-        self.steps = 0
-        self.compiles = False
-        self.notes: list[str] = []
+        self.gradients = Gradients()  # where gradients come from
+        self.scaled: Any = WeakIdKeyDictionary()  # losses whose backward has not run, with scaler
+        self.stepping: list[torch.optim.Optimizer] = []  # those inside ``GradScaler.step``
+        self.steps = 0  # of optimizers so far; those that an engine skips are not among them
+        self.compiles = False  # whether the script has called ``torch.compile``
+        self.notes: list[str] = []  # what could not be looked at, in sentences
 
     def facts(self, optimizer: torch.optim.Optimizer) -> OptimizerFacts:
         """What is known of ``optimizer``; it may have been unpickled, and never built."""

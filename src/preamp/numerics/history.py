@@ -175,8 +175,7 @@ def _remove_partial_line(file: int) -> int:
 Listener = Callable[[Record], object]
 R = TypeVar("R")
 
-KEPT = 100_000
-"""Records of each kind that stay in memory."""
+KEPT = 100_000  # records of each kind that stay in memory
 
 KEPT_TENSORS = 50_000
 """Statistics of tensors that stay in memory, all records together: tens of megabytes."""

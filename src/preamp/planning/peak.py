@@ -25,17 +25,13 @@ class Traffic:
 
     What a kernel allocates inside of itself is not seen. Deterministic: neither an allocator nor
     another thread has a part in it.
-
-    Attributes:
-        live: Bytes of the storages that were made since the start and still exist.
-        peak: The largest value of ``live`` so far.
-        moved: Bytes of all inputs and outputs of operations that are not mere views, as if each
-            were read or written once.
     """
 
     def __init__(self) -> None:
-        self.live = 0
-        self.peak = 0
+        self.live = 0  # bytes of the storages that were made since the start and still exist
+        self.peak = 0  # the largest value of ``live`` so far
+        # Bytes of all inputs and outputs of operations that are not mere views, as if each were
+        # read or written once.
         self.moved = 0
         self._known: dict[int, weakref.ref[Any]] = {}
         self._ops = ObservedOps(self._see)

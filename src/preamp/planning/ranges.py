@@ -328,8 +328,7 @@ class Places:
         return name in self.half or (values.what != "update" and name in self.passing)
 
 
-NOWHERE = Places(*[frozenset[str]()] * 5)
-"""Of a level that cannot run."""
+NOWHERE = Places(*[frozenset[str]()] * 5)  # of a level that cannot run
 
 
 def find_places(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -> Places:

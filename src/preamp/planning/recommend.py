@@ -12,11 +12,8 @@ from preamp.planning.ranges import Places
 from preamp.planning.report import LevelPlan, PlanProblem, bytes_text, problem_lines
 from preamp.policy import OPT_LEVELS, Policy
 
-LOST_LIMIT = 0.1
-"""Share of a gradient's elements that may vanish before it is a problem."""
-
-STALL_LIMIT = 0.25
-"""Share of all updates that may round to nothing before it is a problem."""
+LOST_LIMIT = 0.1  # share of a gradient's elements that may vanish before it is a problem
+STALL_LIMIT = 0.25  # share of all updates that may round to nothing before it is a problem
 
 
 def held_ranges(ranges: Sequence[Range], places: Places, policy: Policy) -> list[Range]:
@@ -114,8 +111,7 @@ def _underflow(tensor: TensorForecast, form: NumberFormat, scale: float) -> Plan
     )
 
 
-CLOSE = 1.1
-"""Levels whose bytes moved differ by less than this factor count as equally fast."""
+CLOSE = 1.1  # levels whose bytes moved differ by less than this factor count as equally fast
 
 
 def candidates(levels: Mapping[str, LevelPlan]) -> list[str]:

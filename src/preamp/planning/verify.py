@@ -18,8 +18,7 @@ from preamp.planning.isolation import untouched_random
 from preamp.planning.peak import LossFn
 from preamp.policy import Policy
 
-TOLERANCE = 0.05
-"""How far a loss may be from float32's, as a share of the first loss."""
+TOLERANCE = 0.05  # how far a loss may be from float32's, as a share of the first loss
 
 
 @dataclass(frozen=True, slots=True)

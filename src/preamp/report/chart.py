@@ -19,8 +19,7 @@ from preamp.report.svg import (
     tag,
 )
 
-_LARGEST = 2.0**1000
-"""Beyond it lies the end of every scale, so that no range or tick overflows."""
+_LARGEST = 2.0**1000  # beyond it lies the end of every scale, so that no range or tick overflows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +94,7 @@ def finite_range(values: Iterable[float]) -> tuple[float, float] | None:
     return (min(finite), max(finite)) if finite else None
 
 
-COLUMNS = 720
-"""Columns that a timeline is divided into: about the pixels of a wide one."""
+COLUMNS = 720  # columns that a timeline is divided into: about the pixels of a wide one
 
 Point = tuple[float, float]
 
@@ -166,9 +164,7 @@ def smooth(values: Sequence[float], window: float) -> list[float]:
     return averaged
 
 
-STYLES = 8
-"""Lines that differ in colour and dashes; further ones begin again."""
-
+STYLES = 8  # lines that differ in colour and dashes; further ones begin again
 _BOX = 1000.0  # width of the box that lines are drawn in, before it is stretched
 _RUG = 12.0  # height of a row of marks
 _FOOT = 22.0  # height of the labels below

@@ -15,17 +15,11 @@ from preamp.report import words
 from preamp.report.gather import Run
 from preamp.report.layers import latest, stalls, total_stall
 
-Values = dict[str, str]
-"""Numbers and names for the words of a finding, already spelled."""
+Values = dict[str, str]  # numbers and names for the words of a finding, already spelled
 
-LOST_SHARE: Final = 0.1
-"""Part of a gradient's values that may be lost before it is told of."""
-
-STALLED_SHARE: Final = 0.3
-"""Part of the weights that a step may leave as they were."""
-
-HEADROOM: Final = 2.0
-"""Powers of two below the largest value of the format."""
+LOST_SHARE: Final = 0.1  # part of a gradient's values that may be lost before it is told of
+STALLED_SHARE: Final = 0.3  # part of the weights that a step may leave as they were
+HEADROOM: Final = 2.0  # powers of two below the largest value of the format
 
 LINE_SHARE: Final = 0.5
 LINE_BYTES: Final = 2**20
@@ -154,20 +148,11 @@ def _room(headroom: float) -> str:
     )
 
 
-RISE: Final = 3.0
-"""How far a loss may end above where it began, in units of what it began with."""
-
-RISE_WINDOW: Final = 5
-"""Losses at either end whose median is taken, where there are enough."""
-
-SAME_PARAMETER: Final = 3
-"""Skipped steps that begin in one parameter before it is told of."""
-
-SKIPS_IN_ROW: Final = 12
-"""The default scale of 2**16 comes down to 16 in as many."""
-
-SKIPPED_SHARE: Final = 0.02
-"""Part of the steps that may be skipped once a scale is found."""
+RISE: Final = 3.0  # how far a loss may end above where it began, in units of what it began with
+RISE_WINDOW: Final = 5  # losses at either end whose median is taken, where there are enough
+SAME_PARAMETER: Final = 3  # skipped steps that begin in one parameter before it is told of
+SKIPS_IN_ROW: Final = 12  # the default scale of 2**16 comes down to 16 in as many
+SKIPPED_SHARE: Final = 0.02  # part of the steps that may be skipped once a scale is found
 
 SKIPPED_SPARE: Final = 2
 """As many may be skipped in any run, however short, unless they are half of its steps."""

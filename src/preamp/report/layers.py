@@ -13,14 +13,9 @@ from preamp.report import words
 from preamp.report.gather import Run
 from preamp.report.svg import Html, legend_of, picture, stretched, tag
 
-ROWS = 24
-"""Modules that are shown; the others are summed up."""
-
-DETAILS = 300
-"""Modules in the full list."""
-
-TIMES = 96
-"""Columns of a heat map."""
+ROWS = 24  # modules that are shown; the others are summed up
+DETAILS = 300  # modules in the full list
+TIMES = 96  # columns of a heat map
 
 
 @dataclass(slots=True, kw_only=True)

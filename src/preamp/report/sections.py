@@ -30,14 +30,9 @@ from preamp.report.timeline import is_smoothed, smoothed
 FIRST, LAST = 20, 30
 """Skipped steps that are listed one by one: from the start, and from the end."""
 
-CAUSES = 40
-"""Parameters that the others are summed up by."""
-
-OTHERS = 20
-"""Parameters of one overflow that are named."""
-
-CASTS = 40
-"""Lines of the cast audit; the rest is summed up."""
+CAUSES = 40  # parameters that the others are summed up by
+OTHERS = 20  # parameters of one overflow that are named
+CASTS = 40  # lines of the cast audit; the rest is summed up
 
 
 def name(text: str, limit: int = words.NAME_LIMIT) -> Html:

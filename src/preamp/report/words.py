@@ -8,8 +8,7 @@ import unicodedata
 from datetime import datetime
 
 MISSING = "–"
-NAME_LIMIT = 72
-"""Characters of a name that are shown; the middle of longer ones is left out."""
+NAME_LIMIT = 72  # characters of a name that are shown; the middle of longer ones is left out
 
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories that are invisible, reorder text around them, or cannot be written."""

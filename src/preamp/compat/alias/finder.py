@@ -157,8 +157,7 @@ class AliasFinder(DistributionFinder):
             yield AliasDistribution()
 
 
-FINDER = AliasFinder()
-"""The one finder; the alias is on while ``sys.meta_path`` holds it."""
+FINDER = AliasFinder()  # the one finder; the alias is on while ``sys.meta_path`` holds it
 
 WAITS = "waits_for_apex"
 """Attribute of the finder that a child process starts with; see ``startup``."""

@@ -20,8 +20,7 @@ from preamp.doctor.rule import Place, current_place
 from preamp.doctor.rules.speed import kind_of_cast
 from preamp.kernels.observe import ObservedOps
 
-STEPS = 8
-"""Optimizer steps after which calls of modules are not looked at any more."""
+STEPS = 8  # optimizer steps after which calls of modules are not looked at any more
 
 
 class ModuleProbes:

@@ -31,8 +31,7 @@ _CLIPPING = {
 }
 """Functions that clip, with the name of the limit that is their second argument."""
 
-_READ = 64
-"""Backwards whose graph is read; it takes milliseconds for a thousand layers."""
+_READ = 64  # backwards whose graph is read; it takes milliseconds for a thousand layers
 
 
 class TrainingProbes:
