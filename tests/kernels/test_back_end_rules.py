@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from cases.rule_oracles import ORACLES
 from cases.rules import BF16, F16, F32, F64, FUSED, ONE_EACH, ROWS, SIGNATURES, RuleRow
 from cases.tolerances import assert_same
 from preamp.core.dtypes import math_dtype
-from preamp.kernels import AdamRule, BiasCorrection, Update
+from preamp.kernels import AdamRule, BiasCorrection, Rule, Update
 
 ULPS = 4
 """What the op table allows. Rounding on store is one half of one."""
@@ -77,7 +77,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def run(ops: Any, row: RuleRow, lists: Lists, rule: Any = None, **update: Any) -> Lists:
     """Update copies of ``lists``; returns them."""
     lists = copy(lists)
-    getattr(ops, row.op)(*lists, rule=rule or row.rule, update=Update(**update))
+    ops.update_(*lists, rule=rule or row.rule, update=Update(**update))
     return lists
 
 
@@ -101,6 +101,11 @@ def assert_bits(ours: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) ->
     """Nothing has changed, payloads of nan and signs of zeros included."""
     for one, old in zip(ours, before, strict=True):
         assert torch.equal(one.view(BITS[one.dtype]), old.view(BITS[old.dtype]))
+
+
+def test_every_rule_has_rows_and_an_oracle() -> None:
+    assert {type(row.rule) for row in ROWS} == set(get_args(Rule))
+    assert set(ORACLES) == {row.op for row in ROWS}
 
 
 # -- formulas ----------------------------------------------------------------------------------
@@ -328,7 +333,7 @@ def test_state_of_another_shape_is_refused(ops: Any, row: RuleRow, shape: Any) -
     lists[2][1] = torch.ones(shape)
     before = copy(lists)
     with pytest.raises((ValueError, RuntimeError)) as error:
-        getattr(ops, row.op)(*lists, rule=row.rule, update=Update(step=2))
+        ops.update_(*lists, rule=row.rule, update=Update(step=2))
     if ops is REFERENCE:  # where torch finds it out, in the middle
         return
     assert str(error.value).startswith(
@@ -341,7 +346,7 @@ def test_state_of_another_shape_is_refused(ops: Any, row: RuleRow, shape: Any) -
 @every_back_end
 @one_each
 def test_no_tensors_at_all(ops: Any, row: RuleRow) -> None:
-    getattr(ops, row.op)(*([] for _ in range(2 + row.states)), rule=row.rule, update=Update())
+    ops.update_(*([] for _ in range(2 + row.states)), rule=row.rule, update=Update())
 
 
 @every_back_end
@@ -354,7 +359,7 @@ def test_defaults_of_the_process_do_not_matter(ops: Any, row: RuleRow) -> None:
     for dtype, device in ((BF16, "cpu"), (F64, "cpu"), (F32, "meta")):
         lists = copy(before)
         with defaults(dtype, device):
-            getattr(ops, row.op)(*lists, rule=row.rule, update=Update(**options))
+            ops.update_(*lists, rule=row.rule, update=Update(**options))
         for ours, exact in zip(lists, wanted, strict=True):
             assert_bits(ours, exact)
 
@@ -366,7 +371,7 @@ def test_no_history_is_recorded(ops: Any, row: RuleRow) -> None:
     params = [torch.nn.Parameter(tensor) for tensor in lists[0]]
     grads = [tensor.requires_grad_() * 1 for tensor in lists[1]]
     rate = torch.tensor(0.1, requires_grad=True)
-    getattr(ops, row.op)(
+    ops.update_(
         *(params, grads, *lists[2:]), rule=replace(row.rule, lr=rate), update=Update(step=2)
     )
     for tensor in (*params, *(tensor for each in lists[2:] for tensor in each)):
