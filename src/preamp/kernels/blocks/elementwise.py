@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,9 +42,9 @@ class Elementwise(InBlocks):
             dtype = math_dtype(targets[0].dtype)
             by = _beside(factor, targets[0], dtype)
             if targets[0].dtype is dtype and others[0] is None:
-                _torch._foreach_mul_(targets, by)
+                self._multiply_(targets, by)
                 continue
-            for block in self._blocks(targets, others):
+            for block in self._blocks(dtype, targets, others):
                 wide = block.flat(0, dtype) * by
                 if others[0] is not None:
                     wide += block.flat(1, dtype)
@@ -64,7 +64,7 @@ class Elementwise(InBlocks):
             return []
         copy_(wide, halves)
         if len(set(map(id, factors))) == 1:
-            _torch._foreach_mul_(wide, factors[0].to(wide[0].device))
+            self._multiply_(wide, factors[0].to(wide[0].device))
         else:
             by = [factor.to(w.device) for factor, w in zip(factors, wide, strict=True)]
             _torch._foreach_mul_(wide, by)
@@ -91,16 +91,30 @@ class Elementwise(InBlocks):
             x_dtype = math_dtype(ins[0].dtype)
             y_dtype = x_dtype if others[0] is None else math_dtype(others[0].dtype)
             by_x, by_y = _beside(a, outs[0], x_dtype), _beside(b, outs[0], y_dtype)
-            for block in self._blocks(outs, ins, others):
+            for block in self._blocks(x_dtype, outs, ins, others):
                 wide = block.flat(1, x_dtype) * by_x
                 if others[0] is not None:
                     wide = wide + block.flat(2, y_dtype) * by_y
                 block.write(0, wide)
 
-    def _blocks(self, leaders: Tensors, *columns: Column) -> list[Block]:
-        plan = plan_of(shapes_of(leaders), self._large(near=self._is_near(leaders[0])))
-        every = (leaders, *columns)
-        return [block for cut in plan.cuts for block in blocks_of(plan, cut, every)]
+    def _multiply_(self, tensors: Tensors, by: Factor) -> None:
+        """Multiply dense tensors of one dtype, that of the factor."""
+        is_tensor = isinstance(by, torch.Tensor) and by.dtype is torch.float32
+        if is_tensor and tensors[0].dtype is torch.float32 and self._is_near(tensors[0]):
+            # On a CPU a quarter of the time of `_foreach_mul_`; what it finds is not looked at.
+            found = torch.zeros((), dtype=torch.float32, device="cpu")
+            _torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, by)
+            torch.autograd.graph.increment_version(tensors)  # which it does not tell autograd of
+        else:
+            _torch._foreach_mul_(tensors, by)
+
+    def _blocks(self, dtype: torch.dtype, leaders: Tensors, *columns: Column) -> Iterator[Block]:
+        """The blocks of some lists; those of `dtype` are joined in memory that is kept."""
+        near, every = self._is_near(leaders[0]), (leaders, *columns)
+        plan = plan_of(shapes_of(leaders), self._large(near=near))
+        with plan.workspaces(dtype, len(every) if near else 0) as spaces:
+            for cut in plan.cuts:
+                yield from blocks_of(plan, cut, every, spaces)
 
 
 def _beside(factor: Factor, tensor: torch.Tensor, dtype: torch.dtype) -> Factor:
