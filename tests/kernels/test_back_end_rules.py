@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -13,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.back_ends import REFERENCE, as_they_are, defaults, every_back_end
+from cases.back_ends import BLOCKS, CUT, REFERENCE, as_they_are, defaults, every_back_end
 from cases.exact import Exact, assert_within_ulps
 from cases.layouts import LAYOUTS
 from cases.rule_oracles import ORACLES
@@ -438,3 +441,58 @@ def test_any_rule_on_any_tensors(
     for param, half in zip(ours[0], into, strict=True):
         if half is not None:
             assert_same(half, param.to(half.dtype))
+
+
+# -- lists that were seen before -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ops", [BLOCKS, CUT], ids=["blocks", "cut"])
+@pytest.mark.parametrize("change", ["layout", "dtype", "shape", "none"])
+def test_lists_seen_before_are_looked_at_again(ops: Any, change: str) -> None:
+    """What is kept of them may not hide what was assigned to ``data`` in between."""
+    row, shapes = FUSED[0], [(4, 6), (3,), (5, 2), (3,)]
+    lists = lists_of(row, F32, F32, F32, shapes)
+    options: dict[str, Any] = {"step": 2, "inv_scale": torch.tensor(0.5)}
+    for _ in range(3):  # guards are made at the second call
+        ops.update_(*lists, rule=row.rule, update=Update(**options))
+    moment = lists[2][0]
+    if change == "layout":
+        moment.data = moment.data.t().contiguous().t()
+    elif change == "dtype":
+        moment.data = moment.data.double()
+    elif change == "shape":
+        moment.data = moment.data.view(6, 4)
+        with pytest.raises(ValueError, match=r"shape \(6, 4\) was given for parameter 0"):
+            ops.update_(*lists, rule=row.rule, update=Update(**options))
+        return
+    before = copy(lists)
+    ops.update_(*lists, rule=row.rule, update=Update(**options))
+    assert_exact(row, lists, before, step=2, scale=0.5)
+
+
+@pytest.mark.parametrize("ops", [BLOCKS, CUT], ids=["blocks", "cut"])
+def test_what_is_kept_of_lists_keeps_no_tensor_alive(ops: Any) -> None:
+    row = FUSED[0]
+    lists = lists_of(row, F32, BF16, F32, [(11,), (12,)])
+    for _ in range(3):
+        ops.update_(*lists, rule=row.rule, update=Update(step=2))
+        ops.census(lists[1], torch.device("cpu"), with_norm=True)
+    kept = [weakref.ref(tensor) for tensors in lists for tensor in tensors]
+    del lists
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+
+
+@pytest.mark.parametrize("ops", [BLOCKS], ids=["blocks"])
+def test_threads_do_not_share_memory_that_is_kept(ops: Any) -> None:
+    row = FUSED[0]
+    before = [lists_of(row, F32, BF16, F32, [(40, 3)] * 200) for _ in range(4)]
+    for number, lists in enumerate(before):
+        for tensor in lists[1]:
+            tensor.mul_(number)
+    wanted = [run(ops, row, lists, step=2) for lists in before]
+    with ThreadPoolExecutor(4) as pool:
+        ours = list(pool.map(lambda lists: run(ops, row, lists, step=2), before))
+    for one, other in zip(ours, wanted, strict=True):
+        for tensors, same in zip(one, other, strict=True):
+            assert_bits(tensors, same)
