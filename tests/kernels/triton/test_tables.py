@@ -254,7 +254,7 @@ COMPILE = """
 import json, re, inspect, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from preamp.kernels import triton as ops
+from preamp.kernels.triton import Triton
 from preamp.kernels import AdamRule, BiasCorrection, Update
 from preamp.kernels.triton import launch
 from triton.runtime.jit import KernelInterface
@@ -296,6 +296,7 @@ def start(kernel, grid):
     return compile
 
 KernelInterface.__getitem__ = start
+ops = Triton()
 ones = [[torch.ones(5, dtype=torch.bfloat16)] for _ in range(4)]
 ops.census(ones[0], torch.device("cpu"))
 rule = AdamRule(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True,
