@@ -38,7 +38,8 @@ KNOWN: dict[str, str] = {
     "test_clipping_scaled_gradients_to_nothing_is_refused.*": "item 1",
     "test_clipping_to_nothing_is_noticed_at_every_door.*-O5-.*": "item 1",
     "test_a_clip_that_underflows_is_refused.O2.": "item 1",
-    "test_asking_for_the_norm_changes_nothing.(True-.*O[25]|False-128.0-O[25]|False-None-O2).": "item 1",
+    f"test_asking_for_the_norm_changes_nothing.(True|False-128.0)-.*{MASTERS}": "item 1",
+    "test_asking_for_the_norm_changes_nothing.False-None-O2.": "item 1",
     "test_a_deep_copy_.*": "item 2",
     "test_averages_of_state_dicts_move.after.*": "item 2",
     "test_averaged_models_.*": "item 2",
@@ -445,12 +446,6 @@ class Sam:
             param.data = self.old[param]
         self.base.step()
         self.base.zero_grad()
-
-
-def bowls(
-    level: str, build: Any = lambda ps: torch.optim.SGD(ps, lr=2.0**-3, momentum=0.5)
-) -> Pair:
-    return Pair(level, build, Bowl)
 
 
 def bowl_backward(pair: Pair) -> None:

@@ -1,0 +1,888 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Random training programs, run by preamp and by plain torch in float64 at once.
+
+A program is a list of calls. Each is made on an initialized model and on a `Toy` without any
+engine, whose numbers are chosen such that no arithmetic rounds: gradients are small multiples of a
+power of two and do not depend on the weights, but for those of `Toy.q`, which depend on the half
+weight that a forward sees. So both must agree to the bit, until a program clips, or where an
+optimizer divides. A call that makes no sense where it stands is left out, which lets hypothesis
+shrink what fails to the few calls that matter; `World.log` has those that were made.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import preamp
+from cases.levels import BY_NAME
+from preamp.optimizers import FusedAdam, FusedSGD
+
+GRAIN = 2.0**-10
+"""All gradients are small multiples of it; times 65536 they still fit float16."""
+OWNER = {"a": 0, "q": 0, "n": 0, "b": 1}
+"""Which of two optimizers has a part of the model."""
+NAMES = ("a.weight", "a.bias", "q", "n.weight", "n.bias", "b.weight", "b.bias")
+LOSSES = 2
+
+Build = Callable[[Iterable[Any]], torch.optim.Optimizer]
+Parameters = dict[str, nn.Parameter]
+
+
+def _sgd(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1.0, momentum=0.5)
+
+
+def _adamw(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=2.0**-4, eps=2.0**-12, weight_decay=0.0)
+
+
+OPTIMIZERS: dict[str, tuple[Build, Build]] = {
+    "SGD": (_sgd, _sgd),
+    "FusedSGD": (lambda params: FusedSGD(params, lr=1.0, momentum=0.5), _sgd),
+    "AdamW": (_adamw, _adamw),
+    "FusedAdam": (lambda params: FusedAdam(params, lr=2.0**-4, eps=2.0**-12), _adamw),
+}
+"""How to build one, and what it has to do."""
+
+
+class Toy(nn.Module):
+    """Two linear layers, the weights of a batch norm, and a parameter that its gradient follows.
+
+    Attributes:
+        rounds: The half dtype in which a forward sees ``q`` while it is stored in another.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 2)
+        self.b = nn.Linear(3, 2)
+        self.n = nn.BatchNorm1d(2)
+        self.q = nn.Parameter(torch.zeros(4))
+        self.rounds: torch.dtype | None = None
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randint(-700, 700, param.shape, generator=generator) * 2.0**-9)
+
+    def forward(self, x: torch.Tensor, parts: str) -> torch.Tensor:
+        out = torch.zeros(2, 2)
+        for part in parts:
+            if part == "q":
+                seen = self.q.detach()
+                seen = seen if self.rounds is None else seen.to(self.rounds).to(seen.dtype)
+                out = out + (self.q * (seen * 4).round().clamp(-3, 3)).sum()
+            elif part == "n":
+                out = out + (self.n.weight - 2 * self.n.bias)
+            else:
+                out = out + self.get_submodule(part)(x)
+        return out
+
+
+def loss_of(model: Toy, parts: str, index: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A loss with exact gradients; ``index`` says which, ``dtype`` is that of the input."""
+    generator = torch.Generator().manual_seed(index)
+    x = torch.randint(-2, 3, (2, 3), generator=generator).float()
+    coefficients = torch.randint(1, 4, (2, 2), generator=generator).float() * GRAIN
+    return (model(x.to(dtype), parts) * coefficients).sum()
+
+
+# -- what a program is made of -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """Something a script does."""
+
+    def run(self, world: World) -> None:
+        """Do it on both sides."""
+        raise NotImplementedError
+
+
+Where = Literal["block", "outside"]
+
+
+@dataclass(frozen=True)
+class Backward(Call):
+    """A backward, inside ``scale_loss`` unless ``outside``.
+
+    Attributes:
+        parts: What the loss depends on.
+        both: Whether the block is of both optimizers even if one would do.
+        poison: Whether the loss is infinite; at dynamic scales only.
+        fails: Whether the body raises after its backward.
+    """
+
+    parts: str
+    index: int
+    loss_id: int = 0
+    delay: bool = False
+    both: bool = False
+    poison: bool = False
+    fails: bool = False
+    outside: bool = False
+
+    def run(self, world: World) -> None:
+        if self.outside:
+            world.plain_backward(self)
+        else:
+            world.block(self)
+
+
+@dataclass(frozen=True)
+class Step(Call):
+    """A step of one optimizer, with a closure that makes its gradients if there is an index."""
+
+    optimizer: int
+    closure: int | None = None
+
+    def run(self, world: World) -> None:
+        if self.closure is None:
+            world.step(self.optimizer)
+        else:
+            world.step_with_closure(self.optimizer, self.closure)
+
+
+@dataclass(frozen=True)
+class Zero(Call):
+    """Zero or drop gradients: of an optimizer (0, 1), of the model, or of a parameter."""
+
+    whose: int | str
+    to_none: bool
+
+    def run(self, world: World) -> None:
+        world.zero(self.whose, to_none=self.to_none)
+
+
+@dataclass(frozen=True)
+class Clip(Call):
+    """Clip the gradients of one optimizer, in one of the three ways."""
+
+    optimizer: int
+    max_norm: float
+    by: Literal["preamp", "masters", "model"] = "preamp"
+
+    def run(self, world: World) -> None:
+        world.clip(self)
+
+
+@dataclass(frozen=True)
+class Read(Call):
+    """Compare the gradient of one parameter, which makes it."""
+
+    name: str
+
+    def run(self, world: World) -> None:
+        world.read(self.name)
+
+
+@dataclass(frozen=True)
+class Write(Call):
+    """Write to a weight of the model."""
+
+    name: str
+    how: Literal["fill_", "mul_", "data =", "data.fill_"]
+
+    def run(self, world: World) -> None:
+        world.write(self.name, self.how)
+
+
+@dataclass(frozen=True)
+class WriteMasters(Call):
+    """Write to what an optimizer holds."""
+
+    optimizer: int
+    how: Literal["mul_", "copy_", "data ="]
+
+    def run(self, world: World) -> None:
+        world.write_masters(self.optimizer, self.how)
+
+
+@dataclass(frozen=True)
+class Freeze(Call):
+    """Freeze a parameter, or let it be trained again."""
+
+    name: str
+    trains: bool = False
+
+    def run(self, world: World) -> None:
+        world.freeze(self.name, trains=self.trains)
+
+
+@dataclass(frozen=True)
+class Look(Call):
+    """A forward without gradients, a deep copy, or ``state_dict``."""
+
+    through: Literal["forward", "deepcopy", "state_dict", "exact_weights"]
+
+    def run(self, world: World) -> None:
+        world.look(self.through)
+
+
+@dataclass(frozen=True)
+class Checkpoint(Call):
+    """Save everything, load it, or load it in a new process."""
+
+    how: Literal["save", "load", "restart"]
+
+    def run(self, world: World) -> None:
+        world.checkpoint(self.how)
+
+
+@dataclass(frozen=True)
+class Again(Call):
+    """Close the engine and initialize again, maybe at another level."""
+
+    level: str
+
+    def run(self, world: World) -> None:
+        world.again(self.level)
+
+
+# -- known faults --------------------------------------------------------------------------------
+
+
+AVOIDED = frozenset(
+    {
+        "clip of scaled gradients to nothing",
+        "the norm of scaled gradients",
+        "deep copies",
+        "exact weights",
+        "masters written before a forward",
+        "quiet writes",
+        "zeroing in place",
+        "zeroing of what was left scaled",
+        "a failing block without a scale",
+        "the scale after an overflow",
+    }
+)
+"""What programs keep away from, since it goes wrong; `test_doors` has a test of each."""
+
+
+# -- both sides ----------------------------------------------------------------------------------
+
+
+class Left(Exception):
+    """Raised by the body of a block."""
+
+
+class World:
+    """A model under preamp, the same in plain torch, and what is known of where they stand.
+
+    Attributes:
+        ours: The initialized model.
+        plain: What it is compared with; float64, at O3 float16.
+        engine: The engine of ``ours``.
+        log: The calls made so far, as one would write them.
+        exact: Whether both have to agree to the bit.
+    """
+
+    def __init__(
+        self,
+        level: str,
+        optimizer: str = "SGD",
+        loss_scale: Any = None,
+        *,
+        frozen: Iterable[str] = (),
+        avoided: frozenset[str] = AVOIDED,
+    ) -> None:
+        self.kind, self.loss_scale, self.avoided = optimizer, loss_scale, avoided
+        self.log: list[str] = []
+        self.exact = "SGD" in optimizer
+        self.ours, self.plain = Toy(), Toy().double()
+        for name in frozen:
+            for model in (self.ours, self.plain):
+                model.get_parameter(name).requires_grad_(False)
+        build, build_plain = OPTIMIZERS[optimizer]
+        self.opts = [build(_owned(self.ours, i)) for i in (0, 1)]
+        self.plain_opts = [build_plain(_owned(self.plain, i)) for i in (0, 1)]
+        self.saved: tuple[Any, Any] | None = None
+        self.initialize(level)
+
+    def initialize(self, level: str) -> None:
+        self.row = BY_NAME[level]
+        arguments = f"opt_level={level!r}, loss_scale={self.loss_scale!r}, num_losses={LOSSES}"
+        frozen = [n for n, p in self.ours.named_parameters() if not p.requires_grad]
+        self.log.append(
+            f"initialize(model, [{self.kind}(a, q, n), {self.kind}(b)], {arguments})"
+            + (f"  # frozen: {frozen}" if frozen else "")
+        )
+        preamp.initialize(
+            self.ours,
+            self.opts,
+            opt_level=level,
+            loss_scale=self.loss_scale,
+            num_losses=LOSSES,
+            verbosity=0,
+        )
+        self.engine: Any = preamp.engine_of(self.ours)
+        self.is_dynamic = self.engine.policy.is_dynamic
+        self.is_scaled = self.is_dynamic or self.engine.loss_scale() != 1.0
+        self.convert_plain()
+        self.overflowed = [False, False]
+        self.delayed: list[tuple[int, float] | None] = [None, None]
+        self.is_stale = [False, False]  # a skipped step has left its gradients
+        self.spent: set[str] = set()
+        self.halved = [0, 0]
+        self.has_delayed = [False, False]
+        self.started = False
+        self.half_written = self.master_written = False
+
+    def convert_plain(self) -> None:
+        """Bring what is compared with to the dtype in which the level's optimizer works."""
+        half = self.row.weight is not torch.float32
+        dtype = torch.float16 if half and not self.row.has_masters else torch.float64
+        self.plain.to(dtype)
+        self.plain.rounds = self.row.weight if self.row.has_masters else None
+        for optimizer in self.plain_opts:
+            for param, state in optimizer.state.items():
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.shape == param.shape:
+                        state[key] = value.to(dtype)
+        self.round_frozen()
+
+    def round_frozen(self) -> None:
+        """What has no master is rounded."""
+        for name, param in self.ours.named_parameters():
+            if param.dtype is not torch.float32 and self.master(name) is None:
+                mine = self.plain.get_parameter(name)
+                mine.data = mine.detach().to(param.dtype).to(mine.dtype)
+
+    # -- lookups -------------------------------------------------------------------------------
+
+    def master(self, name: str) -> torch.Tensor | None:
+        return self.engine.master_of(self.ours.get_parameter(name))
+
+    def both(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+        return self.ours.get_parameter(name), self.plain.get_parameter(name)
+
+    def names(self, optimizer: int | None = None) -> list[str]:
+        return [n for n in NAMES if optimizer is None or OWNER[n[0]] == optimizer]
+
+    def grads(self, optimizer: int) -> dict[str, torch.Tensor]:
+        """What the coming step of plain torch would use."""
+        params = {n: self.plain.get_parameter(n) for n in self.names(optimizer)}
+        return {n: p.grad for n, p in params.items() if p.grad is not None and n not in self.spent}
+
+    def holds(self, optimizer: int) -> bool:
+        return any(bool(grad.any()) for grad in self.grads(optimizer).values())
+
+    def avoids(self, fault: str) -> bool:
+        return fault in self.avoided
+
+    def refused(self, call: Callable[[], object]) -> bool:
+        try:
+            call()
+        except preamp.PreampStateError:
+            return True
+        return False
+
+    # -- backward ------------------------------------------------------------------------------
+
+    def plain_backward(self, call: Backward) -> None:
+        """Outside of any block: nothing of a loss scale may be left."""
+        params = [n for n in self.names() if n[0] in call.parts]
+        if not any(self.ours.get_parameter(n).requires_grad for n in params):
+            return
+        owners = {OWNER[part] for part in call.parts}
+        if any(self.delayed[i] or self.overflowed[i] or self.is_stale[i] for i in owners):
+            return
+        if any(self.master(n) is not None and self.both(n)[0].grad is not None for n in params):
+            return
+        if self.master_written and self.avoids("masters written before a forward"):
+            return
+        self.log.append(f"loss({call.parts!r}, {call.index}).backward()")
+        loss_of(self.ours, call.parts, call.index).backward()
+        self.master_written, self.started = False, True
+        self.drop_spent(owners)
+        self.theirs(call)
+
+    def theirs(self, call: Backward) -> None:
+        with preamp.disable_casts():
+            loss = loss_of(self.plain, call.parts, call.index, self.plain.q.dtype)
+            (loss * math.inf if call.poison and self.is_dynamic else loss).backward()
+
+    def drop_spent(self, owners: Iterable[int]) -> None:
+        for i in owners:
+            for name in self.names(i):
+                if name in self.spent:
+                    self.spent.discard(name)
+                    self.plain.get_parameter(name).grad = None
+
+    def block(self, call: Backward) -> None:
+        if not any(self.both(n)[0].requires_grad for n in self.names() if n[0] in call.parts):
+            return
+        if self.master_written and self.avoids("masters written before a forward"):
+            return
+        owners = sorted({OWNER[part] for part in call.parts} | ({0, 1} if call.both else set()))
+        for i in owners:
+            if self.is_stale[i]:
+                self.zero(i, to_none=True)
+        poison = call.poison and self.is_dynamic
+        fails = call.fails and not any(self.delayed[i] for i in owners)
+        if fails and not self.is_scaled and self.avoids("a failing block without a scale"):
+            return
+        if call.delay and any(self.overflowed) and self.avoids("the scale after an overflow"):
+            return
+        self.log.append(
+            f"with scale_loss(loss({call.parts!r}, {call.index}){' * inf' if poison else ''}, "
+            f"{[f'opt{i}' for i in owners]}, loss_id={call.loss_id}"
+            f"{', delay_unscale=True' if call.delay else ''}) as scaled: scaled.backward()"
+            + ("; raise" if fails else "")
+        )
+        scale = self.engine.loss_scale(call.loss_id)
+        self.begin(owners, call.loss_id, scale)
+        loss = loss_of(self.ours, call.parts, call.index) * (math.inf if poison else 1.0)
+        self.master_written, self.started = False, True
+        opts = [self.opts[i] for i in owners]
+        try:
+            with preamp.scale_loss(loss, opts, call.loss_id, delay_unscale=call.delay) as scaled:
+                scaled.backward()
+                if fails:
+                    raise Left
+        except Left:
+            return
+        self.theirs(call)
+        for i in owners:
+            self.delayed[i] = (call.loss_id, scale) if call.delay else None
+        self.halved[call.loss_id] += poison
+        self.has_delayed[call.loss_id] |= call.delay
+        if not call.delay and self.is_dynamic:
+            found = [g for i in owners for g in self.grads(i).values()]
+            if not all(grad.isfinite().all() for grad in found):
+                for i in owners:
+                    self.overflowed[i] = True
+
+    def begin(self, owners: list[int], loss_id: int, scale: float) -> None:
+        """What becomes of earlier gradients."""
+        self.drop_spent(owners)
+        for i in owners:
+            delayed = self.delayed[i]
+            if delayed is not None and not self.grads(i):
+                self.delayed[i], self.overflowed[i] = None, False
+            elif delayed is not None and delayed != (loss_id, scale):
+                self.delayed[i] = None
+                if self.is_dynamic and not _finite(self.grads(i)):
+                    self.overflowed[i] = True
+            elif delayed is None and self.overflowed[i] and not self.holds(i):
+                self.overflowed[i] = False
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def step(self, i: int) -> None:
+        self.log.append(f"opt{i}.step()")
+        if self.delayed[i] and self.grads(i):
+            if self.refused(self.opts[i].step):
+                return
+            assert not self.holds(i), "a step on gradients that are still scaled"
+            self.delayed[i] = None
+        else:
+            self.opts[i].step()
+        skipped = self.overflowed[i]
+        if skipped and not self.holds(i):  # dropped or zeroed since: either will do
+            skipped = self.engine.last_step_skipped
+        assert self.engine.last_step_skipped == skipped, "skipped" if not skipped else "applied"
+        if not skipped:
+            self.plain_step(i)
+        self.is_stale[i] = skipped
+        self.end_step(i)
+
+    def plain_step(self, i: int) -> None:
+        hidden = {n: self.plain.get_parameter(n) for n in self.names(i) if n in self.spent}
+        grads = {name: param.grad for name, param in hidden.items()}
+        for param in hidden.values():
+            param.grad = None
+        with preamp.disable_casts():
+            self.plain_opts[i].step()
+        for name, param in hidden.items():
+            param.grad = grads[name]
+
+    def end_step(self, i: int) -> None:
+        self.overflowed[i], self.delayed[i] = False, None
+        for name in self.names(i):
+            if self.master(name) is not None and self.plain.get_parameter(name).grad is not None:
+                self.spent.add(name)
+        self.half_written = self.master_written = False
+        self.check(i)
+
+    def step_with_closure(self, i: int, index: int) -> None:
+        parts = "aqn" if i == 0 else "b"
+        if not any(self.both(n)[0].requires_grad for n in self.names(i)):
+            return
+        if self.master_written and self.avoids("masters written before a forward"):
+            return
+        self.log.append(f"opt{i}.step(closure of loss({parts!r}, {index}))")
+
+        def closure() -> torch.Tensor:
+            self.opts[i].zero_grad()
+            loss = loss_of(self.ours, parts, index)
+            with preamp.scale_loss(loss, self.opts[i]) as scaled:
+                scaled.backward()
+            return loss
+
+        self.opts[i].step(closure)  # type: ignore[arg-type]
+        self.started = True
+        self.plain_opts[i].zero_grad()
+        self.spent -= set(self.names(i))
+        self.theirs(Backward(parts, index))
+        self.plain_step(i)
+        self.is_stale[i] = False
+        self.end_step(i)
+
+    # -- gradients -----------------------------------------------------------------------------
+
+    def zero(self, whose: int | str, *, to_none: bool) -> None:
+        how = "None" if to_none else "zeros"
+        names = [whose] if isinstance(whose, str) and whose != "model" else self.names()
+        names = self.names(whose) if isinstance(whose, int) else names
+        if not isinstance(whose, int):
+            scaled = any(self.delayed[OWNER[n[0]]] for n in names)
+            if scaled and self.avoids("zeroing of what was left scaled"):
+                return
+            if not to_none and self.row.has_masters and self.avoids("zeroing in place"):
+                return
+        if isinstance(whose, int):
+            self.log.append(f"opt{whose}.zero_grad()  # {how}")
+            self.opts[whose].zero_grad(set_to_none=to_none)
+            self.overflowed[whose], self.delayed[whose] = False, None
+        elif whose == "model":
+            self.log.append(f"model.zero_grad(set_to_none={to_none})")
+            self.ours.zero_grad(set_to_none=to_none)
+        else:
+            self.log.append(f"model.{whose}.grad" + (" = None" if to_none else ".zero_()"))
+            _clear(self.ours.get_parameter(whose), to_none=to_none)
+        for name in names:
+            _clear(self.plain.get_parameter(name), to_none=to_none)
+            self.spent.discard(name)
+        if whose == "model":
+            self.is_stale = [False, False]
+        elif isinstance(whose, int):
+            self.is_stale[whose] = False
+
+    def clip(self, call: Clip) -> None:
+        i = call.optimizer
+        if self.overflowed[i] or self.is_stale[i] or not _finite(self.grads(i)):
+            return
+        if self.delayed[i]:
+            if call.by == "preamp" and self.grads(i):
+                self.log.append(f"preamp.clip_grad_norm_(opt{i}, {call.max_norm})  # refused")
+                refused = self.refused(lambda: preamp.clip_grad_norm_(self.opts[i], call.max_norm))
+                assert refused or not self.holds(i)
+            return
+        if call.by == "model" and self.row.has_masters:
+            self.clip_halves(i, call.max_norm)
+            return
+        params: dict[str, Callable[[], Any]] = {
+            "preamp": lambda: self.opts[i],
+            "masters": lambda: preamp.master_params(self.opts[i]),
+            "model": lambda: _owned(self.ours, i),
+        }
+        function = preamp.clip_grad_norm_ if call.by == "preamp" else nn.utils.clip_grad_norm_
+        self.log.append(f"{call.by}.clip_grad_norm_(opt{i}, {call.max_norm})")
+        norm = function(params[call.by](), call.max_norm)
+        grads = self.grads(i).values()
+        exact = torch.stack([grad.double().norm() for grad in grads]).norm() if grads else 0.0
+        wanted = float(exact)
+        half = self.plain.q.dtype is torch.float16
+        assert math.isclose(norm.item(), wanted, rel_tol=2.0**-7 if half else 2.0**-18)
+        factor = min(1.0, call.max_norm / (wanted + 1e-6))
+        if factor != 1.0:
+            self.exact = False
+            for grad in grads:
+                grad.mul_(factor)
+
+    def clip_halves(self, i: int, max_norm: float) -> None:
+        """By the model's own gradients, which still carry the loss scale at these levels."""
+        held = [
+            p for p in _owned(self.ours, i) if p.dtype is not torch.float32 and p.grad is not None
+        ]
+        fresh = [
+            n
+            for n in self.grads(i)
+            if self.master(n) is not None and self.both(n)[0].grad is not None
+        ]
+        if not fresh or not self.is_scaled:
+            return
+        if max_norm == math.inf:
+            if self.avoids("the norm of scaled gradients"):
+                return
+            self.log.append(f"torch.clip_grad_norm_(parameters of opt{i}, inf)")
+            norm = nn.utils.clip_grad_norm_(held, max_norm)
+            if norm.isfinite():
+                return
+        else:
+            if self.avoids("clip of scaled gradients to nothing"):
+                return
+            if not any(bool(self.both(n)[0].grad.any()) for n in fresh):  # type: ignore[union-attr]
+                return
+            self.log.append(f"torch.clip_grad_norm_(parameters of opt{i}, {max_norm})")
+            nn.utils.clip_grad_norm_(held, max_norm)
+        self.log.append(f"opt{i}.step()  # refused")
+        before = [p.detach().clone() for p in preamp.master_params(self.opts[i])]
+        assert self.refused(self.opts[i].step), "a step on gradients clipped while scaled"
+        for param, was in zip(preamp.master_params(self.opts[i]), before, strict=True):
+            assert torch.equal(param, was)
+        self.zero(i, to_none=True)
+
+    def read(self, name: str) -> None:
+        i = OWNER[name[0]]
+        if self.delayed[i] or self.overflowed[i] or self.is_stale[i]:
+            return
+        param, wanted = self.both(name)
+        master = self.master(name)
+        held = param if master is None else master
+        self.log.append(f"{'master' if master is not None else 'model'}.{name}.grad")
+        self.compare(held.grad, self.grads(i).get(name), f"gradient of {name}")
+        del wanted
+
+    # -- weights -------------------------------------------------------------------------------
+
+    def write(self, name: str, how: str) -> None:
+        param, plain = self.both(name)
+        has_master = self.master(name) is not None
+        if has_master and self.master_written:
+            return  # whose write counts is nobody's business
+        if how == "data.fill_" and has_master and (self.started or self.avoids("quiet writes")):
+            return
+        self.log.append(f"model.{name}.{how}")
+        for side in (param, plain):
+            _write(side, how, 0.375)
+        if param.dtype != plain.dtype and param.dtype is not torch.float32:
+            self.half_written |= has_master
+            if has_master:
+                value = param.detach().double()
+                before = self.engine.master_of(param).detach().double()
+                rounded = before.to(param.dtype).double()
+                plain.data = torch.where(rounded == value, before, value)
+            else:
+                plain.data = param.detach().double()
+
+    def write_masters(self, i: int, how: str) -> None:
+        if self.half_written:
+            return
+        self.log.append(f"opt{i}'s parameters.{how}")
+        for name in self.names(i):
+            param, plain = self.both(name)
+            master = self.master(name)
+            if master is None and param.dtype != plain.dtype and param.dtype is not torch.float32:
+                continue
+            held = param if master is None else master
+            _write(held, how, 0.625 + 2.0**-12)  # not a half number
+            _write(plain, how, 0.625 + 2.0**-12)
+            self.master_written |= master is not None
+
+    def freeze(self, name: str, *, trains: bool) -> None:
+        self.log.append(f"model.{name}.requires_grad_({trains})")
+        for side in self.both(name):
+            side.requires_grad_(trains)
+
+    def look(self, through: str) -> None:
+        if through == "exact_weights" and self.avoids("exact weights"):
+            return
+        if through == "deepcopy" and self.avoids("deep copies"):
+            return
+        if through == "forward" and self.avoids("masters written before a forward"):
+            return
+        self.log.append(through)
+        if through == "forward":
+            with torch.no_grad():
+                self.ours(torch.zeros(2, 3), "abqn")
+            self.master_written = False
+            self.check_halves()
+            return
+        if through == "exact_weights":
+            with self.engine.exact_weights():
+                found = {n: p.detach().clone() for n, p in self.ours.named_parameters()}
+        elif through == "deepcopy":
+            found = {n: p.detach() for n, p in copy.deepcopy(self.ours).named_parameters()}
+        else:
+            found = {n: v for n, v in self.ours.state_dict().items() if n in NAMES}
+        for name, value in found.items():
+            self.compare(value, self.plain.get_parameter(name), f"{through} {name}")
+
+    # -- checkpoints and engines -----------------------------------------------------------------
+
+    def checkpoint(self, how: str) -> None:
+        if how == "save":
+            self.log.append("save")
+            self.saved = (
+                copy.deepcopy(
+                    (
+                        self.ours.state_dict(),
+                        [opt.state_dict() for opt in self.opts],
+                        self.engine.state_dict(),
+                    )
+                ),
+                copy.deepcopy(
+                    (self.plain.state_dict(), [opt.state_dict() for opt in self.plain_opts])
+                ),
+            )
+            self.saved_halved = list(self.halved)
+            return
+        if self.saved is None:
+            return
+        self.log.append(how)
+        if how == "restart":
+            self.restart()
+        (ours, opts, engine), (plain, plain_opts) = copy.deepcopy(self.saved)
+        self.ours.load_state_dict(ours)
+        self.plain.load_state_dict(plain)
+        for optimizer, state in zip(self.opts, opts, strict=True):
+            optimizer.load_state_dict(state)
+        for optimizer, state in zip(self.plain_opts, plain_opts, strict=True):
+            optimizer.load_state_dict(state)
+        self.engine.load_state_dict(engine)
+        self.halved = list(self.saved_halved)
+        self.has_delayed = [True, True]  # a scale may yet fall for what was found before
+        self.half_written = self.master_written = False
+        self.round_frozen()
+        self.check()
+
+    def restart(self) -> None:
+        level, exact, saved = self.row.name, self.exact, (self.saved, self.saved_halved)
+        self.engine.close()
+        log = self.log
+        self.__init__(level, self.kind, self.loss_scale, avoided=self.avoided)  # type: ignore[misc]
+        self.log = [*log, *self.log]
+        self.exact = exact
+        self.saved, self.saved_halved = saved
+
+    def again(self, level: str) -> None:
+        if level == "O3" and not self.exact:
+            return  # float16 state of what differs by a rounding
+        self.log.append("engine.close()")
+        masters = {n for n in self.names() if self.master(n) is not None}
+        self.engine.close()
+        for name in self.names():
+            param, plain = self.both(name)
+            self.compare(param.detach(), plain.detach(), f"closed {name}")
+            i = OWNER[name[0]]
+            if not (self.overflowed[i] or self.is_stale[i] or name in self.spent):
+                finite = plain.grad is None or bool(plain.grad.isfinite().all())
+                if finite:
+                    self.compare(param.grad, plain.grad, f"closed, gradient of {name}")
+            param.grad = plain.grad = None
+        del masters
+        self.saved = None
+        self.initialize(level)
+
+    # -- comparisons ---------------------------------------------------------------------------
+
+    def compare(self, ours: torch.Tensor | None, wanted: torch.Tensor | None, where: str) -> None:
+        assert (ours is None) == (wanted is None), f"{where}: {ours} is not {wanted}"
+        if ours is None or wanted is None:
+            return
+        a, b = ours.detach().double(), wanted.detach().double()
+        if self.exact:
+            assert torch.equal(a, b), f"{where}: {a} is not {b}"
+        else:
+            half = wanted.dtype is torch.float16
+            rel = 2.0**-7 if half else 2.0**-13
+            assert ((a - b).abs() <= rel * b.abs().clamp(min=2.0**-3)).all(), (
+                f"{where}: {a} is not {b}"
+            )
+
+    def check_halves(self) -> None:
+        if self.half_written:
+            return
+        for name, param in self.ours.named_parameters():
+            master = self.master(name)
+            if master is not None:
+                assert torch.equal(param, master.to(param.dtype)), f"half {name} is not its master"
+
+    def check(self, optimizer: int | None = None) -> None:
+        """Weights, half weights, and the optimizers' state are right."""
+        for name in self.names(optimizer):
+            param, plain = self.both(name)
+            master = self.master(name)
+            self.compare(param if master is None else master, plain, name)
+        if optimizer is None:
+            self.check_halves()
+        elif not self.half_written:
+            for name in self.names(optimizer):
+                master, param = self.master(name), self.both(name)[0]
+                if master is not None:
+                    assert torch.equal(param, master.to(param.dtype)), f"half {name}"
+
+    def finish(self) -> None:
+        """Compare everything at the end of a program."""
+        for name in self.names():
+            self.read(name)
+        for i in (0, 1):
+            if not (self.delayed[i] and self.grads(i)):
+                self.step(i)
+        self.check()
+        if "SGD" in self.kind:
+            self.check_momentum()
+        if self.is_dynamic and not self.avoids("the scale after an overflow"):
+            for loss_id in range(LOSSES):
+                scale, least = self.engine.loss_scale(loss_id), 2.0 ** (16 - self.halved[loss_id])
+                assert least <= scale <= 2.0**16, f"loss scale {scale} of loss {loss_id}"
+                assert scale == least or self.has_delayed[loss_id], f"loss scale {scale}"
+
+    def check_momentum(self) -> None:
+        for i in (0, 1):
+            for name in self.names(i):
+                param, plain = self.both(name)
+                master = self.master(name)
+                held = param if master is None else master
+                ours = self.opts[i].state.get(held, {}).get("momentum_buffer")
+                wanted = self.plain_opts[i].state.get(plain, {}).get("momentum_buffer")
+                self.compare(ours, wanted, f"momentum of {name}")
+
+
+def _owned(model: Toy, optimizer: int) -> list[nn.Parameter]:
+    return [p for n, p in ((n, model.get_parameter(n)) for n in NAMES) if OWNER[n[0]] == optimizer]
+
+
+def _finite(grads: dict[str, torch.Tensor]) -> bool:
+    return all(bool(grad.isfinite().all()) for grad in grads.values())
+
+
+def _clear(param: torch.Tensor, *, to_none: bool) -> None:
+    if to_none:
+        param.grad = None
+    elif param.grad is not None:
+        param.grad.zero_()
+
+
+@torch.no_grad()
+def _write(param: torch.Tensor, how: str, value: float) -> None:
+    if how == "fill_":
+        param.fill_(value)
+    elif how == "mul_":
+        param.mul_(0.5)
+    elif how == "copy_":
+        param.copy_(torch.full_like(param, value))
+    elif how == "data =":
+        param.data = torch.full_like(param, value + 0.25)
+    else:
+        param.data.fill_(value)
+
+
+def run(
+    program: Iterable[Call],
+    level: str,
+    optimizer: str = "SGD",
+    loss_scale: Any = None,
+    *,
+    frozen: Iterable[str] = (),
+    avoided: frozenset[str] = AVOIDED,
+) -> World:
+    """Run a program; what went wrong is told together with the calls up to there."""
+    world = World(level, optimizer, loss_scale, frozen=frozen, avoided=avoided)
+    try:
+        for call in program:
+            call.run(world)
+        world.finish()
+    except (AssertionError, preamp.PreampStateError, RuntimeError) as error:
+        raise AssertionError("\n".join([*world.log, f"=> {error}"])) from error
+    finally:
+        world.engine.close()
+    return world
