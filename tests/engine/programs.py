@@ -43,11 +43,34 @@ def _adamw(params: Iterable[Any]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=2.0**-4, eps=2.0**-12, weight_decay=0.0)
 
 
+class CountingAdam(torch.optim.Optimizer):
+    """Adam that counts the steps of a group, those without any gradient too, as Apex's does."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 2.0**-4, "eps": 2.0**-12, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            group["step"] += 1
+            one, two = (1 - beta ** group["step"] for beta in (0.9, 0.999))
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    mean = state.setdefault("exp_avg", torch.zeros_like(param))
+                    mean.lerp_(param.grad, 0.1)
+                    square = state.setdefault("exp_avg_sq", torch.zeros_like(param))
+                    square.lerp_(param.grad.square(), 0.001)
+                    root = (square / two).sqrt() + group["eps"]
+                    param.sub_(mean / one / root, alpha=group["lr"])
+
+
 OPTIMIZERS: dict[str, tuple[Build, Build]] = {
     "SGD": (_sgd, _sgd),
     "FusedSGD": (lambda params: FusedSGD(params, lr=1.0, momentum=0.5), _sgd),
     "AdamW": (_adamw, _adamw),
-    "FusedAdam": (lambda params: FusedAdam(params, lr=2.0**-4, eps=2.0**-12), _adamw),
+    "FusedAdam": (lambda params: FusedAdam(params, lr=2.0**-4, eps=2.0**-12), CountingAdam),
 }
 """How to build one, and what it has to do."""
 
@@ -449,11 +472,12 @@ class World:
         except Left:
             return
         self.theirs(call)
+        keeps_scale = call.delay and (self.is_scaled or self.row.has_masters)
         for i in owners:
-            self.delayed[i] = (call.loss_id, scale) if call.delay else None
+            self.delayed[i] = (call.loss_id, scale) if keeps_scale else None
         self.halved[call.loss_id] += poison
-        self.has_delayed[call.loss_id] |= call.delay
-        if not call.delay and self.is_dynamic:
+        self.has_delayed[call.loss_id] |= keeps_scale
+        if not keeps_scale and self.is_dynamic:
             found = [g for i in owners for g in self.grads(i).values()]
             if not all(grad.isfinite().all() for grad in found):
                 for i in owners:
@@ -477,7 +501,7 @@ class World:
 
     def step(self, i: int) -> None:
         self.log.append(f"opt{i}.step()")
-        if self.delayed[i] and self.grads(i):
+        if self.delayed[i]:
             if self.refused(self.opts[i].step):
                 return
             assert not self.holds(i), "a step on gradients that are still scaled"
@@ -526,7 +550,9 @@ class World:
                 scaled.backward()
             return loss
 
-        self.opts[i].step(closure)  # type: ignore[arg-type]
+        if self.refused(lambda: self.opts[i].step(closure)):  # type: ignore[arg-type]
+            assert self.delayed[i], "a step with a closure was refused"
+            return
         self.started = True
         self.plain_opts[i].zero_grad()
         self.spent -= set(self.names(i))
@@ -815,7 +841,7 @@ class World:
         for name in self.names():
             self.read(name)
         for i in (0, 1):
-            if not (self.delayed[i] and self.grads(i)):
+            if not self.delayed[i]:
                 self.step(i)
         self.check()
         if "SGD" in self.kind:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from cases.levels import BY_NAME, LEVEL_NAMES
@@ -74,7 +74,12 @@ programs = st.lists(st.one_of(backwards, backwards, steps, others, others), max_
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-@settings(max_examples=EXAMPLES, print_blob=False, report_multiple_bugs=False)
+@settings(
+    max_examples=EXAMPLES,
+    phases=[Phase.generate, Phase.shrink],
+    print_blob=False,
+    report_multiple_bugs=False,
+)
 @given(data=st.data())
 def test_programs_do_what_plain_torch_does(level: str, data: st.DataObject) -> None:
     has_coarse_state = BY_NAME[level].weight is BY_NAME["O3"].weight and level == "O3"
