@@ -277,7 +277,7 @@ AVOIDED = frozenset(
         "the norm of scaled gradients",
         "deep copies",
         "exact weights",
-        "masters written before a forward",
+        "masters written before anybody looks",
         "quiet writes",
         "zeroing in place",
         "zeroing of what was left scaled",
@@ -355,7 +355,7 @@ class World:
         self.halved = [0, 0]
         self.has_delayed = [False, False]
         self.started = False
-        self.half_written = self.master_written = False
+        self.half_written, self.master_written = [False, False], [False, False]
 
     def convert_plain(self) -> None:
         """Bring what is compared with to the dtype in which the level's optimizer works."""
@@ -418,11 +418,11 @@ class World:
             return
         if any(self.master(n) is not None and self.both(n)[0].grad is not None for n in params):
             return
-        if self.master_written and self.avoids("masters written before a forward"):
+        if any(self.master_written) and self.avoids("masters written before anybody looks"):
             return
         self.log.append(f"loss({call.parts!r}, {call.index}).backward()")
         loss_of(self.ours, call.parts, call.index).backward()
-        self.master_written, self.started = False, True
+        self.master_written, self.started = [False, False], True
         self.drop_spent(owners)
         self.theirs(call)
 
@@ -441,7 +441,7 @@ class World:
     def block(self, call: Backward) -> None:
         if not any(self.both(n)[0].requires_grad for n in self.names() if n[0] in call.parts):
             return
-        if self.master_written and self.avoids("masters written before a forward"):
+        if any(self.master_written) and self.avoids("masters written before anybody looks"):
             return
         owners = sorted({OWNER[part] for part in call.parts} | ({0, 1} if call.both else set()))
         for i in owners:
@@ -462,7 +462,7 @@ class World:
         scale = self.engine.loss_scale(call.loss_id)
         self.begin(owners, call.loss_id, scale)
         loss = loss_of(self.ours, call.parts, call.index) * (math.inf if poison else 1.0)
-        self.master_written, self.started = False, True
+        self.master_written, self.started = [False, False], True
         opts = [self.opts[i] for i in owners]
         try:
             with preamp.scale_loss(loss, opts, call.loss_id, delay_unscale=call.delay) as scaled:
@@ -532,14 +532,14 @@ class World:
         for name in self.names(i):
             if self.master(name) is not None and self.plain.get_parameter(name).grad is not None:
                 self.spent.add(name)
-        self.half_written = self.master_written = False
+        self.half_written[i] = self.master_written[i] = False
         self.check(i)
 
     def step_with_closure(self, i: int, index: int) -> None:
         parts = "aqn" if i == 0 else "b"
         if not any(self.both(n)[0].requires_grad for n in self.names(i)):
             return
-        if self.master_written and self.avoids("masters written before a forward"):
+        if any(self.master_written) and self.avoids("masters written before anybody looks"):
             return
         self.log.append(f"opt{i}.step(closure of loss({parts!r}, {index}))")
 
@@ -672,7 +672,7 @@ class World:
     def write(self, name: str, how: str) -> None:
         param, plain = self.both(name)
         has_master = self.master(name) is not None
-        if has_master and self.master_written:
+        if has_master and self.master_written[OWNER[name[0]]]:
             return  # whose write counts is nobody's business
         if how == "data.fill_" and has_master and (self.started or self.avoids("quiet writes")):
             return
@@ -680,7 +680,7 @@ class World:
         for side in (param, plain):
             _write(side, how, 0.375)
         if param.dtype != plain.dtype and param.dtype is not torch.float32:
-            self.half_written |= has_master
+            self.half_written[OWNER[name[0]]] |= has_master
             if has_master:
                 value = param.detach().double()
                 before = self.engine.master_of(param).detach().double()
@@ -690,7 +690,7 @@ class World:
                 plain.data = param.detach().double()
 
     def write_masters(self, i: int, how: str) -> None:
-        if self.half_written:
+        if self.half_written[i]:
             return
         self.log.append(f"opt{i}'s parameters.{how}")
         for name in self.names(i):
@@ -701,7 +701,7 @@ class World:
             held = param if master is None else master
             _write(held, how, 0.625 + 2.0**-12)  # not a half number
             _write(plain, how, 0.625 + 2.0**-12)
-            self.master_written |= master is not None
+            self.master_written[i] |= master is not None
 
     def freeze(self, name: str, *, trains: bool) -> None:
         self.log.append(f"model.{name}.requires_grad_({trains})")
@@ -713,13 +713,13 @@ class World:
             return
         if through == "deepcopy" and self.avoids("deep copies"):
             return
-        if through == "forward" and self.avoids("masters written before a forward"):
+        if through == "forward" and self.avoids("masters written before anybody looks"):
             return
         self.log.append(through)
         if through == "forward":
             with torch.no_grad():
                 self.ours(torch.zeros(2, 3), "abqn")
-            self.master_written = False
+            self.master_written = [False, False]
             self.check_halves()
             return
         if through == "exact_weights":
@@ -729,6 +729,9 @@ class World:
             found = {n: p.detach() for n, p in copy.deepcopy(self.ours).named_parameters()}
         else:
             found = {n: v for n, v in self.ours.state_dict().items() if n in NAMES}
+            self.half_written = [False, False]
+            if not self.avoids("masters written before anybody looks"):
+                self.master_written = [False, False]
         for name, value in found.items():
             self.compare(value, self.plain.get_parameter(name), f"{through} {name}")
 
@@ -766,7 +769,7 @@ class World:
         self.engine.load_state_dict(engine)
         self.halved = list(self.saved_halved)
         self.has_delayed = [True, True]  # a scale may yet fall for what was found before
-        self.half_written = self.master_written = False
+        self.half_written, self.master_written = [False, False], [False, False]
         self.round_frozen()
         self.check()
 
@@ -814,27 +817,23 @@ class World:
                 f"{where}: {a} is not {b}"
             )
 
-    def check_halves(self) -> None:
-        if self.half_written:
-            return
-        for name, param in self.ours.named_parameters():
-            master = self.master(name)
-            if master is not None:
-                assert torch.equal(param, master.to(param.dtype)), f"half {name} is not its master"
+    def check_halves(self, *optimizers: int) -> None:
+        """Every half weight is its rounded master, but where the script has written to one."""
+        for name in self.names():
+            param, master, i = self.both(name)[0], self.master(name), OWNER[name[0]]
+            written = self.half_written[i] or self.master_written[i]
+            if master is not None and i in (optimizers or (0, 1)) and not written:
+                rounded = master.detach().to(param.dtype)
+                assert torch.equal(param, rounded), f"half {name}: {param} is not {rounded}"
 
-    def check(self, optimizer: int | None = None) -> None:
-        """Weights, half weights, and the optimizers' state are right."""
-        for name in self.names(optimizer):
-            param, plain = self.both(name)
-            master = self.master(name)
-            self.compare(param if master is None else master, plain, name)
-        if optimizer is None:
-            self.check_halves()
-        elif not self.half_written:
-            for name in self.names(optimizer):
-                master, param = self.master(name), self.both(name)[0]
-                if master is not None:
-                    assert torch.equal(param, master.to(param.dtype)), f"half {name}"
+    def check(self, *optimizers: int) -> None:
+        """Weights of the optimizers, of both if none is named, and half weights are right."""
+        for name in self.names():
+            if OWNER[name[0]] in (optimizers or (0, 1)):
+                param, plain = self.both(name)
+                master = self.master(name)
+                self.compare(param if master is None else master, plain, name)
+        self.check_halves(*optimizers)
 
     def finish(self) -> None:
         """Compare everything at the end of a program."""
@@ -843,6 +842,7 @@ class World:
         for i in (0, 1):
             if not self.delayed[i]:
                 self.step(i)
+        self.look("state_dict")
         self.check()
         if "SGD" in self.kind:
             self.check_momentum()
