@@ -17,11 +17,12 @@ from preamp.engine import Engine
 
 torch.set_num_threads(1)
 
-# The same examples in every run, and no deadline: the first call of a torch op is slow. For a
-# search with new examples: pytest --hypothesis-profile=explore.
-hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+# The same examples in every run, and no deadline: the first call of a torch op is slow. "full" has
+# more of them; for a search with new examples: pytest --hypothesis-profile=explore.
+hypothesis.settings.register_profile("quick", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("full", deadline=None, derandomize=True, max_examples=300)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
-hypothesis.settings.load_profile("repeatable")
+hypothesis.settings.load_profile("quick")
 
 _CASTABLE = ("cpu", "cuda")
 

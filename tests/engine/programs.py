@@ -348,7 +348,7 @@ class World:
         self.is_dynamic = self.engine.policy.is_dynamic
         self.is_scaled = self.is_dynamic or self.engine.loss_scale() != 1.0
         self.convert_plain()
-        self.overflowed = [False, False]
+        self.overflowed: list[bool | Literal["maybe"]] = [False, False]
         self.delayed: list[tuple[int, float] | None] = [None, None]
         self.is_stale = [False, False]  # a skipped step has left its gradients
         self.spent: set[str] = set()
@@ -424,12 +424,12 @@ class World:
         loss_of(self.ours, call.parts, call.index).backward()
         self.master_written, self.started = [False, False], True
         self.drop_spent(owners)
-        self.theirs(call)
+        self.theirs(call.parts, call.index)
 
-    def theirs(self, call: Backward) -> None:
+    def theirs(self, parts: str, index: int, *, poison: bool = False) -> None:
         with preamp.disable_casts():
-            loss = loss_of(self.plain, call.parts, call.index, self.plain.q.dtype)
-            (loss * math.inf if call.poison and self.is_dynamic else loss).backward()
+            loss = loss_of(self.plain, parts, index, self.plain.q.dtype)
+            (loss * math.inf if poison else loss).backward()
 
     def drop_spent(self, owners: Iterable[int]) -> None:
         for i in owners:
@@ -461,6 +461,11 @@ class World:
         )
         scale = self.engine.loss_scale(call.loss_id)
         self.begin(owners, call.loss_id, scale)
+        # What was left scaled and is not finite is found by this block, and belongs to all its
+        # optimizers; so may be what had overflowed before anything was left scaled.
+        bad = [i for i in owners if self.delayed[i] and not _finite(self.grads(i))]
+        raw = any(not self.overflowed[i] for i in bad)
+        mixed = bool(bad)
         loss = loss_of(self.ours, call.parts, call.index) * (math.inf if poison else 1.0)
         self.master_written, self.started = [False, False], True
         opts = [self.opts[i] for i in owners]
@@ -471,17 +476,18 @@ class World:
                     raise Left
         except Left:
             return
-        self.theirs(call)
+        self.theirs(call.parts, call.index, poison=poison)
         keeps_scale = call.delay and (self.is_scaled or self.row.has_masters)
         for i in owners:
             self.delayed[i] = (call.loss_id, scale) if keeps_scale else None
         self.halved[call.loss_id] += poison
         self.has_delayed[call.loss_id] |= keeps_scale
-        if not keeps_scale and self.is_dynamic:
-            found = [g for i in owners for g in self.grads(i).values()]
-            if not all(grad.isfinite().all() for grad in found):
-                for i in owners:
+        if self.is_dynamic and not keeps_scale:
+            for i in owners:
+                if poison or raw:
                     self.overflowed[i] = True
+                elif mixed:
+                    self.overflowed[i] = self.overflowed[i] or "maybe"
 
     def begin(self, owners: list[int], loss_id: int, scale: float) -> None:
         """What becomes of earlier gradients."""
@@ -500,6 +506,8 @@ class World:
     # -- steps ---------------------------------------------------------------------------------
 
     def step(self, i: int) -> None:
+        if self.is_stale[i]:
+            self.zero(i, to_none=True)
         self.log.append(f"opt{i}.step()")
         if self.delayed[i]:
             if self.refused(self.opts[i].step):
@@ -509,8 +517,8 @@ class World:
         else:
             self.opts[i].step()
         skipped = self.overflowed[i]
-        if skipped and not self.holds(i):  # dropped or zeroed since: either will do
-            skipped = self.engine.last_step_skipped
+        if skipped == "maybe" or (skipped and not self.holds(i)):
+            skipped = self.engine.last_step_skipped  # what overflowed was dropped or zeroed since
         assert self.engine.last_step_skipped == skipped, "skipped" if not skipped else "applied"
         if not skipped:
             self.plain_step(i)
@@ -556,7 +564,7 @@ class World:
         self.started = True
         self.plain_opts[i].zero_grad()
         self.spent -= set(self.names(i))
-        self.theirs(Backward(parts, index))
+        self.theirs(parts, index)
         self.plain_step(i)
         self.is_stale[i] = False
         self.end_step(i)

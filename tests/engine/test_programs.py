@@ -32,8 +32,8 @@ from engine.programs import (
     run,
 )
 
-EXAMPLES = 600 if settings.get_current_profile_name() == "full" else 50
-"""Programs for each level."""
+EXAMPLES = 50 if settings.get_current_profile_name() == "quick" else 600
+"""Programs for each level; thousands by ``pytest --hypothesis-profile=full``."""
 
 indices, booleans, which = st.integers(0, 5), st.booleans(), st.integers(0, 1)
 names = st.sampled_from(NAMES)
