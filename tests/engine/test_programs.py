@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from cases.levels import BY_NAME, LEVEL_NAMES
 from engine.programs import (
-    LOSSES,
     NAMES,
     OPTIMIZERS,
     Again,
@@ -37,40 +36,83 @@ EXAMPLES = 50 if settings.get_current_profile_name() == "quick" else 600
 
 indices, booleans, which = st.integers(0, 5), st.booleans(), st.integers(0, 1)
 names = st.sampled_from(NAMES)
-rarely = st.sampled_from([False] * 7 + [True])
+sometimes, rarely = (st.sampled_from([False] * n + [True]) for n in (2, 7))
+parts = st.sampled_from(["abqn", "aqn", "ab", "a", "b", "q", "n"])
+
+
+def weighted(*rows: tuple[int, st.SearchStrategy[Call]]) -> st.SearchStrategy[Call]:
+    """One of the calls, each as often as it weighs; `one_of` would count repeated ones once."""
+    table = [index for index, (weight, _) in enumerate(rows) for _ in range(weight)]
+    return st.sampled_from(table).flatmap(lambda index: rows[index][1])
+
 
 backwards = st.builds(
     Backward,
-    st.sampled_from(["a", "b", "q", "n", "aq", "ab", "aqn", "abqn", "abqn"]),
+    parts,
     indices,
-    st.integers(0, LOSSES - 1),
-    booleans,
-    booleans,
-    rarely,
-    rarely,
-    rarely,
+    loss_id=sometimes.map(int),
+    delay=sometimes,
+    both=sometimes,
+    poison=rarely,
+    fails=rarely,
+    outside=rarely,
 )
-steps = st.builds(Step, which)
-others = st.one_of(
-    st.builds(Step, which, indices),
-    st.builds(Zero, st.sampled_from([0, 1, "model"]), booleans),
-    st.builds(Zero, st.sampled_from([0, 1, "model"]), booleans),
-    st.builds(Zero, names, booleans),
-    st.builds(
-        Clip,
-        which,
-        st.sampled_from([2.0**-12, 2.0**-6, 2.0**6, math.inf]),
-        st.sampled_from(["preamp", "masters", "model"]),
-    ),
-    st.builds(Read, names),
-    st.builds(Write, names, st.sampled_from(["fill_", "mul_", "data =", "data.fill_"])),
-    st.builds(WriteMasters, which, st.sampled_from(["mul_", "copy_", "data ="])),
-    st.builds(Freeze, names, booleans),
-    st.builds(Look, st.sampled_from(["forward", "deepcopy", "state_dict", "exact_weights"])),
-    st.builds(Checkpoint, st.sampled_from(["save", "save", "load", "restart"])),
-    st.builds(Again, st.sampled_from(LEVEL_NAMES)),
+zeros = st.builds(Zero, st.sampled_from([0, 1, "model"]), booleans)
+clips = st.builds(
+    Clip,
+    which,
+    st.sampled_from([2.0**-12, 2.0**-6, 2.0**6, math.inf]),
+    st.sampled_from(["preamp", "masters", "model"]),
 )
-programs = st.lists(st.one_of(backwards, backwards, steps, others, others), max_size=14)
+among_backwards = weighted(
+    (2, zeros),
+    (3, st.builds(Zero, names, booleans)),
+    (3, clips),
+    (2, st.builds(Read, names)),
+    (1, st.builds(Write, names, st.sampled_from(["fill_", "mul_", "data ="]))),
+    (1, st.builds(WriteMasters, which, st.sampled_from(["mul_", "copy_", "data ="]))),
+    (1, st.builds(Freeze, names, booleans)),
+    (1, st.builds(Look, st.sampled_from(["forward", "deepcopy", "state_dict", "exact_weights"]))),
+    (1, st.builds(Checkpoint, st.sampled_from(["save", "load"]))),
+)
+between_steps = weighted(
+    (2, st.builds(Write, names, st.sampled_from(["fill_", "mul_", "data =", "data.fill_"]))),
+    (2, st.builds(WriteMasters, which, st.sampled_from(["mul_", "copy_", "data ="]))),
+    (1, st.builds(Freeze, names, booleans)),
+    (1, st.builds(Look, st.sampled_from(["forward", "deepcopy", "state_dict", "exact_weights"]))),
+    (2, st.builds(Checkpoint, st.sampled_from(["save", "load", "restart"]))),
+    (1, st.builds(Again, st.sampled_from(LEVEL_NAMES))),
+)
+Calls = st.SearchStrategy[list[Call]]
+
+
+def joined(*pieces: Calls) -> Calls:
+    return st.tuples(*pieces).map(lambda found: [call for piece in found for call in piece])
+
+
+def up_to(count: int, calls: st.SearchStrategy[Call]) -> Calls:
+    return st.lists(calls, max_size=count)
+
+
+accumulations = st.lists(
+    joined(backwards.map(lambda call: [call]), up_to(2, among_backwards)), min_size=1, max_size=3
+).map(lambda found: [call for piece in found for call in piece])
+updates: Calls = st.sampled_from(
+    [[Step(0), Step(1)], [Step(0), Step(1)], [Step(1)], [Step(0)], [], [Step(0, 3)], [Step(1, 2)]]
+)
+endings: Calls = st.sampled_from(
+    [
+        [Zero(0, True), Zero(1, True)],
+        [Zero("model", True)],
+        [Zero("model", False)],
+        [Zero(0, False)],
+        [],
+    ]
+)
+iterations = joined(up_to(1, between_steps), accumulations, updates, endings)
+programs = st.lists(iterations, min_size=1, max_size=5).map(
+    lambda found: [call for iteration in found for call in iteration]
+)
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
