@@ -577,10 +577,12 @@ class World:
         how = "None" if to_none else "zeros"
         names = [whose] if isinstance(whose, str) and whose != "model" else self.names()
         names = self.names(whose) if isinstance(whose, int) else names
-        if not isinstance(whose, int):
+        if self.avoids("zeroing of what was left scaled"):
             scaled = any(self.delayed[OWNER[n[0]]] for n in names)
-            if scaled and self.avoids("zeroing of what was left scaled"):
+            is_o3 = self.plain.q.dtype is torch.float16
+            if scaled and (not isinstance(whose, int) or (is_o3 and not to_none)):
                 return
+        if not isinstance(whose, int):
             if not to_none and self.row.has_masters and self.avoids("zeroing in place"):
                 return
         if isinstance(whose, int):

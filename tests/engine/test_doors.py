@@ -50,6 +50,7 @@ KNOWN: dict[str, str] = {
     f"test_the_ascent_of_sam_.*{MASTERS}": "item 3",
     "test_the_model_sees_what_schedule_free_evaluates.*": "item 3",
     "test_what_is_written_to_masters_is_seen.*-(forward|copy)-.*": "item 3",
+    "test_what_is_written_to_masters_after_loading_stays.*": "item 3",
     "test_a_(delayed_)?backward_of_the_loss_itself_is_refused.*": "item 4",
     "test_steps_without_any_scale_loss_are_warned_of_once.*": "item 4",
     f"test_quiet_writes_before_the_first_block.*{MASTERS}": "item 8",
@@ -57,6 +58,7 @@ KNOWN: dict[str, str] = {
     "test_ranks_that_broadcast_their_weights_train_one_model": "item 8",
     f"test_zeroing_reaches_everything_accumulated.False-(model|each|some), z.*{MASTERS}": "item 9",
     "test_zeroing_reaches_what_was_left_scaled.((model|each|some), z.*|some.*)-O[235].": "item 9",
+    "test_what_is_zeroed_beside_scaled_gradients_is_zeros.*-O3.": "item 9",
     "test_zeroing_inside_a_block_reaches_what_came_before.(model|each|some).*": "item 9",
     "test_norms_of_large_gradients.[13].0-O3.": "item 10",
     "test_an_exception_after_the_backward_restores_gradients.*-1.0-O[0134].": "item 10",
@@ -76,6 +78,10 @@ def known_faults(request: pytest.FixtureRequest) -> None:
 
 def engine_of(owner: object) -> Any:
     return preamp.engine_of(owner)
+
+
+def masters_of(pair: Pair) -> list[torch.Tensor]:
+    return list(preamp.master_params(pair.optimizer))
 
 
 def check_halves(pair: Pair) -> None:
@@ -582,6 +588,25 @@ def test_what_is_written_to_masters_is_seen(level: str, then: str, write: str) -
             assert_same(ours.detach(), wanted.detach())
 
 
+@with_masters
+@pytest.mark.parametrize("then", ["train", "close"])
+def test_what_is_written_to_masters_after_loading_stays(level: str, then: str) -> None:
+    """Loading writes half weights too; the masters know of it already."""
+    pair = Pair(level)
+    train(pair)
+    pair.model.load_state_dict(copy.deepcopy(pair.model.state_dict()))
+    with torch.no_grad():
+        for param in (*masters_of(pair), *pair.plain.parameters()):
+            param.mul_(0.5)
+    if then == "train":
+        train(pair, start=1)
+        pair.check()
+    else:
+        pair.engine.close()
+        for ours, wanted in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+            assert_same(ours.detach(), wanted.detach())
+
+
 # -- the wrong loss (4) ------------------------------------------------------------------------
 
 
@@ -842,6 +867,22 @@ def test_zeroing_reaches_what_was_left_scaled(level: str, how: str) -> None:
                 zero_both(pair, how)
                 pair.backward(2, loss_id=loss_id)
                 finish(pair)
+
+
+@levels
+@pytest.mark.parametrize("how", ["optimizer, zeros", "model, zeros", "each, zeros"])
+@pytest.mark.parametrize("then", ["step", "backward"])
+def test_what_is_zeroed_beside_scaled_gradients_is_zeros(level: str, how: str, then: str) -> None:
+    """Not gone: momentum and weight decay go on, as in torch."""
+    for scale in SCALES:
+        pair = Pair(level, loss_scale=scale)
+        pair.train(0)
+        pair.backward(1, "a")
+        pair.backward(2, "b", delay_unscale=True)
+        zero_both(pair, how)
+        if then == "backward" or not how.startswith("optimizer"):
+            pair.backward(3, "b")
+        finish(pair)
 
 
 @levels
