@@ -781,6 +781,8 @@ class World:
         self.engine.load_state_dict(engine)
         self.halved = list(self.saved_halved)
         self.has_delayed = [True, True]  # a scale may yet fall for what was found before
+        # A scale that was loaded is another one, even if it is as large.
+        self.delayed = [delayed and (delayed[0], math.nan) for delayed in self.delayed]
         self.half_written, self.master_written = [False, False], [False, False]
         self.round_frozen()
         self.check()
