@@ -25,6 +25,7 @@ from engine.programs import (
     Look,
     Read,
     Step,
+    World,
     Write,
     WriteMasters,
     Zero,
@@ -133,3 +134,40 @@ def test_programs_do_what_plain_torch_does(level: str, data: st.DataObject) -> N
         # A program may train at a dynamic scale without any block, of which there is a warning.
         warnings.filterwarnings("ignore", message=".*scale_loss", category=UserWarning)
         run(program, level, optimizer, loss_scale, frozen=frozen)
+
+
+def _later_batch(self: World, parts: str, index: int, *, poison: bool = False) -> None:
+    _THEIRS(self, parts, index + 1, poison=poison)
+
+
+def _overflow_applied(self: World, parts: str, index: int, *, poison: bool = False) -> None:
+    del poison
+    _THEIRS(self, parts, index)
+
+
+_THEIRS = World.theirs
+PLANTED: dict[str, tuple[str, Any]] = {
+    "another batch": ("theirs", _later_batch),
+    "an overflow that nobody saw": ("theirs", _overflow_applied),
+    "a step not taken": ("plain_step", lambda self, optimizer: None),
+    "gradients of steps before": ("end_step", lambda self, optimizer: None),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_differs_is_found(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fault on one side, a program of the calls that matter fails and says what it did."""
+    name, method = PLANTED[planted]
+    program = [
+        Backward("abqn", 1),
+        Step(0),
+        Backward("aq", 4),
+        Step(0),
+        Backward("abqn", 2, poison=True, delay=True),
+        Backward("abqn", 3),
+        Step(0),
+    ]
+    run(program, "O2")
+    monkeypatch.setattr(World, name, method)
+    with pytest.raises(AssertionError, match=r"(?s)^initialize.*opt0\.step\(\).*=> "):
+        run(program, "O2")
