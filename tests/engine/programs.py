@@ -137,6 +137,7 @@ class Backward(Call):
         both: Whether the block is of both optimizers even if one would do.
         poison: Whether the loss is infinite; at dynamic scales only.
         fails: Whether the body raises after its backward.
+        checks_late: Whether a later block adjusts the loss scale, by ``delay_overflow_check``.
     """
 
     parts: str
@@ -147,6 +148,7 @@ class Backward(Call):
     poison: bool = False
     fails: bool = False
     outside: bool = False
+    checks_late: bool = False
 
     def run(self, world: World) -> None:
         if self.outside:
@@ -457,8 +459,9 @@ class World:
         self.log.append(
             f"with scale_loss(loss({call.parts!r}, {call.index}){' * inf' if poison else ''}, "
             f"{[f'opt{i}' for i in owners]}, loss_id={call.loss_id}"
-            f"{', delay_unscale=True' if call.delay else ''}) as scaled: scaled.backward()"
-            + ("; raise" if fails else "")
+            f"{', delay_unscale=True' if call.delay else ''}"
+            f"{', delay_overflow_check=True' if call.checks_late else ''}) as scaled: "
+            f"scaled.backward()" + ("; raise" if fails else "")
         )
         scale = self.engine.loss_scale(call.loss_id)
         self.begin(owners, call.loss_id, scale)
@@ -471,7 +474,13 @@ class World:
         self.master_written, self.started = [False, False], True
         opts = [self.opts[i] for i in owners]
         try:
-            with preamp.scale_loss(loss, opts, call.loss_id, delay_unscale=call.delay) as scaled:
+            with preamp.scale_loss(
+                loss,
+                opts,
+                call.loss_id,
+                delay_unscale=call.delay,
+                delay_overflow_check=call.checks_late,
+            ) as scaled:
                 scaled.backward()
                 if fails:
                     raise Left
@@ -482,7 +491,7 @@ class World:
         for i in owners:
             self.delayed[i] = (call.loss_id, scale) if keeps_scale else None
         self.halved[call.loss_id] += poison
-        self.has_delayed[call.loss_id] |= keeps_scale
+        self.has_delayed[call.loss_id] |= keeps_scale or call.checks_late
         if self.is_dynamic and not keeps_scale:
             for i in owners:
                 if poison or raw:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from cases.levels import BY_NAME, LEVEL_NAMES
+from cases.levels import LEVEL_NAMES
 from engine.programs import (
     NAMES,
     OPTIMIZERS,
@@ -57,6 +57,7 @@ backwards = st.builds(
     poison=rarely,
     fails=rarely,
     outside=rarely,
+    checks_late=rarely,
 )
 zeros = st.builds(Zero, st.sampled_from([0, 1, "model"]), booleans)
 clips = st.builds(
@@ -99,15 +100,16 @@ accumulations = st.lists(
     joined(backwards.map(lambda call: [call]), up_to(2, among_backwards)), min_size=1, max_size=3
 ).map(lambda found: [call for piece in found for call in piece])
 updates: Calls = st.sampled_from(
-    [[Step(0), Step(1)], [Step(0), Step(1)], [Step(1)], [Step(0)], [], [Step(0, 3)], [Step(1, 2)]]
+    [[], [Step(0)], [Step(1)], [Step(0), Step(1)], [Step(0), Step(1)], [Step(0, 3)], [Step(1, 2)]]
 )
 endings: Calls = st.sampled_from(
     [
-        [Zero(0, True), Zero(1, True)],
+        [],
         [Zero("model", True)],
         [Zero("model", False)],
         [Zero(0, False)],
-        [],
+        [Zero(0, True), Zero(1, True)],
+        [Zero(0, True), Zero(1, True)],
     ]
 )
 iterations = joined(up_to(1, between_steps), accumulations, updates, endings)
@@ -125,8 +127,8 @@ programs = st.lists(iterations, min_size=1, max_size=5).map(
 )
 @given(data=st.data())
 def test_programs_do_what_plain_torch_does(level: str, data: st.DataObject) -> None:
-    has_coarse_state = BY_NAME[level].weight is BY_NAME["O3"].weight and level == "O3"
-    optimizer = data.draw(st.sampled_from(["SGD"] if has_coarse_state else list(OPTIMIZERS)))
+    # Where the optimizer's arithmetic is float16 its formula counts, and so does each rounding.
+    optimizer = data.draw(st.sampled_from(["SGD"] if level == "O3" else list(OPTIMIZERS)))
     loss_scale: Any = data.draw(st.sampled_from([None, 1.0, 128.0, "dynamic", "dynamic"]))
     frozen = data.draw(st.sampled_from([(), (), ("b.weight",), ("a.bias", "q")]))
     program: Sequence[Call] = data.draw(programs)
