@@ -64,7 +64,7 @@ clips = st.builds(
     Clip,
     which,
     st.sampled_from([2.0**-12, 2.0**-6, 2.0**6, math.inf]),
-    st.sampled_from(["preamp", "masters", "model"]),
+    st.sampled_from(["preamp", "masters", "model", "model"]),
 )
 among_backwards = weighted(
     (2, zeros),
