@@ -10,25 +10,32 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs clean
+.PHONY: help demo test test-all check bench docs clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
 
 # Threads that wait should sleep: on a busy machine spinning ones slow a step down many times over.
 demo: $(VENV)/.ready-demo  ## Train a small GPT at every opt level; options: make demo ARGS="--steps 20"
 	OMP_WAIT_POLICY=passive $(BIN)/preamp demo $(ARGS)
 
 # One thread for each worker: the tests use small tensors, and many threads only fight for cores.
-test: $(VENV)/.ready-dev  ## Run all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+# Bytecode is kept, since tests start many interpreters.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test: $(VENV)/.ready-dev  ## Run the tests, with every pair of values of their parameters
+	$(PYTEST)
+
+SUITE ?= all
+test-all: $(VENV)/.ready-dev  ## Run all tests with all combinations; SUITE=rest: what test left out
+	$(PYTEST) --suite $(SUITE)
 
 check: $(VENV)/.ready-dev  ## Lint, format, types, architecture, code in the docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/python tools/check_docs.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/architecture tests/docs
+	$(PYTEST) --suite all tests/architecture tests/docs
 
 BENCHES ?= step train import distributed
 bench: $(VENV)/.ready-dev  ## Measure; options: make bench BENCHES=step ARGS="--full"

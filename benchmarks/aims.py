@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from preamp.bench.records import Record
+from preamp_bench.records import Record
 
 TARGETS = """\
 ### What was aimed at

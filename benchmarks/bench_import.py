@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from preamp.bench import records
+from preamp_bench import records
 
 PROGRAM = "import torch; import preamp"
 TOTAL = re.compile(r"\|\s*(\d+) \| preamp$", re.MULTILINE)

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 import preamp
-from preamp.bench import records
-from preamp.bench.harness import Effort, Variant, compare, stopwatch, time_rounds
-from preamp.bench.loops import fused_adam
-from preamp.bench.tasks import Task, TaskConfig, make_task
 from preamp.engine.recorder import Recorder
 from preamp.engine.recording import Recording
+from preamp_bench import records
+from preamp_bench.harness import Effort, Variant, compare, stopwatch, time_rounds
+from preamp_bench.loops import fused_adam
+from preamp_bench.tasks import Task, TaskConfig, make_task
 
 INTERVAL = 100  # the default of numerics_every
 NEVER = 1 << 60

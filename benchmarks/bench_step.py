@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``preamp bench step`` with the rows appended to ``benchmarks/results/step.jsonl``."""
+"""Time the update of a step, the rows appended to ``benchmarks/results/step.jsonl``."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from preamp.cli.app import app
+from preamp_bench.commands import bench
 
 RESULTS = Path(__file__).with_name("results")
 
 if __name__ == "__main__":
-    app(["bench", "step", "--out", str(RESULTS / "step.jsonl"), *sys.argv[1:]])
+    bench(["step", "--out", str(RESULTS / "step.jsonl"), *sys.argv[1:]])

@@ -5,20 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from preamp.bench.distributed import COLLECTIVES, WORLDS, derived
-from preamp.bench.records import Record
+from preamp_bench.distributed import COLLECTIVES, WORLDS, derived
+from preamp_bench.records import Record
 
 TEXT = """\
 ## Several ranks
 
 A step of four linear layers (forward, backward, clipping, AdamW) on two ranks of one machine,
-joined by gloo, a thread each (`preamp bench distributed`), next to plain DDP's and plain FSDP2's
-with float32 weights. Under DDP preamp communicates nothing of its own in a step; under FSDP2 it is
-one all-reduce of 16 bytes, which is timed by itself, as is a larger one. Beyond two ranks nothing
-is measured: the second table is **derived** by t(n) = t(2) · log2(n), the latency of a tree of
-messages between two ranks with the time measured here. A network has another t(2); the number of
-messages is the same. Sizes this small cost latency alone, and which of the two is the shorter one
-is the machine's mood.
+joined by gloo, a thread each, next to plain DDP's and plain FSDP2's with float32 weights. Under
+DDP preamp communicates nothing of its own in a step; under FSDP2 it is one all-reduce of 16
+bytes, which is timed by itself, as is a larger one. Beyond two ranks nothing is measured: the
+second table is **derived** by t(n) = t(2) · log2(n), the latency of a tree of messages between
+two ranks with the time measured here. A network has another t(2); the number of messages is the
+same. Sizes this small cost latency alone, and which of the two is the shorter one is the
+machine's mood.
 """
 
 

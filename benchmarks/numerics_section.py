@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from preamp.bench.records import Record
+from preamp_bench.records import Record
 
 TEXT = """\
 ## Statistics

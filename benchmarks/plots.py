@@ -10,7 +10,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from preamp.bench.records import Record
+from preamp_bench.records import Record
 
 _INK = "#010203"
 """Stands for the page's text colour until the SVG is written; then it becomes currentColor."""
@@ -34,7 +34,7 @@ def draw_step(rows: list[Record]) -> str:
     """Draw the share of a copy's speed over the number of tensors, with clipping if it was run.
 
     Args:
-        rows: Measured records of ``preamp bench step``.
+        rows: Measured records of `preamp_bench.step`.
 
     Returns:
         An SVG document: a column for each number of parameters, a row for each half.
@@ -95,7 +95,7 @@ def draw_train(rows: list[Record]) -> str:
     """Draw the time of a step with preamp over the same by hand.
 
     Args:
-        rows: Measured records of ``preamp bench train``.
+        rows: Measured records of `preamp_bench.train`.
 
     Returns:
         An SVG document: a panel for each model.

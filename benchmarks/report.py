@@ -13,7 +13,7 @@ import aims
 import distributed_section
 import numerics_section
 import plots
-from preamp.bench.records import Record, read
+from preamp_bench.records import Record, read
 
 RESULTS = Path(__file__).with_name("results")
 DOCS = Path(__file__).parents[1] / "docs"
@@ -27,7 +27,7 @@ HEADER = """\
 # Benchmarks
 
 Generated from `benchmarks/results` by `python benchmarks/report.py`. Measured by
-`preamp bench step`, `train` and `distributed`; run them to see your own machine.
+`make bench BENCHES="step train distributed"` in a clone; run it to see your own machine.
 
 Machines are shared and moody, so variants are never timed one after the other: a round runs each of
 them once, in an order that rotates. The **best** of many rounds is what the code can do, and the
@@ -112,11 +112,11 @@ def render(
     """Write the page.
 
     Args:
-        step_rows: Records of ``preamp bench step``.
-        train_rows: Records of ``preamp bench train``.
+        step_rows: Records of `preamp_bench.step`.
+        train_rows: Records of `preamp_bench.train`.
         import_rows: Records of ``benchmarks/bench_import.py``.
         numerics_rows: Records of ``benchmarks/bench_numerics.py``.
-        distributed_rows: Records of ``preamp bench distributed``.
+        distributed_rows: Records of `preamp_bench.distributed`.
 
     Returns:
         Markdown.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import weakref
 from collections.abc import Iterator
@@ -13,15 +14,42 @@ import numpy as np
 import pytest
 import torch
 
+from alias.harness import Zygote
+from cases.selection import SUITES, select
 from preamp.engine import Engine
 
 torch.set_num_threads(1)
 
+# For each device that is not there, torch.manual_seed would format a stack trace, to be shown if it
+# ever comes: as long as many a test takes.
+for _device in (torch.cuda, torch.xpu, torch.mtia):
+    if not _device.is_available():
+        _device.manual_seed_all = lambda seed: None
+
 # The same examples in every run, and no deadline: the first call of a torch op is slow. For a
 # search with new examples: pytest --hypothesis-profile=explore.
-hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.register_profile("full", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
-hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--suite", choices=SUITES, default="quick", help="which tests to run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--hypothesis-profile"):
+        is_quick = config.getoption("--suite") == "quick"
+        hypothesis.settings.load_profile("quick" if is_quick else "full")
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m, so that pairs are looked for in what they leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    selected = select(items, config.getoption("--suite"))
+    left_out = set(items) - set(selected)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = selected
+
 
 _CASTABLE = ("cpu", "cuda")
 
@@ -29,6 +57,24 @@ _CASTABLE = ("cpu", "cuda")
 def _autocast_state() -> tuple[object, ...]:
     devices = ((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _CASTABLE)
     return (*devices, torch.is_autocast_cache_enabled())
+
+
+def pytest_collection_finish() -> None:
+    """Keep what collecting made out of every later look for cycles: there are millions of it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or extensions would complain at exit of what they have made
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """The process that whole programs are forked from."""
+    # torch's optimizers import its compiler at their first step.
+    with Zygote("sklearn.datasets", "torch._dynamo") as process:
+        yield process
 
 
 @pytest.fixture(autouse=True)

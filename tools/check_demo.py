@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from preamp.demo.schema import read_results
+from demo_schema import read_results
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 HALF_WEIGHTS = {"O2": "fp16", "O3": "fp16", "O5": "bf16"}

@@ -43,8 +43,8 @@ run() {
             tests/flat tests/normalization tests/scaling tests/demo ;;
         demo) "$python" -m preamp demo --device cuda --out "$work/demo" \
             && tar -C "$work" -czf "$out/demo.tgz" demo ;;
-        step) "$python" -m preamp bench step --device cuda --full --out "$out/step.jsonl" ;;
-        train) "$python" -m preamp bench train --device cuda --out "$out/train.jsonl" ;;
+        step) "$python" benchmarks/bench_step.py --device cuda --full --out "$out/step.jsonl" ;;
+        train) "$python" benchmarks/bench_train.py --device cuda --out "$out/train.jsonl" ;;
         *) echo "no such part: $1; there are kernels devices memory rest demo step train" && false ;;
     esac
 }

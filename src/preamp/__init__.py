@@ -27,7 +27,7 @@ from preamp.core.errors import PreampError as PreampError
 from preamp.core.errors import PreampPolicyError as PreampPolicyError
 from preamp.core.errors import PreampStateError as PreampStateError
 from preamp.core.errors import PreampUnavailableError as PreampUnavailableError
-from preamp.core.late import submodules
+from preamp.core.late import names
 from preamp.core.version import __version__ as __version__
 from preamp.engine import Engine as Engine
 from preamp.engine import OverflowCause as OverflowCause
@@ -49,7 +49,7 @@ from preamp.policy import Policy as Policy
 if TYPE_CHECKING:
     from preamp import amp as amp
 
-__getattr__ = submodules("preamp", "amp")  # only who came from Apex needs it
+__getattr__ = names("preamp", amp="")  # only who came from Apex needs it
 
 __all__ = [
     "OPT_LEVELS",

@@ -11,7 +11,7 @@ import pytest
 import preamp
 from alias.harness import Run
 from preamp.compat.alias import table
-from preamp.compat.alias.install import STARTUP
+from preamp.compat.alias.finder import STARTUP
 
 WORKERS = """
 import multiprocessing, subprocess, sys
@@ -58,6 +58,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_workers_of_a_script(python: Run, tmp_path: Path) -> None:
     (tmp_path / "workers.py").write_text(WORKERS, "utf-8")
     done = python("-W", "error", "-m", "preamp", "run", "workers.py")
@@ -117,6 +118,21 @@ FIRST_USES = (
     "import subprocess as s; s.run([sys.executable, '-c', 'import apex; print(apex)'], check=True)",
 )
 
+REMOVES_IT = """
+preamp.remove_apex_alias()
+assert "startup" not in os.environ.get("PYTHONPATH", "")
+try:
+    import apex
+except ModuleNotFoundError:
+    print("gone", [f for f in sys.meta_path if "preamp" in repr(f) or "Waiting" in repr(f)])
+"""
+
+INSTALLS_IT_AGAIN = """
+preamp.install_apex_alias()
+import apex
+print([type(f).__name__ for f in sys.meta_path if "Alias" in repr(f) or "Waiting" in repr(f)])
+"""
+
 ONE_PROCESS_FOR_EACH = """
 import gc, os, sys, preamp
 gc.freeze()
@@ -129,40 +145,20 @@ for text in sys.argv[1:]:
 
 
 def test_each_first_use_brings_the_alias(child: Run) -> None:
-    done = child("-c", ONE_PROCESS_FOR_EACH, *FIRST_USES)
+    done = child("-c", ONE_PROCESS_FOR_EACH, *FIRST_USES, REMOVES_IT, INSTALLS_IT_AGAIN)
     assert done.stdout.splitlines() == [
         "apex.amp",
         "apex.amp",
         "0.1",
         "apex.amp",
         "<module 'apex' (preamp.compat.alias.root)>",
+        "gone []",
+        "['AliasFinder']",
     ]
     assert done.stderr == ""
 
 
-def test_a_child_can_remove_it(child: Run) -> None:
-    done = child("-c", """
-import os, preamp, sys
-preamp.remove_apex_alias()
-assert "startup" not in os.environ.get("PYTHONPATH", "")
-try:
-    import apex
-except ModuleNotFoundError:
-    print("gone", [f for f in sys.meta_path if "preamp" in repr(f) or "Waiting" in repr(f)])
-""")  # fmt: skip
-    assert done.stdout == "gone []\n", done.stderr
-
-
-def test_a_child_can_install_it_itself(child: Run) -> None:
-    done = child("-c", """
-import preamp, sys
-preamp.install_apex_alias()
-import apex
-print([type(f).__name__ for f in sys.meta_path if "Alias" in repr(f) or "Waiting" in repr(f)])
-""")  # fmt: skip
-    assert done.stdout == "['AliasFinder']\n", done.stderr
-
-
+@pytest.mark.full
 def test_a_sitecustomize_of_ones_own_still_runs(child: Run, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.mine = __file__\n", "utf-8")
     preamp_path = os.pathsep.join(
@@ -191,11 +187,7 @@ def test_isolated_processes_do_not_see_it(child: Run) -> None:
     assert done.stderr.endswith("ModuleNotFoundError: No module named 'apex'\n")
 
 
-def test_importing_preamp_leaves_children_alone(python: Run) -> None:
-    done = python("-c", "import os, preamp; print(os.environ.get('PYTHONPATH'))")
-    assert STARTUP not in done.stdout
-
-
+@pytest.mark.full
 def test_the_launcher_of_apex_is_runnable(child: Run, tmp_path: Path) -> None:
     """Launchers start ``python -m apex.parallel.multiproc`` as a process of its own."""
     (tmp_path / "rank.py").write_text("import apex, sys\nprint(apex.__name__, *sys.argv[1:])\n")

@@ -17,7 +17,7 @@ import pytest
 
 import preamp
 from alias.harness import Run
-from preamp.compat.alias.install import STARTUP
+from preamp.compat.alias.finder import STARTUP
 
 
 def ours() -> dict[str, object]:
@@ -93,6 +93,7 @@ def test_metadata() -> None:
     assert metadata.version("torch")
 
 
+@pytest.mark.apex("A capability probes")
 def test_installing_imports_nothing_and_importing_changes_nothing(python: Run) -> None:
     """No GPU is touched, no function of torch is replaced, nothing foreign is loaded."""
     done = python("-c", """

@@ -65,6 +65,7 @@ def test_a_script_sees_what_python_shows_it(python: Run, tmp_path: Path) -> None
     assert seen(python(*RUN, "sub/look.py", *OPTIONS)) == plain
 
 
+@pytest.mark.full
 def test_a_module_sees_what_python_shows_it(python: Run, tmp_path: Path) -> None:
     written(tmp_path, "pkg/__init__.py", "")
     written(tmp_path, "pkg/look.py", WHAT_IT_SEES)
@@ -140,12 +141,14 @@ atexit.register(use)
     assert (done.stdout, done.stderr) == ("True\nTrue\n", "")
 
 
+@pytest.mark.full
 def test_safe_path_is_kept(python: Run, tmp_path: Path) -> None:
     script = written(tmp_path, "look.py", "import sys\nprint(sys.path[0])\n")
     done = python(*RUN, script, PYTHONSAFEPATH="1")
     assert done.stdout == python(script, PYTHONSAFEPATH="1").stdout
 
 
+@pytest.mark.full
 def test_neither_typer_nor_rich_is_needed(python: Run, tmp_path: Path) -> None:
     script = written(tmp_path, "hi.py", "import apex, sys\nprint(apex.__name__, sys.argv[1:])\n")
     block = "import sys; sys.modules.update(typer=None, rich=None, click=None); "

@@ -14,7 +14,6 @@ from pathlib import Path
 
 LAYERS = (
     ("cli", "compat"),
-    ("bench",),
     ("demo",),
     ("checkpoint", "distributed", "doctor", "planning"),
     ("engine",),
@@ -30,7 +29,7 @@ LAYERS = (
 FACADES = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 """Users' entrances, above all rooms: they re-export and no room imports them."""
 
-PROGRAMS = ("cli", "bench", "demo")
+PROGRAMS = ("cli", "demo")
 """Rooms that use preamp as a user does: they may import the package itself."""
 
 DEPTH = {room: depth for depth, row in enumerate(LAYERS) for room in row}
@@ -56,7 +55,7 @@ LATE_IMPORTS_IN = (
     "preamp.kernels.dispatch",  # a back end loads when it is first used
     "preamp.numerics.tensorboard",  # an extra, and slower to import than all of preamp
     "preamp.planning.entry",  # planning would be a quarter of the time of importing preamp
-    "preamp.report.template",  # jinja2, which the library is imported without
+    "preamp.report.page",  # jinja2, which the library is imported without
 )
 
 

@@ -6,13 +6,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
-import pytest
-
-SCRIPT = """
-import json, sys
+FORKS = """
+import os, sys
 import torch
+for text in sys.argv[1:]:
+    sys.stdout.flush()
+    if os.fork() == 0:
+        exec(text)
+        sys.exit()
+    assert os.wait()[1] == 0, text
+"""
+
+LOOK = """
+import json
 before = set(sys.modules)
+environment = dict(os.environ)
 names = {owner: {k: id(v) for k, v in vars(owner).items()}
          for owner in (torch, torch.Tensor, torch.nn.functional, torch.nn.Module)}
 autocast = torch.is_autocast_enabled("cpu")
@@ -23,50 +33,14 @@ print(json.dumps({
     "changed": [owner.__name__ for owner, old in names.items()
                 if {k: id(v) for k, v in vars(owner).items() if k in old} != old],
     "autocast": torch.is_autocast_enabled("cpu") != autocast,
+    "environment": dict(os.environ) != environment,
 }))
 """
 
-LIGHT = {"foreign": [], "changed": [], "autocast": False}
+LIGHT = {"foreign": [], "changed": [], "autocast": False, "environment": False}
+FACADES = "fp16_utils optimizers multi_tensor_apply normalization parallel"
 
-
-def what_import_does(module: str, path: str | None = None) -> dict[str, object]:
-    prelude = f"import sys; sys.path.insert(0, {path!r})\n" if path else ""
-    run = subprocess.run(
-        [sys.executable, "-c", prelude + SCRIPT % module],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    return json.loads(run.stdout)
-
-
-def test_import_is_light() -> None:
-    assert what_import_does("preamp, preamp.amp") == LIGHT
-
-
-def test_import_of_the_facades_is_light() -> None:
-    facades = "fp16_utils optimizers multi_tensor_apply normalization parallel"
-    modules = ", ".join(f"preamp.{name}" for name in facades.split())
-    assert what_import_does(modules) == LIGHT
-
-
-@pytest.mark.parametrize(
-    ("text", "field", "value"),
-    [
-        ("import iniconfig", "foreign", ["heavy_module", "iniconfig"]),
-        ("import torch; torch.nn.functional.relu = None", "changed", ["torch.nn.functional"]),
-        ("import torch; torch.set_autocast_enabled('cpu', True)", "autocast", True),
-    ],
-)
-def test_a_heavy_import_is_found(text: str, field: str, value: object, tmp_path) -> None:
-    (tmp_path / "heavy_module.py").write_text(text, encoding="utf-8")
-    assert what_import_does("heavy_module", str(tmp_path))[field] == value
-
-
-def test_apex_names_load_when_they_are_asked_for() -> None:
-    script = """
-import sys
+APEX_NAMES = """
 import preamp
 assert "preamp.compat.frontend" not in sys.modules and not hasattr(preamp, "nothing")
 amp = preamp.amp
@@ -77,12 +51,8 @@ try:
 except AttributeError as error:
     assert error.name == "nothing" and "'preamp' has no attribute 'nothing'" in str(error)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
-
-def test_what_reads_files_of_apex_loads_when_it_is_asked_for() -> None:
-    script = """
-import sys
+READERS_OF_APEX_FILES = """
 import preamp.checkpoint
 assert "preamp.checkpoint.convert" not in sys.modules
 assert not hasattr(preamp.checkpoint, "nothing")
@@ -92,4 +62,35 @@ assert describe is sys.modules["preamp.checkpoint.convert"].describe
 assert vars(preamp.checkpoint)["describe"] is describe
 assert all(name in globals() for name in preamp.checkpoint.__all__)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def run_each(*texts: str) -> list[dict[str, object]]:
+    """Run programs in forks of one process that has imported torch; what they print."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, *texts], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_import_is_light_and_the_rest_loads_when_it_is_asked_for() -> None:
+    facades = ", ".join(f"preamp.{name}" for name in FACADES.split())
+    looks = [LOOK % "preamp, preamp.amp", LOOK % facades]
+    assert run_each(*looks, APEX_NAMES, READERS_OF_APEX_FILES) == [LIGHT, LIGHT]
+
+
+HEAVY = {
+    "import iniconfig": ("foreign", ["heavy_module_0", "iniconfig"]),
+    "import torch; torch.nn.functional.relu = None": ("changed", ["torch.nn.functional"]),
+    "import torch; torch.set_autocast_enabled('cpu', True)": ("autocast", True),
+    "import os; os.environ['PYTHONPATH'] = 'x'": ("environment", True),
+}
+
+
+def test_a_heavy_import_is_found(tmp_path: Path) -> None:
+    for number, text in enumerate(HEAVY):
+        (tmp_path / f"heavy_module_{number}.py").write_text(text, encoding="utf-8")
+    add = f"sys.path.insert(0, {str(tmp_path)!r})\n"
+    found = run_each(*(f"{add}{LOOK % f'heavy_module_{n}'}" for n in range(len(HEAVY))))
+    for look, (field, value) in zip(found, HEAVY.values(), strict=True):
+        assert look[field] == value

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from preamp.bench import harness, records
-from preamp.bench.harness import FEWEST_ROUNDS, Effort, Variant, measure, stopwatch
+from preamp_bench import harness, records
+from preamp_bench.harness import FEWEST_ROUNDS, Effort, Variant, measure, stopwatch
 
 SHORT = Effort(seconds=0, most=FEWEST_ROUNDS, warmup=1)
 

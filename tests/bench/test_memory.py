@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from preamp.bench import memory
-from preamp.bench.memory import Peak
+from preamp_bench import memory
+from preamp_bench.memory import Peak
 
 MEGABYTES = 64
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import pytest
 
 import plots
 import report
-from preamp.bench import records
-from preamp.bench.records import Record
+from preamp_bench import records
+from preamp_bench.records import Record
 
 MACHINE = {
     **{"device": "CPU 9000", "cpu": "CPU 9000", "cores": 4, "threads": 1, "python": "3.12.1"},

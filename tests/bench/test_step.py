@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from preamp.bench import step, torch_steps
-from preamp.bench.harness import Effort
-from preamp.bench.records import Record
-from preamp.bench.step import BF16_ONLY, FP32, HALF, Contender
-from preamp.bench.weights import Gradients, StepCase, Weights, Work
+from preamp_bench import step, torch_steps
+from preamp_bench.harness import Effort
+from preamp_bench.records import Record
+from preamp_bench.step import BF16_ONLY, FP32, HALF, Contender
+from preamp_bench.weights import Gradients, StepCase, Weights, Work
 
 CPU = torch.device("cpu")
 TINY = Effort(seconds=0, most=5, warmup=0)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 import preamp
-from preamp.bench import records, train, worker
-from preamp.bench.harness import Effort
-from preamp.bench.loops import BY_HAND, SETTINGS, Masters, make_loop
-from preamp.bench.tasks import TASKS, TaskConfig, make_task
-from preamp.bench.worker import Job, Worker, WorkerError
+from preamp_bench import records, train, worker
+from preamp_bench.harness import Effort
+from preamp_bench.loops import BY_HAND, SETTINGS, Masters, make_loop
+from preamp_bench.tasks import TASKS, TaskConfig, make_task
+from preamp_bench.worker import Job, Worker, WorkerError
 
 MEMORY = {"weights", "masters", "gradients", "optimizer_state", "peak_bytes", "parameters"}
 
@@ -100,6 +100,7 @@ def test_a_worker_answers_line_by_line() -> None:
     assert memory["optimizer_state"] == pytest.approx(8, rel=0.1)  # and a few step counters
 
 
+@pytest.mark.full
 def test_a_process_of_its_own_answers() -> None:
     with Worker(Job(task=tiny(), way="torch AdamW", level="O2")) as ours:
         assert ours.step() > 0
@@ -108,6 +109,7 @@ def test_a_process_of_its_own_answers() -> None:
     assert (memory["weights"], memory["masters"]) == (2, 4)
 
 
+@pytest.mark.full
 def test_a_failing_worker_says_why() -> None:
     job = Job(task=tiny(), way="by hand", level="O9")
     with Worker(job) as failing, pytest.raises(WorkerError, match=re.escape("KeyError: 'O9'")):

@@ -4,40 +4,25 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from preamp.kernels import OP_NAMES
-from preamp.kernels.foreach import sizes
+from preamp.kernels.blocks import Blocks, Sizes
+from preamp.kernels.reference import Reference
 
-NAMES = ("reference", "cpu", "foreach")
+REFERENCE: Any = Reference()
+BLOCKS = Blocks()
 
+CUT = Blocks(Sizes(small=1000, large=3000, large_at_least=1))
+"""On a CPU, with blocks small enough for the tensors of the tests to fill several."""
 
-class Cut:
-    """The foreach back end with blocks of a few elements, so that small tensors fill several."""
+JOINED = Blocks(reads=False)
+"""What runs on accelerators, on a CPU."""
 
-    name = "foreach"
-
-    def __init__(self) -> None:
-        self._ops = importlib.import_module("preamp.kernels.foreach")
-
-    def __getattr__(self, op: str) -> Any:
-        if op not in OP_NAMES:
-            raise AttributeError(op)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with mock.patch.object(sizes, "BLOCK", 64):
-                return getattr(self._ops, op)(*args, **kwargs)
-
-        return call
-
-
-REFERENCE: Any = importlib.import_module("preamp.kernels.reference")
+JOINED_AND_CUT = Blocks(Sizes(joined=64), reads=False)
 
 
 @contextlib.contextmanager
@@ -52,8 +37,9 @@ def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-_MODULES = [importlib.import_module(f"preamp.kernels.{name}") for name in NAMES]
+_AS_THEY_ARE = {"reference": REFERENCE, "blocks": BLOCKS, "joined": JOINED}
+_EVERY = {**_AS_THEY_ARE, "cut": CUT, "joined-cut": JOINED_AND_CUT}
 
-every_back_end = pytest.mark.parametrize("ops", [*_MODULES, Cut()], ids=[*NAMES, "foreach-cut"])
-as_they_are = pytest.mark.parametrize("ops", _MODULES, ids=NAMES)
+every_back_end = pytest.mark.parametrize("ops", _EVERY.values(), ids=_EVERY)
+as_they_are = pytest.mark.parametrize("ops", _AS_THEY_ARE.values(), ids=_AS_THEY_ARE)
 """Every back end, with blocks of the size that they really have."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 
@@ -43,8 +44,14 @@ LEVELS = (
 )
 
 LEVEL_NAMES = tuple(row.name for row in LEVELS)
+BY_KIND = tuple(
+    pytest.param(row.name, marks=[pytest.mark.full] if row.half is torch.bfloat16 else [])
+    for row in LEVELS
+)
+"""For costly tests: bfloat16's levels in the full suite only, whose kinds float16 has too."""
 BY_NAME = {row.name: row for row in LEVELS}
 WITH_MASTERS = tuple(row.name for row in LEVELS if row.has_masters)
+HALF_WEIGHTS = tuple(row.name for row in LEVELS if row.weight is not torch.float32)
 F32_WEIGHTS = tuple(row.name for row in LEVELS if row.weight is torch.float32)
 EXACT = tuple(row.name for row in LEVELS if row.weight is torch.float32 or row.has_masters)
 """Levels whose optimizer works on float32 values: exact gradients give exact updates."""

@@ -4,17 +4,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch import multiprocessing
 
 _SECONDS = 300
 """Until a rank that waits for a dead one gives up."""
+
+_PRELOADED = ["pytest", "torch.distributed.fsdp", "torch.distributed.tensor"]
+_PRELOADED += ["preamp.checkpoint", "preamp.optimizers", "preamp.parallel"]
+
+
+def start_ranks(work: Callable[..., None], arguments: tuple[Any, ...], world: int) -> Any:
+    """Start ``work(rank, *arguments)`` for each rank, and return torch's context of them.
+
+    They are forks of one process that has imported torch, which costs seconds for each otherwise.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    return multiprocessing.start_processes(
+        _begin, (dict(os.environ), work, arguments), world, join=False, start_method="forkserver"
+    )
+
+
+def _begin(
+    rank: int, environment: Mapping[str, str], work: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    os.environ.clear()  # of when the first ranks of all were started
+    os.environ.update(environment)
+    work(rank, *arguments)
 
 
 def run_ranks(work: Callable[[int], Any], folder: Path, world: int = 2) -> list[Any]:
@@ -26,7 +48,9 @@ def run_ranks(work: Callable[[int], Any], folder: Path, world: int = 2) -> list[
         folder: Empty folder for the rendezvous and the results.
         world: Number of processes.
     """
-    mp.spawn(_start, args=(work, str(folder), world), nprocs=world)
+    ranks = start_ranks(_start, (work, str(folder), world), world)
+    while not ranks.join():
+        pass
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 

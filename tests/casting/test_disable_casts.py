@@ -14,6 +14,7 @@ from preamp.casting.thread_casts import push_thread_casts
 pytestmark = pytest.mark.usefixtures("function_casts")
 
 
+@pytest.mark.apex("10 A-8")
 def test_disable_casts_nests_and_survives_exceptions() -> None:
     model = Probe()
     attach_cast_region(model, CPU, BF16)
@@ -29,6 +30,7 @@ def test_disable_casts_nests_and_survives_exceptions() -> None:
     assert seen == [F32, F32, BF16, BF16]
 
 
+@pytest.mark.apex("0 apex.amp.disable_casts", "2.1 disable_casts")
 def test_disable_casts_inside_a_model() -> None:
     seen: list[torch.dtype] = []
 
@@ -45,6 +47,7 @@ def test_disable_casts_inside_a_model() -> None:
     assert seen == [F32, BF16]
 
 
+@pytest.mark.apex("2.1 disable_casts")
 def test_disable_casts_without_an_engine_leaves_autocast_on() -> None:
     with torch.autocast("cpu", dtype=BF16), disable_casts():
         dtype = product()

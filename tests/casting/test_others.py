@@ -85,6 +85,7 @@ print(torch.func.hessian(lambda x: (x**3).sum())(x).allclose(torch.diag(6 * x)))
 """
 
 
+@pytest.mark.full
 def test_forward_mode_derivatives_begin_under_patches() -> None:
     """In a process of its own: torch scripts the formulas once."""
     run = subprocess.run(

@@ -103,6 +103,7 @@ def test_regions_nest_and_recur() -> None:
     assert seen == [F16, BF16, BF16]
 
 
+@pytest.mark.apex("4.1 the weight cache", "10 A-7")
 def test_weights_replaced_between_forwards_are_seen() -> None:
     model = Probe()
     attach_cast_region(model, CPU, BF16)
@@ -120,6 +121,7 @@ def test_weights_replaced_between_forwards_are_seen() -> None:
     assert outputs == [4.0, 4.0, 8.0, 8.0, 12.0, 12.0]
 
 
+@pytest.mark.apex("4.1 the weight cache", "10 A-6")
 @pytest.mark.skipif(not weight_cache_keeps_gradients(), reason="this torch's cache is not used")
 def test_weight_is_cast_once_in_a_forward() -> None:
     model = Probe()
@@ -140,6 +142,7 @@ def test_weight_is_cast_once_in_a_forward() -> None:
     assert len(casts) == 2  # weight and bias
 
 
+@pytest.mark.apex("10 A-6")
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("first_use", [torch.no_grad, torch.inference_mode])
 def test_gradients_flow_when_a_weight_was_first_used_without_grad(
@@ -191,6 +194,7 @@ def torch_keeps_gradients() -> bool:
         return layer(x).requires_grad
 
 
+@pytest.mark.apex("4.1 how far casts reach", "B 14: a fresh layer outside the model is cast")
 def test_thread_casts_cover_functions_outside_models() -> None:
     handle = push_thread_casts(CPU, BF16)
     layer = nn.Linear(4, 4)(torch.ones(2, 4))
@@ -240,6 +244,7 @@ def test_thread_casts_may_change_inside_a_disabled_block() -> None:
     assert (inside, outside) == (F32, F16)
 
 
+@pytest.mark.apex("4.1 how far casts reach")
 def test_other_threads_have_no_thread_casts() -> None:
     handle = push_thread_casts(CPU, BF16)
     seen: list[torch.dtype] = []

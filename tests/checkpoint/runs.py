@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import torch
 from torch import nn, optim
 
 import preamp
-from preamp import optimizers
+from cases import fused
 from preamp.core.tensors import stored_grad
 
 Build = Callable[[Any], optim.Optimizer]
@@ -27,15 +28,12 @@ TORCH: dict[str, Build] = {
     "radam": lambda params: optim.RAdam(params, lr=0.05),
 }
 FUSED: dict[str, Build] = {
-    "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=0.0625, eps=1e-4),
-    "FusedLAMB": lambda params: optimizers.FusedLAMB(params, lr=0.0625),
-    "FusedSGD": lambda params: optimizers.FusedSGD(params, lr=0.125, momentum=0.5),
-    "FusedNovoGrad": lambda params: optimizers.FusedNovoGrad(params, lr=0.0625),
-    "FusedAdagrad": lambda params: optimizers.FusedAdagrad(params, lr=0.1),
-    "FusedLARS": lambda params: optimizers.FusedLARS(params, lr=0.125, momentum=0.5),
+    case.name: functools.partial(case.kind, **{**case.variants[2], "lr": 0.0625})
+    for case in fused.FUSED
+    if case is not fused.EARLY_ADAM
 }
+"""Every fused optimizer; the third variant of each has momentum where there is a choice."""
 BUILDS = {**TORCH, **FUSED}
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
 class Net(nn.Module):

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import preamp
+from cases.levels import LEVEL_NAMES
 from checkpoint.rank_checks import shared_folder
-from checkpoint.runs import LEVELS
 from checkpoint.sharded_runs import Parallel, Run, fused_adam, net, torch_adamw
 from engine.harness import same
 from preamp.checkpoint import gathering, latest_checkpoint, read_checkpoint, saving
@@ -25,7 +25,7 @@ from preamp.core.tensors import local_of
 def check_bitwise_resume() -> None:
     """Between steps, after a skipped one, and with gradients there; on as many ranks."""
     for parallel in ("fsdp", "zero1"):
-        for level in LEVELS:
+        for level in LEVEL_NAMES:
             for build in (fused_adam, torch_adamw):
                 resume_once(level, parallel, build)
 

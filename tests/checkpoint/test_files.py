@@ -29,10 +29,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import preamp
+from cases.selection import examples
 from checkpoint.runs import Backward, Run, Step, Zero
 from engine.harness import same
 from preamp import CheckpointError
-from preamp.checkpoint import latest_checkpoint, migrations, read_checkpoint, storage
+from preamp.checkpoint import latest_checkpoint, read_checkpoint, storage
 from preamp.core import files
 
 FORMATS = pytest.mark.parametrize("name", ["run_1.pt", "run_1.safetensors"])
@@ -300,6 +301,7 @@ preamp.save_checkpoint(sys.argv[1], extra=torch.zeros(4_000_000), asynchronous=T
 """
 
 
+@pytest.mark.full
 def test_nothing_is_lost_at_exit(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     good, bad = tmp_path / "a.pt", tmp_path / "file" / "a.pt"
@@ -420,7 +422,7 @@ def damaged(data: st.DataObject, good: bytes, other: bytes) -> bytes:
 
 
 @given(data=st.data())
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), suppress_health_check=list(HealthCheck))
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_a_damaged_file_is_refused_or_whole(suffix: str, folder: Path, data: Any) -> None:
     """Bytes that say nothing, such as those between two parts, may be others."""
@@ -520,14 +522,14 @@ def test_an_older_version_is_migrated(tmp_path: Path, monkeypatch: pytest.Monkey
             "extra": {**content["extra"], "migrated": content["extra"]["migrated"] + 1},
         }
 
-    monkeypatch.setattr(migrations, "VERSION", 3)
-    monkeypatch.setattr(migrations, "MIGRATIONS", {1: to_2, 2: to_3})
+    monkeypatch.setattr(storage, "VERSION", 3)
+    monkeypatch.setattr(storage, "MIGRATIONS", {1: to_2, 2: to_3})
     assert preamp.load_checkpoint(tmp_path / "old.pt") == {"value": 3.0, "migrated": 3}
 
 
 def test_a_newer_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(storage, "VERSION", migrations.VERSION + 1)
+        newer.setattr(storage, "VERSION", storage.VERSION + 1)
         save(tmp_path / "new.pt", 1.0)
     with pytest.raises(CheckpointError, match="which a newer preamp has written"):
         preamp.load_checkpoint(tmp_path / "new.pt")

@@ -12,6 +12,7 @@ import torch
 from torch import nn, optim
 
 import preamp
+from cases.levels import F32_WEIGHTS
 
 
 def test_a_lazy_conjugate_is_another_tensor(tmp_path: Path) -> None:
@@ -38,7 +39,7 @@ def embedding(build: Callable[[Any], optim.Optimizer], level: str) -> tuple[Any,
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's Adagrad
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("build", SPARSE)
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("level", F32_WEIGHTS)
 def test_sparse_gradients_go_on_bitwise(
     level: str, build: Callable[[Any], optim.Optimizer], delay: bool, tmp_path: Path
 ) -> None:

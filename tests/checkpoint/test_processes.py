@@ -22,7 +22,10 @@ ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("PREAMP_KILLS", "25"))
 
 
-@pytest.mark.parametrize(("ranks", "wanted"), [(1, KILLS), (2, max(5, KILLS // 4))])
+@pytest.mark.parametrize(
+    ("ranks", "wanted"),
+    [(1, KILLS), pytest.param(2, max(5, KILLS // 4), marks=pytest.mark.full)],
+)
 def test_killed_while_saving(ranks: int, wanted: int) -> None:
     options = ["--kills", str(wanted), "--ranks", str(ranks)]
     done = subprocess.run(
@@ -97,6 +100,7 @@ def run_script(folder: Path, steps: int, kill_at: int | None = None) -> tuple[in
     return process.returncode, last
 
 
+@pytest.mark.full
 def test_sigterm_finishes_the_step_and_saves(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("whole", "stopped")]
     status, expected = run_script(folders[0], 5)

@@ -13,7 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import preamp
-from checkpoint.runs import BUILDS, LEVELS, Backward, Clip, Event, Run, Step, Zero
+from cases.levels import LEVEL_NAMES
+from cases.selection import examples
+from checkpoint.runs import BUILDS, Backward, Clip, Event, Run, Step, Zero
 from engine.harness import same
 
 SCALES = ("dynamic", 128.0, 1000.0, None)
@@ -66,9 +68,9 @@ def check_resume(
 
 
 @given(data=st.data())
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_resume_anywhere(level: str, tmp_path: Path, data: Any) -> None:
     events = data.draw(programs())
     scale = data.draw(st.sampled_from(SCALES))
@@ -95,8 +97,9 @@ EVERYTHING: list[Event] = [
 ]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("optimizer", BUILDS)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_every_level_and_optimizer(level: str, optimizer: str, tmp_path: Path) -> None:
     for stop in (2, 4, 6):

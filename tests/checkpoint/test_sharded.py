@@ -17,7 +17,7 @@ from checkpoint import mesh_checks, sharded_checks
 from distributed.ranks import assert_pass, checks_of
 from distributed.test_fully_sharded import RUNS_ON_CPUS
 from preamp.checkpoint import latest_checkpoint, read_checkpoint
-from preamp.checkpoint.members import tidy_folder
+from preamp.checkpoint.storage import tidy_folder
 
 pytestmark = pytest.mark.skipif(
     not RUNS_ON_CPUS, reason="fully_shard runs on CPUs with newer versions of torch only"

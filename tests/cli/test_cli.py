@@ -13,12 +13,12 @@ from typer.testing import CliRunner, Result
 
 import preamp
 from cases.demo import CORPUS
+from demo_schema import read_results
 from preamp.cli import demo as demo_module
 from preamp.cli import main as main_module
 from preamp.cli.app import app
-from preamp.cli.progress import Bars
-from preamp.demo.schema import read_results
-from preamp.demo.watch import Progress
+from preamp.cli.demo import Bars
+from preamp.demo.train import Progress
 from preamp.numerics import History, StepRecord
 
 TINY = ("--layers", "1", "--width", "16", "--heads", "2", "--context", "8", "--batch", "2")

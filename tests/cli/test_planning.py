@@ -110,7 +110,7 @@ def test_no_digit_is_left_out_on_a_narrow_terminal(
         return Console(width=columns)
 
     monkeypatch.setattr("preamp.cli.estimate.make_console", narrow)
-    monkeypatch.setattr("preamp.cli.levels.make_console", narrow)
+    monkeypatch.setattr("preamp.cli.app.make_console", narrow)
     assert "…" not in invoke("estimate", "--params", "7e9").output
     assert "…" not in invoke("levels").output
 

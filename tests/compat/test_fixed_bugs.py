@@ -13,23 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from engine.harness import (
-    LEVELS,
-    MASTER_LEVELS,
-    Net,
-    halves_match,
-    loss_of,
-    make,
-    masters,
-    same,
-    weights,
-)
+from cases.levels import LEVEL_NAMES, WITH_MASTERS
+from engine.harness import Net, halves_match, loss_of, make, masters, same, weights
 from engine.harness import engines_closed as engines_closed
 from preamp import amp
 from preamp.core.errors import PreampStateError
 
-ALL_LEVELS = pytest.mark.parametrize("level", LEVELS)
-MASTERS = pytest.mark.parametrize("level", MASTER_LEVELS)
+ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
+MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
 
 
 def started(level: str, **arguments: Any) -> Any:
@@ -56,6 +47,7 @@ def gradient(optimizer: torch.optim.Optimizer) -> list[float]:
     return next(amp.master_params(optimizer)).grad.flatten().tolist()
 
 
+@pytest.mark.apex("2.2 static 1.0 with master weights", "10 A-2")
 @pytest.mark.parametrize(("level", "scale"), [("O2", 1.0), ("O5", None), ("O2", 2.0)])
 def test_a02_accumulated_float32_gradients_count(level: str, scale: float | None) -> None:
     model, optimizer = started(level, loss_scale=scale)
@@ -65,6 +57,7 @@ def test_a02_accumulated_float32_gradients_count(level: str, scale: float | None
     assert model.bn.weight.grad.tolist() == [6.0] * 8
 
 
+@pytest.mark.apex("10 A-3", "B 10: loading before and after, and at another level")
 @MASTERS
 @pytest.mark.parametrize("moment", ["before zero_grad", "after zero_grad", "after a step"])
 def test_a03_loaded_weights_reach_the_masters(level: str, moment: str) -> None:
@@ -81,6 +74,7 @@ def test_a03_loaded_weights_reach_the_masters(level: str, moment: str) -> None:
     assert model.weight.tolist() == [[4.0, 4.0]]
 
 
+@pytest.mark.apex("10 A-4")
 @MASTERS
 def test_a04_checkpoints_hold_the_masters(level: str) -> None:
     model, optimizer = started(level)
@@ -97,6 +91,7 @@ def test_a04_checkpoints_hold_the_masters(level: str) -> None:
     assert not torch.equal(saved["model"]["first.weight"], model.first.weight.float())
 
 
+@pytest.mark.apex("2.6 zero_grad", "2.7 three ways to zero gradients", "10 A-5")
 @ALL_LEVELS
 @pytest.mark.parametrize("to_none", [True, False])
 def test_a05_zero_grad_takes_set_to_none(level: str, to_none: bool) -> None:
@@ -109,6 +104,7 @@ def test_a05_zero_grad_takes_set_to_none(level: str, to_none: bool) -> None:
     assert gradient(optimizer) == [1.0, 1.0]
 
 
+@pytest.mark.apex("10 A-17", "B 1: schedulers built before hold groups and the bound step")
 @ALL_LEVELS
 @pytest.mark.parametrize("built", ["before", "after"])
 @pytest.mark.parametrize("kind", ["StepLR", "OneCycleLR"])
@@ -134,6 +130,7 @@ def test_a17_schedulers_do_not_warn(level: str, built: str, kind: str) -> None:
     assert scheduler.last_epoch == 3
 
 
+@pytest.mark.apex("10 A-17")
 @ALL_LEVELS
 def test_a17_scheduler_built_while_an_overflow_is_pending(level: str) -> None:
     model, optimizer = started(level, loss_scale="dynamic")
@@ -146,6 +143,7 @@ def test_a17_scheduler_built_while_an_overflow_is_pending(level: str) -> None:
     assert same(weights(model), before)
 
 
+@pytest.mark.apex("1.8 model.forward after initialize", "10 A-18", "B 9: torch.save(model)")
 @ALL_LEVELS
 @pytest.mark.parametrize("way", ["deepcopy", "save"])
 def test_a18_copies_compute_with_their_own_weights(level: str, way: str) -> None:
@@ -188,6 +186,7 @@ class Containers(nn.Module):
         return Output(logits=out), Point(out, point.y), (row for row in out), range(2)
 
 
+@pytest.mark.apex("10 A-19")
 @ALL_LEVELS
 def test_a19_containers_keep_their_types(level: str) -> None:
     model = amp.initialize(Containers(), opt_level=level, verbosity=0)
@@ -202,6 +201,9 @@ def test_a19_containers_keep_their_types(level: str) -> None:
     assert helper.weight.dtype is torch.float32
 
 
+@pytest.mark.apex(
+    "2.1 tuples and other collections of optimizers", "10 A-21", "B 18: a tuple of optimizers"
+)
 @ALL_LEVELS
 @pytest.mark.parametrize("form", [tuple, list, iter, lambda given: given[0]])
 def test_a21_any_sequence_of_optimizers(level: str, form: Any) -> None:
@@ -211,6 +213,7 @@ def test_a21_any_sequence_of_optimizers(level: str, form: Any) -> None:
     assert gradient(optimizer) == [2.0, 2.0]
 
 
+@pytest.mark.apex("10 A-22")
 @MASTERS
 def test_a22_parameters_unfrozen_later_are_trained_right(level: str) -> None:
     model, optimizer = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), None
@@ -227,6 +230,7 @@ def test_a22_parameters_unfrozen_later_are_trained_right(level: str) -> None:
     assert halves_match(model)
 
 
+@pytest.mark.apex("2.1 an exception in the block", "10 A-23")
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a23_an_exception_in_the_body_loses_nothing(level: str) -> None:
     model, optimizer = one_weight(level, loss_scale=8.0)
@@ -246,6 +250,7 @@ def test_a23_an_exception_in_the_body_loses_nothing(level: str) -> None:
     assert gradient(optimizer) == [2.0, 2.0]
 
 
+@pytest.mark.apex("2.7 three ways to zero gradients", "10 A-24")
 @ALL_LEVELS
 @pytest.mark.parametrize("to_none", [True, False])
 def test_a24_zeroing_the_model_drops_the_masters_gradients(level: str, to_none: bool) -> None:
@@ -258,6 +263,9 @@ def test_a24_zeroing_the_model_drops_the_masters_gradients(level: str, to_none: 
     assert model.weight.tolist() == [[0.0, 0.0]]
 
 
+@pytest.mark.apex(
+    "1.1 enabled=False", "3 amp.state_dict() when amp is off or was never initialized", "10 A-25"
+)
 def test_a25_state_when_amp_is_off() -> None:
     model, optimizer = make()
     amp.initialize(model, optimizer, enabled=False)
@@ -265,6 +273,12 @@ def test_a25_state_when_amp_is_off() -> None:
     amp.load_state_dict(amp.state_dict())
 
 
+@pytest.mark.apex(
+    "0 apex.amp.load_state_dict",
+    "3 its format, loss_scaler0 and so on",
+    "3 the order of entries",
+    "10 A-25",
+)
 def test_a25_keys_are_matched_by_number(capsys: pytest.CaptureFixture[str]) -> None:
     started("O2", num_losses=2)
     one, two = ({"loss_scale": scale, "unskipped": 3} for scale in (8.0, 16.0))
@@ -273,12 +287,14 @@ def test_a25_keys_are_matched_by_number(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.apex("3 loading into a static scale", "10 A-25")
 def test_a25_static_scales_keep_their_value() -> None:
     started("O2", loss_scale=128.0)
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 3}})
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 3}}
 
 
+@pytest.mark.apex("3 unknown keys", "10 A-25")
 def test_a25_nothing_is_applied_when_it_raises() -> None:
     started("O2")
     before = amp.state_dict()
@@ -287,6 +303,7 @@ def test_a25_nothing_is_applied_when_it_raises() -> None:
     assert amp.state_dict() == before
 
 
+@pytest.mark.apex("3 unknown keys")
 @pytest.mark.parametrize(
     "entry", [None, 5, {}, {"loss_scale": 4.0}, {"loss_scale": "x", "unskipped": 0}]
 )
@@ -299,6 +316,7 @@ def test_a25_no_entry_is_applied_when_a_later_one_cannot_be_read(entry: Any) -> 
     assert amp.state_dict() == before
 
 
+@pytest.mark.apex("3 amp.load_state_dict with more or fewer entries")
 def test_a25_more_or_fewer_entries(capsys: pytest.CaptureFixture[str]) -> None:
     started("O2", num_losses=2)
     entry = {"loss_scale": 8.0, "unskipped": 3}
@@ -316,12 +334,14 @@ def test_a25_more_or_fewer_entries(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.apex("3 scale_factor", "10 A-26")
 def test_a26_scale_factor() -> None:
     scaler = amp.LossScaler("dynamic", init_scale=16.0, scale_factor=8.0, scale_window=1)
     scaler.update_scale()
     assert scaler.loss_scale() == 128.0
 
 
+@pytest.mark.apex("3 update_scale()", "3 _has_overflow", "10 A-26")
 def test_a26_the_scale_has_a_floor() -> None:
     scaler = amp.LossScaler("dynamic", init_scale=2.0**-23)
     for _ in range(5):
@@ -330,6 +350,7 @@ def test_a26_the_scale_has_a_floor() -> None:
     assert scaler.loss_scale() == 2.0**-24
 
 
+@pytest.mark.apex("2.7 delay_overflow_check=True", "10 A-26")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a26_a_delayed_check_loses_no_overflow(level: str) -> None:
     model, optimizer = one_weight(level)
@@ -342,6 +363,7 @@ def test_a26_a_delayed_check_loses_no_overflow(level: str) -> None:
     assert same(weights(model), before)
 
 
+@pytest.mark.apex("10 A-26")
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_a26_no_gradient_is_left_unwritten_behind_a_bad_one(bad: int) -> None:
     scaler = amp.LossScaler("dynamic", init_scale=4.0)
@@ -352,6 +374,7 @@ def test_a26_no_gradient_is_left_unwritten_behind_a_bad_one(bad: int) -> None:
     assert scaler.update_scale() is True
 
 
+@pytest.mark.apex("10 A-26")
 def test_a26_finite_gradients_with_a_huge_sum_are_no_overflow() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)

@@ -56,6 +56,13 @@ def backward(
 # -- casts ------------------------------------------------------------------------------------
 
 
+@pytest.mark.apex(
+    "0 apex.amp.init",
+    "0 apex.amp.handle.AmpHandle",
+    "4.1 amp.init(…)",
+    "4.1 patch_type=torch.bfloat16",
+    "A handle._deactivate() in tests",
+)
 @pytest.mark.parametrize("patch_type", HALVES)
 def test_casts_hold_until_deactivated(patch_type: torch.dtype) -> None:
     handle = amp.init(patch_type=patch_type)
@@ -72,6 +79,7 @@ def test_casts_hold_until_deactivated(patch_type: torch.dtype) -> None:
     assert product() is torch.float32
 
 
+@pytest.mark.apex("4.1 handle: is_active, _disable_casts, _deactivate")
 def test_user_functions_are_cast() -> None:
     seen = amp.half_function(lambda x: x.dtype)
     handle = amp.init()
@@ -83,6 +91,7 @@ def test_user_functions_are_cast() -> None:
     assert [inside, disabled, seen(torch.ones(1))] == [torch.float16, torch.float32, torch.float32]
 
 
+@pytest.mark.apex("4.1 amp.init(…)")
 def test_banned_functions() -> None:
     half, target = torch.full((1,), 0.5, dtype=torch.float16), torch.ones(1)
     amp.init()
@@ -94,6 +103,7 @@ def test_banned_functions() -> None:
     assert F.binary_cross_entropy(half, target).dtype is torch.float32
 
 
+@pytest.mark.apex("4.1 handle: is_active, _disable_casts, _deactivate")
 def test_verbose_prints_casts(capsys: pytest.CaptureFixture[str]) -> None:
     handle = amp.init(verbose=True)
     torch.exp(torch.ones(1, dtype=torch.float16))
@@ -102,6 +112,7 @@ def test_verbose_prints_casts(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "Half->Float (exp)\n"
 
 
+@pytest.mark.apex("4.1 handle: cache, has_cache, remove_cache, _clear_cache", "10 A-7")
 def test_weights_changed_between_forwards_are_seen() -> None:
     amp.init(enable_caching=True)
     weight = nn.Parameter(torch.ones(1, 1))
@@ -114,6 +125,7 @@ def test_weights_changed_between_forwards_are_seen() -> None:
     assert outputs == [1.0, 2.0]
 
 
+@pytest.mark.apex("4.1 handle: cache, has_cache, remove_cache, _clear_cache")
 def test_cache_is_the_users() -> None:
     handle = amp.init()
     param = nn.Parameter(torch.ones(1))
@@ -129,6 +141,7 @@ def test_cache_is_the_users() -> None:
     assert not amp.init(enable_caching=False).has_cache
 
 
+@pytest.mark.apex("4.1 handle: is_active, _disable_casts, _deactivate")
 def test_saved_functions_come_back() -> None:
     class Owner:
         value = "first"
@@ -142,6 +155,7 @@ def test_saved_functions_come_back() -> None:
     assert Owner.value == "first"
 
 
+@pytest.mark.apex("4.1 handle: is_active, _disable_casts, _deactivate", "10 A-8")
 def test_a08_disabled_blocks_nest_and_survive_exceptions() -> None:
     handle = amp.init()
     seen = []
@@ -154,6 +168,7 @@ def test_a08_disabled_blocks_nest_and_survive_exceptions() -> None:
     assert seen == [torch.float32, False, torch.float16, True]
 
 
+@pytest.mark.apex("10 A-9")
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
 def test_a09_models_at_other_levels_are_not_touched(level: str) -> None:
     class Net(nn.Module):
@@ -176,6 +191,7 @@ def test_a09_models_at_other_levels_are_not_touched(level: str) -> None:
     assert seen == [torch.float32, torch.float32]
 
 
+@pytest.mark.apex("10 A-9")
 def test_a09_a_second_init_replaces_the_first() -> None:
     original = torch.exp
     first = amp.init()
@@ -188,6 +204,7 @@ def test_a09_a_second_init_replaces_the_first() -> None:
     assert torch.exp is original
 
 
+@pytest.mark.apex("10 A-10")
 def test_a10_deactivation_restores_functions_wrapped_twice() -> None:
     original = torch.mm
     amp.register_float_function(torch, "mm")
@@ -207,6 +224,9 @@ def test_a10_deactivation_restores_functions_wrapped_twice() -> None:
 # -- handle.scale_loss ------------------------------------------------------------------------
 
 
+@pytest.mark.apex(
+    "4.1 handle.scale_loss(loss, optimizer)", "B 16: amp.init, handle.scale_loss, wrap_optimizer"
+)
 def test_losses_are_scaled_and_gradients_unscaled() -> None:
     weights, optimizer = one_weight()
     handle = amp.init()
@@ -250,6 +270,7 @@ def test_scale_one_is_no_arithmetic() -> None:
     assert weights[0].grad.item() == 1.0
 
 
+@pytest.mark.apex("4.1 handle.scale_loss(loss, optimizer)")
 def test_overflow_skips_one_step_and_halves_the_scale(capsys: pytest.CaptureFixture[str]) -> None:
     weights, optimizer = one_weight()
     handle = amp.init()
@@ -309,6 +330,7 @@ def test_exception_in_the_block_restores_gradients() -> None:
     assert "backward" not in vars(loss)
 
 
+@pytest.mark.apex("4.1 handle.scale_loss(loss, optimizer)")
 def test_backward_on_the_unscaled_loss_warns() -> None:
     weights, optimizer = one_weight()
     loss = weights[0].sum()
@@ -345,6 +367,11 @@ def test_half_parameters() -> None:
 # -- wrapped optimizers -----------------------------------------------------------------------
 
 
+@pytest.mark.apex(
+    "4.1 handle.wrap_optimizer(optimizer, num_loss)",
+    "10 A-20",
+    "B 16: amp.init, handle.scale_loss, wrap_optimizer",
+)
 def test_a20_wrapped_optimizer_unscales_gradients() -> None:
     weights, inner = one_weight()
     optimizer = amp.init().wrap_optimizer(inner)
@@ -356,6 +383,7 @@ def test_a20_wrapped_optimizer_unscales_gradients() -> None:
     assert weights[0].item() == -2.0
 
 
+@pytest.mark.apex("4.1 handle.wrap_optimizer(optimizer, num_loss)")
 def test_losses_have_scales_of_their_own_in_turn() -> None:
     weights, inner = one_weight()
     optimizer = amp.init().wrap_optimizer(inner, num_loss=2)
@@ -384,6 +412,7 @@ def test_failed_block_does_not_use_up_a_turn() -> None:
     assert weights[0].item() == 0.0
 
 
+@pytest.mark.apex("0 apex.amp.opt.OptimWrapper")
 def test_wrapper_forwards_everything_else() -> None:
     _, inner = one_weight()
     optimizer = amp.init().wrap_optimizer(inner)
@@ -400,6 +429,12 @@ def test_wrapper_forwards_everything_else() -> None:
 # -- turned off -------------------------------------------------------------------------------
 
 
+@pytest.mark.apex(
+    "0 apex.amp.handle.NoOpHandle",
+    "4.1 amp.init(enabled=False)",
+    "4.1 NoOpHandle",
+    "B 16: amp.init, handle.scale_loss, wrap_optimizer",
+)
 def test_disabled_init_changes_nothing() -> None:
     original = torch.mm
     weights, inner = one_weight()
@@ -530,6 +565,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
+@pytest.mark.apex(
+    "4.1 amp.init(…)",
+    "4.1 handle.scale_loss of an optimizer that initialize has",
+    "4.1 handle.wrap_optimizer(optimizer, num_loss)",
+)
 @pytest.mark.parametrize(("call", "error", "text"), REFUSED)
 def test_refused(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):

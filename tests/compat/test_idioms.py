@@ -15,24 +15,14 @@ import torch
 from torch import nn
 
 import preamp
-from engine.harness import (
-    LEVELS,
-    MASTER_LEVELS,
-    Net,
-    batch,
-    halves_match,
-    loss_of,
-    make,
-    masters,
-    same,
-    weights,
-)
+from cases.levels import LEVEL_NAMES, WITH_MASTERS
+from engine.harness import Net, batch, halves_match, loss_of, make, masters, same, weights
 from engine.harness import engines_closed as engines_closed
 from preamp import amp, fp16_utils, optimizers
 from preamp.amp.scaler import LossScaler
 
-ALL_LEVELS = pytest.mark.parametrize("level", LEVELS)
-MASTERS = pytest.mark.parametrize("level", MASTER_LEVELS)
+ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
+MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
 
 
 def started(level: str, optimizer: str = "sgd", **arguments: Any) -> Any:
@@ -74,10 +64,12 @@ def test_names(name: str) -> None:
     assert name in amp.__all__
 
 
+@pytest.mark.apex("0 apex.amp.scaler.LossScaler")
 def test_scaler_module() -> None:
     assert LossScaler is amp.LossScaler
 
 
+@pytest.mark.apex("0 apex.amp.scale_loss", "2.1 six arguments")
 def test_signature_of_scale_loss() -> None:
     parameters = inspect.signature(amp.scale_loss).parameters
     assert list(parameters) == [
@@ -91,6 +83,11 @@ def test_signature_of_scale_loss() -> None:
     assert [p.default for p in list(parameters.values())[2:]] == [0, None, False, False]
 
 
+@pytest.mark.apex(
+    "0 _amp_state.hard_override",
+    "3 amp.state_dict() when amp is off or was never initialized",
+    "B 10: amp.state_dict() without initialize",
+)
 def test_state_before_initialize() -> None:
     assert amp.state_dict() == {}
     amp.load_state_dict({})
@@ -103,6 +100,7 @@ def test_state_before_initialize() -> None:
     assert state.loss_scalers == []
 
 
+@pytest.mark.apex("0 apex.amp.master_params", "2.1 master_params(optimizer)")
 def test_master_params_of_any_optimizer() -> None:
     model, optimizer = make()
     assert list(amp.master_params(optimizer)) == list(model.parameters())
@@ -112,6 +110,12 @@ def test_master_params_of_any_optimizer() -> None:
 # -- the state object ------------------------------------------------------------------------
 
 
+@pytest.mark.apex(
+    "0 _amp_state.loss_scalers",
+    "3 _loss_scale",
+    "A writing loss_scalers[0]._loss_scale",
+    "B 12: fields of the loss scaler",
+)
 def test_scale_written_right_after_initialize() -> None:
     model, optimizer = started("O2")
     amp._amp_state.loss_scalers[0]._loss_scale = 2**20
@@ -121,6 +125,7 @@ def test_scale_written_right_after_initialize() -> None:
         assert scaled.item() == 8.0 * 2**20
 
 
+@pytest.mark.apex("3 _scale_seq_len", "3 _unskipped", "B 12: fields of the loss scaler")
 def test_window_and_counter_are_written() -> None:
     model, optimizer = started("O2")
     amp._amp_state.loss_scalers[0]._loss_scale = 4.0
@@ -131,6 +136,9 @@ def test_window_and_counter_are_written() -> None:
     assert amp._amp_state.loss_scalers[0].loss_scale() == 8.0
 
 
+@pytest.mark.apex(
+    "0 _amp_state.opt_properties", "1.4 attribute or options[name]", "B 12: opt_properties"
+)
 @ALL_LEVELS
 def test_options_are_read(level: str) -> None:
     started(level)
@@ -138,10 +146,15 @@ def test_options_are_read(level: str) -> None:
     assert properties.enabled is True
     assert properties.opt_level == level
     assert properties.options["cast_model_type"] == preamp.OPT_LEVELS[level].cast_model_type
-    assert properties.master_weights is (level in MASTER_LEVELS)
+    assert properties.master_weights is (level in WITH_MASTERS)
     assert properties.options["loss_scale"] == preamp.OPT_LEVELS[level].loss_scale
 
 
+@pytest.mark.apex(
+    "0 _amp_state.min_loss_scale",
+    "0 _amp_state.max_loss_scale",
+    "3 _max_loss_scale, _min_loss_scale",
+)
 def test_range_is_read() -> None:
     started("O2", min_loss_scale=128.0, max_loss_scale=1024.0)
     assert amp._amp_state.min_loss_scale == 128.0
@@ -151,6 +164,7 @@ def test_range_is_read() -> None:
     assert amp._amp_state.loss_scalers[0].loss_scale() == 1024.0
 
 
+@pytest.mark.apex("0 _amp_state.verbosity")
 def test_verbosity_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = started("O2")
     amp._amp_state.verbosity = 1
@@ -160,6 +174,7 @@ def test_verbosity_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("Gradient overflow.  Skipping step, loss scaler 0 ")
 
 
+@pytest.mark.apex("0 _amp_state.hard_override")
 def test_hard_override() -> None:
     amp._amp_state.hard_override = True
     with pytest.warns(UserWarning, match="hard_override is set"):
@@ -167,6 +182,11 @@ def test_hard_override() -> None:
     assert amp._amp_state.opt_properties.keep_batchnorm_fp32 is True
 
 
+@pytest.mark.apex(
+    "0 _amp_state.handle",
+    "A handle._deactivate() in tests",
+    "B 12: _amp_state.handle._deactivate()",
+)
 def test_handle_is_deactivated() -> None:
     """Tests of frameworks switch O1 off by hand between cases; losses are scaled all the same."""
     original = torch.exp
@@ -186,6 +206,9 @@ def test_handle_is_deactivated() -> None:
     assert len(list(amp.master_params(optimizer))) == 8
 
 
+@pytest.mark.apex(
+    "A handle._deactivate() in tests", "B 14: a fresh layer outside the model is cast"
+)
 def test_a_deactivated_handle_leaves_other_casts_on() -> None:
     started("O1")
     first = amp._amp_state.handle
@@ -200,6 +223,7 @@ def test_levels_without_function_casts_make_no_handle() -> None:
     assert not hasattr(amp._amp_state, "handle")
 
 
+@pytest.mark.apex("1.1 an FP16_Optimizer is refused with RuntimeError")
 @pytest.mark.parametrize("form", [lambda it: it, lambda it: [it]], ids=["single", "list"])
 @pytest.mark.parametrize("kind", [fp16_utils.FP16_Optimizer, optimizers.FP16_Optimizer])
 def test_an_fp16_optimizer_is_refused(kind: Any, form: Any) -> None:
@@ -216,6 +240,7 @@ def test_an_fp16_optimizer_is_refused(kind: Any, form: Any) -> None:
     amp.initialize(model, form(wrapper), enabled=False)
 
 
+@pytest.mark.apex("B 12: hasattr(optimizer")
 def test_is_it_initialised() -> None:
     _, optimizer = make()
     assert not hasattr(optimizer, "_amp_stash")
@@ -226,6 +251,7 @@ def test_is_it_initialised() -> None:
 # -- arguments from flags --------------------------------------------------------------------
 
 
+@pytest.mark.apex("B 2: arguments as text from argparse")
 @ALL_LEVELS
 def test_strings_from_argparse(level: str) -> None:
     parser = argparse.ArgumentParser()
@@ -250,6 +276,7 @@ def test_strings_from_argparse(level: str) -> None:
     assert halves_match(model)
 
 
+@pytest.mark.apex("1.5 loss_scale", "B 2: arguments as text from argparse")
 @pytest.mark.parametrize("given", [1, 1.0, "1.0", True])
 def test_scale_of_one(given: Any) -> None:
     model, optimizer = started("O2", loss_scale=given)
@@ -258,6 +285,7 @@ def test_scale_of_one(given: Any) -> None:
     assert halves_match(model)
 
 
+@pytest.mark.apex("B 2: all arguments through inspect.signature")
 def test_arguments_from_a_dict() -> None:
     arguments = {"opt_level": "O2", "loss_scale": "dynamic", "min_loss_scale": 1, "verbosity": 0}
     model, optimizer = amp.initialize(*make(), **arguments)
@@ -268,6 +296,7 @@ def test_arguments_from_a_dict() -> None:
 # -- loops -----------------------------------------------------------------------------------
 
 
+@pytest.mark.apex("2.2 O2", "A clipping amp.master_params(optimizer), inside or after the")
 @ALL_LEVELS
 @pytest.mark.parametrize("where", ["inside", "after"])
 def test_clipping_the_masters(level: str, where: str) -> None:
@@ -288,6 +317,7 @@ def test_clipping_the_masters(level: str, where: str) -> None:
     assert model.weight.flatten().tolist() == pytest.approx([expected] * 2, abs=1e-2)
 
 
+@pytest.mark.apex("B 5: a norm that is not finite, and step all the same")
 @ALL_LEVELS
 def test_overflow_seen_by_the_script(level: str) -> None:
     """The norm is not finite, the script steps all the same, and the step is skipped."""
@@ -302,6 +332,7 @@ def test_overflow_seen_by_the_script(level: str) -> None:
     assert amp._amp_state.loss_scalers[0].loss_scale() == 2.0**15
 
 
+@pytest.mark.apex("B 5: a bad loss is left out")
 @ALL_LEVELS
 def test_a_bad_loss_is_left_out(level: str) -> None:
     """Neither backward nor step on a bad loss; the next iteration is as if it never was."""
@@ -316,6 +347,7 @@ def test_a_bad_loss_is_left_out(level: str) -> None:
     assert same(weights(model), weights(other))
 
 
+@pytest.mark.apex("B 4: accumulation with clipping each time, or delay_unscale")
 @ALL_LEVELS
 @pytest.mark.parametrize("way", ["full", "delayed"])
 def test_accumulation(level: str, way: str) -> None:
@@ -336,6 +368,11 @@ def test_accumulation(level: str, way: str) -> None:
     assert model.weight.tolist() == [[2.0, 2.0]]
 
 
+@pytest.mark.apex(
+    "2.6 master gradients are gone after step",
+    "2.7 three ways to zero gradients",
+    "B 6: only the model is zeroed",
+)
 @MASTERS
 def test_only_the_model_is_zeroed(level: str) -> None:
     model, optimizer = started(level)
@@ -350,6 +387,7 @@ def test_only_the_model_is_zeroed(level: str) -> None:
     assert same(weights(model), weights(other))
 
 
+@pytest.mark.apex("B 6: one gradient set to None")
 @ALL_LEVELS
 def test_gradient_of_one_parameter_is_dropped(level: str) -> None:
     model, optimizer = started(level)
@@ -363,6 +401,7 @@ def test_gradient_of_one_parameter_is_dropped(level: str) -> None:
     assert not same(after["last.bias"], before["last.bias"])
 
 
+@pytest.mark.apex("B 6: a step before any backward")
 @ALL_LEVELS
 @pytest.mark.parametrize("optimizer_name", ["sgd", "adam", "adamw"])
 def test_step_before_any_backward(level: str, optimizer_name: str) -> None:
@@ -375,6 +414,7 @@ def test_step_before_any_backward(level: str, optimizer_name: str) -> None:
     assert halves_match(model)
 
 
+@pytest.mark.apex("B 7: several backwards, double backward")
 @ALL_LEVELS
 def test_gradient_penalty(level: str) -> None:
     """Double backward with ``create_graph`` and several backwards in one block."""
@@ -408,6 +448,7 @@ def penalty_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return slope.square().sum()
 
 
+@pytest.mark.apex("B 7: several backwards, double backward")
 @ALL_LEVELS
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_gradient_penalty_has_the_exact_gradient(level: str, blocks: int) -> None:
@@ -426,6 +467,9 @@ def test_gradient_penalty_has_the_exact_gradient(level: str, blocks: int) -> Non
     assert torch.equal(ours.grad.double(), oracle.linear.weight.grad)
 
 
+@pytest.mark.apex(
+    "2.1 .grad inside the block is this backward's alone", "B 7: gradients reduced inside the block"
+)
 @MASTERS
 def test_scaled_gradients_are_reduced_inside_the_block(level: str) -> None:
     model = nn.Linear(2, 1, bias=False)
@@ -440,6 +484,7 @@ def test_scaled_gradients_are_reduced_inside_the_block(level: str) -> None:
     assert model.weight.tolist() == [[0.5, 0.5]]
 
 
+@pytest.mark.apex("B 3: input gradients at O2 without masters, two blocks")
 def test_adversarial_input_gradients() -> None:
     """O2 without masters: ``delta.grad`` is still scaled, and two blocks precede one step."""
     model, optimizer = started("O2", master_weights=False, loss_scale="4.0")
@@ -458,6 +503,11 @@ def test_adversarial_input_gradients() -> None:
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.apex(
+    "2.7 num_losses and loss_id",
+    "A logging loss_scalers[i].loss_scale()",
+    "A two networks, two optimizers, three losses",
+)
 @ALL_LEVELS
 def test_two_networks_and_three_losses(level: str) -> None:
     """The adversarial pair: lists of models and optimizers, a scaler for each loss."""
@@ -479,6 +529,7 @@ def test_two_networks_and_three_losses(level: str) -> None:
     assert not same(weights(g)["last.bias"], before[1]["last.bias"])
 
 
+@pytest.mark.apex("B 8: forward arguments of every kind")
 @ALL_LEVELS
 def test_forward_with_a_string_first(level: str) -> None:
     class Modes(nn.Module):
@@ -497,6 +548,7 @@ def test_forward_with_a_string_first(level: str) -> None:
 # -- identity --------------------------------------------------------------------------------
 
 
+@pytest.mark.apex("B 1: what initialize returns is ignored")
 @ALL_LEVELS
 def test_frameworks_ignore_what_is_returned(level: str) -> None:
     model, optimizer = make()
@@ -512,6 +564,7 @@ def test_frameworks_ignore_what_is_returned(level: str) -> None:
     assert halves_match(model)
 
 
+@pytest.mark.apex("B 9: copies for averages")
 @ALL_LEVELS
 def test_exponential_average_through_data(level: str) -> None:
     model, optimizer = started(level)
@@ -522,14 +575,19 @@ def test_exponential_average_through_data(level: str) -> None:
             slow.data.mul_(0.5).add_(fast.data, alpha=0.5)
     assert average(torch.ones(2, 4)).isfinite().all()
     average.load_state_dict(model.state_dict())
-    assert same(
-        [p.detach() for p in average.parameters()], [p.detach() for p in model.parameters()]
-    )
+    exact = level in WITH_MASTERS  # then the copy is float32, with the masters' values
+    wanted = amp.master_params(optimizer) if exact else model.parameters()
+    assert same([p.detach() for p in average.parameters()], [p.detach() for p in wanted])
 
 
 # -- state -----------------------------------------------------------------------------------
 
 
+@pytest.mark.apex(
+    "2.6 state_dict, load_state_dict",
+    "3 amp.state_dict(destination=None)",
+    "B 10: the usual checkpoint",
+)
 @ALL_LEVELS
 def test_the_usual_checkpoint(level: str) -> None:
     model, optimizer = started(level, "adam")
@@ -556,6 +614,11 @@ def test_the_usual_checkpoint(level: str) -> None:
     assert same(masters(second), masters(optimizer))
 
 
+@pytest.mark.apex(
+    "2.6 _lazy_init_maybe_master_weights, _amp_lazy_init",
+    "A BERT trainers' resume through",
+    "B 11: BERT-style resume",
+)
 @MASTERS
 def test_resume_of_language_model_scripts(level: str) -> None:
     """Force the lazy initialization, load the optimizer, copy the saved masters."""
@@ -580,6 +643,12 @@ def test_resume_of_language_model_scripts(level: str) -> None:
     assert halves_match(other)
 
 
+@pytest.mark.apex(
+    "2.6 _amp_stash",
+    "2.6 _lazy_init_maybe_master_weights, _amp_lazy_init",
+    "A _amp_lazy_init(), then the lists of _amp_stash",
+    "B 12: hasattr(optimizer",
+)
 @ALL_LEVELS
 def test_private_names_of_the_optimizer(level: str) -> None:
     model, optimizer = started(level)
@@ -587,7 +656,7 @@ def test_private_names_of_the_optimizer(level: str) -> None:
     stash = optimizer._amp_stash
     assert stash.lazy_init_called is True
     named = dict(model.named_parameters())
-    if level in MASTER_LEVELS:
+    if level in WITH_MASTERS:
         halves = [p for n, p in named.items() if not n.startswith("bn.")]
         assert all(a is b for a, b in zip(stash.all_fp16_params, halves, strict=True))
         wide = stash.all_fp32_from_fp16_params
@@ -619,6 +688,7 @@ def test_stash_tells_of_skips_and_scaled_gradients(level: str) -> None:
     assert optimizer._amp_stash.already_patched is False
 
 
+@pytest.mark.apex("2.6 lists of gradients in _amp_stash")
 def test_stash_has_no_lists_of_gradients_set_aside() -> None:
     """Where they are between two backwards is not what it was, so a list would be a wrong one."""
     _, optimizer = started("O2")
@@ -628,6 +698,7 @@ def test_stash_has_no_lists_of_gradients_set_aside() -> None:
     assert stash.all_fp32_params == stash.all_fp32_from_fp32_params
 
 
+@pytest.mark.apex("0 apex.amp.frontend.Properties", "0 apex.amp.frontend.opt_levels")
 def test_levels_and_options_of_the_frontend() -> None:
     """Levels are frozen policies; Apex had objects that were called with the options to fill."""
     for name, level in amp.frontend.opt_levels.items():
@@ -639,6 +710,7 @@ def test_levels_and_options_of_the_frontend() -> None:
         _ = options.nonsense
 
 
+@pytest.mark.apex("1.2 num_losses=0")
 def test_no_losses() -> None:
     _, optimizer = started("O2", num_losses=0)
     assert amp.state_dict() == {}
@@ -646,6 +718,7 @@ def test_no_losses() -> None:
         amp.scale_loss(torch.ones(()), optimizer).__enter__()
 
 
+@pytest.mark.apex("2.2 O0, O3 defaults")
 @pytest.mark.parametrize("level", ["O0", "O3"])
 def test_without_a_scale_the_loss_is_widened_all_the_same(level: str) -> None:
     _, optimizer = started(level)
@@ -656,6 +729,7 @@ def test_without_a_scale_the_loss_is_widened_all_the_same(level: str) -> None:
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}
 
 
+@pytest.mark.apex("0 apex.amp._initialize.applier", "B 12: apex.amp._initialize.applier")
 def test_applier_maps_nested_batches() -> None:
     given = {"a": [torch.ones(1), "text"], "b": (torch.zeros(1),)}
     got = amp._initialize.applier(given, lambda x: x + 1)
@@ -663,6 +737,7 @@ def test_applier_maps_nested_batches() -> None:
     assert given["a"][0].item() == 1.0
 
 
+@pytest.mark.apex("B 10: the module as an object with state")
 def test_module_as_an_object_with_state() -> None:
     """Frameworks pass the module itself where something with ``state_dict`` is wanted."""
     started("O2")
@@ -674,6 +749,7 @@ def test_module_as_an_object_with_state() -> None:
     assert amp.state_dict() == saved["amp"]
 
 
+@pytest.mark.apex("0 apex.amp.state_dict", "3 amp.state_dict(destination=None)")
 def test_destination() -> None:
     started("O2")
     mine: dict[str, Any] = {"mine": 1}
@@ -699,6 +775,7 @@ def test_add_param_group(level: str) -> None:
 # -- registration ----------------------------------------------------------------------------
 
 
+@pytest.mark.apex("B 13: registered functions, before and after initialize")
 def test_registered_float_function_after_initialize() -> None:
     started("O1")
     x = torch.ones(2, dtype=torch.float16)
@@ -711,6 +788,7 @@ def test_registered_float_function_after_initialize() -> None:
             handle.remove()
 
 
+@pytest.mark.apex("B 13: decorated functions, methods, static methods, builtins")
 def test_float_function_as_decorator() -> None:
     started("O1")
 
@@ -735,6 +813,7 @@ def backward_by_hand(model: nn.Module, optimizer: Any, number: int, factor: floa
     return scaler.update_scale()
 
 
+@pytest.mark.apex("2.6 _prepare_amp_backward, _post_amp_backward")
 @ALL_LEVELS
 def test_backward_by_hand(level: str) -> None:
     """``_prepare_amp_backward`` and ``_post_amp_backward``, twice for one step."""
@@ -750,6 +829,7 @@ def test_backward_by_hand(level: str) -> None:
         assert same(ours.grad, theirs.grad)
 
 
+@pytest.mark.apex("2.6 _prepare_amp_backward, _post_amp_backward")
 @ALL_LEVELS
 def test_an_overflow_by_hand_skips_the_step(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = started(level, loss_scale="dynamic")

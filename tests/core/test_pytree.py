@@ -73,11 +73,13 @@ class MyList(list[Any]):
     pass
 
 
+@pytest.mark.apex("1.8 Tensor")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_floating_tensors_are_cast(dtype: torch.dtype) -> None:
     assert cast_floating(t().to(dtype), F16).dtype is F16
 
 
+@pytest.mark.apex("1.8 Tensor")
 @pytest.mark.parametrize(
     "dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
 )
@@ -86,6 +88,7 @@ def test_other_tensors_are_not(dtype: torch.dtype) -> None:
     assert cast_floating(x, F16) is x
 
 
+@pytest.mark.apex("1.8 other Iterable")
 @pytest.mark.parametrize("make", [list, tuple, collections.deque, MyList])
 def test_sequences(make: Any) -> None:
     got = cast_floating(make([t(), "s", 3]), F16)
@@ -105,12 +108,14 @@ def test_deque_keeps_its_length_limit() -> None:
     assert cast_floating(collections.deque([t()], maxlen=3), F16).maxlen == 3
 
 
+@pytest.mark.apex("1.8 other Iterable")
 def test_named_tuple() -> None:
     got = cast_floating(Pair(t(), "b"), F16)
     assert type(got) is Pair
     assert (got.a.dtype, got.b) == (F16, "b")
 
 
+@pytest.mark.apex("1.8 anything else")
 @pytest.mark.parametrize("make", [Record, Frozen, Slotted])
 def test_dataclasses(make: Any) -> None:
     given = make(t())
@@ -120,6 +125,7 @@ def test_dataclasses(make: Any) -> None:
     assert given.x.dtype is F32
 
 
+@pytest.mark.apex("1.8 Mapping")
 def test_dict_keeps_keys_and_order() -> None:
     got = cast_floating({"b": t(), 1: "x"}, F16)
     assert type(got) is dict
@@ -127,6 +133,7 @@ def test_dict_keeps_keys_and_order() -> None:
     assert got["b"].dtype is F16
 
 
+@pytest.mark.apex("1.8 Mapping")
 def test_dict_subclass_with_attributes() -> None:
     given = Output(logits=t(), ids=torch.ones(1, dtype=torch.int64))
     got = cast_floating(given, F16)
@@ -150,6 +157,7 @@ def test_nesting() -> None:
     assert got["a"][0].b[0].x.dtype is F16
 
 
+@pytest.mark.apex("1.8 object with to")
 def test_object_with_to() -> None:
     assert cast_floating(Batch(t()), F16).x.dtype is F16
 
@@ -181,6 +189,7 @@ def test_other_iterators_come_back_as_they_are() -> None:
     assert map_leaves(torch.Tensor.half, tensors) is tensors
 
 
+@pytest.mark.apex("1.8 other Iterable")
 def test_generator_is_mapped_on_the_way() -> None:
     started: list[int] = []
 
@@ -196,6 +205,7 @@ def test_generator_is_mapped_on_the_way() -> None:
     assert second == "s"
 
 
+@pytest.mark.apex("1.8 anything else")
 @pytest.mark.parametrize(
     "value",
     [
@@ -221,6 +231,7 @@ def test_other_values_come_back_as_they_are(value: Any) -> None:
     assert cast_floating(value, F16) is value
 
 
+@pytest.mark.apex("1.8 object with to")
 def test_modules_are_not_touched() -> None:
     module = nn.Linear(2, 2)
     assert cast_floating(module, F16) is module

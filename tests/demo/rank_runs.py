@@ -11,19 +11,19 @@ from typing import Any
 import torch
 
 from cases.demo import CORPUS, config
+from cases.levels import LEVEL_NAMES
 from preamp.demo.config import DemoConfig
 from preamp.demo.records import to_json
 from preamp.demo.run import prepare, run
-from preamp.demo.watch import Unwatched
+from preamp.demo.train import Watcher
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 WAYS = ("ddp", "zero1", "fsdp") if hasattr(torch.cpu.Stream, "record_event") else ("ddp", "zero1")
 """Without the last where torch's ``fully_shard`` does not run on CPUs, as in torch 2.6."""
 
 
 def small(**changes: Any) -> DemoConfig:
     """What one process and several train alike."""
-    return replace(config(*LEVELS, steps=6), batch=4, **changes)
+    return replace(config(*LEVEL_NAMES, steps=6), batch=4, **changes)
 
 
 def train(rank: int) -> dict[str, Any]:
@@ -31,6 +31,6 @@ def train(rank: int) -> dict[str, Any]:
     os.environ.update(WORLD_SIZE="2", RANK=str(rank))  # as torchrun does
     found: dict[str, Any] = {}
     for way in WAYS:
-        result = run(prepare(small(parallel=way, ranks=2), CORPUS), Unwatched())
+        result = run(prepare(small(parallel=way, ranks=2), CORPUS), Watcher())
         found[way] = json.loads(json.dumps(to_json(result)))
     return found

@@ -17,6 +17,7 @@ import torch
 from cases.demo import CORPUS
 from cases.ranks import run_ranks
 from demo.rank_runs import WAYS, small, train
+from demo_schema import check_results, read_results
 from preamp import PreampUnavailableError
 from preamp.demo.config import DemoConfig
 from preamp.demo.parallel import (
@@ -28,15 +29,14 @@ from preamp.demo.parallel import (
     require_sharding,
 )
 from preamp.demo.run import prepare, run
-from preamp.demo.schema import check_results, read_results
-from preamp.demo.watch import Unwatched
+from preamp.demo.train import Watcher
 
 BUDGETS = {"O0": 1e-5, "O1": 2e-3, "O2": 2e-3, "O3": 2e-3, "O4": 2e-2, "O5": 2e-2}
 """Bits per byte; half slices of a batch are multiplied in another order than all of it."""
 
 
 def test_curves_are_those_of_one_process(tmp_path: Path) -> None:
-    alone = run(prepare(small(), CORPUS), Unwatched())
+    alone = run(prepare(small(), CORPUS), Watcher())
     ranks = run_ranks(train, tmp_path)
     for way in WAYS:
         first, second = (found[way] for found in ranks)
@@ -73,6 +73,7 @@ def test_curves_are_those_of_one_process(tmp_path: Path) -> None:
         pytest.skip("fully_shard of this torch needs events of streams, which its CPUs lack")
 
 
+@pytest.mark.full
 def test_torchrun_starts_it(tmp_path: Path) -> None:
     way = WAYS[-1]
     options = "--layers 1 --width 16 --heads 2 --context 8 --batch 2 --steps 3 --levels O2"

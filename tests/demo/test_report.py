@@ -7,19 +7,19 @@ import copy
 import json
 import math
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from cases.demo import result, row
+from demo_schema import check_results, read_results
 from preamp.core.errors import PreampUnavailableError
-from preamp.demo import files
-from preamp.demo.notes import note_of
+from preamp.demo import report
 from preamp.demo.records import DemoResult, to_json
 from preamp.demo.report import render
-from preamp.demo.schema import check_results, read_results
-from preamp.demo.table import columns_of, format_seconds
+from preamp.demo.table import columns_of, format_seconds, note_of
 from preamp.numerics import read_history
 
 RUN = result(
@@ -130,7 +130,7 @@ def test_notes_say_what_happened_and_why_o3_may_be_worse() -> None:
 
 
 def test_results_are_what_the_schema_says(tmp_path: Path) -> None:
-    page, data = files.write(RUN, tmp_path / "new" / "folder")
+    page, data = report.write(RUN, tmp_path / "new" / "folder")
     document = read_results(data)
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert [level["level"] for level in document["levels"]] == ["O0", "O5", "O3"]
@@ -239,7 +239,7 @@ def test_page_of_a_run_stopped_at_once() -> None:
 
 
 def test_records_of_each_level_are_what_preamp_report_reads(tmp_path: Path) -> None:
-    files.write(RUN, tmp_path)
+    report.write(RUN, tmp_path)
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
         "O0.jsonl",
         "O3.jsonl",
@@ -249,8 +249,8 @@ def test_records_of_each_level_are_what_preamp_report_reads(tmp_path: Path) -> N
 
 
 def test_missing_packages_are_named_before_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "NEEDS", ("json", "no_such_package"))
-    match = re.escape("Cannot import no_such_package. The report needs json and no_such_package. ")
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    match = re.escape("Cannot import jinja2. The report needs jinja2. ")
     with pytest.raises(PreampUnavailableError, match=match) as caught:
-        files.require_packages()
+        report.require_packages()
     assert 'pip install "preamp[cli,report]"' in str(caught.value)

@@ -19,12 +19,18 @@ from preamp.demo.config import DEFAULT_LEVELS, OptimizerConfig
 from preamp.demo.data import Batch
 from preamp.demo.model import GPT
 from preamp.demo.run import prepare, run, warmup_steps
-from preamp.demo.train import DivergedError, Tape, record_step, set_learning_rate
-from preamp.demo.watch import Progress, Unwatched
+from preamp.demo.train import (
+    DivergedError,
+    Progress,
+    Tape,
+    Watcher,
+    record_step,
+    set_learning_rate,
+)
 from preamp.numerics import History, MemoryRecord, OverflowRecord, RunRecord, StepRecord
 
 
-class Interrupter(Unwatched):
+class Interrupter(Watcher):
     """Presses Ctrl-C after a step."""
 
     def __init__(self, level: str, step: int) -> None:
@@ -40,7 +46,7 @@ def test_default_levels_are_all_levels() -> None:
 
 
 def test_every_level_runs_and_learns_the_same() -> None:
-    result = run(prepare(config(*preamp.OPT_LEVELS, steps=12), CORPUS), Unwatched())
+    result = run(prepare(config(*preamp.OPT_LEVELS, steps=12), CORPUS), Watcher())
     assert [row.level for row in result.levels] == list(preamp.OPT_LEVELS)
     for row in result.levels:
         assert (row.status, row.steps_done, len(row.losses)) == ("finished", 12, 12)
@@ -70,7 +76,7 @@ def test_every_level_gets_the_same_weights_and_batches(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(run_module, "make_optimizer", note_weights)
     monkeypatch.setattr(run_module, "train", note_batches)
-    run(prepare(config("O0", "O5", "O1"), CORPUS), Unwatched())
+    run(prepare(config("O0", "O5", "O1"), CORPUS), Watcher())
     assert len(weights) == len(texts) == 3
     for other in weights[1:]:
         assert all(torch.equal(value, other[name]) for name, value in weights[0].items())
@@ -78,7 +84,7 @@ def test_every_level_gets_the_same_weights_and_batches(monkeypatch: pytest.Monke
 
 
 def test_two_runs_are_the_same_to_the_bit() -> None:
-    first, second = (run(prepare(config("O2"), CORPUS), Unwatched()) for _ in range(2))
+    first, second = (run(prepare(config("O2"), CORPUS), Watcher()) for _ in range(2))
     assert first.levels[0].losses == second.levels[0].losses
     assert first.levels[0].held_out_bits == second.levels[0].held_out_bits
 
@@ -98,7 +104,7 @@ def test_interrupt_keeps_finished_rows_and_what_the_current_one_has() -> None:
 
 
 def test_interrupt_between_two_levels_keeps_the_rows() -> None:
-    class Between(Unwatched):
+    class Between(Watcher):
         def level_started(self, level: str) -> None:
             if level == "O5":
                 raise KeyboardInterrupt
@@ -115,7 +121,7 @@ def test_interrupt_during_the_evaluation_keeps_the_training(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run_module, "held_out_bits", interrupt)
-    result = run(prepare(config("O0", "O5"), CORPUS), Unwatched())
+    result = run(prepare(config("O0", "O5"), CORPUS), Watcher())
     (row,) = result.levels
     assert (row.status, row.steps_done) == ("interrupted", 6)
     assert row.dtypes is not None
@@ -141,7 +147,7 @@ def test_level_that_fails_is_a_row_and_the_next_one_runs(
     train = run_module.train
     failures = iter([fail_with(error), train])
     monkeypatch.setattr(run_module, "train", lambda *args, **rest: next(failures)(*args, **rest))
-    result = run(prepare(config("O1", "O0"), CORPUS), Unwatched())
+    result = run(prepare(config("O1", "O0"), CORPUS), Watcher())
     assert [row.status for row in result.levels] == [status, "finished"]
     assert result.levels[0].reason == str(error)
     assert not result.interrupted
@@ -198,7 +204,7 @@ def test_first_steps_are_not_timed(steps: int, expected: int) -> None:
 
 
 def test_records_tell_what_the_row_tells() -> None:
-    (row,) = run(prepare(config("O2"), CORPUS), Unwatched()).levels
+    (row,) = run(prepare(config("O2"), CORPUS), Watcher()).levels
     history = History()
     for record in row.records:
         history.add(record)
@@ -215,7 +221,7 @@ def test_records_name_the_cause_of_a_skipped_step(monkeypatch: pytest.MonkeyPatc
     loss_of = train_module.loss_of
     scales = iter([1.0, 1e36, 1.0, 1.0])
     monkeypatch.setattr(train_module, "loss_of", lambda *args: loss_of(*args) * next(scales))
-    (row,) = run(prepare(config("O1", steps=4), CORPUS), Unwatched()).levels
+    (row,) = run(prepare(config("O1", steps=4), CORPUS), Watcher()).levels
     (cause,) = (record for record in row.records if isinstance(record, OverflowRecord))
     assert (cause.step, cause.loss_was_finite, cause.old_scale) == (2, True, 65536.0)
     assert cause.parameters

@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture
 def ops() -> Any:
-    return importlib.import_module("preamp.kernels.triton")
+    return importlib.import_module("preamp.kernels.triton").Triton()
 
 
 @pytest.fixture

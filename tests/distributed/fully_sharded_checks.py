@@ -16,11 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import preamp
+from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from preamp.core.tensors import local_of
 from preamp.optimizers import FusedAdam
 
 RANKS = 2
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 ROWS = 8
 
 Optimize = Callable[[Any], torch.optim.Optimizer]
@@ -109,7 +109,7 @@ def assert_rounded(run: Run) -> None:
 
 
 def check_levels_agree_with_one_process() -> None:
-    for level in LEVELS:
+    for level in LEVEL_NAMES:
         for optimize in (sgd, lambda params: FusedAdam(params, lr=0.25)):
             sharded, single = (Run(level, optimize, is_sharded=it) for it in (True, False))
             assert same(sharded.weights(), list(map(whole, make().state_dict().values())))
@@ -119,7 +119,7 @@ def check_levels_agree_with_one_process() -> None:
             state = sharded.model.state_dict()
             assert all(isinstance(value, DTensor) for value in state.values())
             assert {value.dtype for value in state.values()} == {torch.float32}
-            if level in ("O2", "O5"):
+            if level in WITH_MASTERS:
                 assert_rounded(sharded)
             for run in (sharded, single):
                 run.engine.close()
@@ -167,7 +167,7 @@ def counted() -> Iterator[Counted]:
 
 
 def check_a_step_costs_one_small_all_reduce() -> None:
-    for level in LEVELS:
+    for level in LEVEL_NAMES:
         single = Run(level, sgd, is_sharded=False, loss_scale="dynamic")
         run = Run(level, sgd, loss_scale="dynamic")
         for one in (single, run):
@@ -190,7 +190,7 @@ def check_a_step_costs_one_small_all_reduce() -> None:
 
 
 def check_an_overflow_in_one_rank_s_part_skips_everywhere() -> None:
-    for level in LEVELS:
+    for level in LEVEL_NAMES:
         run = Run(level, sgd, loss_scale="dynamic")
         run.engine.scaler(0).set_scale(16.0)
         run.step()

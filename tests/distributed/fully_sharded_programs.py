@@ -15,13 +15,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 
 import preamp
-from distributed.fully_sharded_checks import LEVELS, RANKS, Run, batch, make, same, sgd, shard
+from cases.levels import LEVEL_NAMES
+from distributed.fully_sharded_checks import RANKS, Run, batch, make, same, sgd, shard
 from preamp.core.tensors import local_of
 
 
 def check_accumulation() -> None:
     """With a reduction for every backward, and with one for all of them."""
-    for level in LEVELS:
+    for level in LEVEL_NAMES:
         results: list[list[torch.Tensor]] = []
         for syncs in (True, False):
             run = Run(level, sgd, loss_scale="dynamic")

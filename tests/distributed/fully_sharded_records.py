@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import preamp
+from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from distributed.fully_sharded_checks import Run, batch, sgd, shard
 from preamp.core.tensors import local_of, storage_key
 from preamp.engine.recording import Numerics
@@ -34,7 +35,7 @@ def check_statistics_are_of_this_rank_s_part() -> None:
         run = Run(level, sgd, loss_scale="dynamic", numerics=kind, numerics_every=1)
         run.engine.scaler(0).set_scale(8.0)
         run.backward()
-        scale = 8.0 if level in ("O2", "O5") else 1.0  # what is still on the gradients
+        scale = 8.0 if level in WITH_MASTERS else 1.0  # what is still on the gradients
         grads = {name: local_of(p.grad) / scale for name, p in grads_of(run)}
         run.optimizer.step()
         weights = {name: local_of(p).clone() for name, p in run.model.named_parameters()}
@@ -52,7 +53,7 @@ def check_statistics_are_of_this_rank_s_part() -> None:
             told = found["weight", name]
             assert told.elements == weight.numel()
             assert told.max_abs == (float(weight.abs().max()) if weight.numel() else 0.0)
-            if level in ("O2", "O5"):
+            if level in WITH_MASTERS:
                 assert told.stalled is not None
                 assert told.stalled <= weight.numel()
         run.engine.close()
@@ -64,7 +65,7 @@ def grads_of(run: Run) -> list[tuple[str, Any]]:
 
 def check_memory_is_this_rank_s() -> None:
     """As estimated where parts are even; what a forward has gathered is no master."""
-    for level, (name, build) in itertools.product(("O0", "O1", "O2", "O3", "O5"), EVEN.items()):
+    for level, (name, build) in itertools.product(LEVEL_NAMES, EVEN.items()):
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
         wanted = preamp.estimate(
             model,

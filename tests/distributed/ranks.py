@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Run checks on several processes at once, and report what failed where.
 
-Starting a process costs seconds, so all checks of a file share one start. A check is a function of
+All checks of a file share one start. A check is a function of
 a module; every rank calls it. A rank that fails stops, whereupon gloo tells the others, and a
 deadline covers what gloo does not notice.
 """
@@ -17,9 +17,8 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 
-from cases.ranks import join_ranks
+from cases.ranks import join_ranks, start_ranks
 
 Check = Callable[[], None]
 
@@ -34,9 +33,7 @@ def checks_of(module: ModuleType) -> list[Check]:
 def assert_pass(checks: Sequence[Check], world_size: int, folder: Path) -> None:
     """Run ``checks`` on ``world_size`` ranks; all must pass on all of them."""
     assert checks
-    context = multiprocessing.start_processes(
-        _rank_main, (checks, world_size, folder), world_size, join=False, start_method="spawn"
-    )
+    context = start_ranks(_rank_main, (checks, world_size, folder), world_size)
     deadline = time.monotonic() + DEADLINE_SECONDS
     try:
         while not context.join(timeout=1):

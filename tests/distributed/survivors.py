@@ -7,17 +7,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torch import multiprocessing
+from cases.ranks import start_ranks
 
 PATIENCE_SECONDS = 60  # of the test, on a machine that others use as well
 
 
 def reason_of_first(run_rank: Callable[[int, Path, str], None], folder: Path, how: str) -> str:
     """Return what the first rank wrote to the file ``reason`` in ``folder`` before it ended."""
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=run_rank, args=(rank, folder, how)) for rank in range(2)]
-    for process in ranks:
-        process.start()
+    ranks = start_ranks(run_rank, (folder, how), 2).processes
     deadline = time.monotonic() + PATIENCE_SECONDS
     try:
         while not (folder / "reason").exists():

@@ -36,6 +36,7 @@ def test_a_failing_rank_fails_the_test(tmp_path: Path) -> None:
         assert_pass([failing_check.check_fails_on_rank_1], 2, tmp_path)
 
 
+@pytest.mark.apex("0 apex.parallel.DistributedDataParallel")
 def test_signature_is_that_of_apex() -> None:
     parameters = list(inspect.signature(DistributedDataParallel).parameters.values())
     assert [(p.name, p.default) for p in parameters[1:]] == [
@@ -98,12 +99,19 @@ REFUSED = [
 ]
 
 
+@pytest.mark.apex(
+    "9.1 shared_param: ValueError",
+    "9.1 allreduce_trigger_params",
+    "9.1 num_allreduce_streams",
+    "9.1 allreduce_communicators",
+)
 @pytest.mark.parametrize(("arguments", "text"), REFUSED, ids=lambda value: str(value)[:40])
 def test_refused_arguments(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         DistributedDataParallel(nn.Linear(1, 1), **arguments)
 
 
+@pytest.mark.apex("9.1 without a process group: an error")
 @pytest.mark.parametrize(
     ("what", "call"),
     [
@@ -122,5 +130,6 @@ def test_without_a_process_group(what: str, call: Any) -> None:
         call()
 
 
+@pytest.mark.apex("0 apex.parallel.ReduceOp")
 def test_reduce_op_is_torchs() -> None:
     assert ReduceOp is torch.distributed.ReduceOp

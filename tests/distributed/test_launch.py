@@ -42,6 +42,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
+@pytest.mark.apex("9.5 python -m apex.parallel.multiproc")
 @pytest.mark.parametrize("flag", [["--world-size", "3"], ["--world-size=3"]], ids=len)
 def test_each_rank_gets_its_number(
     script: str, flag: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -55,6 +56,7 @@ def test_each_rank_gets_its_number(
     assert [(tmp_path / f"GPU_{i}.log").read_text() for i in (1, 2)] == expected[1:]
 
 
+@pytest.mark.apex("9.5 python -m apex.parallel.multiproc")
 @pytest.mark.parametrize(("devices", "world_size"), [(0, 1), (2, 2)])
 def test_one_process_per_device(
     devices: int,
@@ -68,6 +70,7 @@ def test_one_process_per_device(
     assert f"['--world-size', '{world_size}', '--rank', '0']" in capfd.readouterr().out
 
 
+@pytest.mark.apex("9.5 python -m apex.parallel.multiproc")
 @pytest.mark.parametrize(
     ("word", "code"), [("fail", 7), ("die", 128 + signal.SIGKILL)], ids=lambda v: str(v)
 )
@@ -101,6 +104,7 @@ def test_arguments_that_cannot_be_used(
         launch.read_world_size(arguments)
 
 
+@pytest.mark.apex("0 apex.parallel.multiproc")
 def test_as_a_module(script: str) -> None:
     assert multiproc.main is launch.main
     command = [sys.executable, "-m", "preamp.parallel.multiproc", script, "fail"]

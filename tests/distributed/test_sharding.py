@@ -12,7 +12,7 @@ import torch
 from distributed import shard_checks
 from distributed.ranks import assert_pass, checks_of
 from preamp import PreampStateError
-from preamp.distributed.exchange import span_of
+from preamp.distributed.shard_optimizer import span_of
 from preamp.parallel import shard_optimizer
 
 

@@ -27,6 +27,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     assert_pass(checks_of(sync_batchnorm_checks), 2, tmp_path)
 
 
+@pytest.mark.apex("9.3 create_syncbn_process_group")
 def test_groups_among_four_ranks(tmp_path: Path) -> None:
     assert_pass(checks_of(group_checks), 4, tmp_path)
 
@@ -56,6 +57,7 @@ def filled(layer: Any) -> Any:
     return layer
 
 
+@pytest.mark.apex("9.3 channel_last", "9.3 momentum=None", "9.3 evaluation", "10 A-33")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("training", [True, False])
@@ -79,6 +81,7 @@ def test_alone_it_is_a_plain_batch_norm(
         assert_same(layer.state_dict()[name], value, name)
 
 
+@pytest.mark.apex("9.3 fuse_relu and forward(input, z)", "10 A-33")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("channel_last", [False, True])
 @pytest.mark.parametrize("relu", [False, True])
@@ -123,6 +126,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.apex("9.3 one value per channel: ValueError")
 @pytest.mark.parametrize(("arguments", "given", "text"), REFUSED, ids=lambda value: str(value)[:30])
 def test_refused_inputs(arguments: dict[str, Any], given: tuple[Any, ...], text: str) -> None:
     layer = SyncBatchNorm(3, **arguments)
@@ -131,6 +135,7 @@ def test_refused_inputs(arguments: dict[str, Any], given: tuple[Any, ...], text:
     assert layer.num_batches_tracked.item() == 0
 
 
+@pytest.mark.apex("9.3 SyncBatchNorm(…)")
 def test_signatures_are_those_of_apex() -> None:
     found = inspect.signature(SyncBatchNorm).parameters
     assert {name: p.default for name, p in list(found.items())[1:]} == {
@@ -169,6 +174,7 @@ def tree() -> nn.Module:
     )
 
 
+@pytest.mark.apex("0 apex.parallel.convert_syncbn_model", "9.3 convert_syncbn_model")
 def test_conversion_carries_everything_over() -> None:
     model = tree()
     shared = model["a"][1]
@@ -231,6 +237,7 @@ class Net(nn.Module):
         return self.last(F.relu(self.norm(self.conv(x))).flatten(1))
 
 
+@pytest.mark.apex("9.3 levels treat it as a batch norm", "B 9: convert_syncbn_model before")
 @pytest.mark.parametrize("row", LEVELS, ids=lambda row: row.name)
 def test_levels_treat_it_as_a_batch_norm(row: LevelCase) -> None:
     plain = Net()

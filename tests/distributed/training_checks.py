@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -106,11 +107,13 @@ def _train(level: str, build: Build, backwards: int, wrapping: Any, **scaling: A
     assert run.engine.steps_applied == STEPS
 
 
+@pytest.mark.apex("9.1 training at every level on two ranks")
 def check_plain_training() -> None:
     for level, build in itertools.product(LEVEL_NAMES, (sgd, adam, larc)):
         _train(level, build, 1, {})
 
 
+@pytest.mark.apex("9.1 training at every level on two ranks")
 def check_accumulation_with_a_reduction_each() -> None:
     for level in LEVEL_NAMES:
         _train(level, sgd, 2, {})
@@ -128,11 +131,13 @@ def check_other_ways_to_reduce() -> None:
         _train(level, sgd, 1, way)
 
 
+@pytest.mark.apex("B 7: gradients reduced inside the block")
 def check_reducing_by_hand() -> None:
     for level in LEVEL_NAMES:
         _train(level, sgd, 2, {"reducer": True})
 
 
+@pytest.mark.apex("9.1 training at every level on two ranks")
 def check_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     for level in LEVEL_NAMES:
         run = Run(level, sgd)

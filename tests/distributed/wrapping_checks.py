@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import preamp
-from cases.levels import LEVEL_NAMES
+from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from cases.tolerances import assert_same
 from preamp.parallel import DistributedDataParallel
 
@@ -77,7 +77,7 @@ def check_wrapping_comes_after_a_cast() -> None:
         model, optimizer = make()
         wrapped = TORCH(model)
         prepare(model, optimizer, level)
-        if level in ("O2", "O3", "O5"):
+        if level in HALF_WEIGHTS:
             with pytest.raises(preamp.PreampStateError, match=r"before preamp\.initialize"):
                 wrapped(torch.ones(1, 8))
         else:
@@ -112,7 +112,7 @@ def check_a_delayed_reduction_may_be_made_before_a_cast() -> None:
 
 
 def check_a_wrapper_ends_with_the_casts_it_was_made_for() -> None:
-    for level in ("O0", "O1", "O2", "O3"):
+    for level in LEVEL_NAMES:
         model, optimizer = make()
         prepare(model, optimizer, level)
         wrapped = TORCH(model)
@@ -120,7 +120,7 @@ def check_a_wrapper_ends_with_the_casts_it_was_made_for() -> None:
         preamp.engine_of(optimizer).close()
         wrapped.eval()(torch.ones(1, 8))
         wrapped.train()
-        if level in ("O2", "O3"):
+        if level in HALF_WEIGHTS:
             with pytest.raises(preamp.PreampStateError, match="Wrap the model again"):
                 wrapped(torch.ones(1, 8))
             wrapped = TORCH(model)
@@ -136,7 +136,7 @@ def _both(mine: torch.Tensor) -> list[torch.Tensor]:
 
 def check_masters_are_made_equal_also_where_training_is_in_evaluation_mode() -> None:
     """As with batch norms and dropout that a fine-tuning leaves frozen."""
-    for level in ("O2", "O5"):
+    for level in WITH_MASTERS:
         model, optimizer = make(seed=dist.get_rank())
         prepare(model, optimizer, level)
         wrapped = TORCH(model).eval()

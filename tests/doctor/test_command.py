@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,13 +24,6 @@ QUIET = "import warnings\nwarnings.simplefilter('ignore')\n"
 Doctor = Callable[..., Done]
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    # torch's optimizers import its compiler at their first step.
-    with Zygote("torch._dynamo") as process:
-        yield process
-
-
 @pytest.fixture
 def doctor(zygote: Zygote, tmp_path: Path) -> Doctor:
     """``preamp doctor`` on a text, in a process of its own."""
@@ -42,6 +35,7 @@ def doctor(zygote: Zygote, tmp_path: Path) -> Doctor:
     return call_doctor
 
 
+@pytest.mark.full
 def test_the_front_door(tmp_path: Path) -> None:
     """The others are forked from one process; this one is started as a user starts it."""
     (tmp_path / "train.py").write_text(QUIET + BUG, "utf-8")
@@ -109,6 +103,7 @@ def test_options_of_the_script_are_its_own(doctor: Doctor) -> None:
     assert "no findings in 2 optimizer steps" in done.stderr
 
 
+@pytest.mark.full
 def test_a_module_and_its_workers(zygote: Zygote, tmp_path: Path) -> None:
     """Workers end with the program's exit code, and report nothing of their own."""
     (tmp_path / "pkg").mkdir()

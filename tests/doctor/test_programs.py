@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,11 @@ PROGRAMS = (
 )
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote("sklearn.datasets", "torch._dynamo") as process:
-        yield process
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: Path(program[0]).stem)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(p, marks=[pytest.mark.full] if "tests/" in p[0] else []) for p in PROGRAMS],
+    ids=lambda program: Path(program[0]).stem,
+)
 def test_a_healthy_program_is_clean(
     zygote: Zygote, tmp_path: Path, program: tuple[str, ...]
 ) -> None:

@@ -35,6 +35,7 @@ def test_a_healthy_script_is_clean(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.filterwarnings("ignore:optimizer.step.. was called with gradients that no scale_loss")
 def test_a_bug_is_found_where_it_is(bug: Bug, tmp_path: Path) -> None:
     examination = Examination(select_rules())
     path = tmp_path / "script.py"

@@ -65,6 +65,7 @@ SAME |= {name: bug.text for name, bug in BUGS.items() if bug.raises is None}
 
 
 @pytest.mark.parametrize("text", SAME.values(), ids=SAME)
+@pytest.mark.filterwarnings("ignore:optimizer.step.. was called with gradients that no scale_loss")
 def test_weights_and_random_numbers_are_the_same(text: str, tmp_path: Path) -> None:
     expected = weights(plain(text))
     before = attributes()

@@ -12,19 +12,11 @@ import torch
 from torch import nn
 
 import preamp
+from cases.levels import LEVELS
 from preamp.compat.amp_state import AmpState, amp_state
 from preamp.engine import Engine
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-CAST_LEVELS = ("O2", "O3", "O5")
-MASTER_LEVELS = ("O2", "O5")
-HALF = {
-    "O1": torch.float16,
-    "O2": torch.float16,
-    "O3": torch.float16,
-    "O4": torch.bfloat16,
-    "O5": torch.bfloat16,
-}
+HALF = {row.name: row.half for row in LEVELS}
 
 OptimizerMaker = Callable[[Any], torch.optim.Optimizer]
 

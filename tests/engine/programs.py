@@ -128,9 +128,6 @@ class Call:
         raise NotImplementedError
 
 
-Where = Literal["block", "outside"]
-
-
 @dataclass(frozen=True)
 class Backward(Call):
     """A backward, inside ``scale_loss`` unless ``outside``.
@@ -140,6 +137,7 @@ class Backward(Call):
         both: Whether the block is of both optimizers even if one would do.
         poison: Whether the loss is infinite; at dynamic scales only.
         fails: Whether the body raises after its backward.
+        checks_late: Whether a later block adjusts the loss scale, by ``delay_overflow_check``.
     """
 
     parts: str
@@ -150,6 +148,7 @@ class Backward(Call):
     poison: bool = False
     fails: bool = False
     outside: bool = False
+    checks_late: bool = False
 
     def run(self, world: World) -> None:
         if self.outside:
@@ -271,20 +270,7 @@ class Again(Call):
 # -- known faults --------------------------------------------------------------------------------
 
 
-AVOIDED = frozenset(
-    {
-        "clip of scaled gradients to nothing",
-        "the norm of scaled gradients",
-        "deep copies",
-        "exact weights",
-        "masters written before a forward",
-        "quiet writes",
-        "zeroing in place",
-        "zeroing of what was left scaled",
-        "a failing block without a scale",
-        "the scale after an overflow",
-    }
-)
+AVOIDED: frozenset[str] = frozenset()
 """What programs keep away from, since it goes wrong; `test_doors` has a test of each."""
 
 
@@ -348,14 +334,14 @@ class World:
         self.is_dynamic = self.engine.policy.is_dynamic
         self.is_scaled = self.is_dynamic or self.engine.loss_scale() != 1.0
         self.convert_plain()
-        self.overflowed = [False, False]
+        self.overflowed: list[bool | Literal["maybe"]] = [False, False]
         self.delayed: list[tuple[int, float] | None] = [None, None]
         self.is_stale = [False, False]  # a skipped step has left its gradients
         self.spent: set[str] = set()
         self.halved = [0, 0]
         self.has_delayed = [False, False]
         self.started = False
-        self.half_written = self.master_written = False
+        self.half_written, self.master_written = [False, False], [False, False]
 
     def convert_plain(self) -> None:
         """Bring what is compared with to the dtype in which the level's optimizer works."""
@@ -418,18 +404,21 @@ class World:
             return
         if any(self.master(n) is not None and self.both(n)[0].grad is not None for n in params):
             return
-        if self.master_written and self.avoids("masters written before a forward"):
+        if any(self.master_written) and self.avoids("masters written before anybody looks"):
             return
+        for name in params:
+            if self.master(name) is not None:
+                self.read(name)  # or a gradient dropped unseen could not be told from a rewrite
         self.log.append(f"loss({call.parts!r}, {call.index}).backward()")
         loss_of(self.ours, call.parts, call.index).backward()
-        self.master_written, self.started = False, True
+        self.master_written, self.started = [False, False], True
         self.drop_spent(owners)
-        self.theirs(call)
+        self.theirs(call.parts, call.index)
 
-    def theirs(self, call: Backward) -> None:
+    def theirs(self, parts: str, index: int, *, poison: bool = False) -> None:
         with preamp.disable_casts():
-            loss = loss_of(self.plain, call.parts, call.index, self.plain.q.dtype)
-            (loss * math.inf if call.poison and self.is_dynamic else loss).backward()
+            loss = loss_of(self.plain, parts, index, self.plain.q.dtype)
+            (loss * math.inf if poison else loss).backward()
 
     def drop_spent(self, owners: Iterable[int]) -> None:
         for i in owners:
@@ -441,7 +430,7 @@ class World:
     def block(self, call: Backward) -> None:
         if not any(self.both(n)[0].requires_grad for n in self.names() if n[0] in call.parts):
             return
-        if self.master_written and self.avoids("masters written before a forward"):
+        if any(self.master_written) and self.avoids("masters written before anybody looks"):
             return
         owners = sorted({OWNER[part] for part in call.parts} | ({0, 1} if call.both else set()))
         for i in owners:
@@ -456,32 +445,45 @@ class World:
         self.log.append(
             f"with scale_loss(loss({call.parts!r}, {call.index}){' * inf' if poison else ''}, "
             f"{[f'opt{i}' for i in owners]}, loss_id={call.loss_id}"
-            f"{', delay_unscale=True' if call.delay else ''}) as scaled: scaled.backward()"
-            + ("; raise" if fails else "")
+            f"{', delay_unscale=True' if call.delay else ''}"
+            f"{', delay_overflow_check=True' if call.checks_late else ''}) as scaled: "
+            f"scaled.backward()" + ("; raise" if fails else "")
         )
         scale = self.engine.loss_scale(call.loss_id)
         self.begin(owners, call.loss_id, scale)
+        # What was left scaled and is not finite is found by this block, and belongs to all its
+        # optimizers; so may be what had overflowed before anything was left scaled.
+        bad = [i for i in owners if self.delayed[i] and not _finite(self.grads(i))]
+        raw = any(not self.overflowed[i] for i in bad)
+        mixed = bool(bad)
         loss = loss_of(self.ours, call.parts, call.index) * (math.inf if poison else 1.0)
-        self.master_written, self.started = False, True
+        self.master_written, self.started = [False, False], True
         opts = [self.opts[i] for i in owners]
         try:
-            with preamp.scale_loss(loss, opts, call.loss_id, delay_unscale=call.delay) as scaled:
+            with preamp.scale_loss(
+                loss,
+                opts,
+                call.loss_id,
+                delay_unscale=call.delay,
+                delay_overflow_check=call.checks_late,
+            ) as scaled:
                 scaled.backward()
                 if fails:
                     raise Left
         except Left:
             return
-        self.theirs(call)
+        self.theirs(call.parts, call.index, poison=poison)
         keeps_scale = call.delay and (self.is_scaled or self.row.has_masters)
         for i in owners:
             self.delayed[i] = (call.loss_id, scale) if keeps_scale else None
         self.halved[call.loss_id] += poison
-        self.has_delayed[call.loss_id] |= keeps_scale
-        if not keeps_scale and self.is_dynamic:
-            found = [g for i in owners for g in self.grads(i).values()]
-            if not all(grad.isfinite().all() for grad in found):
-                for i in owners:
+        self.has_delayed[call.loss_id] |= keeps_scale or call.checks_late
+        if self.is_dynamic and not keeps_scale:
+            for i in owners:
+                if poison or raw:
                     self.overflowed[i] = True
+                elif mixed:
+                    self.overflowed[i] = self.overflowed[i] or "maybe"
 
     def begin(self, owners: list[int], loss_id: int, scale: float) -> None:
         """What becomes of earlier gradients."""
@@ -500,6 +502,8 @@ class World:
     # -- steps ---------------------------------------------------------------------------------
 
     def step(self, i: int) -> None:
+        if self.is_stale[i]:
+            self.zero(i, to_none=True)
         self.log.append(f"opt{i}.step()")
         if self.delayed[i]:
             if self.refused(self.opts[i].step):
@@ -509,8 +513,8 @@ class World:
         else:
             self.opts[i].step()
         skipped = self.overflowed[i]
-        if skipped and not self.holds(i):  # dropped or zeroed since: either will do
-            skipped = self.engine.last_step_skipped
+        if skipped == "maybe" or (skipped and not self.holds(i)):
+            skipped = self.engine.last_step_skipped  # what overflowed was dropped or zeroed since
         assert self.engine.last_step_skipped == skipped, "skipped" if not skipped else "applied"
         if not skipped:
             self.plain_step(i)
@@ -532,19 +536,20 @@ class World:
         for name in self.names(i):
             if self.master(name) is not None and self.plain.get_parameter(name).grad is not None:
                 self.spent.add(name)
-        self.half_written = self.master_written = False
+        if not self.is_stale[i]:
+            self.half_written[i] = self.master_written[i] = False
         self.check(i)
 
     def step_with_closure(self, i: int, index: int) -> None:
         parts = "aqn" if i == 0 else "b"
         if not any(self.both(n)[0].requires_grad for n in self.names(i)):
             return
-        if self.master_written and self.avoids("masters written before a forward"):
+        if any(self.master_written) and self.avoids("masters written before anybody looks"):
             return
         self.log.append(f"opt{i}.step(closure of loss({parts!r}, {index}))")
 
         def closure() -> torch.Tensor:
-            self.opts[i].zero_grad()
+            self.opts[i].zero_grad(set_to_none=True)  # what FusedSGD does not do by itself
             loss = loss_of(self.ours, parts, index)
             with preamp.scale_loss(loss, self.opts[i]) as scaled:
                 scaled.backward()
@@ -556,7 +561,7 @@ class World:
         self.started = True
         self.plain_opts[i].zero_grad()
         self.spent -= set(self.names(i))
-        self.theirs(Backward(parts, index))
+        self.theirs(parts, index)
         self.plain_step(i)
         self.is_stale[i] = False
         self.end_step(i)
@@ -567,10 +572,12 @@ class World:
         how = "None" if to_none else "zeros"
         names = [whose] if isinstance(whose, str) and whose != "model" else self.names()
         names = self.names(whose) if isinstance(whose, int) else names
-        if not isinstance(whose, int):
+        if self.avoids("zeroing of what was left scaled"):
             scaled = any(self.delayed[OWNER[n[0]]] for n in names)
-            if scaled and self.avoids("zeroing of what was left scaled"):
+            is_o3 = self.plain.q.dtype is torch.float16
+            if scaled and (not isinstance(whose, int) or (is_o3 and not to_none)):
                 return
+        if not isinstance(whose, int):
             if not to_none and self.row.has_masters and self.avoids("zeroing in place"):
                 return
         if isinstance(whose, int):
@@ -672,7 +679,7 @@ class World:
     def write(self, name: str, how: str) -> None:
         param, plain = self.both(name)
         has_master = self.master(name) is not None
-        if has_master and self.master_written:
+        if has_master and self.master_written[OWNER[name[0]]]:
             return  # whose write counts is nobody's business
         if how == "data.fill_" and has_master and (self.started or self.avoids("quiet writes")):
             return
@@ -680,7 +687,7 @@ class World:
         for side in (param, plain):
             _write(side, how, 0.375)
         if param.dtype != plain.dtype and param.dtype is not torch.float32:
-            self.half_written |= has_master
+            self.half_written[OWNER[name[0]]] |= has_master
             if has_master:
                 value = param.detach().double()
                 before = self.engine.master_of(param).detach().double()
@@ -690,7 +697,7 @@ class World:
                 plain.data = param.detach().double()
 
     def write_masters(self, i: int, how: str) -> None:
-        if self.half_written:
+        if self.half_written[i]:
             return
         self.log.append(f"opt{i}'s parameters.{how}")
         for name in self.names(i):
@@ -701,7 +708,7 @@ class World:
             held = param if master is None else master
             _write(held, how, 0.625 + 2.0**-12)  # not a half number
             _write(plain, how, 0.625 + 2.0**-12)
-            self.master_written |= master is not None
+            self.master_written[i] |= master is not None
 
     def freeze(self, name: str, *, trains: bool) -> None:
         self.log.append(f"model.{name}.requires_grad_({trains})")
@@ -713,13 +720,13 @@ class World:
             return
         if through == "deepcopy" and self.avoids("deep copies"):
             return
-        if through == "forward" and self.avoids("masters written before a forward"):
+        if through == "forward" and self.avoids("masters written before anybody looks"):
             return
         self.log.append(through)
         if through == "forward":
             with torch.no_grad():
                 self.ours(torch.zeros(2, 3), "abqn")
-            self.master_written = False
+            self.master_written = [False, False]
             self.check_halves()
             return
         if through == "exact_weights":
@@ -729,6 +736,9 @@ class World:
             found = {n: p.detach() for n, p in copy.deepcopy(self.ours).named_parameters()}
         else:
             found = {n: v for n, v in self.ours.state_dict().items() if n in NAMES}
+            self.half_written = [False, False]
+            if not self.avoids("masters written before anybody looks"):
+                self.master_written = [False, False]
         for name, value in found.items():
             self.compare(value, self.plain.get_parameter(name), f"{through} {name}")
 
@@ -766,9 +776,13 @@ class World:
         self.engine.load_state_dict(engine)
         self.halved = list(self.saved_halved)
         self.has_delayed = [True, True]  # a scale may yet fall for what was found before
-        self.half_written = self.master_written = False
+        # A scale that was loaded is another one, even if it is as large.
+        self.delayed = [delayed and (delayed[0], math.nan) for delayed in self.delayed]
+        self.half_written, self.master_written = [False, False], [False, False]
         self.round_frozen()
         self.check()
+        if self.avoids("masters written after loading"):
+            self.half_written = [True, True]
 
     def restart(self) -> None:
         level, exact, saved = self.row.name, self.exact, (self.saved, self.saved_halved)
@@ -814,27 +828,24 @@ class World:
                 f"{where}: {a} is not {b}"
             )
 
-    def check_halves(self) -> None:
-        if self.half_written:
-            return
-        for name, param in self.ours.named_parameters():
-            master = self.master(name)
-            if master is not None:
-                assert torch.equal(param, master.to(param.dtype)), f"half {name} is not its master"
+    def check_halves(self, *optimizers: int) -> None:
+        """Every half weight is its rounded master, but where the script has written to one."""
+        for name in self.names():
+            param, master, i = self.both(name)[0], self.master(name), OWNER[name[0]]
+            written = self.half_written[i] or self.master_written[i]
+            if master is not None and i in (optimizers or (0, 1)) and not written:
+                rounded = master.detach().to(param.dtype)
+                assert torch.equal(param, rounded), f"half {name}: {param} is not {rounded}"
 
-    def check(self, optimizer: int | None = None) -> None:
-        """Weights, half weights, and the optimizers' state are right."""
-        for name in self.names(optimizer):
-            param, plain = self.both(name)
-            master = self.master(name)
-            self.compare(param if master is None else master, plain, name)
-        if optimizer is None:
-            self.check_halves()
-        elif not self.half_written:
-            for name in self.names(optimizer):
-                master, param = self.master(name), self.both(name)[0]
-                if master is not None:
-                    assert torch.equal(param, master.to(param.dtype)), f"half {name}"
+    def check(self, *optimizers: int) -> None:
+        """Weights of the optimizers, of both if none is named, and half weights are right."""
+        for name in self.names():
+            i = OWNER[name[0]]
+            if i in (optimizers or (0, 1)) and not self.half_written[i]:
+                param, plain = self.both(name)
+                master = self.master(name)
+                self.compare(param if master is None else master, plain, name)
+        self.check_halves(*optimizers)
 
     def finish(self) -> None:
         """Compare everything at the end of a program."""
@@ -843,6 +854,7 @@ class World:
         for i in (0, 1):
             if not self.delayed[i]:
                 self.step(i)
+        self.look("state_dict")
         self.check()
         if "SGD" in self.kind:
             self.check_momentum()

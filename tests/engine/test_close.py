@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 import preamp
+from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from engine.harness import (
     HALF,
-    LEVELS,
-    MASTER_LEVELS,
     OPTIMIZERS,
     Net,
     differences,
@@ -34,7 +33,7 @@ from engine.harness import engines_closed as engines_closed
 from preamp import amp
 from preamp.optim import MasterParameter
 
-ALL_LEVELS = pytest.mark.parametrize("level", LEVELS)
+ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
 DOORS = pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
 
 
@@ -92,7 +91,7 @@ def test_trained(door: Any, level: str, optimizer_name: str) -> None:
         assert floats == {torch.float32}
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_weights_are_the_exact_masters(level: str) -> None:
     model, optimizer = started(level, optimizer="adam")
     train_step(model, optimizer, 0)
@@ -123,7 +122,7 @@ def test_training_goes_on_in_float32(level: str) -> None:
 
 
 @ALL_LEVELS
-@pytest.mark.parametrize("then", LEVELS)
+@pytest.mark.parametrize("then", LEVEL_NAMES)
 def test_again_at_another_level(level: str, then: str) -> None:
     model, optimizer = started(level)
     train_step(model, optimizer, 0)
@@ -178,7 +177,7 @@ def test_pending_gradients_come_out_unscaled(level: str, read_first: bool) -> No
     assert torch.equal(model.last.weight.detach(), before - 0.125 * grad)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_pending_gradients_of_float64_parameters(level: str) -> None:
     model = torch.nn.Linear(2, 1).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
@@ -255,14 +254,14 @@ def test_the_users_own_hooks_stay(level: str) -> None:
 @ALL_LEVELS
 def test_what_was_added_meanwhile_stays(level: str) -> None:
     model, optimizer = started(level)
-    extra = nn.Linear(2, 2).to(HALF[level] if level in ("O2", "O3", "O5") else torch.float32)
+    extra = nn.Linear(2, 2).to(HALF[level] if level in HALF_WEIGHTS else torch.float32)
     optimizer.add_param_group({"params": list(extra.parameters()), "lr": 0.5})
     preamp.engine_of(model).close()
     assert [len(group["params"]) for group in optimizer.param_groups] == [8, 2]
     assert optimizer.param_groups[1]["params"][0] is extra.weight
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_loaded_weights_survive_the_close(level: str) -> None:
     model, optimizer = started(level)
     other = Net()
@@ -271,7 +270,7 @@ def test_loaded_weights_survive_the_close(level: str) -> None:
     assert same(weights(model), weights(other))
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_half_weights_written_by_hand_survive_the_close(level: str) -> None:
     model, _ = started(level)
     with torch.no_grad():
@@ -280,7 +279,7 @@ def test_half_weights_written_by_hand_survive_the_close(level: str) -> None:
     assert torch.equal(model.first.weight, torch.full((8, 4), 0.5))
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_device_and_memory_format_of_what_comes_back(level: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

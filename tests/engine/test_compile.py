@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preamp
-from cases.levels import LEVELS
+from cases.levels import BY_KIND
 from preamp.numerics import NumericsRecord, StepRecord
 from preamp.optimizers import FusedAdam
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit.script_method:DeprecationWarning",
 )
 
-levels = pytest.mark.parametrize("level", [case.name for case in LEVELS])
+levels = pytest.mark.parametrize("level", BY_KIND)
 
 
 class Perceptron(nn.Module):
@@ -124,6 +124,7 @@ def assert_same_training(ours: Training, losses: list[float], eager: Training) -
     close(eager)
 
 
+@pytest.mark.each
 @models
 @levels
 def test_the_loss_is_one_graph(make: Any, level: str) -> None:
@@ -143,6 +144,7 @@ def test_the_loss_is_one_graph(make: Any, level: str) -> None:
     assert losses[0] == pytest.approx(eager.run(1)[0], rel=2e-2)
 
 
+@pytest.mark.each
 @models
 @levels
 def test_training_by_a_compiled_loss_is_the_same(make: Any, level: str) -> None:
@@ -164,6 +166,7 @@ def test_a_compiled_model_has_no_breaks(level: str) -> None:
     assert_same_training(training, losses, Training(Perceptron, level, loss_scale=64.0))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("numerics", ["light", "full"])
 @levels
 def test_statistics_break_no_graph(level: str, numerics: str) -> None:
@@ -209,6 +212,7 @@ def test_a_float32_model_beside_an_engine_that_casts() -> None:
     assert_same_training(training, losses, Training(Perceptron, "O0"))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize("level", ["O4", "O5"])
 def test_generated_code(level: str) -> None:

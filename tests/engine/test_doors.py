@@ -37,6 +37,10 @@ def engine_of(owner: object) -> Any:
     return preamp.engine_of(owner)
 
 
+def masters_of(pair: Pair) -> list[torch.Tensor]:
+    return list(preamp.master_params(pair.optimizer))
+
+
 def check_halves(pair: Pair) -> None:
     """Every half weight is its rounded master now."""
     for name, param in pair.model.named_parameters():
@@ -551,6 +555,25 @@ def test_what_is_written_to_masters_is_seen(level: str, then: str, write: str) -
             assert_same(ours.detach(), wanted.detach())
 
 
+@with_masters
+@pytest.mark.parametrize("then", ["train", "close"])
+def test_what_is_written_to_masters_after_loading_stays(level: str, then: str) -> None:
+    """Loading writes half weights too; the masters know of it already."""
+    pair = Pair(level)
+    train(pair)
+    pair.model.load_state_dict(copy.deepcopy(pair.model.state_dict()))
+    with torch.no_grad():
+        for param in (*masters_of(pair), *pair.plain.parameters()):
+            param.mul_(0.5)
+    if then == "train":
+        train(pair, start=1)
+        pair.check()
+    else:
+        pair.engine.close()
+        for ours, wanted in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+            assert_same(ours.detach(), wanted.detach())
+
+
 # -- the wrong loss (4) ------------------------------------------------------------------------
 
 
@@ -811,6 +834,22 @@ def test_zeroing_reaches_what_was_left_scaled(level: str, how: str) -> None:
                 zero_both(pair, how)
                 pair.backward(2, loss_id=loss_id)
                 finish(pair)
+
+
+@levels
+@pytest.mark.parametrize("how", ["optimizer, zeros", "model, zeros", "each, zeros"])
+@pytest.mark.parametrize("then", ["step", "backward"])
+def test_what_is_zeroed_beside_scaled_gradients_is_zeros(level: str, how: str, then: str) -> None:
+    """Not gone: momentum and weight decay go on, as in torch."""
+    for scale in SCALES:
+        pair = Pair(level, loss_scale=scale)
+        pair.train(0)
+        pair.backward(1, "a")
+        pair.backward(2, "b", delay_unscale=True)
+        zero_both(pair, how)
+        if then == "backward" or not how.startswith("optimizer"):
+            pair.backward(3, "b")
+        finish(pair)
 
 
 @levels

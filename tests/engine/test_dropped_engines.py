@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import LEVEL_NAMES
+from cases.levels import BY_KIND, LEVEL_NAMES
 from preamp import amp
 
 NAMESPACES = (torch, torch.Tensor, nn.functional, torch.autograd)
@@ -50,15 +50,16 @@ def _train_and_drop(level: str, door: Any) -> list[weakref.ref[Any]]:
     return [weakref.ref(thing) for thing in (engine, model, optimizer, model[0].weight)]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
-@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("level", BY_KIND)
 def test_models_optimizers_and_engines_are_freed(level: str, door: Any) -> None:
     dropped = _train_and_drop(level, door)
     gc.collect()
     assert [ref() for ref in dropped] == [None] * len(dropped)
 
 
-@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("level", BY_KIND)
 def test_torch_is_as_it_was(level: str) -> None:
     attributes, casts = _attributes(), _casts()
     _train_and_drop(level, preamp)

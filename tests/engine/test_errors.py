@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 import preamp
+from cases.levels import F32_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from engine.harness import (
-    LEVELS,
-    MASTER_LEVELS,
     Net,
     differences,
     halves_match,
@@ -39,8 +38,8 @@ from preamp.core.errors import (
 )
 from preamp.engine import Engine
 
-ALL_LEVELS = pytest.mark.parametrize("level", LEVELS)
-MASTERS = pytest.mark.parametrize("level", MASTER_LEVELS)
+ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
+MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
 DOORS = pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
 
 
@@ -79,6 +78,7 @@ def test_the_picture_sees_changes() -> None:
 # -- arguments of initialize -----------------------------------------------------------------
 
 
+@pytest.mark.apex("1.2 models: tuple or anything else → TypeError")
 @DOORS
 @pytest.mark.parametrize(
     ("models", "described"),
@@ -101,6 +101,7 @@ def test_models_of_the_wrong_type(door: Any, models: Any, described: str) -> Non
         door.initialize(models, verbosity=0)
 
 
+@pytest.mark.apex("1.2 optimizers: tuple, generator or anything else")
 @DOORS
 @pytest.mark.parametrize(
     ("wrap", "described"),
@@ -171,6 +172,7 @@ def test_num_losses(given: Any) -> None:
         preamp.initialize(model, optimizer, opt_level="O2", num_losses=given, verbosity=0)
 
 
+@pytest.mark.apex("1.1 the same optimizer again: RuntimeError")
 @ALL_LEVELS
 def test_optimizer_listed_twice(level: str) -> None:
     model, optimizer = used()
@@ -182,6 +184,7 @@ def test_optimizer_listed_twice(level: str) -> None:
         preamp.initialize(model, [optimizer, optimizer], opt_level=level, verbosity=0)
 
 
+@pytest.mark.apex("1.1 the same optimizer again: RuntimeError")
 @ALL_LEVELS
 def test_optimizer_of_another_engine(level: str) -> None:
     model, optimizer = started(level, optimizer="adam")
@@ -195,6 +198,7 @@ def test_optimizer_of_another_engine(level: str) -> None:
         preamp.initialize(other, optimizer, opt_level="O2", verbosity=0)
 
 
+@pytest.mark.apex("1.1 models that are half already are refused")
 @DOORS
 @pytest.mark.parametrize(
     ("cast", "dtype"), [(nn.Module.half, "float16"), (nn.Module.bfloat16, "bfloat16")]
@@ -206,14 +210,16 @@ def test_model_that_is_half(door: Any, level: str, cast: Any, dtype: str) -> Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     text = (
         f"The parameter 'first.weight' of Net is {dtype} before initialize. Models must come with "
-        "float32 (or float64) parameters, so that masters can keep them exactly. Do not call "
-        "model.half() or model.bfloat16(): initialize casts what the level needs. If half weights "
-        "are all there is, pass allow_half_model=True."
+        "float32 (or float64) parameters, so that masters can keep them exactly. Call "
+        "model.float() first, or do not make the model half (checkpoints may load as they were "
+        "stored): initialize casts what the level needs. Or pass allow_half_model=True, and "
+        "masters start from the rounded values."
     )
     with refused(PreampStateError, text, model, optimizer):
         door.initialize(model, optimizer, opt_level=level, verbosity=0)
 
 
+@pytest.mark.apex("1.1 models that are half already are refused")
 def test_model_with_a_half_buffer_in_a_list() -> None:
     model, other = Net(), nn.Linear(2, 2)
     model.bn.running_mean = model.bn.running_mean.half()
@@ -224,6 +230,7 @@ def test_model_with_a_half_buffer_in_a_list() -> None:
     assert differences(before, picture(model, other)) == []
 
 
+@pytest.mark.apex("1.1 the same half model again: RuntimeError")
 @MASTERS
 def test_model_of_another_engine(level: str) -> None:
     model, optimizer = started(level)
@@ -248,11 +255,15 @@ def test_half_models_on_request() -> None:
     assert halves_match(model)
 
 
+@pytest.mark.apex(
+    "0 _amp_state.allow_incoming_model_not_fp32", "1.1 models that are half already are refused"
+)
 def test_half_models_on_request_through_the_state() -> None:
     amp._amp_state.allow_incoming_model_not_fp32 = True
     amp.initialize(Net().half(), opt_level="O2", verbosity=0)
 
 
+@pytest.mark.apex("1.1 models in DataParallel or DistributedDataParallel are")
 @DOORS
 @ALL_LEVELS
 def test_model_in_data_parallel(door: Any, level: str) -> None:
@@ -267,6 +278,7 @@ def test_model_in_data_parallel(door: Any, level: str) -> None:
         door.initialize(wrapped, optimizer, opt_level=level, verbosity=0)
 
 
+@pytest.mark.apex("1.1 models in DataParallel or DistributedDataParallel are")
 def test_model_in_distributed_data_parallel() -> None:
     model = Net()
     wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
@@ -300,7 +312,8 @@ def room() -> Any:
     return sys.modules["preamp.engine.initialize"]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.apex("1.1 a failure halfway")
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("name", LATE_STEPS)
 @pytest.mark.parametrize("nth", [0, 1])
 def test_failed_initialize_rolls_back(
@@ -329,7 +342,7 @@ def test_failed_initialize_rolls_back(
     train_step(model, optimizer, 2)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_failure_in_the_last_hook_rolls_back(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = used()
     before = picture(model, optimizer)
@@ -343,6 +356,7 @@ def test_failure_in_the_last_hook_rolls_back(level: str, monkeypatch: pytest.Mon
     assert differences(before, picture(model, optimizer)) == []
 
 
+@pytest.mark.apex("1.1 a failure halfway")
 def test_failed_amp_initialize_keeps_the_current_engine() -> None:
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
@@ -373,6 +387,10 @@ def test_scale_loss_before_initialize() -> None:
         enter(preamp, loss, optimizer)
 
 
+@pytest.mark.apex(
+    "2.1 before initialize: RuntimeError",
+    "B 15: scale_loss without initialize: the documented error",
+)
 def test_amp_scale_loss_before_initialize() -> None:
     model, optimizer = used()
     text = (
@@ -385,6 +403,7 @@ def test_amp_scale_loss_before_initialize() -> None:
         enter(amp, loss, optimizer)
 
 
+@pytest.mark.apex("2.1 an optimizer that was not initialized")
 @DOORS
 def test_scale_loss_with_a_foreign_optimizer(door: Any) -> None:
     model, optimizer = make()
@@ -431,6 +450,7 @@ def test_scale_loss_with_something_else(given: Any) -> None:
         enter(preamp, torch.ones(()), given)
 
 
+@pytest.mark.apex("2.1 a loss that is no floating tensor")
 @DOORS
 @ALL_LEVELS
 @pytest.mark.parametrize(
@@ -455,6 +475,7 @@ def test_loss_that_is_none(door: Any, level: str, loss: Any, described: str) -> 
         enter(door, loss, optimizer)
 
 
+@pytest.mark.apex("2.1 loss_id out of range")
 @DOORS
 @pytest.mark.parametrize(("count", "loss_id"), [(1, 1), (3, 3), (2, -1), (0, 0)])
 def test_wrong_loss_id(door: Any, count: int, loss_id: int) -> None:
@@ -531,7 +552,7 @@ def test_sparse_gradient_of_a_master(level: str) -> None:
     assert preamp.engine_of(model).loss_scale() == 2.0**16
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("level", F32_WEIGHTS)
 def test_sparse_gradients_where_they_work(level: str) -> None:
     model = Words()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -614,6 +635,7 @@ def test_group_with_a_known_parameter(level: str, form: Callable[[Any], Any]) ->
         optimizer.add_param_group({"params": form(model.first.weight)})
 
 
+@pytest.mark.apex("2.1 changing those half gradients in place")
 @MASTERS
 def test_half_gradient_changed_in_place(level: str) -> None:
     model, optimizer = started(level, loss_scale=128.0)
@@ -637,6 +659,7 @@ def test_half_gradient_changed_in_place(level: str) -> None:
     assert model.first.weight.grad is None
 
 
+@pytest.mark.apex("1.7 model.float() afterwards, with masters")
 @MASTERS
 def test_model_made_float_after_initialize(level: str) -> None:
     model, optimizer = started(level)
@@ -652,6 +675,7 @@ def test_model_made_float_after_initialize(level: str) -> None:
     assert same(weights(model), before)
 
 
+@pytest.mark.apex("1.7 model.load_state_dict(assign=True) with masters")
 @MASTERS
 def test_assigning_load(level: str) -> None:
     model, optimizer = started(level)
@@ -767,7 +791,7 @@ def damage(model: nn.Module, optimizer: torch.optim.Optimizer, *, in_loss: bool)
     optimizer.step()
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_too_many_skips_in_a_row(level: str) -> None:
     model, optimizer = started(level, loss_scale="dynamic", max_consecutive_skips=3)
     before = weights(model)
@@ -852,3 +876,36 @@ def test_engine_is_not_made_by_a_refused_call(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(PreampStateError):
         preamp.initialize(Net().half(), opt_level="O2", verbosity=0)
     assert made == []
+
+
+# -- lazy modules ----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+@DOORS
+@ALL_LEVELS
+@pytest.mark.parametrize(
+    ("lazy", "name"),
+    [
+        (lambda: nn.LazyLinear(2), "1.weight"),
+        (lambda: nn.LazyBatchNorm1d(affine=False), "1.running_mean"),
+    ],
+)
+def test_lazy_modules(door: Any, level: str, lazy: Any, name: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), lazy())
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    before = model[0].weight.detach().clone()
+    text = (
+        f"{name!r} of Sequential is not initialized: a lazy module gets its shapes in its first "
+        "forward. initialize takes models whose parameters and buffers have their memory. Run one "
+        "forward on a batch first, then build the optimizer and call preamp.initialize."
+    )
+    with pytest.raises(PreampStateError, match=f"^{re.escape(text)}$"):
+        door.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert model[0].weight.dtype is torch.float32
+    assert torch.equal(model[0].weight, before)
+    with pytest.raises(PreampStateError):
+        preamp.engine_of(model)
+    model(torch.randn(5, 3))
+    door.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model(torch.randn(5, 3))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import preamp
 from cases.fused import FUSED, FusedCase, variant_id
 from cases.host_reads import NoHostReads, far_from_the_host
+from cases.levels import EXACT, WITH_MASTERS
 from cases.models import Parts, batch
 from cases.tolerances import assert_same
 from preamp.core.errors import LossScaleError
@@ -23,7 +24,7 @@ from preamp.kernels.by_device import ByDevice
 from preamp.optimizers import FusedAdam
 
 every_class = pytest.mark.parametrize("case", FUSED, ids=variant_id)
-with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
+with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
 Step = Callable[[Any, torch.optim.Optimizer], None]
 
 
@@ -189,7 +190,7 @@ def norm_of(training: Training) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.cat([grad.double().flatten() for grad in grads]))
 
 
-every_scaled = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+every_scaled = pytest.mark.parametrize("level", EXACT)
 
 
 @every_scaled

@@ -80,6 +80,7 @@ def test_reading_one_master_gradient_between_accumulations(level: str) -> None:
     pair.check()
 
 
+@pytest.mark.apex("2.1 .grad inside the block is this backward's alone")
 @with_masters
 def test_master_gradient_is_not_there_inside_the_body(level: str) -> None:
     """It would be scaled and incomplete; what came before is there."""
@@ -151,6 +152,7 @@ def test_without_a_loss_scale_half_gradients_may_be_rewritten(
     pair.check()
 
 
+@pytest.mark.apex("2.1 changing those half gradients in place")
 @with_masters
 @rewrites
 @pytest.mark.parametrize("read", [False, True])
@@ -171,6 +173,7 @@ def test_with_a_loss_scale_rewriting_a_half_gradient_is_refused(
         pair.optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:optimizer.step.. was called with gradients that no scale_loss")
 @with_masters
 def test_plain_backwards_may_be_looked_at_in_between(level: str) -> None:
     pair = Pair(level)
@@ -224,6 +227,7 @@ def test_zeroing_a_half_gradient_is_a_gradient_of_zeros(level: str, read: bool, 
     pair.check()
 
 
+@pytest.mark.apex("2.1 half gradients keep the scale after the block")
 @with_masters
 def test_half_gradients_keep_the_scale(level: str) -> None:
     pair = Pair(level, loss_scale=64.0)
@@ -233,6 +237,7 @@ def test_half_gradients_keep_the_scale(level: str) -> None:
         assert_same(half.grad, (plain.grad * 64).to(half.dtype))
 
 
+@pytest.mark.apex("2.1 master_params(optimizer)")
 @with_masters
 def test_masters_are_parameters_like_others(level: str) -> None:
     pair = Pair(level)

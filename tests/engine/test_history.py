@@ -15,10 +15,9 @@ from torch import nn
 
 import preamp
 from cases.host_reads import NoHostReads, far_from_the_host
+from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from engine.harness import (
     HALF,
-    LEVELS,
-    MASTER_LEVELS,
     Net,
     batch,
     everything,
@@ -44,12 +43,12 @@ from preamp.numerics import (
     RunRecord,
     StepRecord,
     TensorStatistics,
-    exponents,
     read_history,
+    statistics,
 )
 from preamp.optimizers import FusedAdam
 
-every_level = pytest.mark.parametrize("level", LEVELS)
+every_level = pytest.mark.parametrize("level", LEVEL_NAMES)
 both = pytest.mark.parametrize("numerics", ["light", "full"])
 
 
@@ -318,7 +317,7 @@ def test_weights_are_measured_after_the_step(level: str) -> None:
         assert found[name].scale == 1.0
         is_half = param.dtype in (torch.float16, torch.bfloat16)
         assert (found[name].stalled is not None) == is_half
-        wanted = param.dtype if is_half else HALF.get(level, torch.float16)
+        wanted = param.dtype if is_half else (HALF[level] or torch.float16)
         assert found[name].form == str(wanted).removeprefix("torch.")
 
 
@@ -333,7 +332,7 @@ class Table(nn.Module):
         return self.weight * x
 
 
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
 @pytest.mark.parametrize("fused", [False, True])
 def test_weights_that_do_not_move_are_counted(level: str, fused: bool) -> None:
     """Of six weights one has no gradient; three updates round away in the half value."""
@@ -420,7 +419,7 @@ def test_taking_notes_changes_no_number(
     assert same(found[0], found[1])
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("level", WITH_MASTERS)
 @both
 def test_nor_with_accumulation_clipping_and_fused_updates(level: str, numerics: str) -> None:
     found = list[Any]()
@@ -445,7 +444,7 @@ def test_nothing_is_read_by_the_host_where_the_device_decides(
 ) -> None:
     """Numbers that are far stay there until a later step, or until somebody asks."""
     far_from_the_host(monkeypatch)
-    monkeypatch.setattr(exponents, "host_reaches", lambda _: False)
+    monkeypatch.setattr(statistics, "host_reaches", lambda _: False)
     monkeypatch.setattr(host_copies, "host_reaches", lambda _: False)
     torch.manual_seed(0)
     model = Net()

@@ -18,11 +18,9 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import preamp
+from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from engine.harness import (
-    CAST_LEVELS,
     HALF,
-    LEVELS,
-    MASTER_LEVELS,
     Net,
     everything,
     halves_match,
@@ -57,16 +55,19 @@ def start(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 class TestShapes:
+    @pytest.mark.apex("1.2 Module, none → module")
     def test_model_alone(self, start: Any, level: str, enabled: bool) -> None:
         model = Net()
         assert start(model, opt_level=level, enabled=enabled) is model
 
+    @pytest.mark.apex("1.2 Module, none → module")
     def test_model_and_none(self, start: Any, level: str, enabled: bool) -> None:
         model = Net()
         assert start(model, None, opt_level=level, enabled=enabled) is model
 
+    @pytest.mark.apex("1.2 Module, Optimizer → pair")
     def test_model_and_optimizer(self, start: Any, level: str, enabled: bool) -> None:
         model = Net()
         optimizer = sgd(model)
@@ -75,6 +76,7 @@ class TestShapes:
         assert result[0] is model
         assert result[1] is optimizer
 
+    @pytest.mark.apex("1.2 Module, list → pair")
     @pytest.mark.parametrize("count", [0, 1, 2])
     def test_model_and_list(self, start: Any, level: str, enabled: bool, count: int) -> None:
         model = Net()
@@ -85,12 +87,14 @@ class TestShapes:
         assert result[1] is optimizers
         assert all(a is b for a, b in zip(optimizers, kept, strict=True))
 
+    @pytest.mark.apex("1.2 list, none → list")
     def test_list_alone(self, start: Any, level: str, enabled: bool) -> None:
         models = [Net(), Net()]
         kept = list(models)
         assert start(models, opt_level=level, enabled=enabled) is models
         assert all(a is b for a, b in zip(models, kept, strict=True))
 
+    @pytest.mark.apex("1.2 list, Optimizer → pair")
     def test_list_and_optimizer(self, start: Any, level: str, enabled: bool) -> None:
         models = [Net()]
         optimizer = sgd(models[0])
@@ -98,6 +102,7 @@ class TestShapes:
         assert result[0] is models
         assert result[1] is optimizer
 
+    @pytest.mark.apex("1.2 list, list → pair")
     def test_list_and_list(self, start: Any, level: str, enabled: bool) -> None:
         models, optimizers = [Net(), Net()], []
         optimizers += [sgd(model) for model in models]
@@ -105,6 +110,7 @@ class TestShapes:
         assert result[0] is models
         assert result[1] is optimizers
 
+    @pytest.mark.apex("B 1: no models, a module and its part, frozen copies")
     def test_no_models(self, start: Any, level: str, enabled: bool) -> None:
         weight = nn.Parameter(torch.ones(2))
         optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -124,6 +130,9 @@ class TestShapes:
         assert result[1] is optimizer
 
 
+@pytest.mark.apex(
+    "0 apex.amp.initialize", "1.1 fourteen arguments, in order", "1.1 patch_torch_functions_type"
+)
 def test_signature_is_apex_s() -> None:
     parameters = inspect.signature(amp.initialize).parameters
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -155,6 +164,9 @@ def test_signature_is_apex_s() -> None:
     assert list(inspect.signature(preamp.initialize).parameters)[:14] == positional
 
 
+@pytest.mark.apex(
+    "1.1 fourteen arguments, in order", "B 2: all arguments through inspect.signature"
+)
 def test_all_arguments_explicitly_with_their_defaults() -> None:
     model = Net()
     optimizer = sgd(model)
@@ -164,12 +176,16 @@ def test_all_arguments_explicitly_with_their_defaults() -> None:
     assert preamp.engine_of(model).policy == preamp.OPT_LEVELS["O1"]
 
 
+@pytest.mark.apex(
+    "0 cast_batchnorm= and keywords of other forks", "B 2: keywords of other forks: TypeError"
+)
 @pytest.mark.parametrize("keyword", ["combine_grad", "cast_batchnorm"])
 def test_unknown_keyword_of_another_fork(keyword: str) -> None:
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):
         amp.initialize(Net(), **{keyword: True})
 
 
+@pytest.mark.apex("1.1 torch.backends.cudnn.enabled = False")
 def test_cudnn_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
     model, optimizer = make()
@@ -178,6 +194,7 @@ def test_cudnn_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert halves_match(model)
 
 
+@pytest.mark.apex("1.2 num_losses=0")
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_num_losses(count: int) -> None:
     model, _ = started("O2", num_losses=count)
@@ -191,10 +208,13 @@ BRIEFS = {
     "O1": "O1:  Insert automatic casts around Pytorch functions and Tensor methods.",
     "O2": "O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
     "O3": "O3:  Pure FP16 training.",
+    "O4": "O4:  Insert automatic BF16 casts around Pytorch functions and Tensor methods.",
+    "O5": "O5:  BF16 training with FP32 batchnorm and FP32 master weights.",
 }
 
 
-@pytest.mark.parametrize("level", BRIEFS)
+@pytest.mark.apex("1.1 printed lines")
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_printed_tokens(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     amp.initialize(Net(), opt_level=level, loss_scale="128.0")
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
@@ -222,8 +242,9 @@ def test_printed_tokens(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2] == "enabled                    : True"
 
 
+@pytest.mark.apex("1.1 verbosity=0")
 @pytest.mark.parametrize("verbosity", [0, False, "0"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_silence(level: str, verbosity: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level=level, verbosity=verbosity, loss_scale="dynamic")
@@ -244,6 +265,7 @@ def test_skipped_step_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "(step 1: nan first in 'last.bias' and in 7 more; loss scale 65536.0 to 32768.0)" in out
 
 
+@pytest.mark.apex("1.1 enabled=False")
 def test_disabled_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     amp.initialize(Net(), opt_level="O2", enabled=False)
     assert capsys.readouterr().out == ""
@@ -288,19 +310,23 @@ FIXED = {
 }
 
 
-@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.apex(
+    "1.7 batch norms with weights stay float32 at O2 and O5", "B 19: float64 and integer buffers"
+)
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_conversion_of_half_models(level: str) -> None:
     model = Zoo()
     preamp.initialize(model, opt_level=level, verbosity=0)
     for name, dtype in dtypes(model).items():
         if name in FIXED:
             assert dtype is FIXED[name], name
-        elif name.startswith("bn.") and level != "O3":
+        elif (name.startswith("bn.") and level != "O3") or name == "hidden":
             assert dtype is F32, name
         else:
             assert dtype is HALF[level], name
 
 
+@pytest.mark.apex("1.7 O1 and O4 convert nothing", "B 19: float64 and integer buffers")
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_function_levels_convert_nothing(level: str) -> None:
     model = Zoo()
@@ -309,13 +335,15 @@ def test_function_levels_convert_nothing(level: str) -> None:
     assert dtypes(model) == before
 
 
+@pytest.mark.apex("1.7 O0 makes float64 float32")
 def test_o0_makes_doubles_float32() -> None:
     model = Zoo()
     preamp.initialize(model, opt_level="O0", verbosity=0)
     assert {dtype for name, dtype in dtypes(model).items() if name not in FIXED} == {F32}
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.apex("1.5 cast_model_type", "A master_weights=False at O2, cast_model_type=False")
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_cast_model_type_false_converts_nothing(level: str) -> None:
     model = Zoo()
     before = weights(model)
@@ -323,6 +351,7 @@ def test_cast_model_type_false_converts_nothing(level: str) -> None:
     assert same(weights(model), before)
 
 
+@pytest.mark.apex("1.5 keep_batchnorm_fp32")
 @pytest.mark.parametrize("given", [False, "False"])
 def test_keep_batchnorm_false(given: Any) -> None:
     model = Zoo()
@@ -338,6 +367,7 @@ def test_keep_batchnorm_true_at_o3() -> None:
     assert model.plain_bn.running_mean.dtype is F16
 
 
+@pytest.mark.apex("1.7 batch norms with weights stay float32 at O2 and O5")
 @pytest.mark.parametrize("kind", [nn.SyncBatchNorm, nn.BatchNorm3d])
 def test_every_batch_norm_is_kept(kind: Any) -> None:
     model = nn.Sequential(kind(4))
@@ -345,7 +375,8 @@ def test_every_batch_norm_is_kept(kind: Any) -> None:
     assert model[0].weight.dtype is F32
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.apex("1.2 the very objects come back", "B 1: what initialize returns is ignored")
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_parameters_keep_their_identity(level: str) -> None:
     model, optimizer = make()
     before = dict(model.named_parameters())
@@ -356,7 +387,8 @@ def test_parameters_keep_their_identity(level: str) -> None:
     assert all(dict(model.named_buffers())[name] is b for name, b in buffers.items())
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.apex("1.2 the very objects come back", "B 1: what initialize returns is ignored")
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_groups_keep_their_identity(level: str) -> None:
     model, optimizer = make()
     groups, lists = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
@@ -367,7 +399,8 @@ def test_groups_keep_their_identity(level: str) -> None:
     assert all(group["params"] is params for group, params in zip(groups, lists, strict=True))
 
 
-@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.apex("1.7 existing gradients")
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_existing_gradients_are_converted(level: str) -> None:
     model, _ = make()
     model.first.weight.grad = torch.full_like(model.first.weight, 3.0)
@@ -376,7 +409,8 @@ def test_existing_gradients_are_converted(level: str) -> None:
     assert model.first.weight.grad[0, 0] == 3.0
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.filterwarnings("ignore:optimizer.step.. was called with gradients that no scale_loss")
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_existing_gradients_count(level: str) -> None:
     """A gradient made before initialize is unscaled, and the next step uses it."""
     weight = nn.Linear(2, 1, bias=False)
@@ -388,7 +422,8 @@ def test_existing_gradients_count(level: str) -> None:
     assert weight.weight.tolist() == [[0.75, 0.75]]
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.apex("1.7 masters")
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_masters_are_the_exact_values_from_before(level: str) -> None:
     model, optimizer = make()
     before = [param.detach().clone() for param in model.parameters()]
@@ -401,7 +436,8 @@ def test_masters_are_the_exact_values_from_before(level: str) -> None:
     assert halves_match(model)
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.apex("1.7 masters")
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_which_parameters_have_masters(level: str) -> None:
     model, optimizer = started(level)
     named = dict(model.named_parameters())
@@ -411,6 +447,11 @@ def test_which_parameters_have_masters(level: str) -> None:
         assert param.dtype is F32
 
 
+@pytest.mark.apex(
+    "1.5 master_weights",
+    "A master_weights=False at O2, cast_model_type=False",
+    "B 3: input gradients at O2 without masters, two blocks",
+)
 @pytest.mark.parametrize(("level", "given"), [("O2", False), ("O2", "False"), ("O5", False)])
 def test_no_masters_and_a_scale_from_a_flag(level: str, given: Any) -> None:
     model, optimizer = started(level, master_weights=given, loss_scale="128.0")
@@ -432,6 +473,7 @@ def test_no_masters_and_a_scale_from_a_flag(level: str, given: Any) -> None:
     assert not same(weights(model)["first.weight"], before["first.weight"])
 
 
+@pytest.mark.apex("1.5 master_weights")
 @pytest.mark.parametrize("level", ["O0", "O3"])
 def test_master_weights_can_be_asked_for(level: str) -> None:
     model, optimizer = started(level, master_weights=True)
@@ -440,6 +482,7 @@ def test_master_weights_can_be_asked_for(level: str) -> None:
     assert halves_match(model)
 
 
+@pytest.mark.apex("1.7 optimizer state follows its parameters")
 def test_optimizer_state_follows_the_dtypes() -> None:
     model, optimizer = make(optimizer="adam")
     train_plain(model, optimizer, 0)
@@ -453,6 +496,7 @@ def test_optimizer_state_follows_the_dtypes() -> None:
         assert state[param]["step"].item() == 1.0
 
 
+@pytest.mark.apex("1.7 optimizer state follows its parameters")
 def test_optimizer_state_at_o3_is_half() -> None:
     model, optimizer = make(optimizer="adam")
     train_plain(model, optimizer, 0)
@@ -465,12 +509,13 @@ def test_optimizer_state_at_o3_is_half() -> None:
 # -- lists of models -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.apex("B 1: no models, a module and its part, frozen copies")
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_a_module_and_its_own_part(level: str) -> None:
     model, optimizer = make()
     exact = [param.detach().clone() for param in model.parameters()]
     preamp.initialize([model, model.first], optimizer, opt_level=level, verbosity=0)
-    if level in MASTER_LEVELS:
+    if level in WITH_MASTERS:
         assert same(masters(optimizer), exact)
     assert model(torch.ones(2, 4)).dtype is (HALF[level] if level in ("O1", "O4") else F32)
     train_step(model, optimizer, 0)
@@ -478,7 +523,7 @@ def test_a_module_and_its_own_part(level: str) -> None:
     assert all(value.dtype is F32 for key, value in model.state_dict().items() if "num" not in key)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_a_model_listed_twice(level: str) -> None:
     model, optimizer = make()
     preamp.initialize([model, model], optimizer, opt_level=level, verbosity=0)
@@ -488,7 +533,8 @@ def test_a_model_listed_twice(level: str) -> None:
     assert {p.dtype for p in model.parameters()} == {F32}
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.apex("B 1: no models, a module and its part, frozen copies")
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_frozen_copies_for_averaging(level: str) -> None:
     model, optimizer = make()
     average = Net()
@@ -505,7 +551,8 @@ def test_frozen_copies_for_averaging(level: str) -> None:
     assert same(weights(average), weights(model))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.apex("B 9: evaluation without an optimizer")
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_model_alone_for_evaluation(level: str) -> None:
     model, _ = make()
     model.eval()
@@ -522,6 +569,7 @@ def test_model_alone_for_evaluation(level: str) -> None:
 # -- enabled=False ---------------------------------------------------------------------------
 
 
+@pytest.mark.apex("1.1 enabled=False", "2.2 disabled", "B 15: enabled=False")
 @pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
 def test_disabled_passes_everything_through(door: Any) -> None:
     model, optimizer = make()
@@ -546,6 +594,7 @@ def test_disabled_passes_everything_through(door: Any) -> None:
     assert list(door.master_params(optimizer)) == list(model.parameters())
 
 
+@pytest.mark.apex("1.1 enabled=False", "B 18: a mock of an optimizer")
 @pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
 def test_disabled_asks_nothing_of_its_arguments(door: Any) -> None:
     """With amp off scripts pass tuples, mocks and wrappers; they come back as they are."""
@@ -558,6 +607,7 @@ def test_disabled_asks_nothing_of_its_arguments(door: Any) -> None:
     assert door.initialize(wrapped, enabled=False) is wrapped
 
 
+@pytest.mark.apex("B 15: enabled=False")
 @pytest.mark.parametrize(
     "optimizers", [MagicMock(), (), [], None, "text"], ids=["mock", "tuple", "list", "none", "text"]
 )
@@ -568,6 +618,7 @@ def test_disabled_scale_loss_asks_nothing_of_its_optimizers(optimizers: Any) -> 
         assert scaled is loss
 
 
+@pytest.mark.apex("B 15: enabled=False")
 def test_disabled_state() -> None:
     model, optimizer = make()
     amp.initialize(model, optimizer, enabled=False)
@@ -650,7 +701,16 @@ def echo(level: str, **arguments: Any) -> Echo:
 INPUT_DTYPE = {"O0": F32, "O1": None, "O2": F16, "O3": F16, "O4": None, "O5": BF16}
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.apex(
+    "1.8 Tensor",
+    "1.8 str, ndarray",
+    "1.8 object with to",
+    "1.8 Mapping",
+    "1.8 other Iterable",
+    "1.8 anything else",
+    "B 8: forward arguments of every kind",
+)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_inputs(level: str) -> None:
     model = echo(level)
     expected = INPUT_DTYPE[level] or F32
@@ -741,7 +801,8 @@ def test_gradients_reach_the_inputs() -> None:
 OUTPUT_DTYPE = {"O0": F32, "O1": F16, "O2": F32, "O3": F32, "O4": F16, "O5": F32}
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_outputs(level: str) -> None:
     """Models that are cast answer in float32; others are left alone."""
     model = echo(level)
@@ -778,7 +839,8 @@ def test_outputs(level: str) -> None:
     assert next(generator).dtype is expected
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("dtype", [F16, F64])
 def test_cast_model_outputs(level: str, dtype: torch.dtype) -> None:
     model = echo(level, cast_model_outputs=dtype)
@@ -786,6 +848,7 @@ def test_cast_model_outputs(level: str, dtype: torch.dtype) -> None:
     assert model().dtype is dtype
 
 
+@pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")
 def test_outputs_only() -> None:
     model = echo("O2", cast_model_type=False, cast_model_outputs=F16)
     model.answer = torch.ones(1)
@@ -793,6 +856,7 @@ def test_outputs_only() -> None:
     assert model.seen[0][0].dtype is F64
 
 
+@pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")
 def test_no_cast_at_all() -> None:
     model = echo("O2", cast_model_type=False)
     model.answer = torch.ones(1, dtype=F16)
@@ -847,8 +911,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.apex("1.7 a float32 tensor made inside a half model")
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_float32_inside(level: str, name: str) -> None:
     build, call = LAYERS[name]
     model = Inside(build(), call)
@@ -864,7 +929,8 @@ def test_float32_inside(level: str, name: str) -> None:
         assert model().isfinite().all()
 
 
-@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.apex("1.7 recurrent layers", "B 8: forward arguments of every kind")
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_recurrent_model(level: str) -> None:
     model = nn.LSTM(3, 2)
     optimizer = sgd(model)
@@ -878,6 +944,7 @@ def test_recurrent_model(level: str) -> None:
 # -- calling again ---------------------------------------------------------------------------
 
 
+@pytest.mark.apex("1.1 another call with new objects")
 def test_new_objects_get_an_engine_of_their_own() -> None:
     one, first = started("O2")
     two, second = started("O1")
@@ -897,6 +964,7 @@ def test_one_model_in_two_calls_for_two_optimizers() -> None:
     assert preamp.engine_of(second) is not preamp.engine_of(model)
 
 
+@pytest.mark.apex("2.6 step")
 def test_bound_methods_are_methods() -> None:
     _, optimizer = started("O2")
     for name in ("step", "zero_grad", "add_param_group"):

@@ -217,6 +217,7 @@ def run(case: Case) -> None:
     engine.close()
 
 
+@pytest.mark.apex("2.2 O0, O3 defaults", "2.2 O1", "2.2 O2", "2.7 num_losses and loss_id")
 @pytest.mark.parametrize("accumulate", [1, 3], ids=lambda n: f"every{n}")
 @pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
 @pytest.mark.parametrize("optimizer", MAIN, ids=lambda row: row.name)
@@ -270,6 +271,7 @@ def test_every_torch_optimizer_has_a_row() -> None:
     assert theirs <= {row.kind.__name__ for row in ALL} | set(NO_ROW)  # type: ignore[attr-defined]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("optimizer", ALL, ids=lambda row: row.name)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_any_torch_optimizer_trains_and_skips(level: str, optimizer: OptimizerCase) -> None:
@@ -288,6 +290,7 @@ def test_any_torch_optimizer_trains_and_skips(level: str, optimizer: OptimizerCa
         )
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(
     ("optimizer", "variant"),
     [(row, variant) for row in ALL for variant in row.variants],
@@ -322,6 +325,7 @@ def test_muon(level: str) -> None:
         pair.check(f"step {index}")
 
 
+@pytest.mark.apex("2.2 static scale ≠ 1")
 @pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
 @pytest.mark.parametrize("scale", [1.0, 128.0])
 def test_a_static_scale_applies_infinite_gradients(level: str, scale: float) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import preamp
-from cases.levels import BY_NAME, LEVEL_NAMES
+from cases.levels import BY_NAME, EXACT, LEVEL_NAMES
 from cases.models import Damage, Exact, loss_of, values
 from cases.optimizers import clone_state
 from cases.pair import Pair, adam, sgd
@@ -28,6 +28,7 @@ levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 # -- step bound before initialize ------------------------------------------------------------
 
 
+@pytest.mark.apex("B 1: schedulers built before hold groups and the bound step")
 @levels
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 def test_a_step_bound_before_initialize_works_and_skips(level: str, kind: Any) -> None:
@@ -64,6 +65,7 @@ def test_a_step_bound_before_initialize_works_and_skips(level: str, kind: Any) -
     assert engine.loss_scale() == 2.0**14
 
 
+@pytest.mark.apex("B 18: a mock of an optimizer")
 @levels
 def test_a_mock_of_an_optimizer(level: str) -> None:
     """Tests of frameworks pass one and count its steps."""
@@ -88,6 +90,7 @@ SCHEDULERS: tuple[Callable[[Any], Any], ...] = (
 )
 
 
+@pytest.mark.apex("B 1: schedulers built before hold groups and the bound step")
 @levels
 @pytest.mark.parametrize("make", SCHEDULERS, ids=["step", "lambda", "one_cycle", "cosine"])
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -195,6 +198,7 @@ class CustomStep(torch.optim.Optimizer):
         return "done"
 
 
+@pytest.mark.apex("2.6 step", "B 18: an optimizer whose step takes other arguments")
 @levels
 def test_arguments_and_result_of_step_pass_through(level: str) -> None:
     pair = Pair(level, CustomStep)
@@ -208,6 +212,7 @@ def test_arguments_and_result_of_step_pass_through(level: str) -> None:
 # -- closures --------------------------------------------------------------------------------
 
 
+@pytest.mark.apex("2.6 step(closure) at O2 or on overflow")
 @levels
 @pytest.mark.parametrize("build", [sgd, adam], ids=["sgd", "adam"])
 @pytest.mark.parametrize("by_keyword", [False, True])
@@ -238,6 +243,7 @@ def test_closures(level: str, build: Any, by_keyword: bool) -> None:
     assert pair.engine.steps_applied == 3
 
 
+@pytest.mark.apex("2.6 step(closure) at O2 or on overflow")
 @levels
 @pytest.mark.parametrize("bound_before", [False, True])
 def test_an_overflow_inside_a_closure_runs_it_again(level: str, bound_before: bool) -> None:
@@ -327,7 +333,8 @@ def _lbfgs(model: nn.Module, *, search: bool) -> torch.optim.Optimizer:
     )
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.apex("2.6 step(closure) at O2 or on overflow")
+@pytest.mark.parametrize("level", EXACT)
 @pytest.mark.parametrize("search", [False, True], ids=["plain", "strong_wolfe"])
 @pytest.mark.parametrize("overflow", [False, True])
 def test_lbfgs(level: str, search: bool, overflow: bool) -> None:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import preamp
 from cases.host_reads import far_from_the_host
 from cases.models import Damage
+from cases.selection import examples
 from preamp.engine import Engine, ledger
 from preamp.engine.finite import read_again
 from preamp.numerics import OverflowRecord, from_json, to_json
@@ -257,7 +258,7 @@ dtypes = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.fl
 magnitudes = st.floats(allow_nan=True, allow_infinity=True, width=64)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(rows=st.lists(st.lists(magnitudes, min_size=1, max_size=6), max_size=4), dtype=dtypes)
 def test_reading_again(rows: list[list[float]], dtype: torch.dtype) -> None:
     grads = [torch.tensor(row, dtype=torch.float64).to(dtype) for row in rows]

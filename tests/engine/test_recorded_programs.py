@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import preamp
+from cases.selection import examples
 from engine.harness import engines_closed as engines_closed
 from preamp.numerics import NumericsRecord, StepRecord
 
@@ -123,7 +124,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("loss_scale", ["dynamic", 256.0, 1.0])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(program=programs)
 def test_records_are_of_what_the_step_used(loss_scale: Any, program: list[Any]) -> None:
     pair = Pair(loss_scale)

@@ -14,6 +14,7 @@ from torch import nn
 
 import preamp
 from cases.host_reads import far_from_the_host
+from cases.levels import WITH_MASTERS
 from engine.harness import Net, loss_of, make, started, train_step
 from engine.harness import engines_closed as engines_closed
 from preamp.engine import host_copies, ledger, recorder
@@ -27,8 +28,8 @@ from preamp.numerics import (
     Record,
     ResumeRecord,
     StepRecord,
-    exponents,
     read_history,
+    statistics,
 )
 from preamp.optimizers import FusedAdam
 
@@ -137,17 +138,6 @@ def test_statistics_and_loss_are_of_the_same_backward(level: str) -> None:
     assert record.tensors == wanted.tensors
 
 
-def test_gradients_that_add_up_in_place_are_measured_as_their_sum() -> None:
-    """Nobody sets them aside where there is neither a scale nor a master."""
-    model, optimizer = started("O4", numerics="light")
-    for step in range(3):
-        backward(model, optimizer, step)
-    grads = [p.grad.abs().max().item() for p in model.parameters() if p.grad is not None]
-    optimizer.step()
-    (record,) = history_of(model).of(NumericsRecord)
-    assert largest(record) == grads
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_gradients_left_scaled_are_measured_as_their_sum(level: str) -> None:
     model, optimizer = started(level, numerics="light")
@@ -160,7 +150,7 @@ def test_gradients_left_scaled_are_measured_as_their_sum(level: str) -> None:
     assert largest(record) == grads
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("level", WITH_MASTERS)
 def test_used_up_gradients_are_no_later_steps(level: str) -> None:
     """The half ones stay where they are until they are zeroed."""
     model, optimizer = started(level, numerics="light", numerics_every=1)
@@ -509,7 +499,7 @@ def test_weights_before_a_step_take_no_more_than_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor is a temporary as large as a tensor, however its elements lie."""
-    monkeypatch.setattr(exponents, "_BLOCK_ON_CPU", 5)
+    monkeypatch.setattr(statistics, "_BLOCK_ON_CPU", 5)
     torch.manual_seed(0)
     model: Any = nn.Conv2d(2, 3, 3)
     model.to(memory_format=torch.channels_last)

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import preamp
+from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
+from cases.selection import examples
 from engine.harness import (
-    CAST_LEVELS,
-    LEVELS,
-    MASTER_LEVELS,
     OPTIMIZERS,
     Net,
     everything,
@@ -36,8 +35,8 @@ from engine.harness import (
 from engine.harness import engines_closed as engines_closed
 from preamp import amp
 
-ALL_LEVELS = pytest.mark.parametrize("level", LEVELS)
-MASTERS = pytest.mark.parametrize("level", MASTER_LEVELS)
+ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)
+MASTERS = pytest.mark.parametrize("level", WITH_MASTERS)
 STEPS = 6
 POISONED = frozenset({1, 3})
 
@@ -114,6 +113,7 @@ def check_resume(
     preamp.engine_of(resumed.model).close()
 
 
+@pytest.mark.apex("B 10: loading before and after, and at another level")
 @ALL_LEVELS
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("order", ORDERS)
@@ -123,15 +123,16 @@ def test_resume(level: str, optimizer: str, order: str, stop: int) -> None:
     check_resume(level, optimizer, stop, order, loss_scale="dynamic")
 
 
+@pytest.mark.apex("10 A-4")
 @given(
-    level=st.sampled_from(LEVELS),
+    level=st.sampled_from(LEVEL_NAMES),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     stop=st.integers(0, STEPS),
     order=st.sampled_from(sorted(ORDERS)),
     seed=st.integers(0, 5),
 )
 @settings(
-    max_examples=25,
+    max_examples=examples(25),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
@@ -171,7 +172,9 @@ torch.save(run.numbers(), path)
 """
 
 
-@pytest.mark.parametrize(("level", "optimizer"), [("O2", "adam"), ("O1", "sgd")])
+@pytest.mark.parametrize(
+    ("level", "optimizer"), [("O2", "adam"), pytest.param("O1", "sgd", marks=pytest.mark.full)]
+)
 def test_resume_in_another_process(level: str, optimizer: str, tmp_path: Path) -> None:
     whole = Run(level, optimizer, loss_scale="dynamic")
     whole.initialize()
@@ -187,8 +190,9 @@ def test_resume_in_another_process(level: str, optimizer: str, tmp_path: Path) -
     assert same(torch.load(path, weights_only=True), whole.numbers())
 
 
+@pytest.mark.apex("B 10: loading before and after, and at another level")
 @ALL_LEVELS
-@pytest.mark.parametrize("then", LEVELS)
+@pytest.mark.parametrize("then", LEVEL_NAMES)
 def test_resume_at_another_level(level: str, then: str) -> None:
     first = started(level, optimizer="adam")
     train_step(*first, 0)
@@ -223,7 +227,8 @@ def test_dynamic_scale_and_counters_are_restored(level: str) -> None:
 # -- the model's state_dict ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.apex("1.7 model.state_dict() is float32 and a copy")
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_state_is_float32_and_does_not_alias(level: str) -> None:
     model, optimizer = started(level)
     train_step(model, optimizer, 0)
@@ -240,6 +245,7 @@ def test_state_is_float32_and_does_not_alias(level: str) -> None:
     assert not any(value.requires_grad for value in state.values())
 
 
+@pytest.mark.apex("1.7 what model.state_dict() holds")
 @MASTERS
 def test_state_holds_the_exact_masters(level: str) -> None:
     model, optimizer = started(level)
@@ -250,6 +256,7 @@ def test_state_holds_the_exact_masters(level: str) -> None:
     assert same([state[name] for name in names], exact)
 
 
+@pytest.mark.apex("10 A-40")
 @MASTERS
 def test_state_of_a_part_is_exact(level: str) -> None:
     model, optimizer = started(level)
@@ -272,6 +279,7 @@ def test_state_sees_what_was_written_to_half_weights(level: str) -> None:
     assert torch.equal(model.state_dict()["last.weight"], torch.full((3, 8), 0.5))
 
 
+@pytest.mark.apex("1.7 float32 state loads into a half model")
 @MASTERS
 def test_state_round_trip_changes_nothing(level: str) -> None:
     model, optimizer = started(level, optimizer="adam")
@@ -283,6 +291,7 @@ def test_state_round_trip_changes_nothing(level: str) -> None:
     assert same(everything(model, optimizer), before)
 
 
+@pytest.mark.apex("1.7 float32 state loads into a half model")
 @MASTERS
 def test_half_values_load_too(level: str) -> None:
     """A file that somebody saved from the raw parameters holds half values."""
@@ -381,7 +390,8 @@ class Extra(nn.Module):
         self.note = state["note"]
 
 
-@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.apex("1.7 extra state that is no tensor", "10 A-40")
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
 def test_extra_state(level: str) -> None:
     model = preamp.initialize(Extra(), opt_level=level, verbosity=0)
     state = model.state_dict()
@@ -421,6 +431,7 @@ def test_tied_weights(level: str) -> None:
 # -- files of Apex ---------------------------------------------------------------------------
 
 
+@pytest.mark.apex("3 its format, loss_scaler0 and so on")
 @ALL_LEVELS
 def test_file_in_the_format_of_apex(level: str) -> None:
     """float32 model (widened halves), torch's optimizer dict, and the scalers' numbers."""

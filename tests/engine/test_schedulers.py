@@ -16,13 +16,13 @@ from torch.optim import lr_scheduler as S
 
 import preamp
 from cases.host_reads import far_from_the_host
+from cases.levels import LEVEL_NAMES
 from preamp.fp16_utils import FP16_Optimizer, network_to_half
 from preamp.optimizers import FusedAdam
 from preamp.parallel.LARC import LARC
 
 # Warnings are errors in all tests, so torch's warning of a wrong order would fail them.
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "StepLR": lambda o: S.StepLR(o, 1, 0.5),
@@ -87,7 +87,7 @@ def plain_rates(make: Callable[[Any], Any], steps: int) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # torch's, of its own
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_the_schedule_counts_the_steps_that_were_taken(name: str, level: str, early: bool) -> None:
     run = Run(SCHEDULERS[name], level, early=early)
@@ -145,7 +145,7 @@ def test_larc(early: bool) -> None:
     assert preamp.step_scheduler(run.scheduler, run.optimizer.optim)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_a_step_bound_before_initialize(level: str) -> None:
     """It cannot be kept from running, and changes nothing then; that is a skipped step too."""
     model = nn.Linear(4, 2)

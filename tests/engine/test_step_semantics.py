@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import preamp
-from cases.levels import F32_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
+from cases.levels import EXACT, F32_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
 from cases.models import Damage, Exact, Parts, batch, loss_of, values
 from cases.optimizers import clone_state
 from cases.pair import Pair, adam, sgd
@@ -24,13 +24,18 @@ from preamp.optimizers import FusedSGD
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 with_masters = pytest.mark.parametrize("level", WITH_MASTERS)
-dynamic = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+dynamic = pytest.mark.parametrize("level", LEVEL_NAMES)
 """All levels, for tests that ask for ``loss_scale="dynamic"``."""
 
 
 # -- accumulation and delays ------------------------------------------------------------------
 
 
+@pytest.mark.apex(
+    "2.7 a plain block for each micro-batch",
+    "2.7 delay_unscale=True",
+    "B 4: accumulation with clipping each time, or delay_unscale",
+)
 @levels
 @pytest.mark.parametrize("scale", [None, "dynamic", 1.0, 128.0])
 @pytest.mark.parametrize(
@@ -51,6 +56,7 @@ def test_accumulation_with_and_without_delay(
         pair.check()
 
 
+@pytest.mark.apex("2.7 plain and delayed blocks mixed")
 def test_mixing_delayed_and_plain_backwards_gives_three() -> None:
     """A-2 and the documented misuse: Apex gave 2.25."""
     param = nn.Parameter(torch.zeros(()))
@@ -63,6 +69,7 @@ def test_mixing_delayed_and_plain_backwards_gives_three() -> None:
     assert param.grad.item() == 3.0
 
 
+@pytest.mark.apex("10 A-2")
 @pytest.mark.parametrize(("level", "scale"), [("O2", 1.0), ("O5", None)])
 def test_accumulated_norm_gradients_survive_a_static_scale_of_one(level: str, scale: Any) -> None:
     """A-2: Apex kept the last contribution only."""
@@ -157,6 +164,7 @@ def test_delay_overflow_check_keeps_the_overflow(level: str, then: str) -> None:
     pair.check()
 
 
+@pytest.mark.apex("2.1 several backwards in the block")
 @levels
 def test_several_backwards_in_one_body(level: str) -> None:
     pair = Pair(level)
@@ -170,6 +178,7 @@ def test_several_backwards_in_one_body(level: str) -> None:
     pair.check()
 
 
+@pytest.mark.apex("2.1 a loss that is no scalar")
 @levels
 def test_a_loss_that_is_no_scalar(level: str) -> None:
     pair = Pair(level)
@@ -181,6 +190,7 @@ def test_a_loss_that_is_no_scalar(level: str) -> None:
     pair.check()
 
 
+@pytest.mark.apex("B 16: several optimizers in one scale_loss")
 @pytest.mark.parametrize("container", [tuple, list, iter, set], ids=lambda kind: kind.__name__)
 @levels
 def test_any_collection_of_optimizers(level: str, container: Callable[[Any], Any]) -> None:
@@ -353,6 +363,7 @@ def test_a_step_without_a_backward_after_zeroing_does_nothing(level: str) -> Non
     pair.check()
 
 
+@pytest.mark.apex("2.6 master gradients are gone after step")
 @with_masters
 def test_two_steps_on_one_backward_apply_it_once(level: str) -> None:
     """Master gradients are gone after a step, as scripts zero only the model's."""
@@ -427,7 +438,8 @@ def test_parameters_without_a_model_are_trained_and_named(level: str) -> None:
             assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.apex("1.1 float64 parameters in an optimizer")
+@pytest.mark.parametrize("level", EXACT)
 @pytest.mark.parametrize("scale", [None, 128.0, "dynamic"])
 def test_float64_parameters_in_the_optimizer(level: str, scale: Any) -> None:
     model = Parts()
@@ -500,6 +512,7 @@ def test_state_from_before_initialize_is_kept(level: str, build: Any) -> None:
 # -- add_param_group -------------------------------------------------------------------------
 
 
+@pytest.mark.apex("2.6 add_param_group")
 @levels
 @pytest.mark.parametrize("when", ["before any step", "after a step"])
 @pytest.mark.parametrize("form", ["list", "generator", "one"])
@@ -530,6 +543,7 @@ def test_add_param_group(level: str, when: str, form: str, build: Any) -> None:
     assert pair.optimizer.param_groups[1]["lr"] == 0.25
 
 
+@pytest.mark.apex("2.6 add_param_group")
 @levels
 def test_add_param_group_refuses_a_known_parameter(level: str) -> None:
     pair = Pair(level)
@@ -545,6 +559,7 @@ def test_add_param_group_refuses_a_known_parameter(level: str) -> None:
 # -- skipped steps ---------------------------------------------------------------------------
 
 
+@pytest.mark.apex("2.6 a skipped step changes nothing")
 @dynamic
 @pytest.mark.parametrize("build", [sgd, adam], ids=["sgd", "adam"])
 def test_a_skipped_step_changes_nothing(level: str, build: Any) -> None:
@@ -580,6 +595,7 @@ def test_the_first_skipped_step_makes_no_state() -> None:
     pair.check()
 
 
+@pytest.mark.apex("2.6 a skipped step prints Apex's line")
 def test_a_skip_prints_apex_line(capsys: pytest.CaptureFixture[str]) -> None:
     pair = Pair("O2", verbosity=1)
     capsys.readouterr()
@@ -635,6 +651,7 @@ def test_an_overflow_is_not_cleared_by_a_later_clean_backward(level: str) -> Non
         assert_same(now, was)
 
 
+@pytest.mark.apex("2.6 only optimizers of the overflowing loss skip")
 @dynamic
 def test_only_the_optimizers_of_the_overflowing_loss_are_skipped(level: str) -> None:
     models = [Exact(0), Exact(1), Exact(2)]
@@ -656,6 +673,7 @@ def test_only_the_optimizers_of_the_overflowing_loss_are_skipped(level: str) -> 
     assert [cause.loss_id for cause in engine.overflow_causes] == [1, 1]
 
 
+@pytest.mark.apex("2.1 one update of the scale per block, not per step")
 @dynamic
 def test_the_scale_grows_after_enough_clean_backwards(level: str) -> None:
     pair = Pair(level, loss_scale="dynamic")
@@ -696,6 +714,7 @@ def _skip(pair: Pair) -> None:
     pair.optimizer.step()
 
 
+@pytest.mark.apex("2.6 overflows without end")
 @dynamic
 def test_too_many_skips_in_a_row_name_the_parameter(level: str) -> None:
     pair = Pair(level, loss_scale="dynamic", max_consecutive_skips=3)
@@ -741,6 +760,7 @@ def test_a_loss_that_is_not_finite_is_told_apart() -> None:
     assert (cause.step, cause.old_scale, cause.new_scale) == (1, 2.0**16, 2.0**15)
 
 
+@pytest.mark.apex("1.5 min_loss_scale", "2.6 overflows without end")
 def test_the_scale_falling_to_its_minimum_is_an_error() -> None:
     pair = Pair("O2", max_consecutive_skips=None)
     pair.engine.scaler(0).set_scale(2.0**-22)
@@ -841,6 +861,7 @@ def _sparse_loss(model: nn.Module, step: int) -> torch.Tensor:
     return (model(index).float() * torch.tensor([1.0, 2.0]) * 2.0**-8).sum()
 
 
+@pytest.mark.apex("2.1 sparse gradients")
 @pytest.mark.parametrize("level", F32_WEIGHTS)
 @pytest.mark.parametrize("scale", ["dynamic", 128.0, None])
 @pytest.mark.parametrize(
@@ -894,6 +915,7 @@ def _backward(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         scaled.backward()
 
 
+@pytest.mark.apex("2.1 sparse gradients")
 @with_masters
 def test_sparse_gradients_are_refused_where_there_are_masters(level: str) -> None:
     model = nn.Sequential(Sparse(), nn.Linear(2, 2))
@@ -913,6 +935,7 @@ def test_sparse_gradients_are_refused_where_there_are_masters(level: str) -> Non
     assert_same(master.grad, torch.full((2, 2), 2.0**-8))  # the earlier gradient is still there
 
 
+@pytest.mark.apex("2.7 a step while gradients are left scaled")
 def test_stepping_on_scaled_gradients_is_refused() -> None:
     pair = Pair("O2")
     pair.ours(0, delay_unscale=True)
@@ -950,6 +973,7 @@ def test_a_step_after_an_abandoned_delayed_accumulation_does_nothing(level: str)
     pair.check()
 
 
+@pytest.mark.apex("2.1 a block inside another of the same optimizer")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_nested_blocks_of_one_optimizer_are_refused(level: str) -> None:
     pair = Pair(level)

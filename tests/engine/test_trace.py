@@ -22,12 +22,13 @@ from torch.utils.checkpoint import checkpoint
 
 import preamp
 from cases.host_reads import NoHostReads, far_from_the_host
+from cases.levels import LEVEL_NAMES
 from cases.tolerances import assert_same
 from preamp.engine import Engine
 from preamp.numerics import TraceRecord
 from preamp.optimizers import FusedAdam
 
-levels = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+levels = pytest.mark.parametrize("level", LEVEL_NAMES)
 Pair = namedtuple("Pair", ["kept", "nothing"])
 
 
@@ -119,6 +120,7 @@ def hooks_of(model: nn.Module) -> list[int]:
 # -- what is named -----------------------------------------------------------------------------
 
 
+@pytest.mark.each
 @levels
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("name", ["first", "blocks.0.inner", "blocks.1.outer", "last"])

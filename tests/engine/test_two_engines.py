@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import preamp
-from engine.harness import LEVELS, everything, loss_of, make, same, started, train_plain, train_step
+from cases.levels import LEVEL_NAMES
 from engine.harness import engines_closed as engines_closed
+from engine.harness import everything, loss_of, make, same, started, train_plain, train_step
 from preamp import amp
 
 STEPS = 4
@@ -34,6 +35,7 @@ def alone(level: str, seed: int, optimizer: str, *, poison: bool) -> dict[str, A
     return result
 
 
+@pytest.mark.apex("1.1 another call with new objects")
 @pytest.mark.parametrize(("first", "second"), [*PAIRS, *((b, a) for a, b in PAIRS[:3])])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_interleaved(first: str, second: str, optimizer: str) -> None:
@@ -71,7 +73,7 @@ def test_nested_blocks(first: str, second: str) -> None:
     assert same(everything(*two), expected[1])
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_plain_training_of_a_half_precision_neighbour(level: str) -> None:
     """Closing one engine halfway leaves the other's course alone."""
     expected = alone("O2", 1, "adam", poison=False)
@@ -95,6 +97,7 @@ def test_models_that_are_cast_are_left_out_of_another_engines_function_casts(lev
     assert same(model(x), expected)
 
 
+@pytest.mark.apex("4.1 how far casts reach", "B 14: casts of the model only")
 def test_plain_models_are_not_touched_by_scope_model() -> None:
     reference = make(1)
     for step in range(STEPS):
@@ -109,6 +112,7 @@ def test_plain_models_are_not_touched_by_scope_model() -> None:
     )
 
 
+@pytest.mark.apex("1.1 another call with new objects")
 def test_the_current_engine_is_the_latest_made_through_amp() -> None:
     one, two = make(), make(1)
     amp.initialize(*one, opt_level="O2", verbosity=0)

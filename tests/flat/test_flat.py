@@ -92,6 +92,7 @@ def assert_bound(model: nn.Module, optimizer: FP16_Optimizer) -> None:
 # -- training ------------------------------------------------------------------------------------
 
 
+@pytest.mark.apex("0 apex.contrib.optimizers.FP16_Optimizer", "6 FP16_Optimizer(…) of early 2019")
 @DTYPES
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize(
@@ -113,6 +114,7 @@ def test_steps_are_those_of_separate_float32_parameters(
         assert_bound(model, optimizer)
 
 
+@pytest.mark.apex("6 backward")
 def test_backwards_are_summed() -> None:
     model, optimizer = wrapped(static_loss_scale=16.0)
     before = master_values(optimizer)
@@ -122,6 +124,7 @@ def test_backwards_are_summed() -> None:
     assert torch.equal(master_values(optimizer), before - 3.0)
 
 
+@pytest.mark.apex("6 step")
 def test_the_early_protocol_gets_scaled_norms_and_clips_per_group() -> None:
     model, optimizer = wrapped(
         lambda params: EarlyAdam(params, max_grad_norm=0.5), static_loss_scale=8.0
@@ -138,6 +141,7 @@ def test_the_early_protocol_gets_scaled_norms_and_clips_per_group() -> None:
     assert moments == pytest.approx([0.5 * 3.0 * clip, 0.5 * 0.125], rel=1e-5)
 
 
+@pytest.mark.apex("6 step(closure)")
 def test_a_closure_is_called_once_before_the_step() -> None:
     model, optimizer = wrapped(static_loss_scale=4.0)
     before = master_values(optimizer)
@@ -157,6 +161,7 @@ def test_a_closure_is_called_once_before_the_step() -> None:
 # -- odd gradients (A-32) ------------------------------------------------------------------------
 
 
+@pytest.mark.apex("10 A-32")
 @pytest.mark.parametrize("name", BUILDS)
 def test_a32_parameters_without_a_gradient_do_not_move(name: str) -> None:
     model, optimizer = wrapped(BUILDS[name], static_loss_scale=4.0)
@@ -171,6 +176,7 @@ def test_a32_parameters_without_a_gradient_do_not_move(name: str) -> None:
     assert_bound(model, optimizer)
 
 
+@pytest.mark.apex("10 A-32")
 @pytest.mark.parametrize("name", BUILDS)
 def test_a32_no_gradient_at_all(name: str) -> None:
     model, optimizer = wrapped(BUILDS[name])
@@ -180,6 +186,7 @@ def test_a32_no_gradient_at_all(name: str) -> None:
     assert optimizer.cur_iter == 1
 
 
+@pytest.mark.apex("10 A-32")
 @pytest.mark.parametrize("name", BUILDS)
 def test_a32_empty_groups_and_empty_parameters(name: str) -> None:
     param = nn.Parameter(torch.ones(3).half())
@@ -221,6 +228,7 @@ def test_frozen_parameters_stay_and_may_be_unfrozen() -> None:
 # -- writes from outside (A-32) ------------------------------------------------------------------
 
 
+@pytest.mark.apex("10 A-32")
 @pytest.mark.parametrize("how", ["data", "in place", "load_state_dict", "model.to"])
 def test_a32_weights_written_later_count(how: str) -> None:
     model, optimizer = wrapped()
@@ -244,6 +252,7 @@ def test_a32_weights_written_later_count(how: str) -> None:
     assert_bound(model, optimizer)
 
 
+@pytest.mark.apex("10 A-32")
 @pytest.mark.parametrize("use", [FP16_Optimizer.step, FP16_Optimizer.state_dict])
 def test_a32_models_cast_later_are_refused(use: Callable[[FP16_Optimizer], Any]) -> None:
     model, optimizer = wrapped()
@@ -260,6 +269,7 @@ def test_a32_models_cast_later_are_refused(use: Callable[[FP16_Optimizer], Any])
 # -- overflow and the scale ----------------------------------------------------------------------
 
 
+@pytest.mark.apex("6 _update_scale")
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_overflows_skip_the_step_with_either_kind_of_scale(
@@ -284,6 +294,7 @@ def test_a_quiet_dynamic_scale_prints_nothing(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.apex("6 dynamic_loss_args", "6 _update_scale")
 def test_the_dynamic_rule() -> None:
     options = {"init_scale": 4.0, "scale_window": 2}
     model, optimizer = wrapped(dynamic_loss_scale=True, dynamic_loss_args=options, verbose=False)
@@ -297,6 +308,11 @@ def test_the_dynamic_rule() -> None:
     assert (optimizer.cur_iter, optimizer.last_overflow_iter) == (10, 9)
 
 
+@pytest.mark.apex(
+    "6 FP16_Optimizer(…) of early 2019",
+    "6 cur_scale, cur_iter, last_overflow_iter, scale_factor",
+    "6 state, param_groups",
+)
 def test_fields() -> None:
     _, optimizer = wrapped(dynamic_loss_scale=True)
     assert (optimizer.cur_scale, optimizer.cur_iter) == (2.0**16, 0)
@@ -308,6 +324,7 @@ def test_fields() -> None:
     assert optimizer.state is optimizer.optimizer.state
 
 
+@pytest.mark.apex("0 apex.optimizers.FP16_Optimizer", "6 backward")
 def test_signatures() -> None:
     def names(method: Any) -> list[str]:
         return [name for name in inspect.signature(method).parameters if name != "self"]
@@ -318,6 +335,7 @@ def test_signatures() -> None:
     assert defaults["set_grads_to_None"].default is True
 
 
+@pytest.mark.apex("6 zero_grad")
 @pytest.mark.parametrize("to_none", [True, False])
 def test_zero_grad(to_none: bool) -> None:
     model, optimizer = wrapped()
@@ -336,6 +354,7 @@ def test_a_first_skipped_step_does_not_upset_schedulers() -> None:
     assert scheduler.last_epoch == 1
 
 
+@pytest.mark.apex("6 overflows without end")
 def test_overflows_without_end_are_an_error() -> None:
     model, optimizer = wrapped(dynamic_loss_scale=True, verbose=False)
     steps = []
@@ -400,6 +419,7 @@ def test_groups_of_different_dtypes() -> None:
     assert half.tolist() == brain.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.apex("6 optimizers that look at whole parameters")
 def test_optimizers_that_look_at_whole_parameters_are_refused() -> None:
     text = (
         "init_optimizer is LBFGS, which does not update each element by itself. The flat "
@@ -412,6 +432,7 @@ def test_optimizers_that_look_at_whole_parameters_are_refused() -> None:
         FP16_Optimizer(torch.optim.Adafactor(params(torch.float16)))
 
 
+@pytest.mark.apex("6 optimizers that look at whole parameters")
 @pytest.mark.parametrize("name", ["FusedLAMB", "FusedLARS", "FusedNovoGrad"])
 def test_optimizers_that_scale_by_norms_of_parameters_are_refused(name: str) -> None:
     inner = getattr(preamp.optimizers, name)(params(torch.float16), lr=0.1)
@@ -419,12 +440,14 @@ def test_optimizers_that_scale_by_norms_of_parameters_are_refused(name: str) -> 
         FP16_Optimizer(inner)
 
 
+@pytest.mark.apex("6 optimizers that look at whole parameters")
 @pytest.mark.parametrize("adapt", [FusedMixedPrecisionLamb, lambda p: LARC(sgd(p))])
 def test_so_are_those_that_wrap_or_extend_them(adapt: Any) -> None:
     with pytest.raises(TypeError, match="does not update each element by itself"):
         FP16_Optimizer(adapt(params(torch.float16)))
 
 
+@pytest.mark.apex("6 an optimizer that has stepped already")
 def test_an_optimizer_with_state_is_refused() -> None:
     (param,) = params(torch.float32)
     inner = torch.optim.Adam([param])
@@ -494,6 +517,7 @@ def test_numbers_given_as_text_are_numbers() -> None:
     assert (optimizer.cur_scale, optimizer.scale_window) == (128.0, 2.0)
 
 
+@pytest.mark.apex("6 groups added later")
 def test_groups_added_later_are_refused() -> None:
     _, optimizer = wrapped()
     optimizer.optimizer.add_param_group({"params": params(torch.float16)})

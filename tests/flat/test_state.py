@@ -35,6 +35,7 @@ def train(model: torch.nn.Module, optimizer: FP16_Optimizer, *batches: int) -> N
         optimizer.step()
 
 
+@pytest.mark.apex("6 state_dict")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("dynamic", [True, False])
@@ -67,6 +68,7 @@ def test_resuming_is_going_on(dtype: torch.dtype, name: str, dynamic: bool) -> N
     assert optimizer.cur_scale == (128.0 if dynamic else 64.0)
 
 
+@pytest.mark.apex("6 state_dict")
 def test_the_tensors_are_not_copied() -> None:
     _, optimizer = wrapped()
     saved = optimizer.state_dict()["fp32_groups_flat"]
@@ -82,6 +84,7 @@ def test_model_weights_written_before_saving_are_saved() -> None:
     assert optimizer.state_dict()["fp32_groups_flat"][0][:6].tolist() == [3.0] * 6
 
 
+@pytest.mark.apex("6 load_state_dict")
 def test_loading_binds_parameters_that_were_given_other_data() -> None:
     model, optimizer = wrapped()
     state = copy.deepcopy(optimizer.state_dict())
@@ -120,6 +123,7 @@ PLACE = "Groups and parameters are those that the state was saved with, in the s
 REBUILD = "Build the model and the optimizer as in the saved run; nothing was loaded."
 
 
+@pytest.mark.apex("6 load_state_dict")
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
@@ -168,6 +172,7 @@ def test_states_that_do_not_fit_are_refused_as_a_whole(spoil: Any, text: str) ->
     assert before == after
 
 
+@pytest.mark.apex("6 load_state_dict")
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -54,11 +54,13 @@ EXPECTED = {
 }
 
 
+@pytest.mark.apex("0 apex.fp16_utils.tofp16", "5.1 tofp16")
 def test_tofp16_casts_anything() -> None:
     assert tofp16()(torch.ones(2, dtype=torch.uint8)).dtype is torch.float16
     assert tofp16()(torch.ones(2, dtype=torch.float64)).dtype is torch.float16
 
 
+@pytest.mark.apex("0 apex.fp16_utils.convert_network", "5.1 convert_network")
 @pytest.mark.parametrize("convert", [lambda n: convert_network(n, torch.float16), network_to_half])
 def test_batch_norms_with_weights_stay_float32(convert: Callable[..., nn.Module]) -> None:
     net = Net()
@@ -69,6 +71,7 @@ def test_batch_norms_with_weights_stay_float32(convert: Callable[..., nn.Module]
     assert all(param is params[name] for name, param in net.named_parameters())
 
 
+@pytest.mark.apex("0 apex.fp16_utils.network_to_half", "5.1 network_to_half")
 def test_network_to_half_is_a_sequential_that_runs_forward_and_backward() -> None:
     net = Net()
     half = network_to_half(net)
@@ -82,6 +85,7 @@ def test_network_to_half_is_a_sequential_that_runs_forward_and_backward() -> Non
     assert net.conv.weight.grad is not None
 
 
+@pytest.mark.apex("5.1 network_to_half", "10 A-31")
 def test_a31_batch_norms_are_not_rounded_on_the_way() -> None:
     net = Net()
     with torch.no_grad():
@@ -92,6 +96,7 @@ def test_a31_batch_norms_are_not_rounded_on_the_way() -> None:
     assert net.bn.running_var.tolist() == [1.0 + 2.0**-20] * 4
 
 
+@pytest.mark.apex("0 apex.fp16_utils.BN_convert_float", "5.1 BN_convert_float")
 def test_bn_convert_float_brings_back_only_batch_norms_with_weights() -> None:
     net = Net().half()
     assert BN_convert_float(net) is net
@@ -99,6 +104,7 @@ def test_bn_convert_float_brings_back_only_batch_norms_with_weights() -> None:
     assert {name: found[name] for name in EXPECTED} == EXPECTED
 
 
+@pytest.mark.apex("0 apex.fp16_utils.convert_module", "5.1 convert_module")
 def test_convert_module_leaves_children_and_integers() -> None:
     net = Net()
     net.own.grad = torch.ones(3)
@@ -110,6 +116,7 @@ def test_convert_module_leaves_children_and_integers() -> None:
     assert net.own.grad.dtype is torch.bfloat16
 
 
+@pytest.mark.apex("5.1 convert_network")
 def test_convert_network_keeps_recurrent_layers_working() -> None:
     lstm = nn.LSTM(3, 4)
     reference = copy.deepcopy(lstm)
@@ -128,6 +135,7 @@ class Lookup(nn.Module):
         return self.embedding(ids) * scale
 
 
+@pytest.mark.apex("0 apex.fp16_utils.FP16Model", "5.1 FP16Model", "10 A-31")
 def test_a31_fp16_model_leaves_integer_inputs() -> None:
     model = FP16Model(Lookup())
     ids = torch.tensor([2049, 3999])  # float16 has neither

@@ -43,6 +43,7 @@ def amp_prints(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- training ------------------------------------------------------------------------------------
 
 
+@pytest.mark.apex("5.3 FP16_Optimizer(…)", "5.3 bfloat16 and float64 parameters")
 @DTYPES
 @SCALES
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
@@ -58,6 +59,7 @@ def test_steps_are_those_of_plain_torch(
         assert_agree(model, optimizer, plain)
 
 
+@pytest.mark.apex("5.3 backward", "B 16: FP16_Optimizer in every step of its protocol")
 @pytest.mark.parametrize("update_each", [True, False])
 @pytest.mark.parametrize("window", [1, 2000])
 def test_several_backwards_are_summed(update_each: bool, window: int) -> None:
@@ -75,6 +77,7 @@ def test_several_backwards_are_summed(update_each: bool, window: int) -> None:
         assert_agree(model, optimizer, plain)
 
 
+@pytest.mark.apex("5.3 update_master_grads", "10 A-30")
 @pytest.mark.parametrize("scale", [4.0, 1.0])
 def test_a30_two_backwards_with_float32_parameters(scale: float) -> None:
     model, optimizer = wrapped(static_loss_scale=scale)
@@ -83,6 +86,7 @@ def test_a30_two_backwards_with_float32_parameters(scale: float) -> None:
     assert gradients(optimizer) == [[6.0, 6.0]] * 2
 
 
+@pytest.mark.apex("10 A-30")
 def test_a30_no_gradient_now_means_none_even_if_there_was_one() -> None:
     model, optimizer = wrapped(static_loss_scale=2.0)
     optimizer.backward(model.loss())
@@ -95,6 +99,7 @@ def test_a30_no_gradient_now_means_none_even_if_there_was_one() -> None:
     assert torch.equal(model.low, before[0])
 
 
+@pytest.mark.apex("5.3 update_master_grads")
 @pytest.mark.parametrize("update_each", [True, False])
 def test_a_parameter_left_out_of_the_second_backward_keeps_its_gradient(update_each: bool) -> None:
     model, optimizer = wrapped(static_loss_scale=8.0)
@@ -108,6 +113,7 @@ def test_a_parameter_left_out_of_the_second_backward_keeps_its_gradient(update_e
         assert gradients(optimizer) == [[5.0] * 2, [7.0] * 2]
 
 
+@pytest.mark.apex("5.3 update_master_grads")
 def test_an_overflow_is_not_forgotten_over_the_next_backward() -> None:
     model, optimizer = wrapped(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 16.0})
     optimizer.backward(model.low.float().sum() + model.wide.sum() * 3e38)
@@ -128,6 +134,7 @@ def test_gradients_between_optimizer_and_model() -> None:
     assert gradients(optimizer) == [[0.5, 0.5]] * 2
 
 
+@pytest.mark.apex("5.3 update_master_grads")
 def test_another_update_changes_nothing() -> None:
     model, optimizer = wrapped(static_loss_scale=8.0)
     optimizer.backward(model.loss())
@@ -135,6 +142,7 @@ def test_another_update_changes_nothing() -> None:
     assert gradients(optimizer) == [[1.0, 1.0]] * 2
 
 
+@pytest.mark.apex("5.3 zero_grad")
 def test_a_backward_of_the_script_s_own() -> None:
     model, optimizer = wrapped(dynamic_loss_scale=True)
     for _ in range(2):
@@ -144,6 +152,7 @@ def test_a_backward_of_the_script_s_own() -> None:
         assert gradients(optimizer) == [[0.5, 0.5]] * 2
 
 
+@pytest.mark.apex("5.3 loss_scale")
 def test_scale_set_by_hand_between_backwards() -> None:
     model, optimizer = wrapped(static_loss_scale=4.0)
     optimizer.backward(model.loss(), update_master_grads=False)
@@ -166,6 +175,7 @@ def test_sparse_gradients() -> None:
     assert change.abs().sum(dim=1).count_nonzero() == 1
 
 
+@pytest.mark.apex("5.3 bfloat16 and float64 parameters")
 def test_float64_parameters_are_the_optimizer_s_own() -> None:
     model = nn.Linear(2, 1, bias=False).double()
     before = model.weight.detach().clone()
@@ -175,6 +185,7 @@ def test_float64_parameters_are_the_optimizer_s_own() -> None:
     assert torch.equal(model.weight, before - 1.0)
 
 
+@pytest.mark.apex("5.3 backward")
 def test_retain_graph() -> None:
     model, optimizer = wrapped()
     loss = (model.low.float() * model.wide).sum()
@@ -186,6 +197,11 @@ def test_retain_graph() -> None:
 # -- groups --------------------------------------------------------------------------------------
 
 
+@pytest.mark.apex(
+    "5.3 FP16_Optimizer(…)",
+    "5.3 state, param_groups",
+    "B 16: FP16_Optimizer in every step of its protocol",
+)
 def test_lists_run_parallel_to_the_groups() -> None:
     model = convert_network(Exact(), torch.float16)
     frozen = model.linear.bias.requires_grad_(False)
@@ -221,6 +237,7 @@ def test_state_made_before_moves_to_the_masters() -> None:
     assert inner.state[master]["momentum_buffer"].dtype is torch.float32
 
 
+@pytest.mark.apex("5.3 frozen or added parameters")
 @pytest.mark.parametrize("late", ["unfrozen", "added"])
 def test_late_parameters_get_masters(late: str) -> None:
     model = Weights()
@@ -260,6 +277,7 @@ def test_writes_to_half_weights_reach_the_masters(how: str) -> None:
 # -- overflow ------------------------------------------------------------------------------------
 
 
+@pytest.mark.apex("5.3 step", "5.3 clip_master_grads", "5.3 inspect_master_grad_data")
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("where", ["low", "wide"])
 def test_an_overflow_skips_the_step_and_halves_the_scale(
@@ -292,6 +310,7 @@ def test_a_static_scale_does_not_look() -> None:
     assert not torch.isfinite(model.low).any()
 
 
+@pytest.mark.apex("5.3 dynamic_loss_args")
 def test_the_dynamic_scale_grows_and_stops_at_its_limits() -> None:
     limits = {"init_scale": 8, "scale_factor": 4, "scale_window": 2}
     limits |= {"min_loss_scale": 4.0, "max_loss_scale": 64.0}
@@ -314,6 +333,7 @@ def test_a_first_skipped_step_does_not_upset_schedulers() -> None:
     assert scheduler.last_epoch == 1
 
 
+@pytest.mark.apex("5.3 overflows without end")
 @pytest.mark.parametrize(
     ("options", "steps", "words"),
     [
@@ -356,6 +376,7 @@ def test_the_parameter_that_overflows_is_named(capsys: pytest.CaptureFixture[str
 # -- clipping ------------------------------------------------------------------------------------
 
 
+@pytest.mark.apex("5.3 clip_master_grads", "B 16: FP16_Optimizer in every step of its protocol")
 def test_clipping_takes_everything_the_optimizer_updates() -> None:
     model, optimizer = wrapped(static_loss_scale=4.0)
     optimizer.backward(model.loss(3.0))
@@ -375,6 +396,7 @@ def quadratic(weight: torch.Tensor) -> torch.Tensor:
     return ((weight.float() - torch.tensor([0.25, -3.0])) ** 2 * torch.tensor([1.0, 4.0])).sum()
 
 
+@pytest.mark.apex("5.3 step(closure)")
 @DTYPES
 def test_lbfgs_with_a_closure(dtype: torch.dtype) -> None:
     """The oracle is LBFGS on f(p.to(half)) with float32 p: autograd does the casts."""
@@ -410,6 +432,7 @@ def test_lbfgs_with_a_closure(dtype: torch.dtype) -> None:
     assert not any(firsts)
 
 
+@pytest.mark.apex("5.3 step(closure)")
 def test_a_closure_runs_again_until_it_does_not_overflow() -> None:
     model, optimizer = wrapped(dynamic_loss_scale=True)
     factors = iter([torch.nan, torch.nan, 1.0])
@@ -456,6 +479,12 @@ def test_a_closure_that_raises_leaves_a_usable_optimizer() -> None:
 # -- what scripts look at ------------------------------------------------------------------------
 
 
+@pytest.mark.apex(
+    "0 apex.fp16_utils.FP16_Optimizer",
+    "5.3 FP16_Optimizer(…)",
+    "5.3 zero_grad",
+    "B 16: FP16_Optimizer in every step of its protocol",
+)
 def test_signatures() -> None:
     def names(method: Any) -> dict[str, Any]:
         found = inspect.signature(method).parameters.values()
@@ -476,6 +505,7 @@ def test_signatures() -> None:
     }
 
 
+@pytest.mark.apex("5.3 loss_scale")
 def test_the_scaler_is_the_one_of_amp() -> None:
     _, optimizer = wrapped(dynamic_loss_scale=True)
     assert optimizer.dynamic_loss_scale
@@ -484,6 +514,7 @@ def test_the_scaler_is_the_one_of_amp() -> None:
     assert optimizer.loss_scale == 32.0
 
 
+@pytest.mark.apex("5.3 FP16_Optimizer(…)")
 def test_parameters_are_told_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
     FP16_Optimizer(sgd(Weights().parameters()))
     assert capsys.readouterr().out.splitlines() == [

@@ -32,6 +32,14 @@ def net(dtype: torch.dtype = torch.float16) -> nn.Sequential:
     return model
 
 
+@pytest.mark.apex(
+    "0 apex.fp16_utils.prep_param_lists",
+    "0 apex.fp16_utils.model_grads_to_master_grads",
+    "0 apex.fp16_utils.master_params_to_model_params",
+    "5.1 prep_param_lists",
+    "5.1 model_grads_to_master_grads",
+    "5.1 master_params_to_model_params",
+)
 @HALVES
 @FLAT
 def test_training_by_hand_is_training_of_float32_masters(dtype: torch.dtype, flat: bool) -> None:
@@ -68,12 +76,14 @@ def test_masters_are_copies_even_of_float32_parameters() -> None:
         assert model.weight.abs().sum() > 0
 
 
+@pytest.mark.apex("5.1 prep_param_lists")
 def test_a_flat_master_has_a_gradient_of_zeros() -> None:
     _, (master,) = prep_param_lists(net(), flat_master=True)
     assert master.shape == (3 * 2 + 2 + 2,)
     assert torch.equal(master.grad, torch.zeros_like(master))
 
 
+@pytest.mark.apex("5.1 model_grads_to_master_grads")
 def test_a_missing_gradient_clears_the_masters() -> None:
     params, masters = prep_param_lists(net())
     for master in masters:
@@ -127,6 +137,7 @@ def test_a_flat_master_needs_every_gradient() -> None:
     assert masters[0].grad.abs().sum() == 0
 
 
+@pytest.mark.apex("5.1 prep_param_lists")
 def test_a_flat_master_needs_one_dtype() -> None:
     model = convert_network(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.float16)
     with refused(
@@ -148,6 +159,7 @@ def test_a_flat_master_needs_a_parameter() -> None:
     assert prep_param_lists(nn.ReLU()) == ([], [])
 
 
+@pytest.mark.apex("5.1 master_params_to_model_params")
 @pytest.mark.parametrize(
     ("flat", "allowed"),
     [
@@ -168,11 +180,13 @@ def test_lists_that_do_not_belong_together(flat: bool, allowed: str, copy: Any) 
     assert all(map(torch.equal, params, before))
 
 
+@pytest.mark.apex("0 apex.fp16_utils.to_python_float", "5.1 to_python_float")
 def test_to_python_float() -> None:
     assert to_python_float(torch.tensor([2.5])) == 2.5
     assert to_python_float(np.float32(2.5)) == 2.5
     assert to_python_float([2.5, 1.0]) == 2.5
 
 
+@pytest.mark.apex("0 apex.fp16_utils.clip_grad_norm", "5.1 clip_grad_norm")
 def test_clip_grad_norm_is_torch_s() -> None:
     assert clip_grad_norm is torch.nn.utils.clip_grad_norm_

@@ -19,6 +19,7 @@ def holder(*grads: torch.Tensor | None) -> list[nn.Parameter]:
     return params
 
 
+@pytest.mark.apex("0 apex.fp16_utils.LossScaler", "5.2 LossScaler")
 def test_a_constant_scale_stays_and_sees_nothing() -> None:
     scaler = LossScaler(128.0)
     assert (scaler.cur_scale, scaler.loss_scale) == (128.0, 128.0)
@@ -28,6 +29,7 @@ def test_a_constant_scale_stays_and_sees_nothing() -> None:
     assert LossScaler().loss_scale == 1
 
 
+@pytest.mark.apex("5.2 LossScaler")
 @pytest.mark.parametrize("scaler", [LossScaler(4.0), DynamicLossScaler(init_scale=4.0)])
 def test_gradients_and_losses_are_scaled(scaler: LossScaler) -> None:
     x = torch.ones(2, requires_grad=True)
@@ -48,6 +50,7 @@ def test_half_losses_are_widened_first() -> None:
     assert x.grad.tolist() == [2.0**15]
 
 
+@pytest.mark.apex("0 apex.fp16_utils.DynamicLossScaler", "5.2 DynamicLossScaler")
 @given(
     overflows=st.lists(st.booleans(), max_size=40),
     factor=st.sampled_from([2.0, 4.0]),
@@ -68,12 +71,14 @@ def test_the_dynamic_rule(overflows: list[bool], factor: float, window: int, ini
     assert scaler.cur_iter == len(overflows)
 
 
+@pytest.mark.apex("5.2 DynamicLossScaler")
 def test_defaults() -> None:
     scaler = DynamicLossScaler()
     assert (scaler.cur_scale, scaler.scale_factor, scaler.scale_window) == (2**32, 2.0, 1000)
     assert (scaler.cur_iter, scaler.last_overflow_iter) == (0, -1)
 
 
+@pytest.mark.apex("5.2 has_overflow")
 def test_overflow_is_found_in_any_gradient() -> None:
     scaler = DynamicLossScaler()
     finite = torch.tensor([3e38, 3e38])  # their float32 sum is infinite, they are not

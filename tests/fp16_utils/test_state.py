@@ -39,6 +39,7 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.apex("5.3 state_dict")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("case", MAIN, ids=lambda case: case.name)
 def test_resuming_is_going_on(dtype: torch.dtype, case: OptimizerCase) -> None:
@@ -68,6 +69,7 @@ def test_resuming_is_going_on(dtype: torch.dtype, case: OptimizerCase) -> None:
     assert optimizer.loss_scale == 2.0**17  # the third clean update, counted from the file on
 
 
+@pytest.mark.apex("5.3 state_dict", "10 A-30")
 def test_every_field_survives() -> None:
     limits = {"init_scale": 8.0, "scale_factor": 4.0, "scale_window": 5}
     limits |= {"min_loss_scale": 0.5, "max_loss_scale": 2.0**10}
@@ -135,6 +137,7 @@ class OldDynamicScaler:
         self.scale_window = 100
 
 
+@pytest.mark.apex("5.3 load_state_dict")
 @pytest.mark.parametrize("kind", [AmpScaler, OldDynamicScaler])
 def test_live_objects_of_apex_are_understood(kind: Callable[[], Any]) -> None:
     """The next clean update is the one that doubles the scale, under either rule."""
@@ -173,6 +176,7 @@ def refused(error: type[Exception], text: str) -> Any:
     return pytest.raises(error, match=f"^{re.escape(text)}$")
 
 
+@pytest.mark.apex("5.3 load_state_dict")
 @pytest.mark.parametrize(
     ("masters", "shown"),
     [
@@ -238,6 +242,7 @@ def test_something_else_is_refused() -> None:
         optimizer.load_state_dict([])  # type: ignore[arg-type]
 
 
+@pytest.mark.apex("5.3 pickling and copying: RuntimeError")
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_copies_are_refused(how: Callable[[Any], Any]) -> None:
     _, optimizer = wrapped()
@@ -249,6 +254,7 @@ def test_copies_are_refused(how: Callable[[Any], Any]) -> None:
         how(optimizer)
 
 
+@pytest.mark.apex("5.3 pickling and copying: RuntimeError")
 def test_being_unpickled_is_refused() -> None:
     _, optimizer = wrapped()
     with pytest.raises(RuntimeError, match="cannot be pickled or copied"):
@@ -299,6 +305,7 @@ def test_wrapping_an_optimizer_inside_another_wrapper_is_refused(first: Any, sec
     assert inner.param_groups[0]["params"] is masters
 
 
+@pytest.mark.apex("5.3 an optimizer that initialize has")
 def test_an_initialized_optimizer_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
     inner = sgd(model.parameters())

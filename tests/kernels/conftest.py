@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from preamp.kernels.cpu import sizes
+from cases.back_ends import CUT, JOINED
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and the kernels are first imported
@@ -22,7 +22,7 @@ ROOM = "preamp.kernels.triton"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let the interpreter's numpy meet infinities, overflow and, when old, new deprecations."""
     for item in items:
-        if item.config.rootpath / "tests" / "kernels" in item.path.parents:
+        if item.nodeid.startswith("tests/kernels/"):
             for category in ("RuntimeWarning", "DeprecationWarning"):
                 item.add_marker(pytest.mark.filterwarnings(f"ignore::{category}:triton"))
 
@@ -42,19 +42,14 @@ def triton_ops() -> Any:
     compiled = importlib.import_module("triton").JITFunction
     if not torch.cuda.is_available() and isinstance(standard.zeros, compiled):
         pytest.skip("Triton was imported before its interpreter could be chosen")
-    return room
+    return room.Triton()
 
 
-@pytest.fixture(params=["triton", "cpu", "foreach"])
-def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(params=["triton", "blocks", "joined"])
+def ops(request: pytest.FixtureRequest) -> Any:
     """Each back end but the reference."""
     if request.param == "triton":
         return request.getfixturevalue("triton_ops")
-    if request.param == "cpu":
-        if torch.cuda.is_available():
-            pytest.skip("The tensors of these tests lie on the GPU")
-        # Small enough for the tensors of the tests to have several blocks.
-        monkeypatch.setattr(sizes, "SMALL_BLOCK", 1000)
-        monkeypatch.setattr(sizes, "LARGE_BLOCK", 3000)
-        monkeypatch.setattr(sizes, "LARGE_AT_LEAST", 1)
-    return importlib.import_module(f"preamp.kernels.{request.param}")
+    if request.param == "blocks" and torch.cuda.is_available():
+        pytest.skip("The tensors of these tests lie on the GPU")
+    return CUT if request.param == "blocks" else JOINED

@@ -3,24 +3,28 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.back_ends import REFERENCE, as_they_are, defaults, every_back_end
+from cases.back_ends import BLOCKS, CUT, REFERENCE, as_they_are, defaults, every_back_end
 from cases.exact import Exact, assert_within_ulps
 from cases.layouts import LAYOUTS
 from cases.rule_oracles import ORACLES
 from cases.rules import BF16, F16, F32, F64, FUSED, ONE_EACH, ROWS, SIGNATURES, RuleRow
+from cases.selection import examples
 from cases.tolerances import assert_same
 from preamp.core.dtypes import math_dtype
-from preamp.kernels import AdamRule, BiasCorrection, Update
+from preamp.kernels import AdamRule, BiasCorrection, Rule, Update
 
 ULPS = 4
 """What the op table allows. Rounding on store is one half of one."""
@@ -77,7 +81,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def run(ops: Any, row: RuleRow, lists: Lists, rule: Any = None, **update: Any) -> Lists:
     """Update copies of ``lists``; returns them."""
     lists = copy(lists)
-    getattr(ops, row.op)(*lists, rule=rule or row.rule, update=Update(**update))
+    ops.update_(*lists, rule=rule or row.rule, update=Update(**update))
     return lists
 
 
@@ -101,6 +105,11 @@ def assert_bits(ours: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) ->
     """Nothing has changed, payloads of nan and signs of zeros included."""
     for one, old in zip(ours, before, strict=True):
         assert torch.equal(one.view(BITS[one.dtype]), old.view(BITS[old.dtype]))
+
+
+def test_every_rule_has_rows_and_an_oracle() -> None:
+    assert {type(row.rule) for row in ROWS} == set(get_args(Rule))
+    assert set(ORACLES) == {row.op for row in ROWS}
 
 
 # -- formulas ----------------------------------------------------------------------------------
@@ -328,7 +337,7 @@ def test_state_of_another_shape_is_refused(ops: Any, row: RuleRow, shape: Any) -
     lists[2][1] = torch.ones(shape)
     before = copy(lists)
     with pytest.raises((ValueError, RuntimeError)) as error:
-        getattr(ops, row.op)(*lists, rule=row.rule, update=Update(step=2))
+        ops.update_(*lists, rule=row.rule, update=Update(step=2))
     if ops is REFERENCE:  # where torch finds it out, in the middle
         return
     assert str(error.value).startswith(
@@ -341,7 +350,7 @@ def test_state_of_another_shape_is_refused(ops: Any, row: RuleRow, shape: Any) -
 @every_back_end
 @one_each
 def test_no_tensors_at_all(ops: Any, row: RuleRow) -> None:
-    getattr(ops, row.op)(*([] for _ in range(2 + row.states)), rule=row.rule, update=Update())
+    ops.update_(*([] for _ in range(2 + row.states)), rule=row.rule, update=Update())
 
 
 @every_back_end
@@ -354,7 +363,7 @@ def test_defaults_of_the_process_do_not_matter(ops: Any, row: RuleRow) -> None:
     for dtype, device in ((BF16, "cpu"), (F64, "cpu"), (F32, "meta")):
         lists = copy(before)
         with defaults(dtype, device):
-            getattr(ops, row.op)(*lists, rule=row.rule, update=Update(**options))
+            ops.update_(*lists, rule=row.rule, update=Update(**options))
         for ours, exact in zip(lists, wanted, strict=True):
             assert_bits(ours, exact)
 
@@ -366,7 +375,7 @@ def test_no_history_is_recorded(ops: Any, row: RuleRow) -> None:
     params = [torch.nn.Parameter(tensor) for tensor in lists[0]]
     grads = [tensor.requires_grad_() * 1 for tensor in lists[1]]
     rate = torch.tensor(0.1, requires_grad=True)
-    getattr(ops, row.op)(
+    ops.update_(
         *(params, grads, *lists[2:]), rule=replace(row.rule, lr=rate), update=Update(step=2)
     )
     for tensor in (*params, *(tensor for each in lists[2:] for tensor in each)):
@@ -382,7 +391,7 @@ shapes_ = st.lists(st.sampled_from([(), (0,), (1,), (5,), (31, 2), (97,), (2, 3,
 
 
 @every_back_end
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     row=st.sampled_from(ROWS),
     dtypes=st.tuples(dtypes_, dtypes_, dtypes_, st.lists(st.none() | dtypes_, max_size=8)),
@@ -433,3 +442,58 @@ def test_any_rule_on_any_tensors(
     for param, half in zip(ours[0], into, strict=True):
         if half is not None:
             assert_same(half, param.to(half.dtype))
+
+
+# -- lists that were seen before -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ops", [BLOCKS, CUT], ids=["blocks", "cut"])
+@pytest.mark.parametrize("change", ["layout", "dtype", "shape", "none"])
+def test_lists_seen_before_are_looked_at_again(ops: Any, change: str) -> None:
+    """What is kept of them may not hide what was assigned to ``data`` in between."""
+    row, shapes = FUSED[0], [(4, 6), (3,), (5, 2), (3,)]
+    lists = lists_of(row, F32, F32, F32, shapes)
+    options: dict[str, Any] = {"step": 2, "inv_scale": torch.tensor(0.5)}
+    for _ in range(3):  # guards are made at the second call
+        ops.update_(*lists, rule=row.rule, update=Update(**options))
+    moment = lists[2][0]
+    if change == "layout":
+        moment.data = moment.data.t().contiguous().t()
+    elif change == "dtype":
+        moment.data = moment.data.double()
+    elif change == "shape":
+        moment.data = moment.data.view(6, 4)
+        with pytest.raises(ValueError, match=r"shape \(6, 4\) was given for parameter 0"):
+            ops.update_(*lists, rule=row.rule, update=Update(**options))
+        return
+    before = copy(lists)
+    ops.update_(*lists, rule=row.rule, update=Update(**options))
+    assert_exact(row, lists, before, step=2, scale=0.5)
+
+
+@pytest.mark.parametrize("ops", [BLOCKS, CUT], ids=["blocks", "cut"])
+def test_what_is_kept_of_lists_keeps_no_tensor_alive(ops: Any) -> None:
+    row = FUSED[0]
+    lists = lists_of(row, F32, BF16, F32, [(11,), (12,)])
+    for _ in range(3):
+        ops.update_(*lists, rule=row.rule, update=Update(step=2))
+        ops.census(lists[1], torch.device("cpu"), with_norm=True)
+    kept = [weakref.ref(tensor) for tensors in lists for tensor in tensors]
+    del lists
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+
+
+@pytest.mark.parametrize("ops", [BLOCKS], ids=["blocks"])
+def test_threads_do_not_share_memory_that_is_kept(ops: Any) -> None:
+    row = FUSED[0]
+    before = [lists_of(row, F32, BF16, F32, [(40, 3)] * 200) for _ in range(4)]
+    for number, lists in enumerate(before):
+        for tensor in lists[1]:
+            tensor.mul_(number)
+    wanted = [run(ops, row, lists, step=2) for lists in before]
+    with ThreadPoolExecutor(4) as pool:
+        ours = list(pool.map(lambda lists: run(ops, row, lists, step=2), before))
+    for one, other in zip(ours, wanted, strict=True):
+        for tensors, same in zip(one, other, strict=True):
+            assert_bits(tensors, same)

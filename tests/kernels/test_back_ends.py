@@ -16,14 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.back_ends import NAMES, REFERENCE, as_they_are, defaults, every_back_end
+from cases.back_ends import REFERENCE, as_they_are, defaults, every_back_end
 from cases.exact import Exact, assert_within_ulps
 from cases.layouts import LAYOUTS
 from cases.rules import BF16, F16, F32, F64
+from cases.selection import examples
 from cases.tolerances import assert_same
 from preamp.core.dtypes import math_dtype
-from preamp.kernels import BACKENDS, OP_NAMES
-from preamp.kernels.foreach.blocks import parts
+from preamp.kernels.blocks.cut import Block, blocks_of, plan_of, shapes_of
 
 CPU = torch.device("cpu")
 DTYPES = (F16, BF16, F32, F64)
@@ -39,7 +39,7 @@ bad_values = st.sampled_from([math.inf, -math.inf, math.nan])
 powers = st.integers(-24, 15).map(lambda n: 2.0**n)
 factors = st.sampled_from([0.1, 1.0, 3.0, 2.0**-16, -0.7])
 
-few = settings(max_examples=25)
+few = settings(max_examples=examples(25))
 
 
 def values(seed: int, shape: Any, dtype: torch.dtype, spread: float = 8.0) -> torch.Tensor:
@@ -89,19 +89,6 @@ def clones(column: list[Any]) -> list[Any]:
 def assert_all_same(ours: list[Any], wanted: list[Any]) -> None:
     for one, other in zip(ours, wanted, strict=True):
         assert_same(one, other)
-
-
-# -- the table ---------------------------------------------------------------------------------
-
-
-@as_they_are
-def test_every_op_is_there(ops: Any) -> None:
-    assert ops.name in BACKENDS
-    assert all(callable(getattr(ops, op)) for op in OP_NAMES)
-
-
-def test_every_back_end_but_triton_is_tested_here() -> None:
-    assert set(NAMES) == {name for name in BACKENDS if name != "triton"}
 
 
 # -- census ------------------------------------------------------------------------------------
@@ -404,28 +391,32 @@ def test_norms_of_nothing(ops: Any) -> None:
 # -- sizes and blocks ----------------------------------------------------------------------------
 
 
+def blocks_in(most: int, column: list[torch.Tensor]) -> list[Block]:
+    plan = plan_of(shapes_of(column), most)
+    return [block for cut in plan.cuts for block in blocks_of(plan, cut, [column])]
+
+
 @given(sizes=st.lists(st.integers(0, 20)), most=st.integers(1, 9))
 def test_blocks_hold_every_element_once_and_no_more_than_they_may(
     sizes: list[int], most: int
 ) -> None:
     column = [torch.arange(size) + 100 * place for place, size in enumerate(sizes)]
-    found = list(parts(most, column, [None] * len(column)))
-    blocks = [block for part in found for block in part.blocks]
+    blocks = blocks_in(most, column)
     assert all(0 < block.numel <= most for block in blocks)
     elements = [block.flat(0, torch.int64) for block in blocks]
     assert [block.numel for block in blocks] == [vector.numel() for vector in elements]
     every = sorted(torch.cat([torch.zeros(0, dtype=torch.int64), *elements]).tolist())
     assert every == [number for tensor in column for number in tensor.tolist()]
-    assert sorted(p for part in found for p in part.places) == [
-        p for p, size in enumerate(sizes) if size
-    ]
+    cuts = plan_of(shapes_of(column), most).cuts
+    places = sorted(place for cut in cuts for place in cut.places)
+    assert places == [place for place, size in enumerate(sizes) if size]
 
 
 def test_blocks_of_very_small_tensors_have_no_more_than_some_hundreds() -> None:
-    column = [torch.zeros(1)] * 2000
-    found = list(parts(1 << 20, column))
-    assert [place for part in found for place in part.places] == list(range(2000))
-    assert max(len(part.places) for part in found) <= 1000
+    column = [torch.full((1,), float(place)) for place in range(2000)]
+    blocks = blocks_in(1 << 20, column)
+    assert [t.item() for block in blocks for t in block.columns[0]] == list(range(2000))
+    assert max(len(block.columns[0]) for block in blocks) <= 1000
 
 
 @as_they_are

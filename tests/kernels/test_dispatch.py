@@ -5,21 +5,23 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 import preamp
-from cases.back_ends import defaults
+from cases.back_ends import defaults, every_back_end
 from preamp.core.errors import PreampUnavailableError
-from preamp.kernels import BACKENDS, OP_NAMES, Ops, backend, by_device, dispatch, explain
+from preamp.kernels import BACKENDS, OP_NAMES, Ops, Update, backend, by_device, dispatch, explain
+from preamp.kernels.blocks import Blocks
 from preamp.optimizers import FusedAdam
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", [*BACKENDS, "auto"])
+@pytest.mark.parametrize("name", [*BACKENDS, "auto", "cpu", "foreach"])
 def test_every_back_end_has_every_op(name: str) -> None:
     if name == "triton":
         pytest.importorskip("triton")
@@ -31,14 +33,43 @@ def test_every_back_end_has_every_op(name: str) -> None:
         getattr(ops, "no_such_op")  # noqa: B009
 
 
+@pytest.mark.parametrize("op", OP_NAMES)
+def test_a_back_end_without_an_op_fails_by_name(op: str) -> None:
+    ops = {name: vars(Blocks).get(name, lambda *_: None) for name in OP_NAMES if name != op}
+    with pytest.raises(TypeError, match=rf"abstract.*'?{op}"):
+        type("Lacking", (Ops,), ops)()
+
+
+@dataclass(frozen=True)
+class UnknownRule:
+    """A rule that somebody has added, but to no back end."""
+
+    lr: float = 0.1
+    has_numbers: bool = False
+
+
+@every_back_end
+def test_a_back_end_without_a_rule_fails_by_name(ops: Any) -> None:
+    param = torch.ones(3)
+    with pytest.raises(NotImplementedError, match="no formula or kernel for UnknownRule"):
+        ops.update_([param], [param + 1], rule=UnknownRule(), update=Update())
+    assert param.tolist() == [1.0] * 3
+
+
+def test_triton_without_a_rule_fails_by_name(triton_ops: Any, device: torch.device) -> None:
+    param = torch.ones(3, device=device)
+    with pytest.raises(NotImplementedError, match="no formula or kernel for UnknownRule"):
+        triton_ops.update_([param], [param + 1], rule=UnknownRule(), update=Update())
+
+
 @pytest.mark.parametrize(
     ("device", "has_triton", "wanted"),
     [
-        ("cpu", True, "cpu"),
+        ("cpu", True, "blocks"),
         ("cuda", True, "triton"),
-        ("cuda", False, "foreach"),
+        ("cuda", False, "blocks"),
         ("xpu", True, "triton"),
-        ("mps", True, "foreach"),
+        ("mps", True, "blocks"),
         ("meta", True, "reference"),
     ],
 )
@@ -53,7 +84,7 @@ def test_auto_goes_by_device(
 
 def test_an_interpreter_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert dispatch.choose(torch.device("cuda"))[0] == "foreach"
+    assert dispatch.choose(torch.device("cuda"))[0] == "blocks"
 
 
 def test_a_back_end_that_does_not_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +103,7 @@ def test_cpu_kernels_refuse_other_devices() -> None:
         backend("cpu").scale_add_([torch.ones(1, device="meta")], 2.0, [None])
 
 
-@pytest.mark.parametrize("name", ["reference", "foreach", "cpu"])
+@pytest.mark.parametrize("name", ["reference", "blocks", "foreach", "cpu"])
 def test_initialize_takes_the_back_end_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
     load = dispatch._load
@@ -89,7 +120,7 @@ def test_initialize_takes_the_back_end_by_name(name: str, monkeypatch: pytest.Mo
         scaled.backward()
     optimizer.step()
     engine: Any = preamp.engine_of(model)
-    assert set(loaded) == {name}
+    assert set(loaded) == {"reference" if name == "reference" else "blocks"}
     assert f"kernels: {name} (asked for by name)" in engine.explain()
     engine.close()
     assert optimizer.backend == "auto"

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from preamp.kernels import LambRule, LarsRule, NovoGradRule, Update, reference
+from cases.back_ends import REFERENCE
+from preamp.kernels import LambRule, LarsRule, NovoGradRule, Update
 
 SHAPES = ((3, 5), (0,), (1200,), (7,))
 LAMB = LambRule(
@@ -69,7 +70,7 @@ def run(ops: Any, op: str, device: torch.device, *, odd: bool) -> list[torch.Ten
 @pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("op", RULES)
 def test_given_norms_are_taken(ops: Any, device: torch.device, op: str, odd: bool) -> None:
-    pairs = zip(run(ops, op, device, odd=odd), run(reference, op, device, odd=odd), strict=True)
+    pairs = zip(run(ops, op, device, odd=odd), run(REFERENCE, op, device, odd=odd), strict=True)
     for found, wanted in pairs:
         torch.testing.assert_close(found, wanted, rtol=2e-6, atol=1e-6)
 
@@ -81,7 +82,7 @@ def test_measured_norms(ops: Any, device: torch.device, odd: bool) -> None:
     found = ops.lamb_norms(*rows, rule=LAMB, update=update)
     assert found.shape == (2, len(SHAPES))
     assert float(found[:, 1].abs().max()) == 0.0
-    wanted = reference.lamb_norms(*rows, rule=LAMB, update=update)
+    wanted = REFERENCE.lamb_norms(*rows, rule=LAMB, update=update)
     torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0)
 
 

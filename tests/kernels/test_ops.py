@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from cases.back_ends import defaults
 from cases.rules import BF16, F16, F32, F64
+from cases.selection import examples
 from cases.tolerances import assert_same
-from preamp.kernels import BACKENDS, OP_NAMES, Census, backend
+from preamp.kernels import Census, backend
 from preamp.kernels.by_device import ByDevice
 
 REFERENCE = backend("reference")
@@ -22,7 +23,9 @@ DTYPES = (F16, BF16, F32, F64)
 SIZES = (0, 1, 7, 1024, 1031, 8193)
 
 # The fixture that is made once per test holds a back end, which has no state.
-few = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 bad_values = st.sampled_from([math.inf, -math.inf, math.nan])
 factors = st.sampled_from([1.0, 0.25, 3.0, 2.0**-16, 0.1])
 dtypes = st.sampled_from(DTYPES)
@@ -62,12 +65,6 @@ def sparse(values: list[float], dtype: torch.dtype, device: torch.device) -> tor
     rows = torch.tensor([[1, 1, 4][: len(values)]])
     data = torch.tensor(values, dtype=dtype)
     return torch.sparse_coo_tensor(rows, data, (6,), check_invariants=True).to(device)
-
-
-def test_the_back_end_has_every_op(ops: Any) -> None:
-    assert ops.name in BACKENDS
-    for op in OP_NAMES:
-        assert callable(getattr(ops, op))
 
 
 # -- census and norms ------------------------------------------------------------------------

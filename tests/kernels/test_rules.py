@@ -63,7 +63,7 @@ def copy(lists: Sequence[Sequence[torch.Tensor]]) -> Lists:
 def run(ops: Any, row: RuleRow, lists: Lists, rule: Any = None, **update: Any) -> Lists:
     """Update copies of ``lists``; returns them."""
     lists = copy(lists)
-    getattr(ops, row.op)(*lists, rule=rule or row.rule, update=Update(**update))
+    ops.update_(*lists, rule=rule or row.rule, update=Update(**update))
     return lists
 
 
@@ -164,7 +164,7 @@ def test_found_inf_keeps_every_bit(
     before = copy([*lists, halves])
     flag = torch.ones((), device=device)
     update = Update(step=2, found_inf=flag, halves=halves)
-    getattr(ops, row.op)(*lists, rule=row.rule, update=update)
+    ops.update_(*lists, rule=row.rule, update=update)
     for each, old in zip([*lists, halves], before, strict=True):
         for tensor, was in zip(each, old, strict=True):
             bits = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
@@ -194,7 +194,7 @@ def test_places_that_no_kernel_takes(ops: Any, device: torch.device, row: RuleRo
     halves: list[Any] = [None, *draw(3, F16, device)[1:]]
     before = copy(lists)
     wanted = run(REFERENCE, row, lists, step=2)
-    getattr(ops, row.op)(*lists, rule=row.rule, update=Update(step=2, halves=halves))
+    ops.update_(*lists, rule=row.rule, update=Update(step=2, halves=halves))
     assert_close(row, lists, wanted, before)
     for param, half in zip(lists[0][1:], halves[1:], strict=True):
         assert_same(half, param.to(F16))
@@ -207,7 +207,7 @@ def test_writes_are_noticed_by_autograd(ops: Any, device: torch.device, row: Rul
     (lists[0][3] * lists[0][3]).sum().backward()
     loss = (lists[0][3] * lists[0][3]).sum()
     versions = [[tensor._version for tensor in each] for each in lists]
-    getattr(ops, row.op)(*lists, rule=row.rule, update=Update())
+    ops.update_(*lists, rule=row.rule, update=Update())
     later = [[tensor._version for tensor in each] for each in lists]
     assert later[1] == versions[1]
     changes = zip(lists[0], later[0], versions[0], strict=True)
@@ -218,7 +218,7 @@ def test_writes_are_noticed_by_autograd(ops: Any, device: torch.device, row: Rul
 
 @one_each
 def test_no_tensors_at_all(ops: Any, row: RuleRow) -> None:
-    getattr(ops, row.op)(*[[] for _ in range(2 + row.states)], rule=row.rule, update=Update())
+    ops.update_(*[[] for _ in range(2 + row.states)], rule=row.rule, update=Update())
 
 
 @one_each
@@ -235,6 +235,6 @@ def test_lists_of_unequal_length_are_refused(ops: Any, device: torch.device, row
     ones = torch.ones(2, device=device)
     lists = [[ones.clone(), ones.clone()] for _ in range(2 + row.states)]
     lists[1].pop()
-    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter"):
-        getattr(ops, row.op)(*lists, rule=row.rule, update=Update())
+    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter|^Lists of 2, 1, "):
+        ops.update_(*lists, rule=row.rule, update=Update())
     assert torch.equal(lists[0][0], ones)

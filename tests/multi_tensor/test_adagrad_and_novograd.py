@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.selection import examples
 from multi_tensor import oracles
 from multi_tensor.strategies import (
     assert_near,
@@ -29,7 +30,8 @@ bits = st.sampled_from([0, 1])
 decays = st.sampled_from([0.0, 0.1])
 
 
-@settings(max_examples=60)
+@pytest.mark.apex("8 multi_tensor_adagrad")
+@settings(max_examples=examples(60))
 @given(shapes, dtypes, dtypes, dtypes, seeds, layouts, bits, decays)
 def test_adagrad(
     shapes: Any,
@@ -78,7 +80,8 @@ def test_adagrad_refuses_an_unknown_mode() -> None:
         amp_C.multi_tensor_adagrad(1, new_flag(), lists, 0.1, 1e-6, -1, 0.1)
 
 
-@settings(max_examples=80)
+@pytest.mark.apex("8 multi_tensor_novograd")
+@settings(max_examples=examples(80))
 @given(
     shapes,
     st.tuples(dtypes, dtypes, dtypes),
@@ -116,6 +119,7 @@ def test_novograd(
         assert_near(ours, wanted, ulps=64 / (floor + 1e-3) ** 2)
 
 
+@pytest.mark.apex("8 multi_tensor_novograd")
 @pytest.mark.parametrize(
     ("mode", "norm_type", "text"),
     [

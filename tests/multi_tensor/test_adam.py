@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.selection import examples
 from cases.tolerances import assert_same
 from multi_tensor import oracles
 from multi_tensor.strategies import (
@@ -76,7 +77,8 @@ def on_device(options: dict[str, Any]) -> tuple[Any, ...]:
     return (torch.tensor([lr]), b1, b2, eps, torch.tensor([step], dtype=torch.int32), *rest)
 
 
-@settings(max_examples=30)
+@pytest.mark.apex("8 multi_tensor_adam")
+@settings(max_examples=examples(30))
 @given(shapes, dtypes, dtypes, seeds, layouts, settings_of_adam)
 def test_adam(
     shapes: Any, grad: torch.dtype, param: torch.dtype, seed: int, layout: str, options: Any
@@ -109,7 +111,8 @@ def test_adam_is_torchs(kind: Any) -> None:
         torch.testing.assert_close(value, param.detach(), rtol=1e-12, atol=1e-14)
 
 
-@settings(max_examples=30)
+@pytest.mark.apex("8 multi_tensor_adam_capturable")
+@settings(max_examples=examples(30))
 @given(shapes, dtypes, dtypes, seeds, layouts, settings_of_adam, st.sampled_from([1.0, 2.0**-16]))
 def test_capturable_adam(
     shapes: Any,
@@ -132,7 +135,8 @@ def test_capturable_adam(
         assert_same(ours, (before * inv_scale).to(grad))
 
 
-@settings(max_examples=25)
+@pytest.mark.apex("8 multi_tensor_adam_capturable_master")
+@settings(max_examples=examples(25))
 @given(shapes, dtypes, dtypes, seeds, layouts, settings_of_adam)
 def test_capturable_adam_with_masters(
     shapes: Any, grad: torch.dtype, param: torch.dtype, seed: int, layout: str, options: Any
@@ -149,6 +153,7 @@ def test_capturable_adam_with_masters(
         assert_same(half, master.to(param))
 
 
+@pytest.mark.apex("8 multi_tensor_adam_capturable")
 @pytest.mark.parametrize("masters", [False, True])
 def test_a_set_flag_stops_capturable_adam(masters: bool) -> None:
     lists = lists_for([(3,), ()], torch.float16, torch.float16)
@@ -164,6 +169,7 @@ def test_a_set_flag_stops_capturable_adam(masters: bool) -> None:
             assert_same(tensor, was)
 
 
+@pytest.mark.apex("8 multi_tensor_adam_capturable", "10 A-16")
 def test_a16_capturable_adam_stores_moments_in_float32() -> None:
     grad, param = torch.tensor([1.0]), torch.zeros(1, dtype=torch.float16)
     m, v = torch.zeros(1), torch.zeros(1)
@@ -188,6 +194,7 @@ def test_corrections_on_the_device_keep_their_digits(beta: float) -> None:
     assert param.item() == pytest.approx(-1.0, rel=1e-6)
 
 
+@pytest.mark.apex("8 multi_tensor_adam", "10 A-15")
 @pytest.mark.parametrize("which", [2, 3])
 def test_a15_half_moments_are_refused(which: int) -> None:
     lists = lists_for([(3,)], torch.float16, torch.float16)
@@ -258,7 +265,8 @@ def early_arguments(options: dict[str, Any]) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-@settings(max_examples=30)
+@pytest.mark.apex("0 fused_adam_cuda", "8 fused_adam_cuda.adam_mt")
+@settings(max_examples=examples(30))
 @given(
     shapes,
     st.sampled_from([(d, torch.float32) for d in DTYPES[:3]] + [(torch.float64, torch.float64)]),
@@ -283,6 +291,7 @@ def test_early_adam_on_lists(
         assert_same(target, param.to(target.dtype))
 
 
+@pytest.mark.apex("8 fused_adam_cuda.adam")
 @pytest.mark.parametrize("grad", DTYPES[:3])
 @pytest.mark.parametrize("has_output", [False, True])
 def test_early_adam_on_one_parameter(grad: torch.dtype, has_output: bool) -> None:
@@ -308,6 +317,7 @@ def test_early_adam_without_bias_correction_is_todays() -> None:
             assert_same(a, b)
 
 
+@pytest.mark.apex("8 fused_adam_cuda.adam")
 @pytest.mark.parametrize(
     ("kinds", "eps_mode", "text"),
     [

@@ -15,6 +15,7 @@ from cases.back_ends import defaults
 from cases.tolerances import assert_same
 from multi_tensor.strategies import new_flag, random_list
 from preamp.compat.multi_tensor import amp_C, fused_adam_cuda
+from preamp.kernels.by_device import ByDevice
 
 Arguments = Callable[[int, str], tuple[Any, ...]]
 SHAPES = [(3,), (), (0,), (2, 3, 2, 2), (1, 2, 2, 2, 3)]
@@ -153,6 +154,25 @@ def test_the_memory_order_changes_nothing(row: Row, mixed: bool) -> None:
         # The order in which a norm is summed up follows the memory.
         torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
     assert [[tensor.stride() for tensor in tensors] for tensors in lists] == strides
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if "params" in row.lists], ids=lambda row: row.name
+)
+def test_steps_are_those_of_the_kernels(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no second formula here: without the rules of the op table nothing is stepped."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("update_")
+
+    monkeypatch.setattr(ByDevice, "update_", refuse)
+    lists = lists_of(row)
+    before = [[tensor.clone() for tensor in tensors] for tensors in lists]
+    with pytest.raises(NotImplementedError, match="update_"):
+        run(row, lists)
+    for ours, old in zip(lists, before, strict=True):
+        for tensor, was in zip(ours, old, strict=True):
+            assert_same(tensor, was)
 
 
 @every_op

@@ -29,6 +29,7 @@ def model(
     return scale, clean, hysteresis
 
 
+@pytest.mark.apex("8 update_scale_hysteresis")
 @given(
     st.sampled_from([1.0, 65536.0, LARGE]),
     st.integers(1, 4),
@@ -50,6 +51,7 @@ def test_a_run_follows_the_rule(
         assert (scale.item(), clean.item(), tolerated.item()) == state
 
 
+@pytest.mark.apex("8 update_scale_hysteresis")
 def test_the_scale_has_no_floor() -> None:
     scale, counts = torch.tensor([2.0**-149]), torch.ones(2, 1, dtype=torch.int32)
     amp_C.update_scale_hysteresis(scale, counts[0], counts[1], torch.ones(1), 2.0, 0.5, 1, 1)

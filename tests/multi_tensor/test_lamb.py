@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.selection import examples
 from cases.tolerances import assert_same
 from multi_tensor import oracles
 from multi_tensor.strategies import (
@@ -73,7 +74,8 @@ def assert_step(lists: Lists, exact: list[Any]) -> None:
         assert_near(ours, wanted, ulps=ULPS)
 
 
-@settings(max_examples=80)
+@pytest.mark.apex("8 multi_tensor_lamb")
+@settings(max_examples=examples(80))
 @given(shapes, kinds_of_lists, seeds, layouts, options_of_lamb)
 def test_lamb(shapes: Any, kinds: Any, seed: int, layout: str, options: dict[str, Any]) -> None:
     lists, o, flag = lists_for(shapes, kinds, seed, layout), options, new_flag(1)
@@ -98,7 +100,8 @@ def on_device(o: dict[str, Any], inv_scale: float, found_inf: float = 0.0) -> tu
     )  # fmt: skip
 
 
-@settings(max_examples=60)
+@pytest.mark.apex("8 multi_tensor_lamb_mp")
+@settings(max_examples=examples(60))
 @given(
     shapes,
     kinds_of_lists,
@@ -140,6 +143,7 @@ SOME = {
 }
 
 
+@pytest.mark.apex("8 multi_tensor_lamb_mp")
 @pytest.mark.parametrize(("flag", "found_inf"), [(1, 0.0), (0, 1.0), (1, 1.0)])
 def test_an_overflow_stops_lamb_on_scaled_gradients(flag: int, found_inf: float) -> None:
     lists = lists_for([(3,), ()], (torch.float16, *[torch.float32] * 3, torch.float16))
@@ -151,6 +155,7 @@ def test_an_overflow_stops_lamb_on_scaled_gradients(flag: int, found_inf: float)
             assert_same(tensor, was)
 
 
+@pytest.mark.apex("8 multi_tensor_lamb", "10 A-14")
 def test_a14_a_largest_norm_of_zero_clips_nothing() -> None:
     clipped, free = (lists_for([(3,)], (torch.float32,) * 4) for _ in range(2))
     rest = (0.1, *BETAS_AND_EPS, 1, 1, 0.1, 1, 1, torch.tensor([5.0]))
@@ -163,7 +168,8 @@ def test_a14_a_largest_norm_of_zero_clips_nothing() -> None:
 # -- two stages ------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@pytest.mark.apex("8 multi_tensor_lamb_stage1_cuda")
+@settings(max_examples=examples(60))
 @given(
     shapes,
     st.tuples(dtypes, dtypes, dtypes, dtypes, dtypes),
@@ -198,7 +204,8 @@ def test_stage_one(
             assert_same(tensor, was)
 
 
-@settings(max_examples=60)
+@pytest.mark.apex("8 multi_tensor_lamb_stage2_cuda")
+@settings(max_examples=examples(60))
 @given(
     shapes,
     dtypes,
@@ -227,6 +234,7 @@ def test_stage_two(
     assert_near(lists[0], exact, ulps=ULPS)
 
 
+@pytest.mark.apex("8 multi_tensor_lamb_stage1_cuda", "8 multi_tensor_lamb_stage2_cuda")
 @pytest.mark.parametrize("norm", [4.0, torch.tensor(4.0), torch.tensor([[4.0]])])
 def test_the_two_stages_are_lamb(norm: Any) -> None:
     shapes = [(5,), (2, 3)]

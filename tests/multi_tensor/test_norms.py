@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.selection import examples
 from cases.tolerances import assert_same
 from multi_tensor.strategies import (
     DTYPES,
@@ -56,8 +57,9 @@ def assert_norms(ours: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...
         assert_rounded([got], [exact], ulps=32)
 
 
+@pytest.mark.apex("8 multi_tensor_l2norm")
 @family
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(shapes=shapes, dtype=dtypes, seed=seeds, layout=layouts)
 def test_norms(op: Op, shapes: Any, dtype: torch.dtype, seed: int, layout: str) -> None:
     tensors, flag = random_list(shapes, dtype, seed, layout=layout), new_flag()
@@ -68,6 +70,7 @@ def test_norms(op: Op, shapes: Any, dtype: torch.dtype, seed: int, layout: str) 
         assert_same(tensor, was)
 
 
+@pytest.mark.apex("8 multi_tensor_l2norm")
 @family
 @pytest.mark.parametrize("per_tensor", [None, False])
 def test_norms_per_tensor_are_empty_unless_asked_for(op: Op, per_tensor: bool | None) -> None:
@@ -77,7 +80,7 @@ def test_norms_per_tensor_are_empty_unless_asked_for(op: Op, per_tensor: bool | 
 
 
 @family
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     dtype=dtypes, value=st.sampled_from([math.inf, -math.inf, math.nan]), place=st.integers(0, 8)
 )
@@ -105,6 +108,7 @@ def test_float16_values_cannot_overflow(op: Op) -> None:
     assert flag.item() == 0
 
 
+@pytest.mark.apex("8 multi_tensor_l2norm_mp")
 def test_only_the_mp_norm_looks_at_the_flag() -> None:
     tensors = [torch.tensor([3.0]), torch.tensor([math.nan])]
     for name, op in FAMILY.items():
@@ -116,6 +120,7 @@ def test_only_the_mp_norm_looks_at_the_flag() -> None:
     assert [norm.item(), *each.tolist()] == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.apex("8 multi_tensor_l2norm_scale")
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
@@ -134,7 +139,8 @@ def test_scaling_with_norms_onto_itself() -> None:
     assert [grad.tolist() for grad in grads] == [[6.0, 8.0], [math.inf]]
 
 
-@settings(max_examples=25)
+@pytest.mark.apex("8 multi_tensor_unscale_l2norm")
+@settings(max_examples=examples(25))
 @given(shapes, dtypes, seeds, st.sampled_from([1.0, 2.0**-16, 0.1, 3.0]))
 def test_unscaled_norms(shapes: Any, dtype: torch.dtype, seed: int, inv_scale: float) -> None:
     tensors = random_list(shapes, dtype, seed)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from cases.selection import examples
 from cases.tolerances import assert_same
 from multi_tensor.strategies import (
     CHUNKS,
@@ -42,9 +43,10 @@ def with_one_bad(tensors: list[torch.Tensor], value: float, data: Any) -> None:
     tensors[which].view(-1)[place] = value
 
 
+@pytest.mark.apex("8 multi_tensor_scale")
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(shapes=shapes, seed=seeds, scale=factors, layout=layouts)
 def test_scale(
     dtype: torch.dtype, out_dtype: torch.dtype, shapes: Any, seed: int, scale: float, layout: str
@@ -67,7 +69,8 @@ def test_scale_onto_itself(dtype: torch.dtype) -> None:
     assert [grad.flatten().tolist() for grad in grads] == [[2.0, -1.0], [0.25]]
 
 
-@settings(max_examples=30)
+@pytest.mark.apex("8 multi_tensor_scale")
+@settings(max_examples=examples(30))
 @given(shapes, dtypes, dtypes, bad_values, st.data())
 def test_scale_flags_one_bad_value_and_still_writes(
     shapes: Any, dtype: torch.dtype, out_dtype: torch.dtype, value: float, data: Any
@@ -88,6 +91,7 @@ def test_finite_values_that_leave_the_output_dtype_are_not_flagged() -> None:
     assert (flag.item(), out.item()) == (0, math.inf)
 
 
+@pytest.mark.apex("8 the flag is set, never reset")
 def test_the_flag_is_never_reset() -> None:
     for op, lists, args in (
         (amp_C.multi_tensor_scale, 2, (1.0,)),
@@ -123,9 +127,10 @@ def test_the_chunk_size_changes_nothing(chunk: int) -> None:
 # -- axpby -----------------------------------------------------------------------------------
 
 
+@pytest.mark.apex("8 multi_tensor_axpby")
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(shapes=shapes, seed=seeds, y_dtype=dtypes, a=factors, b=factors, layout=layouts)
 def test_axpby(
     dtype: torch.dtype,
@@ -156,7 +161,8 @@ def test_axpby_onto_an_input(dtype: torch.dtype, out: int) -> None:
     assert lists[out][0].tolist() == [7.0, -2.0]
 
 
-@settings(max_examples=30)
+@pytest.mark.apex("8 multi_tensor_axpby")
+@settings(max_examples=examples(30))
 @given(shapes, dtypes, dtypes, bad_values, st.sampled_from([0, 1]), st.data())
 def test_axpby_flags_what_it_is_told_to_check(
     shapes: Any, dtype: torch.dtype, y_dtype: torch.dtype, value: float, bad: int, data: Any

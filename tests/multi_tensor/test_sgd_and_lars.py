@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.selection import examples
 from cases.tolerances import assert_same
 from multi_tensor import oracles
 from multi_tensor.strategies import (
@@ -43,8 +44,9 @@ SIGNATURES = [
 flags = st.booleans()
 
 
+@pytest.mark.apex("8 multi_tensor_sgd")
 @pytest.mark.parametrize("kinds", SIGNATURES, ids=lambda kinds: "-".join(map(str, kinds)))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     shapes=shapes,
     seed=seeds,
@@ -109,6 +111,7 @@ def test_buffers_stay_as_they_are_without_momentum() -> None:
     assert_same(lists[2][0], before)
 
 
+@pytest.mark.apex("8 multi_tensor_sgd")
 @pytest.mark.parametrize("op", ["sgd", "lars"])
 def test_a_set_flag_stops_the_step(op: str) -> None:
     lists = [random_list([(3,), ()], kind, n) for n, kind in enumerate(SIGNATURES[4])]
@@ -133,6 +136,7 @@ def refused() -> list[tuple[torch.dtype, ...]]:
     return [kinds for kinds in every if kinds not in SIGNATURES]
 
 
+@pytest.mark.apex("8 multi_tensor_sgd")
 def test_sgd_refuses_every_other_signature() -> None:
     for kinds in refused():
         lists = [[torch.ones(1, dtype=kind)] for kind in kinds]
@@ -152,7 +156,8 @@ def test_sgd_refuses_every_other_signature() -> None:
 # -- lars ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@pytest.mark.apex("8 multi_tensor_lars")
+@settings(max_examples=examples(60))
 @given(
     shapes,
     dtypes,
@@ -209,6 +214,7 @@ def test_lars_takes_plain_steps_where_a_norm_is_zero(zero: int) -> None:
     assert_same(param, wanted)
 
 
+@pytest.mark.apex("8 multi_tensor_lars")
 @pytest.mark.parametrize("name", ["grad_norms", "param_norms"])
 def test_lars_wants_one_norm_for_each_tensor(name: str) -> None:
     norms = {"grad_norms": torch.ones(1), "param_norms": torch.ones(1), name: torch.ones(2)}

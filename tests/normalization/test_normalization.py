@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import preamp
+from cases.levels import LEVEL_NAMES
+from cases.selection import examples
 from cases.tolerances import assert_same, assert_within_budget
 from preamp.normalization import (
     FusedLayerNorm,
@@ -64,7 +66,8 @@ def layer_like(kind: Any, shape: tuple[int, ...], w: Any, b: Any, **arguments: A
     return layer
 
 
-@settings(max_examples=60)
+@pytest.mark.apex("9.6 FusedLayerNorm, FusedRMSNorm", "9.6 MixedFusedLayerNorm, MixedFusedRMSNorm")
+@settings(max_examples=examples(60))
 @given(
     kind=st.sampled_from(LAYERS),
     leading=st.lists(st.integers(1, 4), max_size=2),
@@ -164,6 +167,7 @@ BY_FUNCTION = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.apex("9.6 the six functions")
 @BY_FUNCTION
 @EFFICIENT
 def test_functions(fn: Any, params: int, centred: bool, mixed: bool, efficient: bool) -> None:
@@ -181,6 +185,7 @@ def test_functions(fn: Any, params: int, centred: bool, mixed: bool, efficient: 
     assert out.dtype is (torch.float32 if mixed else torch.float16)
 
 
+@pytest.mark.apex("9.6 the six functions")
 @BY_FUNCTION
 def test_functions_default_to_a_smaller_eps(
     fn: Any, params: int, centred: bool, mixed: bool
@@ -203,6 +208,7 @@ def test_layers_can_be_nested_in_any_shape(efficient: bool) -> None:
         layer(torch.ones(3, 2))
 
 
+@pytest.mark.apex("9.6 memory_efficient")
 def test_memory_efficient_keeps_the_output_only() -> None:
     kept: list[int] = []
 
@@ -228,6 +234,7 @@ def test_where_a_weight_is_zero_memory_efficient_stays_finite() -> None:
     assert layer.weight.grad.tolist() == x.grad[0].tolist() == [0.0] * 4
 
 
+@pytest.mark.apex("9.6 under autocast")
 @ALL_LAYERS
 @EFFICIENT
 def test_autocast_casts_the_arguments(kind: Any, efficient: bool) -> None:
@@ -244,7 +251,7 @@ def test_autocast_casts_the_arguments(kind: Any, efficient: bool) -> None:
             assert_same(out.detach(), wanted.detach())
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 @ALL_LAYERS
 def test_at_every_level(kind: Any, level: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), kind(6), torch.nn.Linear(6, 2))
@@ -274,6 +281,7 @@ def test_state_and_copies(kind: Any) -> None:
     assert repr(layer) == f"{kind.__name__}((2, 3), eps=1e-05, elementwise_affine=True)"
 
 
+@pytest.mark.apex("9.6 FusedLayerNorm, FusedRMSNorm")
 @pytest.mark.skipif(
     torch.__version__ < "2.7", reason="this torch breaks the graph where autocast is asked for"
 )
@@ -292,6 +300,7 @@ def test_compiled_and_traced(kind: Any, efficient: bool) -> None:
             assert_same(made(x).detach(), layer(x).detach())
 
 
+@pytest.mark.apex("9.6 FusedLayerNorm, FusedRMSNorm")
 @ALL_LAYERS
 @EFFICIENT
 def test_scripted(kind: Any, efficient: bool) -> None:
@@ -328,6 +337,7 @@ def test_shapes_may_be_numbers_of_numpy(kind: Any) -> None:
     assert fused_layer_norm.fused_rms_norm(torch.ones(2, 3), numpy.int32(3)).shape == (2, 3)
 
 
+@pytest.mark.apex("9.6 MixedFusedLayerNorm, MixedFusedRMSNorm")
 @pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
 def test_mixed_layers_have_weights(kind: Any) -> None:
     name = kind.__name__
@@ -341,6 +351,7 @@ def test_mixed_layers_have_weights(kind: Any) -> None:
         kind(3, elementwise_affine=False)
 
 
+@pytest.mark.apex("9.6 FusedLayerNorm, FusedRMSNorm")
 def test_signatures_are_those_of_apex() -> None:
     for kind in LAYERS[:2]:
         found = inspect.signature(kind).parameters

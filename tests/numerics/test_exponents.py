@@ -16,7 +16,7 @@ from hypothesis import given
 from cases.layouts import LAYOUTS
 from numerics import oracle
 from preamp.numerics import EXPONENTS, FORMATS, count_exponents
-from preamp.numerics.exponents import ABOVE, BELOW, BINS, FIRST, NONFINITE, ZERO
+from preamp.numerics.statistics import ABOVE, BELOW, BINS, FIRST, NONFINITE, ZERO
 
 every_dtype = pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
 

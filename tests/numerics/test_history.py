@@ -26,10 +26,9 @@ from preamp.numerics import (
     StepRecord,
     TensorStatistics,
     history,
-    journal,
     read_history,
 )
-from preamp.numerics.lines import to_line
+from preamp.numerics.records import to_line
 
 
 def step(number: int, optimizer: int = 0) -> StepRecord:
@@ -347,6 +346,7 @@ def test_two_histories_do_not_share_a_file(tmp_path: Path) -> None:
     second.close()
 
 
+@pytest.mark.full
 def test_another_process_does_not_write_to_the_file_either(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     kept = History(path)
@@ -362,7 +362,7 @@ def test_a_file_that_another_process_made_is_not_removed(
     """It is there first, or begins to write before this one has the lock."""
     path = tmp_path / "run.jsonl"
     line = to_line(step(1)).encode()
-    really = journal._lock
+    really = history._lock
 
     def late(file: int, where: Path) -> None:
         with path.open("ab") as other:
@@ -370,7 +370,7 @@ def test_a_file_that_another_process_made_is_not_removed(
         really(file, where)
 
     with monkeypatch.context() as patch:
-        patch.setattr(journal, "_lock", late)
+        patch.setattr(history, "_lock", late)
         kept = History(path)
     kept.close()
     assert path.read_bytes() == line
@@ -381,14 +381,14 @@ def test_a_file_that_was_removed_as_empty_is_made_again(
 ) -> None:
     """Its first writer removes it when this one has opened and not yet locked it."""
     path = tmp_path / "run.jsonl"
-    first, really = History(path), journal._lock
+    first, really = History(path), history._lock
 
     def late(file: int, where: Path) -> None:
         first.close()
         really(file, where)
 
     with monkeypatch.context() as patch:
-        patch.setattr(journal, "_lock", late)
+        patch.setattr(history, "_lock", late)
         second = History(path)
     second.add(step(1))
     second.close()

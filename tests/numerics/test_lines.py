@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preamp.numerics import Record, StepRecord, from_json, to_json
-from preamp.numerics.lines import to_line
+from preamp.numerics.records import to_line
 
 KINDS: tuple[type[Any], ...] = get_args(Record)
 records = st.one_of(*(st.from_type(kind) for kind in KINDS))

@@ -20,6 +20,7 @@ def param(dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.ones(3, dtype=dtype))
 
 
+@pytest.mark.apex("7.0 amsgrad=True: RuntimeError")
 @pytest.mark.parametrize(
     "name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedMixedPrecisionLamb"]
 )
@@ -43,6 +44,11 @@ NUMBERS = {
 }
 
 
+def test_every_optimizer_has_numbers() -> None:
+    assert {case.name for case in FUSED} == set(NUMBERS)
+
+
+@pytest.mark.apex("7.0 negative numbers: ValueError")
 @pytest.mark.parametrize(
     ("name", "number"), [(name, n) for name, numbers in NUMBERS.items() for n in numbers.split()]
 )
@@ -93,6 +99,7 @@ def test_betas(name: str, betas: Any) -> None:
         getattr(optimizers, name)([param()], betas=betas)
 
 
+@pytest.mark.apex("7.0 negative numbers: ValueError")
 @pytest.mark.parametrize("name", ["FusedSGD", "FusedLARS"])
 @pytest.mark.parametrize("options", [{"momentum": 0.0}, {"momentum": 0.9, "dampening": 0.5}])
 def test_nesterov_needs_momentum(name: str, options: dict[str, float]) -> None:
@@ -110,6 +117,7 @@ def test_a_learning_rate_is_required(name: str) -> None:
     assert group["lr"] == 0.5
 
 
+@pytest.mark.apex("7 FusedLARS")
 @pytest.mark.parametrize(("name", "value"), [("dampening", 0.5), ("wd_after_momentum", True)])
 def test_lars_refuses_what_its_formula_lacks(name: str, value: Any) -> None:
     message = (
@@ -120,6 +128,7 @@ def test_lars_refuses_what_its_formula_lacks(name: str, value: Any) -> None:
         optimizers.FusedLARS([param()], lr=0.1, momentum=0.9, **{name: value})
 
 
+@pytest.mark.apex("7.0 FusedAdam(master_weights=True)")
 def test_masters_need_counters_on_the_device() -> None:
     message = (
         "FusedAdam got master_weights=True with capturable=False. It keeps master weights only "
@@ -129,6 +138,7 @@ def test_masters_need_counters_on_the_device() -> None:
         optimizers.FusedAdam([param()], master_weights=True)
 
 
+@pytest.mark.apex("7.0 FusedNovoGrad(norm_type=…): RuntimeError for others than")
 @pytest.mark.parametrize("norm_type", [1, 3, "2"])
 def test_norm_type(norm_type: Any) -> None:
     message = f"FusedNovoGrad got norm_type={norm_type!r}. It knows 2, the L2 norm, and 0"
@@ -156,6 +166,7 @@ def two_groups(case: FusedCase, bad: torch.Tensor) -> tuple[nn.Parameter, torch.
     return good, case.kind([{"params": [good]}, {"params": [other]}], **options)
 
 
+@pytest.mark.apex("7.0 sparse gradients: RuntimeError")
 @every_class
 def test_sparse_gradients(case: FusedCase) -> None:
     good, optimizer = two_groups(case, torch.eye(3).to_sparse())
@@ -166,6 +177,7 @@ def test_sparse_gradients(case: FusedCase) -> None:
     assert not optimizer.state
 
 
+@pytest.mark.apex("7.0 other dtypes")
 @every_class
 def test_complex_parameters(case: FusedCase) -> None:
     good, optimizer = two_groups(case, torch.ones(3, dtype=torch.complex64))
@@ -179,6 +191,7 @@ def test_complex_parameters(case: FusedCase) -> None:
     assert not any(int(group.get("step", 0)) for group in optimizer.param_groups)
 
 
+@pytest.mark.apex("7 FusedAdagrad")
 def test_adagrad_wants_one_device_per_group() -> None:
     params = [param(), nn.Parameter(torch.ones(3, device="meta"))]
     for tensor in params:

@@ -65,6 +65,19 @@ def train(
     return params, optimizer, oracle
 
 
+@pytest.mark.apex(
+    "7",
+    "0 apex.optimizers.FusedSGD",
+    "0 apex.optimizers.FusedAdam",
+    "0 apex.optimizers.FusedNovoGrad",
+    "0 apex.optimizers.FusedLAMB",
+    "0 apex.optimizers.FusedAdagrad",
+    "0 apex.optimizers.FusedMixedPrecisionLamb",
+    "0 apex.contrib.optimizers.FusedLAMB",
+    "0 apex.optimizers.FusedLARS",
+    "7.0 other dtypes",
+    "10 A-14",
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=variant_id)
 @pytest.mark.parametrize(("case", "options"), VARIANTS, ids=variant_id)
 def test_formula(case: FusedCase, options: Options, dtype: torch.dtype) -> None:
@@ -107,6 +120,7 @@ def test_copies_in_full_precision(case: FusedCase, options: Options, dtype: torc
 PUBLIC = [name for name in optimizers.__all__ if name != "FP16_Optimizer"]  # a wrapper of others
 
 
+@pytest.mark.apex("0 apex.optimizers.FusedLARS")
 def test_every_public_optimizer_has_a_row() -> None:
     assert {case.name for case in FUSED} == set(PUBLIC)
 
@@ -128,6 +142,7 @@ APEX_ORDER = {
 }
 
 
+@pytest.mark.apex("7")
 @pytest.mark.parametrize("name", PUBLIC)
 def test_arguments_may_be_passed_by_position_as_in_apex(name: str) -> None:
     signature = inspect.signature(getattr(optimizers, name))

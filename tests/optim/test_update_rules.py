@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,15 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.fused import DTYPES, HALVES, gradients, variant_id, wide
+from cases.selection import examples
 from cases.tolerances import assert_same
 from preamp.kernels import (
-    OP_NAMES,
     AdagradRule,
     AdamRule,
     BiasCorrection,
     LambRule,
     LarsRule,
     NovoGradRule,
+    Rule,
     SgdRule,
     Update,
     backend,
@@ -148,9 +149,7 @@ def assert_same_lists(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) 
 
 
 def test_every_rule_of_the_table_has_a_row() -> None:
-    others = {"census", "scale_add_", "widen_add", "cast_copy_", "axpby_", "l2norms", "l2norm"}
-    others |= {"lamb_norms"}
-    assert {case.op for case in RULES} == set(OP_NAMES) - others
+    assert {type(case.rule) for case in RULES} == set(get_args(Rule))
 
 
 @every_dtype
@@ -175,6 +174,7 @@ def test_a_clean_flag_changes_nothing(case: RuleCase, dtype: torch.dtype) -> Non
     assert_same_lists(flagged, run(case, grads, dtype))
 
 
+@pytest.mark.apex("7 FusedLAMB", "10 A-14")
 @every_dtype
 @every_rule
 def test_gradients_survive(case: RuleCase, dtype: torch.dtype) -> None:
@@ -201,7 +201,7 @@ def test_halves_are_the_rounded_parameters(
 
 
 @every_rule
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(exponent=st.integers(-16, 16), dtype=st.sampled_from(DTYPES))
 def test_unscaling_on_the_fly_is_exact(case: RuleCase, exponent: int, dtype: torch.dtype) -> None:
     # Multiples of 1/8 below 4, so that float16 holds them at any of these scales.
@@ -235,7 +235,8 @@ def test_a_step_on_the_device(case: RuleCase, dtype: torch.dtype, step: int) -> 
     theirs = run(case, grads, dtype, wide(dtype), step=step)
     for one, other in zip(ours, theirs, strict=True):
         for a, b in zip(one, other, strict=True):
-            assert torch.allclose(a, b, rtol=4 * torch.finfo(dtype).eps, atol=0)
+            ulp = torch.finfo(dtype).eps  # of the terms, which are about one and may cancel
+            assert torch.allclose(a, b, rtol=4 * ulp, atol=4 * ulp)
 
 
 @every_rule
@@ -247,6 +248,7 @@ def test_a_learning_rate_on_the_device(case: RuleCase, lr_dtype: torch.dtype) ->
     assert_same_lists(run(case, grads, rule=tensor_lr), run(case, grads, rule=float_lr))
 
 
+@pytest.mark.apex("7.0 rounding of half parameters")
 @every_rule
 @pytest.mark.parametrize("dtype", HALVES, ids=variant_id)
 def test_half_parameters_are_rounded_once(case: RuleCase, dtype: torch.dtype) -> None:

@@ -15,9 +15,8 @@ import preamp
 from cases.plain import TOKENS, Mixed, counted
 from preamp import optimizers
 from preamp.optim import LARC
-from preamp.planning.optimizers import NAMES, optimizer_factory
+from preamp.planning.optimizers import NAMES, Updated, optimizer_factory, state_bytes
 from preamp.planning.records import MemoryEstimate
-from preamp.planning.states import Updated, state_bytes
 
 LEVELS = tuple(preamp.OPT_LEVELS)
 SPECIAL = {
@@ -38,6 +37,7 @@ def test_every_optimizer_of_preamp_and_torch_is_known() -> None:
     assert set(NAMES) == fused | torchs - {"Optimizer"}
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", GENERAL)
 def test_estimate_equals_the_count(name: str, level: str) -> None:

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import preamp
+from cases.levels import BY_KIND
 from preamp.demo.config import ModelConfig, OptimizerConfig
 from preamp.demo.data import Batch
 from preamp.demo.measure import loss_of
 from preamp.demo.model import GPT
 from preamp.demo.train import make_optimizer
-from preamp.planning.tracing import Traffic
+from preamp.planning.peak import Traffic
 
-LEVELS = tuple(preamp.OPT_LEVELS)
 DEMO = ModelConfig(layers=2, width=64, heads=4, context=32)
 
 
@@ -43,7 +43,7 @@ def demo_model() -> tuple[GPT, Batch]:
     return GPT(DEMO, random), Batch(inputs=text, targets=text)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", BY_KIND)
 def test_the_demos_peak_is_within_five_percent(level: str) -> None:
     model, batch = demo_model()
     optimizer: Any = make_optimizer(model, OptimizerConfig())

@@ -19,8 +19,8 @@ import preamp
 from preamp.optimizers import FusedAdam
 from preamp.planning.cases import CASES, Case
 from preamp.planning.layout import slots_of
+from preamp.planning.memory import optimizer_traffic
 from preamp.planning.records import PlanReport
-from preamp.planning.traffic import optimizer_traffic
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cases.levels import LEVELS
 from preamp.core.errors import PreampPolicyError
 from preamp.policy import OPT_LEVELS, Policy, describe_overrides, level_defaults, resolve
 
@@ -72,6 +73,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 # -- defaults --------------------------------------------------------------------------------
 
 
+@pytest.mark.apex(
+    "1.4 enabled",
+    "1.4 opt_level",
+    "1.4 cast_model_type",
+    "1.4 patch_torch_functions",
+    "1.4 patch_torch_functions_type",
+    "1.4 keep_batchnorm_fp32",
+    "1.4 loss_scale",
+    "1.4 master_weights",
+    "1.4 patch_torch_functions at O5",
+    "1.4 O4 and O5",
+)
 @pytest.mark.parametrize("level", DEFAULTS)
 def test_level_row(level: str) -> None:
     policy = resolve(level, {})
@@ -95,16 +108,14 @@ def test_common_defaults() -> None:
     assert policy.max_consecutive_skips == 50
 
 
+@pytest.mark.apex("1.5 None changes nothing")
 @pytest.mark.parametrize("level", DEFAULTS)
 def test_none_changes_nothing(level: str) -> None:
     names = (*DEFAULTS[level], "cast_model_outputs", "min_loss_scale", "scope")
     assert resolve(level, dict.fromkeys(names)) == OPT_LEVELS[level]
 
 
-@pytest.mark.parametrize(
-    ("level", "half"),
-    [("O0", None), ("O1", F16), ("O2", F16), ("O3", F16), ("O4", BF16), ("O5", BF16)],
-)
+@pytest.mark.parametrize(("level", "half"), [(row.name, row.half) for row in LEVELS])
 def test_half_dtype(level: str, half: torch.dtype | None) -> None:
     assert OPT_LEVELS[level].half_dtype is half
 
@@ -167,6 +178,13 @@ ALLOWED: list[tuple[str, str, Any, Any]] = [
 ]
 
 
+@pytest.mark.apex(
+    "1.1 patch_torch_functions_type",
+    "1.5 cast_model_type",
+    "1.5 loss_scale",
+    "1.5 max_loss_scale",
+    "1.5 min_loss_scale",
+)
 @pytest.mark.parametrize(("level", "name", "given", "expected"), ALLOWED)
 def test_override(level: str, name: str, given: Any, expected: Any) -> None:
     value = getattr(resolve(level, {name: given}), name)
@@ -174,6 +192,7 @@ def test_override(level: str, name: str, given: Any, expected: Any) -> None:
     assert type(value) is type(expected)
 
 
+@pytest.mark.apex("1.5 patch_torch_functions")
 @pytest.mark.parametrize("level", FUNCTION_LEVELS)
 def test_functions_left_alone_keep_the_level_s_scaling(level: str) -> None:
     policy = resolve(level, {"patch_torch_functions": False})
@@ -261,12 +280,26 @@ CONTRADICTIONS: list[tuple[str, str, Any, str]] = [
 ]
 
 
+@pytest.mark.apex(
+    "1.5 cast_model_type",
+    "1.5 patch_torch_functions",
+    "1.5 patch_torch_functions_type",
+    "1.5 keep_batchnorm_fp32",
+    "1.5 master_weights",
+)
 @pytest.mark.parametrize(("level", "name", "given", "text"), CONTRADICTIONS)
 def test_contradiction_is_refused(level: str, name: str, given: Any, text: str) -> None:
     with pytest.raises(PreampPolicyError, match=f"^{re.escape(text)}$"):
         resolve(level, {name: given})
 
 
+@pytest.mark.apex(
+    "1.5 cast_model_type",
+    "1.5 patch_torch_functions",
+    "1.5 patch_torch_functions_type",
+    "1.5 keep_batchnorm_fp32",
+    "1.5 master_weights",
+)
 @pytest.mark.parametrize(("level", "name", "given", "text"), CONTRADICTIONS)
 def test_hard_override_warns_and_goes_on(level: str, name: str, given: Any, text: str) -> None:
     warning = f"^{re.escape(text)} Going on because hard_override is set.$"
@@ -275,6 +308,7 @@ def test_hard_override_warns_and_goes_on(level: str, name: str, given: Any, text
     assert getattr(policy, name) == {"True": True, "False": False}.get(given, given)
 
 
+@pytest.mark.apex("1.1 unknown level: RuntimeError that tells O from 0")
 @pytest.mark.parametrize(
     ("given", "meant"),
     [("01", "O1"), ("o2", "O2"), (1, "O1"), (0, "O0"), ("0", "O0"), ("5", "O5"), ("00", "O0")],
@@ -289,6 +323,7 @@ def test_level_with_a_zero_for_the_letter(given: Any, meant: str) -> None:
         resolve(given, {})
 
 
+@pytest.mark.apex("1.1 unknown level: RuntimeError that tells O from 0")
 @pytest.mark.parametrize("given", ["O9", "fp16", None, [], True])
 def test_unknown_level(given: Any) -> None:
     text = (
@@ -299,6 +334,7 @@ def test_unknown_level(given: Any) -> None:
         resolve(given, {})
 
 
+@pytest.mark.apex("1.1 unknown level: RuntimeError that tells O from 0")
 def test_a_refusal_is_a_runtime_error() -> None:
     with pytest.raises(RuntimeError):
         resolve("O7", {})
@@ -359,6 +395,7 @@ BAD_VALUES: list[tuple[str, Any, type[Exception], str]] = [
 ]
 
 
+@pytest.mark.apex("1.5 keep_batchnorm_fp32", "1.5 loss_scale", "1.5 max_loss_scale")
 @pytest.mark.parametrize(("name", "given", "error", "text"), BAD_VALUES)
 def test_bad_value(name: str, given: Any, error: type[Exception], text: str) -> None:
     level = "O2"  # dynamic, and every argument is allowed there

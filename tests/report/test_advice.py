@@ -13,9 +13,8 @@ import preamp
 from cases import records as made
 from preamp.numerics import CastsRecord, Record
 from preamp.report import render
-from preamp.report.advice import RULES, Finding, advise
+from preamp.report.advice import RULES, Finding, Verdict, advise, judge
 from preamp.report.gather import gather
-from preamp.report.verdict import Verdict, judge
 
 STEPS = [made.step(n, 1 / n) for n in range(1, 101)]
 CALM: list[Record] = [made.start(), *STEPS]

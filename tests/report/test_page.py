@@ -20,6 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cases import records as made
+from cases.selection import examples
 from preamp.core.errors import PreampUnavailableError
 from preamp.numerics import History, Record, ResumeRecord, read_history, to_json
 from preamp.report import render, write
@@ -191,6 +192,7 @@ def test_history_and_its_file_make_the_same_page(tmp_path: Path) -> None:
     assert "1 time" in render(history)
 
 
+@pytest.mark.full
 def test_pages_of_long_runs_stay_small_and_keep_every_skip() -> None:
     random.seed(0)
     steps, every = 100_000, 9973
@@ -282,7 +284,7 @@ def test_infinite_and_odd_numbers_do_not_stop_the_page(tmp_path: Path) -> None:
     check_accessible(render(read_history(tmp_path / "run.jsonl")))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.tuples(st.floats(width=64), st.floats(min_value=0.0, width=64)), max_size=4))
 @example([(1e308, 1e308), (-1e308, 5e-324)])
 @example([(1.7e308, 1.7e308), (5e-324, 1.0)])

@@ -12,13 +12,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import records as made
-from preamp.report import exponents, heat, memory
-from preamp.report.chart import Chart, Line, Marks, draw
+from preamp.report import exponents, layers, memory
+from preamp.report.chart import (
+    COLUMNS,
+    Chart,
+    Line,
+    Marks,
+    column_of,
+    columns_hit,
+    decades,
+    draw,
+    linear,
+    multiples,
+    powers_of_two,
+    smooth,
+    thin,
+    tick_step,
+)
 from preamp.report.gather import Run, gather
 from preamp.report.layers import Underflow, heat_map, stalls
-from preamp.report.scales import decades, linear, multiples, powers_of_two, tick_step
 from preamp.report.svg import Html, tag
-from preamp.report.thinning import COLUMNS, column_of, columns_hit, smooth, thin
 
 FINITE = st.floats(-1e30, 1e30)
 
@@ -124,7 +137,7 @@ def test_marks_are_drawn_where_the_steps_are() -> None:
 
 
 def test_shades_begin_at_their_limits() -> None:
-    assert [heat.shade_of(share) for share in (0, 1e-9, 0.01, 0.05, 0.2, 0.5, 1)] == list(
+    assert [layers.shade_of(share) for share in (0, 1e-9, 0.01, 0.05, 0.2, 0.5, 1)] == list(
         (0, 1, 2, 3, 4, 5, 5)
     )
 
@@ -240,8 +253,8 @@ def test_gradients_that_are_not_finite_are_neither_zero_nor_free_of_underflow() 
     assert found is not None
     other, layer = found.layers
     assert (other.name, layer.name, layer.cells) == ("b", "a", (None, None))
-    assert heat.numbers(layer) == ("–", "1", "–", "–", "10\u00a0%")
-    assert "no gradient was finite" in heat.strip(layer, found, "x")
+    assert layers.numbers(layer) == ("–", "1", "–", "–", "10\u00a0%")
+    assert "no gradient was finite" in layers.strip(layer, found, "x")
     found = heat_map(gather([made.look(1, bad), made.look(2, replace(bad, nonfinite=0))]))
     assert found is not None
     assert (found.layers[0].cells, found.layers[0].worst) == ((None, 0.0), 0.0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,22 +29,25 @@ LEARNT = {"imagenet": 1.2, "bert": 1.0, "lstm": 0.5, "gloo": 0.8}
 
 
 @pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
+def script(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Call:
     """Run a script of this folder, once for the same arguments, and return what it printed."""
     done: dict[tuple[str, ...], str] = {}
     folder = tmp_path_factory.mktemp("scripts")
-    # torch's optimizers import its compiler at their first step.
-    with Zygote("sklearn.datasets", "torch._dynamo") as zygote:
 
-        def run(name: str, *arguments: str) -> str:
-            key = (name, *arguments)
-            if key not in done:
-                process = zygote.preamp_run([str(HERE / f"{name}.py"), *arguments], folder)
-                assert process.returncode == 0, process.stderr
-                done[key] = process.stdout
-            return done[key]
+    def run(name: str, *arguments: str) -> str:
+        key = (name, *arguments)
+        if key not in done:
+            process = zygote.preamp_run([str(HERE / f"{name}.py"), *arguments], folder)
+            assert process.returncode == 0, process.stderr
+            done[key] = process.stdout
+        return done[key]
 
-        yield run
+    return run
+
+
+def costly(value: str) -> Any:
+    """A value for the full suite only: another run of the same script costs seconds."""
+    return pytest.param(value, marks=pytest.mark.full)
 
 
 def result(printed: str) -> tuple[float, float]:
@@ -67,12 +71,13 @@ FLAGS = (
 )
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("level", ["O2", *(costly(level) for level in ("O1", "O3", "O5"))])
 def test_imagenet(script: Call, level: str) -> None:
     check_near("imagenet", script("imagenet", "--opt-level", level),
                script("imagenet", "--opt-level", "O0"))  # fmt: skip
 
 
+@pytest.mark.apex("B 2: arguments as text from argparse")
 @pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
 def test_imagenet_flags(script: Call, flags: tuple[str, ...]) -> None:
     printed = script("imagenet", *flags)
@@ -83,6 +88,7 @@ def test_imagenet_flags(script: Call, flags: tuple[str, ...]) -> None:
         assert used == asked or float(used) == float(asked)
 
 
+@pytest.mark.apex("B 10: the usual checkpoint")
 def test_imagenet_goes_on_where_it_stopped(script: Call, tmp_path: Path) -> None:
     """What is printed after resuming is digit for digit what the unbroken run prints."""
     whole = script("imagenet", "--opt-level", "O2")
@@ -94,6 +100,8 @@ def test_imagenet_goes_on_where_it_stopped(script: Call, tmp_path: Path) -> None
     assert later == resumed.splitlines()[-3:]
 
 
+@pytest.mark.full
+@pytest.mark.apex("B 9: convert_syncbn_model before")
 def test_imagenet_with_synchronised_batch_norm(script: Call) -> None:
     printed = script("imagenet", "--opt-level", "O1", "--sync_bn")
     check_near("imagenet", printed, script("imagenet", "--opt-level", "O0"))
@@ -102,7 +110,10 @@ def test_imagenet_with_synchronised_batch_norm(script: Call) -> None:
 # -- the adversarial pair --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.apex(
+    "A logging loss_scalers[i].loss_scale()", "A two networks, two optimizers, three losses"
+)
+@pytest.mark.parametrize("level", ["O1", costly("O2")])
 def test_dcgan(script: Call, level: str) -> None:
     printed = script("dcgan", "--opt_level", level)
     plain = script("dcgan", "--opt_level", "O0")
@@ -114,14 +125,15 @@ def test_dcgan(script: Call, level: str) -> None:
 # -- fine-tuning -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "fused_adam", "fused_lamb"])
+@pytest.mark.parametrize("optimizer", ["fused_adam", costly("adamw"), costly("fused_lamb")])
 def test_bert(script: Call, optimizer: str) -> None:
     flags = ("--optimizer", optimizer)
     printed = script("bert", *flags, "--fp16", "--fp16_opt_level", "O2")
     check_near("bert", printed, script("bert", *flags))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "fused_lamb"])
+@pytest.mark.apex("A BERT trainers' resume through", "B 11: BERT-style resume")
+@pytest.mark.parametrize("optimizer", [costly("adamw"), costly("fused_lamb")])
 def test_bert_goes_on_where_it_stopped(script: Call, tmp_path: Path, optimizer: str) -> None:
     flags = ("--optimizer", optimizer, "--fp16", "--fp16_opt_level", "O2")
     file = str(tmp_path / "checkpoint.pt")
@@ -133,7 +145,8 @@ def test_bert_goes_on_where_it_stopped(script: Call, tmp_path: Path, optimizer: 
 # -- packed sequences ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cell", ["LSTM", "RNN"])
+@pytest.mark.apex("B 8: forward arguments of every kind")
+@pytest.mark.parametrize("cell", ["LSTM", costly("RNN")])
 def test_lstm(script: Call, cell: str) -> None:
     printed = script("lstm", "--cell", cell, "--opt-level", "O1")
     check_near("lstm", printed, script("lstm", "--cell", cell, "--opt-level", "O0"))
@@ -154,6 +167,8 @@ def torchrun(folder: Path, *program: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
+@pytest.mark.apex("B 9: wrapping in DDP or DataParallel afterwards")
 def test_two_processes(script: Call, tmp_path: Path) -> None:
     """With torch's own data parallelism."""
     printed = torchrun(tmp_path, str(HERE / "gloo.py"), "--opt-level", "O2")
@@ -161,6 +176,7 @@ def test_two_processes(script: Call, tmp_path: Path) -> None:
     assert printed.count("weights agree True") == 2
 
 
+@pytest.mark.full
 def test_imagenet_in_two_processes(tmp_path: Path) -> None:
     """With Apex's; each rank sees its half of the pictures, so the steps are other ones."""
     printed = torchrun(tmp_path, str(HERE / "imagenet.py"), "--opt-level", "O1", "-b", "32")
@@ -187,6 +203,7 @@ def test_scripts_do_not_know_preamp(name: str) -> None:
     assert "preamp" not in text
 
 
+@pytest.mark.full
 def test_a_script_through_the_front_door(tmp_path: Path) -> None:
     """The others are forked from one process; this one is started as a user starts it."""
     script = str(HERE / "lstm.py")

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from cases.levels import WITH_MASTERS
 from check_demo import problems_of
 
 WEIGHTS = {"O2": "fp16", "O3": "fp16", "O5": "bf16"}
 
 
 def row(level: str) -> dict[str, Any]:
-    masters = level in ("O2", "O5")
+    masters = level in WITH_MASTERS
     return {
         "level": level,
         "status": "finished",

@@ -60,6 +60,10 @@ class MatchWeightDtype(EngineHook):
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.is_floating_point():
                 dtype = tensor.dtype
+                if args and isinstance(args[0], torch.Tensor) and args[0].is_nested:
+                    # Attention takes nested queries that are its keys and values too.
+                    nested = args[0].to(dtype)
+                    args = tuple([nested if arg is args[0] else arg for arg in args])
                 cast_kwargs = {name: cast_floating(value, dtype) for name, value in kwargs.items()}
                 return tuple([cast_floating(value, dtype) for value in args]), cast_kwargs
         return args, kwargs

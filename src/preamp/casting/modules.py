@@ -3,47 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from preamp.casting.io import MatchWeightDtype
+from preamp.casting.io import CastInputs, MatchWeightDtype
+from preamp.casting.kept import (
+    Kept,
+    floating_tensors,
+    is_affine_batchnorm,
+    is_single_layer,
+)
+from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.undo import Removable
 from preamp.kernels.fsdp import renew, reshard
 from preamp.kernels.shards import set_data
-
-# Layers whose kernels want inputs and weights of one dtype. Batch norms join them only where they
-# are half themselves: float32 ones take half inputs.
-_SINGLE_DTYPE_LAYERS = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.RNNBase,
-    nn.RNNCellBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-    nn.PReLU,
-    nn.MultiheadAttention,
-)
-
-# The common base of all batch norms, SyncBatchNorm and user subclasses included, has no public
-# name of its own.
-_BATCH_NORM: type[nn.Module] = nn.BatchNorm1d.__bases__[0]
-
-
-def is_affine_batchnorm(module: nn.Module) -> bool:
-    """Whether ``module`` is a batch norm with weights of its own, of any kind."""
-    return isinstance(module, _BATCH_NORM) and bool(module.affine)
 
 
 class Conversion:
@@ -51,10 +26,14 @@ class Conversion:
 
     Attributes:
         originals: Values from before the cast, by ``id(parameter)``.
+        kept: What a cast to half leaves in float32.
+        changed: What to warn of: buffers that the cast changes by more than its rounding.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Kept | None = None, changed: str = "") -> None:
         """Start with nothing converted."""
+        self.kept = kept or Kept()
+        self.changed = changed
         self.originals: dict[int, torch.Tensor] = {}
         self._original_grads: dict[int, torch.Tensor] = {}
         self._tensors: list[tuple[torch.Tensor, torch.dtype]] = []
@@ -67,15 +46,17 @@ class Conversion:
 
         Args:
             model: Mutated.
-            dtype: Target dtype.
+            dtype: Target dtype; where it is half, what is kept becomes or stays float32.
             keep_batchnorm_fp32: Leave batch norms with weights of their own as they are.
         """
         self._models.append(model)
-        for module in model.modules():
-            if keep_batchnorm_fp32 and is_affine_batchnorm(module):
-                continue
-            for tensor in _own_floating_tensors(module):
+        is_half = dtype in HALF_DTYPES
+        for tensor in floating_tensors(model):
+            if is_half and self.kept.is_wide(tensor):
+                self._convert_tensor(tensor, torch.float32)
+            elif not (keep_batchnorm_fp32 and id(tensor) in self.kept.norms):
                 self._convert_tensor(tensor, dtype)
+        for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
         renew(model)
@@ -120,22 +101,31 @@ class Conversion:
         self._models.clear()
 
 
-def _own_floating_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-        if tensor.is_floating_point():
-            yield tensor
-
-
-def attach_layer_casts(model: nn.Module, dtype: torch.dtype) -> list[Removable]:
-    """Let single layers of a half model accept inputs of another floating dtype.
+def attach_layer_casts(model: nn.Module, dtype: torch.dtype, kept: Kept) -> list[Removable]:
+    """Let layers of a half model accept inputs of another floating dtype.
 
     Args:
-        model: Mutated: its ``torch.nn`` layers with tensors of ``dtype`` get a pre-hook.
+        model: Mutated: its ``torch.nn`` layers with tensors of ``dtype``, or with tensors that are
+            kept in float32, get a pre-hook that follows their weights; modules that are kept get
+            one that brings their inputs to float32.
         dtype: The half dtype the model was cast to.
+        kept: What was not cast.
     """
-    return [
-        module.register_forward_pre_hook(MatchWeightDtype(), with_kwargs=True)
-        for module in model.modules()
-        if isinstance(module, (*_SINGLE_DTYPE_LAYERS, _BATCH_NORM))
-        and any(tensor.dtype is dtype for tensor in (*module.parameters(), *module.buffers()))
-    ]
+    handles: list[Removable] = []
+    for module in model.modules():
+        tensors = [*floating_tensors(module)]
+        follows = is_single_layer(module) and (
+            any(tensor.dtype is dtype for tensor in tensors)
+            or (
+                any(id(tensor) in kept.named for tensor in tensors)
+                and not is_affine_batchnorm(module)  # which takes half inputs as they are
+            )
+        )
+        if follows:
+            hook = MatchWeightDtype()
+        elif id(module) in kept.modules and not is_affine_batchnorm(module):
+            hook = CastInputs(torch.float32)
+        else:
+            continue
+        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    return handles

@@ -31,14 +31,15 @@ class Rank(enum.IntEnum):
     """Order of layers on one function; the smallest is innermost."""
 
     WIDE = 0
-    TABLE = 1
+    MIXED = 1
+    TABLE = 2
     # A registration replaces the table's rule for that name, so TABLE layers below it are dropped.
-    REGISTERED = 2
+    REGISTERED = 3
     # What prints the casts of the layers below, or of torch's autocast; replaced likewise.
-    REPORT = 3
-    REGISTERED_REPORT = 4
+    REPORT = 4
+    REGISTERED_REPORT = 5
     # Looks on from outside and changes nothing.
-    PROBE = 5
+    PROBE = 6
 
 
 _REPLACED_BY: Final = {Rank.TABLE: Rank.REGISTERED, Rank.REPORT: Rank.REGISTERED_REPORT}

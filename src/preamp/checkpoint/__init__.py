@@ -12,21 +12,21 @@ from preamp.core.late import names
 
 if TYPE_CHECKING:
     from preamp.checkpoint.convert import Finding as Finding
+    from preamp.checkpoint.convert import ScalerState as ScalerState
     from preamp.checkpoint.convert import convert_apex_checkpoint as convert_apex_checkpoint
     from preamp.checkpoint.convert import describe as describe
+    from preamp.checkpoint.convert import plain_loss_scaler as plain_loss_scaler
     from preamp.checkpoint.reader import ApexRecord as ApexRecord
     from preamp.checkpoint.reader import read_apex_checkpoint as read_apex_checkpoint
-    from preamp.checkpoint.scaler_state import ScalerState as ScalerState
-    from preamp.checkpoint.scaler_state import plain_loss_scaler as plain_loss_scaler
 
 __getattr__ = names(  # only files of earlier programs need them
     "preamp.checkpoint",
     ApexRecord="reader",
     Finding="convert",
-    ScalerState="scaler_state",
+    ScalerState="convert",
     convert_apex_checkpoint="convert",
     describe="convert",
-    plain_loss_scaler="scaler_state",
+    plain_loss_scaler="convert",
     read_apex_checkpoint="reader",
 )
 

@@ -1,29 +1,203 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Trees of plain data as JSON and a table of tensors, and back; exact, and without classes.
 
-JSON has fewer types than Python. What it lacks is an object with a single key that begins with
-``$``, such as ``{"$tuple": [1, 2]}``; a dict that could be mistaken for one is a list of pairs.
+Tensors lie in a file contiguous, in a dtype that every format has, with a checksum.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
 import numbers
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import repeat
 from typing import Any, cast
 
 import torch
 
-from preamp.checkpoint.parts import check_storable, dtype_named
-from preamp.checkpoint.pieces import Box, Piece, describe_frame, piece_of, pieces_named
+from preamp.checkpoint.shards import Box, Shard, describe_frame, saved_shards, shard_of
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import message
+from preamp.core.errors import bad_type, bad_value
 from preamp.core.tensors import is_sharded
 from preamp.kernels.sparse import stored_parts
 
-Tensors = dict[str, torch.Tensor | Piece]
+_AS_THEY_ARE = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+"""What both formats can hold. The bytes of any other dtype are stored as uint8."""
+
+_HASHING_THREADS = 8  # hashlib lets go of the interpreter's lock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestEntry:
+    """What a file's manifest says about one of its tensors."""
+
+    dtype: str  # its name, such as ``"float32"``
+    shape: tuple[int, ...]  # of the tensor
+    # The dimensions in the order of their strides, where that is not the usual one.
+    order: tuple[int, ...] | None
+    bytes: int  # size
+    sha256: str  # of the bytes as they are stored, in hexadecimal
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> ManifestEntry:
+        """Read it again; raises `ValueError` if something is missing or of another kind."""
+        try:
+            order = given["order"]
+            part = cls(
+                dtype=str(given["dtype"]),
+                shape=tuple(map(int, given["shape"])),
+                order=None if order is None else tuple(map(int, order)),
+                bytes=int(given["bytes"]),
+                sha256=str(given["sha256"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the entry {given!r} of a part cannot be read") from error
+        dims = list(range(len(part.shape)))
+        size = math.prod(part.shape) * dtype_named(part.dtype).itemsize
+        if size != part.bytes or (part.order is not None and sorted(part.order) != dims):
+            raise ValueError(f"the entry {given!r} of a part contradicts itself")
+        return part
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype that ``dtype_name`` calls ``name``; `ValueError` if torch has none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return dtype
+
+
+def check_storable(tensor: torch.Tensor, place: str) -> None:
+    """Raise `TypeError`, naming its ``place``, unless ``tensor`` is an ordinary one."""
+    is_ordinary = type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)
+    # Sharded and quantized tensors are subclasses, whose memory is not the value.
+    is_ordinary = is_ordinary and not hasattr(tensor, "__tensor_flatten__")
+    if is_ordinary and tensor.layout is torch.strided and not tensor.is_quantized:
+        if tensor.device.type != "meta":
+            return
+    kind = type(tensor).__name__ if not is_ordinary else f"{tensor.layout} tensor"
+    raise bad_type(
+        f"{place} is a {kind} on {tensor.device}",
+        "Ordinary dense tensors are saved, and sparse ones in the coordinate format",
+        "Save what it is made of, such as tensor.to_dense() or tensor.to_local()",
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A tensor as it lies in a file."""
+
+    data: torch.Tensor  # contiguous, on the CPU
+    dtype: torch.dtype  # of the tensor that it is
+    shape: tuple[int, ...]  # of that tensor
+    order: tuple[int, ...] | None  # see `ManifestEntry`
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, copy: bool) -> Stored:
+        """Bring ``tensor`` to the CPU, sharing no memory with it if ``copy``. Synchronises."""
+        value = tensor.detach().resolve_conj().resolve_neg()
+        dtype, shape, order = value.dtype, tuple(value.shape), _memory_order(value)
+        if order is not None:
+            value = value.permute(order)
+        value = value.to("cpu", copy=copy).contiguous()
+        if value.untyped_storage().nbytes() != value.numel() * value.element_size():
+            value = value.clone()  # files hold whole storages
+        if dtype not in _AS_THEY_ARE:
+            value = value.reshape(-1).view(torch.uint8)
+        return cls(value, dtype, shape, order)
+
+    def entry(self) -> ManifestEntry:
+        """Return the manifest's entry, reading all of it for the checksum."""
+        return ManifestEntry(
+            dtype=dtype_name(self.dtype),
+            shape=self.shape,
+            order=self.order,
+            bytes=self.data.numel() * self.data.element_size(),
+            sha256=_checksum(self.data),
+        )
+
+
+def describe(tensors: Mapping[str, Stored], *, alone: bool) -> dict[str, ManifestEntry]:
+    """Return the manifest's entries of ``tensors``.
+
+    ``alone`` starts no threads: while the interpreter exits there can be no new ones.
+    """
+    if alone:
+        return {name: kept.entry() for name, kept in tensors.items()}
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+        return dict(zip(tensors, threads.map(Stored.entry, tensors.values()), strict=True))
+
+
+def verified(
+    parts: Mapping[str, ManifestEntry], data: Mapping[str, Any], *, checksums: bool = True
+) -> dict[str, torch.Tensor]:
+    """Return the tensors that a file holds, sharing its memory, compared with the manifest.
+
+    ``checksums`` compares contents, too, which reads all of them. Raises `ValueError` if one is
+    missing, left over, of another kind, or its bytes are others.
+    """
+    if parts.keys() != data.keys():
+        missing, extra = sorted(parts.keys() - data.keys()), sorted(data.keys() - parts.keys())
+        raise ValueError(f"it lacks {missing[:3] or 'nothing'} and has {extra[:3]} beyond it")
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+        found = (data[name] for name in parts)
+        checked = threads.map(_verified, parts, parts.values(), found, repeat(checksums))
+        return dict(zip(parts, checked, strict=True))
+
+
+def _verified(name: str, part: ManifestEntry, data: Any, checksums: bool) -> torch.Tensor:
+    dtype, order = dtype_named(part.dtype), part.order
+    shape = part.shape if order is None else tuple(part.shape[dim] for dim in order)
+    is_bytes = dtype not in _AS_THEY_ARE
+    expected = (torch.uint8, (part.bytes,)) if is_bytes else (dtype, shape)
+    if not isinstance(data, torch.Tensor) or data.device.type != "cpu":
+        raise ValueError(f"its part {name!r} is no tensor")
+    if (data.dtype, tuple(data.shape)) != expected or not data.is_contiguous():
+        raise ValueError(f"its part {name!r} is {data.dtype} {tuple(data.shape)}, not {expected}")
+    if checksums and _checksum(data) != part.sha256:
+        raise ValueError(f"the checksum of its part {name!r} is wrong")
+    value = data.detach()
+    if is_bytes:
+        value = value.view(dtype).view(shape)
+    if order is not None:
+        value = value.permute([order.index(dim) for dim in range(len(order))])
+    return value
+
+
+def _memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions from the largest stride to the smallest, if that makes it contiguous."""
+    if tensor.is_contiguous():
+        return None
+    dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tuple(dims) if tensor.permute(dims).is_contiguous() else None
+
+
+def _checksum(data: torch.Tensor) -> str:
+    """SHA-256 of the bytes of a contiguous CPU tensor."""
+    raw = cast("Any", data.detach().reshape(-1).view(torch.uint8))
+    return hashlib.sha256(raw.numpy()).hexdigest()
+
+
+Tensors = dict[str, torch.Tensor | Shard]
 Found = torch.Tensor | list[tuple[Box, torch.Tensor]]
 
 _ALLOWED = (
@@ -40,33 +214,22 @@ _LISTS: dict[type[Any], str] = {
 
 
 def encode(tree: Any, what: str = "content", ranks: int = 1) -> tuple[Any, Tensors]:
-    """Take ``tree`` apart.
+    """Take plain data apart into what ``json.dumps`` takes, and its tensors by name.
 
-    Args:
-        tree: Plain data. Not mutated, and its tensors are not copied.
-        what: How to call it in errors.
-        ranks: How many there are.
-
-    Returns:
-        What ``json.dumps`` takes, and the tensors by name. Those that are the same memory in the
-        same shape are one. Of sharded tensors there are this rank's pieces, under names that are
-        the same on every rank.
-
-    Raises:
-        TypeError: Something in it is no plain data, or a tensor of a kind that is not stored.
-        ValueError: It contains itself.
-        PreampStateError: The pieces of a sharded tensor are no blocks of its elements.
+    Tensors are not copied; those that are the same memory in the same shape are one. Of sharded
+    ones there are this rank's pieces, under names that are the same on every rank. ``what`` is what
+    errors call the data. Raises `TypeError` for what is no plain data or a tensor of a kind that is
+    not stored, `ValueError` if it contains itself, and `PreampStateError` if the pieces of a
+    sharded tensor are no blocks of its elements.
     """
     encoder = _Encoder(what, ranks)
     try:
         return encoder.encode(tree, ()), encoder.tensors
     except RecursionError:
-        raise ValueError(
-            message(
-                f"{what} contains itself, or is nested too deep",
-                "Only containers that end somewhere can be saved",
-                "Leave out what refers back to its container",
-            )
+        raise bad_value(
+            f"{what} contains itself, or is nested too deep",
+            "Only containers that end somewhere can be saved",
+            "Leave out what refers back to its container",
         ) from None
 
 
@@ -78,10 +241,10 @@ class _Encoder:
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
-        if isinstance(value, Piece):
+        if isinstance(value, Shard):
             return self._piece(value, path)
         if is_sharded(value):
-            return self._piece(piece_of(value, self._place(path), self._ranks), path)
+            return self._piece(shard_of(value, self._place(path), self._ranks), path)
         if isinstance(value, torch.Tensor):
             return self._sparse(value, path) if value.is_sparse else self._tensor(value, path)
         kind: type[Any] = cast("type[Any]", type(value))
@@ -116,12 +279,12 @@ class _Encoder:
         memory += (value.is_conj(), value.is_neg())
         return {"$tensor": self._named(value.detach(), memory if value.numel() else None, path)}
 
-    def _piece(self, piece: Piece, path: tuple[Any, ...]) -> Any:
+    def _piece(self, piece: Shard, path: tuple[Any, ...]) -> Any:
         # Two names for one tensor would be one name where pieces are empty and two elsewhere.
         return {"$sharded": describe_frame(self._named(piece, None, path), piece)}
 
     def _named(
-        self, kept: torch.Tensor | Piece, memory: tuple[Any, ...] | None, path: tuple[Any, ...]
+        self, kept: torch.Tensor | Shard, memory: tuple[Any, ...] | None, path: tuple[Any, ...]
     ) -> str:
         name = None if memory is None else self._names.get(memory)
         if name is None:
@@ -143,13 +306,11 @@ class _Encoder:
 
     def _refused(self, value: Any, path: tuple[Any, ...]) -> TypeError:
         kind = cast("type[Any]", type(value))
-        return TypeError(
-            message(
-                f"{self._place(path)} is a {kind.__module__}.{kind.__qualname__}",
-                _ALLOWED,
-                "Save what it is made of, such as vars(options), array.tolist() or "
-                "torch.from_numpy(array), and make it again after loading",
-            )
+        return bad_type(
+            f"{self._place(path)} is a {kind.__module__}.{kind.__qualname__}",
+            _ALLOWED,
+            "Save what it is made of, such as vars(options), array.tolist() or "
+            "torch.from_numpy(array), and make it again after loading",
         )
 
 
@@ -172,14 +333,10 @@ def _atom(value: Any) -> Any:
 
 
 def decode(tree: Any, tensors: Mapping[str, Found]) -> Any:
-    """Put together what `encode` took apart.
+    """Put together what `encode` took apart; raises `ValueError` if ``tree`` is not of that form.
 
-    Args:
-        tree: What ``json.loads`` returned.
-        tensors: By name; used as they are. Of sharded tensors all pieces; there will be `Pieces`.
-
-    Raises:
-        ValueError: ``tree`` is not of that form.
+    Tensors are used as they are. Of sharded ones ``tensors`` has all pieces; there will be
+    `SavedShards`.
     """
     try:
         return _decode(tree, tensors)
@@ -225,7 +382,7 @@ def _decode(tree: Any, tensors: Mapping[str, Found]) -> Any:
     if tag == "$tensor":
         return _whole(tensors[inside])
     if tag == "$sharded":
-        return pieces_named(inside, dtype_named(inside[1]), tensors)
+        return saved_shards(inside, dtype_named(inside[1]), tensors)
     return _MAKERS[tag](_decode(inside, tensors))
 
 

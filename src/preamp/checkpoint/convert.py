@@ -4,19 +4,139 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 
 from preamp.checkpoint.reader import ApexRecord, read_apex_checkpoint
-from preamp.checkpoint.scaler_state import plain_loss_scaler
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.core.files import replacing
+
+
+class ScalerState(TypedDict):
+    """Everything that a loss scaler goes on from.
+
+    Attributes:
+        dynamic: Whether the scale reacts to overflows.
+        loss_scale: The scale.
+        unskipped: Clean updates since the last overflow or growth.
+        scale_factor: Growth and, inverted, backoff.
+        scale_window: Clean updates before growth.
+        min_loss_scale: Floor, or ``None``.
+        max_loss_scale: Ceiling; infinite for none.
+    """
+
+    dynamic: bool
+    loss_scale: float
+    unskipped: int
+    scale_factor: float
+    scale_window: int
+    min_loss_scale: float | None
+    max_loss_scale: float
+
+
+def plain_loss_scaler(source: object) -> ScalerState:
+    """Return the state of a loss scaler as plain data.
+
+    Args:
+        source: A mapping in this very form; a record from `read_apex_checkpoint`; or the live
+            object of Apex, if the caller chose to unpickle it. Understood are
+            ``apex.amp.scaler.LossScaler`` and both scalers of ``apex.fp16_utils``.
+
+    Raises:
+        ValueError: ``source`` is none of these, or a number in it is not usable.
+    """
+    try:  # numbers may be tensors, which raise RuntimeError where they hold no number
+        if isinstance(source, Mapping):
+            state = _from_mapping(cast("Mapping[str, Any]", source))
+        elif isinstance(source, ApexRecord):
+            state = _from_apex(source.attributes)
+        else:
+            state = _from_apex(vars(source))
+        _check(state)
+        return state
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise bad_value(
+            f"A loss scaler's state {_shown(cast('Any', source))} cannot be read ({error!r})",
+            f"Needed are {', '.join(ScalerState.__annotations__)}, or the attributes of one "
+            "of Apex's loss scalers",
+            "Pass what state_dict() returned, or what read_apex_checkpoint() read",
+        ) from error
+
+
+def _from_mapping(source: Mapping[str, Any]) -> ScalerState:
+    floor = source["min_loss_scale"]
+    return ScalerState(
+        dynamic=bool(source["dynamic"]),
+        loss_scale=float(source["loss_scale"]),
+        unskipped=int(source["unskipped"]),
+        scale_factor=float(source["scale_factor"]),
+        scale_window=int(source["scale_window"]),
+        min_loss_scale=None if floor is None else float(floor),
+        max_loss_scale=float(source["max_loss_scale"]),
+    )
+
+
+def _from_apex(found: Mapping[str, Any]) -> ScalerState:
+    if "_loss_scale" in found:  # apex.amp.scaler.LossScaler, whose factor was always 2
+        floor = found.get("_min_loss_scale")  # files from before June 2019 have no limits
+        return ScalerState(
+            dynamic=bool(found["dynamic"]),
+            loss_scale=float(found["_loss_scale"]),
+            unskipped=int(found["_unskipped"]),
+            scale_factor=2.0,
+            scale_window=int(found.get("_scale_seq_len", 2000)),
+            min_loss_scale=float(floor) if floor else None,
+            max_loss_scale=float(found.get("_max_loss_scale", 2.0**24)),
+        )
+    if "cur_iter" not in found:  # apex.fp16_utils.LossScaler
+        return ScalerState(
+            dynamic=False,
+            loss_scale=float(found["cur_scale"]),
+            unskipped=0,
+            scale_factor=2.0,
+            scale_window=1000,
+            min_loss_scale=None,
+            max_loss_scale=math.inf,
+        )
+    window = int(found["scale_window"])
+    # Growth came whenever the distance from the last overflow was a multiple of the window.
+    clean = int(found["cur_iter"]) - int(found["last_overflow_iter"]) - 1
+    return ScalerState(
+        dynamic=True,
+        loss_scale=float(found["cur_scale"]),
+        unskipped=clean % window if window > 0 else 0,
+        scale_factor=float(found["scale_factor"]),
+        scale_window=window,
+        min_loss_scale=1.0,
+        max_loss_scale=math.inf,
+    )
+
+
+def _check(state: ScalerState) -> None:
+    floor = state["min_loss_scale"] or 0.0
+    usable = {
+        "loss_scale": math.isfinite(state["loss_scale"]) and state["loss_scale"] > 0,
+        "unskipped": state["unskipped"] >= 0,
+        "scale_factor": math.isfinite(state["scale_factor"]) and state["scale_factor"] >= 1,
+        "scale_window": state["scale_window"] >= 1,
+        "min_loss_scale": math.isfinite(floor) and floor >= 0,
+        "max_loss_scale": state["max_loss_scale"] > 0 and state["max_loss_scale"] >= floor,
+    }
+    wrong = [name for name, is_usable in usable.items() if not is_usable]
+    if wrong:
+        raise ValueError(f"out of range: {', '.join(wrong)}")
+
+
+def _shown(source: object) -> str:
+    return repr(dict(cast("Any", source))) if isinstance(source, Mapping) else repr(source)
+
 
 UNCHANGED = "unchanged"
 RECORD = "object of "
@@ -149,27 +269,18 @@ def _name_of(content: Any) -> str:
 
 
 def to_plain(content: Any) -> Any:
-    """Return ``content`` with every record of a loss scaler replaced by plain data.
+    """Return what `read_apex_checkpoint` returned with records of loss scalers as plain data.
 
-    Args:
-        content: What `read_apex_checkpoint` returned; not mutated.
-
-    Returns:
-        The same containers where nothing in them changed.
-
-    Raises:
-        ValueError: A record cannot be read, or is where a dict cannot be; or ``content``
-            contains itself.
+    Containers in which nothing changed are the same ones; nothing is mutated. Raises `ValueError`
+    if a record cannot be read, or is where a dict cannot be, or if ``content`` contains itself.
     """
     try:
         return _to_plain(content, {})
     except RecursionError:
-        raise ValueError(
-            message(
-                "The checkpoint contains itself, or is nested too deep",
-                "Only containers that end somewhere can be converted",
-                "Load it with read_apex_checkpoint and take out what is needed",
-            )
+        raise bad_value(
+            "The checkpoint contains itself, or is nested too deep",
+            "Only containers that end somewhere can be converted",
+            "Load it with read_apex_checkpoint and take out what is needed",
         ) from None
 
 
@@ -206,24 +317,20 @@ def _check_methods(items: dict[Any, Any]) -> None:
     """Refuse an OrderedDict whose file gave it an ``items`` or ``update`` of its own."""
     replaced = [name for name in getattr(items, "__dict__", {}) if hasattr(type(items), name)]
     if replaced:
-        raise ValueError(
-            message(
-                f"The checkpoint has a dict with its own {', '.join(map(repr, replaced))}",
-                "A dict may have attributes, but has its class's methods",
-                "Do not use the file unless you know why it was written like that",
-            )
+        raise bad_value(
+            f"The checkpoint has a dict with its own {', '.join(map(repr, replaced))}",
+            "A dict may have attributes, but has its class's methods",
+            "Do not use the file unless you know why it was written like that",
         )
 
 
 def _check_hashed(items: Iterable[Any], known: dict[int, Any]) -> None:
     """Refuse records where the dict that replaces them cannot be."""
     if any(_to_plain(item, known) is not item for item in items):
-        raise ValueError(
-            message(
-                "The checkpoint has a loss scaler as the key of a dict, or in a set",
-                "Loss scalers become dicts, which are values and items of lists",
-                "Load it with read_apex_checkpoint and take out what is needed",
-            )
+        raise bad_value(
+            "The checkpoint has a loss scaler as the key of a dict, or in a set",
+            "Loss scalers become dicts, which are values and items of lists",
+            "Load it with read_apex_checkpoint and take out what is needed",
         )
 
 
@@ -249,40 +356,31 @@ def convert_apex_checkpoint(
     """
     source, target = Path(src), Path(dst)
     if target.exists() and target.samefile(source):
-        raise ValueError(
-            message(
-                f"{source} is to be replaced by its own conversion",
-                "Source and destination are two files",
-                "Choose another destination, so that the original stays",
-            )
+        raise bad_value(
+            f"{source} is to be replaced by its own conversion",
+            "Source and destination are two files",
+            "Choose another destination, so that the original stays",
         )
     if target.exists() and not target.is_file():  # a device would be gone for all programs
         got, allowed = f"{target} is no regular file", "A checkpoint goes to a file of its own"
-        raise ValueError(message(got, allowed, "Choose another destination"))
+        raise bad_value(got, allowed, "Choose another destination")
     content = read_apex_checkpoint(source)
     plain = to_plain(content)
     try:
         write_atomically(plain, target)
     except pickle.PickleError as error:
-        raise ValueError(
-            message(
-                f"{source} cannot be written as plain data: {str(error).splitlines()[0]}",
-                "Plain data hold loss scalers as values, and no classes",
-                "Load it with read_apex_checkpoint and take out what is needed",
-            )
+        raise bad_value(
+            f"{source} cannot be written as plain data: {str(error).splitlines()[0]}",
+            "Plain data hold loss scalers as values, and no classes",
+            "Load it with read_apex_checkpoint and take out what is needed",
         ) from error
     return tuple(describe(content))
 
 
 def write_atomically(content: Any, target: Path) -> None:
-    """Save ``content`` so that ``target`` is either what it was or complete.
+    """Save plain data so that ``target`` is either what it was or complete.
 
-    Args:
-        content: Plain data.
-        target: The file; replaced if it exists.
-
-    Raises:
-        OSError: The file cannot be written.
+    Raises `OSError` if the file cannot be written.
     """
     with replacing(target) as file:
         torch.save(content, file)

@@ -13,10 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from preamp.checkpoint.codec import Tensors, encode
-from preamp.checkpoint.members import Member, next_number
-from preamp.checkpoint.parts import Stored
-from preamp.checkpoint.pieces import Box, Frame, Piece
+from preamp.checkpoint.codec import Stored, Tensors, encode
 from preamp.checkpoint.ranks import (
     Print,
     check_shared,
@@ -27,8 +24,9 @@ from preamp.checkpoint.ranks import (
     rank,
     world_size,
 )
-from preamp.checkpoint.storage import Draft, naming
-from preamp.core.errors import PreampStateError, message
+from preamp.checkpoint.shards import Box, Frame, Shard
+from preamp.checkpoint.storage import Draft, ShardFile, naming, next_number
+from preamp.core.errors import PreampStateError, bad_state
 
 Encoded = tuple[Any, Tensors]
 _Told = tuple[dict[str, Print], str, int]  # with a token, and the number of the next save
@@ -46,21 +44,15 @@ def gather(
 
     Where nothing is sharded that is everything on the first rank and nothing on the others, which
     only send what they have of their own: gradients that were not reduced, buffers, random states.
-    Everything else they compare with the first rank, by fingerprints. Where something is
-    sharded every rank writes a file with its pieces and what it has of its own.
+    Everything else they compare with the first rank, by fingerprints. Where something is sharded
+    every rank writes a file with its pieces and what it has of its own.
 
-    Args:
-        make: Returns the content of this rank. Where it fails on one rank, all raise.
-        path: Of the checkpoint.
-        buffers: Names of those tensors that are buffers of models.
-
-    Returns:
-        What returns the draft, or ``None`` on ranks that write nothing. It may fail on one rank
-        alone. Its argument is whether later changes must not change the draft. Synchronises.
-
-    Raises:
-        PreampStateError: Weights or optimizer states are not the same on all ranks, copies of
-            one piece differ, or pieces do not make up a tensor.
+    ``make`` returns the content of this rank; where it fails on one rank, all raise. ``buffers``
+    are the names of tensors that are buffers of models. What is returned synchronises, may fail on
+    one rank alone, and returns the draft, or ``None`` on ranks that write nothing; its argument is
+    whether later changes must not change the draft. Raises `PreampStateError` if weights or
+    optimizer states are not the same on all ranks, copies of one piece differ, or pieces do not
+    make up a tensor.
     """
     tree: Any = None
     tensors: Tensors = {}
@@ -111,29 +103,18 @@ def _collected(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ranks:
-    """What the ranks know of each other's tensors.
+    """What the ranks know of each other's tensors."""
 
-    Attributes:
-        differences: For each rank, the names of tensors in which it differs from the first one.
-        has_pieces: Whether any has pieces of tensors.
-        token: That the first rank drew.
-        number: Of the save into the folder.
-        pieces: Names of those that this rank is the first to have.
-    """
-
+    # For each rank, the names of tensors in which it differs from the first one.
     differences: list[list[str]]
-    has_pieces: bool
-    token: str
-    number: int
-    pieces: list[str]
+    has_pieces: bool  # whether any has pieces of tensors
+    token: str  # that the first rank drew
+    number: int  # of the save into the folder
+    pieces: list[str]  # names of those that this rank is the first to have
 
     @classmethod
     def of(cls, told: Sequence[_Told]) -> _Ranks:
-        """Compare what all ranks have told.
-
-        Raises:
-            PreampStateError: Pieces do not make up a tensor.
-        """
+        """Compare what all ranks have told; `PreampStateError` if pieces make up no tensor."""
         prints = [one for one, _, _ in told]
         whole = [{n: p for n, p in one.items() if not _is_piece(p)} for one in prints]
         differences = [differing(one, whole[0]) for one in whole]
@@ -152,9 +133,7 @@ def _first_holders(
 ) -> list[list[str]]:
     """For each rank, the names of pieces that none before it has; others are compared to these.
 
-    Args:
-        pieces: Of each rank.
-        differences: What differs is added to it.
+    What differs is added to ``differences``.
     """
     known: dict[tuple[str, Any], Print] = {}
     own: list[list[str]] = []
@@ -194,13 +173,11 @@ def _check_whole(prints: Sequence[dict[str, Print]]) -> None:
 
 
 def _not_one_tensor(name: str, reason: str) -> PreampStateError:
-    return PreampStateError(
-        message(
-            f"The pieces of {name!r} do not make up one tensor: {reason}",
-            "Under one name ranks have pieces of the same tensor; nothing was saved",
-            "Give different parts of a model different names, such as one attribute of the model "
-            "for each stage of a pipeline",
-        )
+    return bad_state(
+        f"The pieces of {name!r} do not make up one tensor: {reason}",
+        "Under one name ranks have pieces of the same tensor; nothing was saved",
+        "Give different parts of a model different names, such as one attribute of the model "
+        "for each stage of a pipeline",
     )
 
 
@@ -208,13 +185,13 @@ def _one_of_several(
     tree: Any, plain: dict[str, torch.Tensor], tensors: Tensors, found: _Ranks, *, copy: bool
 ) -> Draft:
     number, ranks = rank(), world_size()
-    pieces = {name: cast("Piece", tensors[name]) for name in found.pieces}
+    pieces = {name: cast("Shard", tensors[name]) for name in found.pieces}
     stored = {
         name if number == 0 else _name(number, name): Stored.of(tensor, copy=copy)
         for name, tensor in plain.items()
     }
     stored |= {name: Stored.of(piece.data, copy=copy) for name, piece in pieces.items()}
-    member = Member(token=found.token, number=found.number, rank=number, ranks=ranks)
+    member = ShardFile(token=found.token, number=found.number, rank=number, ranks=ranks)
     boxes = {name: piece.box for name, piece in pieces.items()}
     return Draft([tree], stored, member, boxes)
 

@@ -8,15 +8,15 @@ what it is going to hold.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from preamp.checkpoint.pieces import Pieces, cut, piece_of, shape_of
-from preamp.checkpoint.shares import Shares
-from preamp.checkpoint.subjects import Subjects, params_of
-from preamp.core.errors import message
+from preamp.checkpoint.shards import SavedShards, cut, shape_of, shard_of
+from preamp.checkpoint.subjects import MasterShards, Subjects, params_of
+from preamp.core.errors import bad_value
+from preamp.core.pytree import map_plain
 from preamp.core.tensors import is_sharded
 from preamp.kernels import fsdp
 from preamp.kernels.shards import sharded_as
@@ -26,17 +26,12 @@ def placed(content: dict[str, Any], subjects: Subjects) -> dict[str, Any]:
     """Return a content whose tensors are ``DTensor`` values where those of ``subjects`` are.
 
     Where forms differ otherwise, the tensors are left whole for ``check_fits`` to complain about.
-
-    Args:
-        content: As read.
-        subjects: What it is loaded into. Not mutated, but its modules are resharded.
-
-    Raises:
-        ValueError: An optimizer has sharded state that is not of its parameter's shape.
-        PreampStateError: A parameter is sharded in a way that pieces cannot be cut for.
+    Modules are resharded. Raises `ValueError` if an optimizer has sharded state that is not of its
+    parameter's shape, `PreampStateError` for a parameter sharded in a way that pieces cannot be cut
+    for.
     """
     fsdp.reshard(subjects.models)
-    shares, made = Shares(subjects), dict(content)
+    shares, made = MasterShards(subjects), dict(content)
     models, optimizers = content["models"], content["optimizers"]
     made["models"] = [
         {**saved, "state": _model_state(saved["state"], model)}
@@ -72,17 +67,17 @@ def _like(values: Mapping[str, Any], likes: Mapping[str, torch.Tensor]) -> dict[
 
 def _as(value: Any, like: torch.Tensor | None) -> Any:
     """Return ``value`` sharded as ``like`` is, if it is of that shape."""
-    if not isinstance(value, (torch.Tensor, Pieces)) or like is None or not is_sharded(like):
+    if not isinstance(value, (torch.Tensor, SavedShards)) or like is None or not is_sharded(like):
         return value
     if shape_of(value) != tuple(like.shape):
         return value
-    piece = piece_of(like, "A parameter", ranks=1)
+    piece = shard_of(like, "A parameter", ranks=1)
     local = cut(value, piece.frame, piece.box).reshape(piece.data.shape)
     return sharded_as(local.to(piece.data.device), like)
 
 
 def _optimizer_state(
-    state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, shares: Shares
+    state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, shares: MasterShards
 ) -> Any:
     if optimizer is None:
         return state
@@ -98,21 +93,23 @@ def _optimizer_state(
     return {**state, "state": entries}
 
 
-def _state_entry(key: str, value: Any, param: torch.Tensor, shares: Shares) -> Any:
-    if not isinstance(value, (torch.Tensor, Pieces)):
+def _state_entry(key: str, value: Any, param: torch.Tensor, shares: MasterShards) -> Any:
+    if not isinstance(value, (torch.Tensor, SavedShards)):
         return value
     share = shares.of(param)
     if share is not None and key != "step" and shape_of(value) == share.frame.shape:
         return cut(value, share.frame, share.box).to(param.device)
-    if isinstance(value, Pieces) and is_sharded(param) and shape_of(value) != tuple(param.shape):
-        raise ValueError(
-            message(
-                f"The checkpoint has a sharded state {key!r} of shape {shape_of(value)} for a "
-                f"parameter of shape {tuple(param.shape)}",
-                "Into sharded parameters states load that are whole or have the parameter's shape; "
-                "nothing was loaded",
-                "Load it into a model that is not sharded, or use another optimizer",
-            )
+    if (
+        isinstance(value, SavedShards)
+        and is_sharded(param)
+        and shape_of(value) != tuple(param.shape)
+    ):
+        raise bad_value(
+            f"The checkpoint has a sharded state {key!r} of shape {shape_of(value)} for a "
+            f"parameter of shape {tuple(param.shape)}",
+            "Into sharded parameters states load that are whole or have the parameter's shape; "
+            "nothing was loaded",
+            "Load it into a model that is not sharded, or use another optimizer",
         )
     return value if key == "step" else _as(value, param)
 
@@ -137,15 +134,4 @@ def _aside(aside: Any, params: list[torch.Tensor]) -> list[Any]:
 
 def whole(tree: Any) -> Any:
     """Return a tree of plain data in which sharded tensors are whole. Not mutated."""
-    if isinstance(tree, Pieces):
-        return tree.whole()
-    if isinstance(tree, dict):
-        entries = cast("dict[Any, Any]", tree)
-        twin = entries.copy()
-        for key, item in entries.items():
-            twin[key] = whole(item)
-        return twin
-    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
-        items = cast("list[Any]", tree)
-        return type(items)([whole(item) for item in items])
-    return tree
+    return map_plain(lambda leaf: leaf.whole() if isinstance(leaf, SavedShards) else leaf, tree)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from preamp.core.errors import PreampError, PreampStateError, message
+from preamp.core.errors import PreampError, bad_state, message
 from preamp.core.ranks import has_process_group
 
 if TYPE_CHECKING:
-    from preamp.checkpoint.pieces import Piece
+    from preamp.checkpoint.shards import Shard
 
 T = TypeVar("T")
 
@@ -78,17 +78,9 @@ def exchanged(make: Callable[[], T]) -> list[T]:
 
 
 def raise_together(own: Exception | None, value: Any = None) -> list[Any]:
-    """Raise on every rank if there is an error on one.
+    """Raise on every rank if there is an error on one; returns the ``value`` of every rank.
 
-    Args:
-        own: The error of this rank, or ``None``.
-        value: What to tell the others in the same exchange.
-
-    Returns:
-        ``value`` of every rank.
-
-    Raises:
-        PreampError: Another rank has an error; its text is quoted.
+    Where only another rank has an error, that is a `PreampError` which quotes it.
     """
     try:
         told = gathered((None if own is None else f"{type(own).__name__}: {own}", value))
@@ -134,22 +126,17 @@ def gathered_on_first(value: Any) -> list[Any]:
 def check_same(path: Path, identity: str) -> None:
     """Raise `PreampStateError` on all ranks unless they have read the same checkpoint.
 
-    Args:
-        path: That this rank has read.
-        identity: Of what was there.
+    ``identity`` is of what was there.
     """
     told = gathered((identity, os.fspath(path)))
     for number, (other, place) in enumerate(told):
         if other != told[0][0]:
-            raise PreampStateError(
-                message(
-                    f"Rank {number} would load {place}, and rank 0 another checkpoint, "
-                    f"{told[0][1]}",
-                    "All ranks load the same one; nothing was loaded",
-                    "Let one rank choose the path and broadcast it. While another is written in "
-                    "the background, latest_checkpoint may find it on some ranks only: wait() "
-                    "for it on all of them first",
-                )
+            raise bad_state(
+                f"Rank {number} would load {place}, and rank 0 another checkpoint, {told[0][1]}",
+                "All ranks load the same one; nothing was loaded",
+                "Let one rank choose the path and broadcast it. While another is written in "
+                "the background, latest_checkpoint may find it on some ranks only: wait() "
+                "for it on all of them first",
             )
 
 
@@ -170,11 +157,10 @@ def _answered() -> Generator[None]:
         ) from error
 
 
-Print = tuple[Any, ...]
-"""What differs where two tensors differ."""
+Print = tuple[Any, ...]  # what differs where two tensors differ
 
 
-def fingerprints(tensors: Mapping[str, torch.Tensor | Piece]) -> dict[str, Print]:
+def fingerprints(tensors: Mapping[str, torch.Tensor | Shard]) -> dict[str, Print]:
     """Return for each tensor what differs where two of them differ, computed on its device.
 
     Of a piece that no other rank has the values are not looked at.
@@ -231,10 +217,8 @@ def check_shared(
 ) -> None:
     """Raise `PreampStateError` if ranks disagree about what they train together.
 
-    Args:
-        differences: For each rank, in what it differs from the first one.
-        buffers: Names of the models' buffers, which may differ.
-        pieces: Names of sharded tensors, whose copies may not.
+    For each rank, ``differences`` has in what it differs from the first one. ``buffers`` of models
+    may differ; copies of ``pieces`` of sharded tensors may not.
     """
     for number, names in enumerate(differences):
         shared = [
@@ -243,14 +227,12 @@ def check_shared(
             if name in pieces or (name.startswith(_SHARED) and name not in buffers)
         ]
         if shared:
-            raise PreampStateError(
-                message(
-                    f"Rank {number} has other values than rank 0 in {len(shared)} of the weights "
-                    f"and optimizer states, such as {', '.join(shared[:_SHOWN])}",
-                    "Ranks that save one checkpoint have the same weights and optimizer states; "
-                    "gradients, buffers and random states may differ",
-                    "Broadcast them from one rank if they should be the same. Parts of one model "
-                    "in plain tensors are not known as such: make them DTensor parameters, or "
-                    "save model.state_dict() on each rank yourself",
-                )
+            raise bad_state(
+                f"Rank {number} has other values than rank 0 in {len(shared)} of the weights "
+                f"and optimizer states, such as {', '.join(shared[:_SHOWN])}",
+                "Ranks that save one checkpoint have the same weights and optimizer states; "
+                "gradients, buffers and random states may differ",
+                "Broadcast them from one rank if they should be the same. Parts of one model "
+                "in plain tensors are not known as such: make them DTensor parameters, or "
+                "save model.state_dict() on each rank yourself",
             )

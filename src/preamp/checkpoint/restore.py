@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Loading a checkpoint's content: all of it, or nothing.
-
-Everything that can be checked or allocated beforehand is. What remains is in three parts: models,
-optimizers and schedulers have a ``load_state_dict`` of their own, which may raise, and are taken
-back then; gradients and what engines know of them are assigned, which cannot fail.
-"""
+"""Loading a checkpoint's content where it fits: all of it, or nothing."""
 
 from __future__ import annotations
 
@@ -12,27 +7,171 @@ import contextlib
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from preamp.checkpoint.fitting import check_fits, check_own_params
+from preamp.checkpoint.capture import describe_params, set_random_states
 from preamp.checkpoint.ranks import together
-from preamp.checkpoint.rng import set_random_states
-from preamp.checkpoint.subjects import Subjects, params_of
+from preamp.checkpoint.subjects import MasterShards, Subjects, class_name, params_of
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import message
-from preamp.core.tensors import store_grad
+from preamp.core.errors import bad_value
+from preamp.core.pytree import map_plain
+from preamp.core.tensors import is_sharded, store_grad
 from preamp.core.undo import UndoStack
-from preamp.engine.pending import (
-    check_outside_blocks,
-    drop_pending,
-    is_idle,
-    prepare_pending,
-)
+from preamp.engine.pending import check_outside_blocks, drop_pending, is_idle, prepare_pending
 from preamp.engine.state import read_scalers
 from preamp.optim import pair_of
+
+_SHOWN = 3
+
+
+def check_fits(content: Mapping[str, Any], subjects: Subjects) -> None:
+    """Raise `ValueError` unless everything asked for is there and of the same form.
+
+    A kind of which ``subjects`` has none is left out.
+    """
+    for kind in ("models", "optimizers", "schedulers"):
+        asked, saved = getattr(subjects, kind), content[kind]
+        if asked and len(asked) != len(saved):
+            raise _unfit(f"has {len(saved)} {kind}, not {len(asked)}", f"as many {kind}")
+    shares = MasterShards(subjects)
+    for index, (model, saved) in enumerate(zip(subjects.models, content["models"], strict=False)):
+        _check_model(index, shares.model_forms(model), saved["state"])
+        _check_tied(index, model, saved["state"])
+    names = {id(param): name for name, param in subjects.named_params()}
+    pairs = zip(subjects.optimizers, content["optimizers"], strict=False)
+    for index, (optimizer, saved) in enumerate(pairs):
+        _check_class(f"optimizers[{index}]", optimizer, saved["class"])
+        _check_optimizer(index, optimizer, names, saved)
+    pairs = zip(subjects.schedulers, content["schedulers"], strict=False)
+    for index, (scheduler, saved) in enumerate(pairs):
+        _check_class(f"schedulers[{index}]", scheduler, saved["class"])
+    if subjects.optimizers:
+        _check_engines(content["engines"], subjects)
+
+
+def _check_model(index: int, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    missing, extra = _beyond(own, saved), _beyond(saved, own)
+    if missing or extra:
+        raise _unfit(
+            f"of models[{index}] lacks {_shown(missing)} and has {_shown(extra)} beyond it",
+            "exactly the entries of model.state_dict()",
+        )
+    wrong = [name for name, value in own.items() if not _same_form(value, saved[name])]
+    if wrong:
+        raise _unfit(
+            f"of models[{index}] has {_shown(wrong)} in another form, such as "
+            f"{_form(saved[wrong[0]])} for {_form(own[wrong[0]])}",
+            "entries of the same shape",
+        )
+
+
+def _check_tied(index: int, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Of values for one tensor under several names the last would silently be the one."""
+    first: dict[int, str] = {}
+    own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    own |= dict(model.named_buffers(remove_duplicate=False))
+    for name, tensor in own.items():
+        known = first.setdefault(id(tensor), name)
+        if known == name or is_sharded(tensor) or not {name, known} <= saved.keys():
+            continue
+        if not _same_bits(saved[known], saved[name]):
+            raise _unfit(
+                f"of models[{index}] has different values for {known!r} and {name!r}, which are "
+                "one tensor here",
+                "models that share the same tensors",
+            )
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one is other:
+        return True
+    raw = (value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (one, other))
+    return torch.equal(*raw)
+
+
+def _same_form(own: Any, saved: Any) -> bool:
+    if not isinstance(own, torch.Tensor) or not isinstance(saved, torch.Tensor):
+        return isinstance(own, torch.Tensor) == isinstance(saved, torch.Tensor)
+    is_same_kind = own.is_floating_point() == saved.is_floating_point()
+    return own.shape == saved.shape and is_same_kind
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{dtype_name(value.dtype)} {tuple(value.shape)}"
+    return type(value).__name__
+
+
+def _check_class(place: str, own: object, saved: str) -> None:
+    if class_name(own) != saved:
+        raise _unfit(f"has a {saved} as {place}, which is a {class_name(own)}", "the same class")
+
+
+def _check_optimizer(
+    index: int, optimizer: torch.optim.Optimizer, names: dict[int, str], saved: Mapping[str, Any]
+) -> None:
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    theirs = [len(group["params"]) for group in saved["state"]["param_groups"]]
+    if sizes != theirs:
+        raise _unfit(
+            f"of optimizers[{index}] has parameter groups of {theirs} parameters, not {sizes}",
+            "the same groups",
+        )
+    for own, other in zip(describe_params(optimizer, names), saved["params"], strict=True):
+        if (own["name"], own["shape"]) != (other["name"], other["shape"]):
+            raise _unfit(
+                f"of optimizers[{index}] has {other['name']!r} {other['shape']} where it has "
+                f"{own['name']!r} {own['shape']}",
+                "the same parameters in the same order, with the models passed in the same order",
+            )
+
+
+def _check_engines(saved: Sequence[Mapping[str, Any]], subjects: Subjects) -> None:
+    own = [
+        [i for i, o in enumerate(subjects.optimizers) if id(o) in engine.sessions]
+        for engine in subjects.engines
+    ]
+    theirs = [list(entry["optimizers"]) for entry in saved]
+    if theirs and own != theirs:
+        raise _unfit(
+            f"is of preamp.initialize calls with the optimizers {theirs}, not {own}",
+            "optimizers that were initialized in the same way",
+        )
+
+
+def check_own_params(saved: Mapping[str, torch.Tensor], subjects: Subjects) -> None:
+    """Raise `ValueError` unless what only optimizers have is what they had."""
+    own = {n for n, _ in subjects.named_params() if n.startswith("optimizers/")}
+    if own != set(saved):
+        raise _unfit(
+            f"lacks {_shown(sorted(own - set(saved)))} and has "
+            f"{_shown(sorted(set(saved) - own))} beyond the optimizers' own parameters",
+            "the same models beside the optimizers as when it was saved",
+        )
+
+
+def _beyond(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    return [name for name in mine if name not in theirs]
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return (", ".join(map(repr, names[:_SHOWN])) or "nothing") + (
+        f" and {more} more" if more > 0 else ""
+    )
+
+
+def _unfit(got: str, allowed: str) -> ValueError:
+    return bad_value(
+        f"The checkpoint {got}",
+        f"It loads into {allowed}; nothing was loaded",
+        "Make the objects as the run that saved it did, or take parts of it by hand with "
+        "preamp.checkpoint.read_checkpoint",
+    )
+
 
 Apply = Callable[[], None]
 
@@ -40,18 +179,11 @@ Apply = Callable[[], None]
 def restore(
     content: Mapping[str, Any], subjects: Subjects, *, gradients: bool, states: Any
 ) -> None:
-    """Set ``subjects`` to ``content``, or leave them as they are.
+    """Set ``subjects`` to copies of what ``content`` has, or leave them as they are.
 
-    Args:
-        content: Of a checkpoint; its tensors are copied.
-        subjects: Mutated.
-        gradients: Whether to take over pending gradients; they are dropped otherwise.
-        states: Of the random generators, or ``None`` to leave these alone.
-
-    Raises:
-        ValueError: The content does not fit.
-        PreampStateError: Inside a ``scale_loss`` block.
-        Exception: What a ``load_state_dict`` raised.
+    Pending gradients are dropped unless ``gradients``; ``states`` are of the random generators, or
+    ``None``. Raises `ValueError` if the content does not fit, `PreampStateError` inside a
+    ``scale_loss`` block, and what a ``load_state_dict`` raised.
     """
     for engine in subjects.engines:
         check_outside_blocks(engine, "load_checkpoint")
@@ -85,7 +217,7 @@ def _prepare(content: Mapping[str, Any], subjects: Subjects, *, gradients: bool)
 
 
 def _load_parts(content: Mapping[str, Any], subjects: Subjects, undo: UndoStack) -> None:
-    optimizers = owned([saved["state"] for saved in content["optimizers"]], {})
+    optimizers = owned([saved["state"] for saved in content["optimizers"]])
     for model, saved in zip(subjects.models, content["models"], strict=False):
         _load_model(model, saved, subjects, undo)
     if subjects.optimizers:
@@ -93,29 +225,21 @@ def _load_parts(content: Mapping[str, Any], subjects: Subjects, undo: UndoStack)
     for index, optimizer in enumerate(subjects.optimizers):
         _load_optimizer(optimizer, content["optimizers"][index], optimizers[index], undo)
     for scheduler, saved in zip(subjects.schedulers, content["schedulers"], strict=False):
-        _load_scheduler(scheduler, owned(saved["state"], {}), undo)
+        _load_scheduler(scheduler, owned(saved["state"]), undo)
 
 
-def owned(tree: Any, made: dict[int, torch.Tensor]) -> Any:
-    """Copy a tree of plain data, so that nothing in it is mapped from the file any more.
+def owned(tree: Any) -> Any:
+    """Copy a tree of plain data, so that nothing in it is mapped from the file any more."""
+    copies: dict[int, torch.Tensor] = {}  # of a tensor that is there twice there is one
 
-    Args:
-        tree: Not mutated.
-        made: The copies of its tensors by their ``id``, and of others that share some with it.
-    """
-    if isinstance(tree, torch.Tensor):
-        if id(tree) not in made:
-            made[id(tree)] = tree.clone()
-        return made[id(tree)]
-    if isinstance(tree, dict):
-        twin = copy.copy(cast("dict[Any, Any]", tree))
-        for key, item in twin.items():
-            twin[key] = owned(item, made)
-        return twin
-    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
-        items = cast("list[Any]", tree)
-        return type(items)([owned(item, made) for item in items])
-    return tree
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.clone()
+        return copies[id(leaf)]
+
+    return map_plain(own, tree)
 
 
 # -- models --------------------------------------------------------------------------------------
@@ -260,7 +384,7 @@ def _prepare_engines(
         applies.append(lambda engine=engine, entry=entry: engine.load_state_dict(entry["scalers"]))
         if gradients:
             try:
-                applies.append(prepare_pending(engine, owned(entry["pending"], {})))
+                applies.append(prepare_pending(engine, owned(entry["pending"])))
             except (KeyError, TypeError, ValueError, IndexError) as error:
                 if not is_idle(entry["pending"]):
                     raise _other_gradients(str(error)) from error
@@ -268,10 +392,8 @@ def _prepare_engines(
 
 
 def _other_gradients(got: str) -> ValueError:
-    return ValueError(
-        message(
-            f"The checkpoint has gradients that are not those of these models: {got}",
-            "Gradients are taken over at the opt level they were made at; nothing was loaded",
-            "Initialize at that level, or leave them out with gradients=False",
-        )
+    return bad_value(
+        f"The checkpoint has gradients that are not those of these models: {got}",
+        "Gradients are taken over at the opt level they were made at; nothing was loaded",
+        "Initialize at that level, or leave them out with gradients=False",
     )

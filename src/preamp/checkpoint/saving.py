@@ -12,29 +12,31 @@ from typing import Any, NoReturn
 from preamp.checkpoint.background import LATEST, Saving
 from preamp.checkpoint.capture import capture
 from preamp.checkpoint.gathering import Encoded, encoded, gather
-from preamp.checkpoint.members import check_shared_folder
 from preamp.checkpoint.placing import placed
 from preamp.checkpoint.ranks import check_same, rank, together, world_size
-from preamp.checkpoint.reading import Loaded, Reader, read
 from preamp.checkpoint.restore import owned, restore
 from preamp.checkpoint.series import check_keep_last, instead_of, tidy
-from preamp.checkpoint.storage import Draft, check_format, naming, write
+from preamp.checkpoint.storage import (
+    Draft,
+    Loaded,
+    Reader,
+    check_format,
+    check_shared_folder,
+    naming,
+    read,
+    write,
+)
 from preamp.checkpoint.subjects import Subjects
-from preamp.core.errors import CheckpointError, message
+from preamp.core.errors import CheckpointError, bad_value, message
 from preamp.core.log import say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to save.
+    """How to save."""
 
-    Attributes:
-        keep_last: How many of the series to keep, or ``None``.
-        asynchronous: Whether to write in the background.
-    """
-
-    keep_last: int | None
-    asynchronous: bool
+    keep_last: int | None  # how many of the series to keep, or ``None``
+    asynchronous: bool  # whether to write in the background
 
 
 def save(path: Path, subjects: Subjects, extra: Any, options: Options) -> Saving:
@@ -119,7 +121,7 @@ def load(path: Path, subjects: Subjects, *, gradients: bool, rng: bool) -> Any:
         if gradients and subjects.optimizers and not loaded.is_shared:
             _check_ranks(loaded)
         content = placed(loaded.content, subjects)
-        extra = owned(content["extra"], {})
+        extra = owned(content["extra"])
     states = content["rng"] if rng else None
     if states is not None and loaded.ranks != world_size():
         say(
@@ -133,13 +135,11 @@ def load(path: Path, subjects: Subjects, *, gradients: bool, rng: bool) -> Any:
 
 def _check_ranks(loaded: Loaded) -> None:
     if loaded.ranks != world_size():
-        raise ValueError(
-            message(
-                f"The checkpoint has gradients that {loaded.ranks} ranks had each for itself, and "
-                f"there are {world_size()} now",
-                "Gradients that were not reduced yet load into as many ranks; nothing was loaded",
-                "Start as many, or leave the gradients out with gradients=False",
-            )
+        raise bad_value(
+            f"The checkpoint has gradients that {loaded.ranks} ranks had each for itself, and "
+            f"there are {world_size()} now",
+            "Gradients that were not reduced yet load into as many ranks; nothing was loaded",
+            "Start as many, or leave the gradients out with gradients=False",
         )
 
 

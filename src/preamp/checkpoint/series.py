@@ -9,10 +9,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from preamp.checkpoint.members import is_sharded_folder, remove, tidy_folder, written_at
-from preamp.checkpoint.reading import read
-from preamp.checkpoint.storage import is_checkpoint
-from preamp.core.errors import CheckpointError, PreampUnavailableError, message
+from preamp.checkpoint.storage import (
+    is_checkpoint,
+    is_sharded_folder,
+    read,
+    remove,
+    tidy_folder,
+    written_at,
+)
+from preamp.core.errors import CheckpointError, PreampUnavailableError, bad_value
 from preamp.core.files import remove_leftovers
 
 _NUMBER = re.compile(r"\d+(?=\D*$)")
@@ -56,30 +61,25 @@ def check_keep_last(path: Path, keep_last: int | None) -> None:
     if keep_last is None:
         return
     if keep_last < 1:
-        raise ValueError(
-            message(
-                f"keep_last is {keep_last}",
-                "At least the checkpoint just written is kept: a number from 1, or None for all",
-                "Pass how many of the newest to keep",
-            )
+        raise bad_value(
+            f"keep_last is {keep_last}",
+            "At least the checkpoint just written is kept: a number from 1, or None for all",
+            "Pass how many of the newest to keep",
         )
     if _number_in(path.name) is None:
-        raise ValueError(
-            message(
-                f"keep_last={keep_last} with the file name {path.name!r}",
-                "Files to be removed are those whose name differs in its last number only",
-                "Put the step into the name, such as 'step_1000.pt'",
-            )
+        raise bad_value(
+            f"keep_last={keep_last} with the file name {path.name!r}",
+            "Files to be removed are those whose name differs in its last number only",
+            "Put the step into the name, such as 'step_1000.pt'",
         )
 
 
 def tidy(path: Path, keep_last: int | None) -> None:
-    """Remove the oldest of the series of ``path``, which is the newest, and dead drafts of it.
+    """Remove the oldest of the series of ``path``, which was just written, and dead drafts of it.
 
-    Args:
-        path: The checkpoint just written. Nothing is removed while other ranks' files are missing.
-        keep_last: How many of those whose name differs in the last number only to keep, by the
-            time they were written; ``None`` for all. Files that are no checkpoints stay.
+    Nothing is removed while other ranks' files are missing. ``keep_last`` are left of those whose
+    name differs in the last number only, by the time they were written; ``None`` leaves all. Files
+    that are no checkpoints stay.
     """
     if path.is_dir() and not tidy_folder(path):
         return

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from preamp.checkpoint.background import LATEST
 from preamp.checkpoint.ranks import any_rank
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state
 
 
 class StopRequest:
@@ -23,7 +23,6 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        """Nobody has asked yet."""
         self.signal_number: int | None = None
 
     @property
@@ -77,12 +76,10 @@ def stop_on_signal(*signals: int) -> Generator[StopRequest]:
         ```
     """
     if threading.current_thread() is not threading.main_thread():
-        raise PreampStateError(
-            message(
-                f"stop_on_signal was called in the thread {threading.current_thread().name!r}",
-                "Python receives signals in the main thread only",
-                "Enter it in the main thread, around the training loop",
-            )
+        raise bad_state(
+            f"stop_on_signal was called in the thread {threading.current_thread().name!r}",
+            "Python receives signals in the main thread only",
+            "Enter it in the main thread, around the training loop",
         )
     request = StopRequest()
 

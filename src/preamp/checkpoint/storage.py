@@ -4,6 +4,11 @@
 The manifest is JSON. It says which format and version this is, what the content looks like, and
 for each tensor its dtype, shape, size and checksum; a checksum of its own lies beside it. Both
 formats hold tensors and strings only, and are read without running anything.
+
+A sharded checkpoint is a folder with one file of each rank, complete with the last. Files are named
+``3-rank0-of2.pt``: the third save into this folder, by two ranks. Each is put in its place in one
+move, so one that is there is whole, and no rank has to be told that the others are done. Files of
+an earlier save are removed when all of the next one are there.
 """
 
 from __future__ import annotations
@@ -15,20 +20,179 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 
-from preamp.checkpoint.members import Member
-from preamp.checkpoint.migrations import VERSION
-from preamp.checkpoint.parts import Part, Stored, describe, verified
-from preamp.checkpoint.pieces import Box
-from preamp.core.errors import PreampUnavailableError, message
-from preamp.core.files import replacing
+from preamp.checkpoint.codec import Found, ManifestEntry, Stored, decode, describe, verified
+from preamp.checkpoint.reader import cause_of
+from preamp.checkpoint.shards import Box
+from preamp.core.errors import CheckpointError, PreampError, message, unavailable
+from preamp.core.files import remove_leftovers, replacing
 from preamp.core.version import __version__
+
+_NAME = re.compile(r"(\d+)-rank(\d+)-of([1-9]\d*)\.(?:pt|safetensors)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardFile:
+    """Which file of a sharded checkpoint one is."""
+
+    token: str  # the same in all files of one save, and in no others
+    number: int  # of the save into its folder
+    rank: int  # whose file it is
+    ranks: int  # how many there are
+
+    def file_in(self, folder: Path) -> Path:
+        """Its path in ``folder``, whose suffix chooses the format."""
+        suffix = ".safetensors" if folder.suffix == ".safetensors" else ".pt"
+        return folder / f"{self.number}-rank{self.rank}-of{self.ranks}{suffix}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
+
+
+def next_number(folder: Path) -> int:
+    """The number of the next save into ``folder``, which need not exist."""
+    return 1 + max((number for number, _ in _sets_in(folder)), default=0)
+
+
+def check_shared_folder(folder: Path, member: ShardFile) -> None:
+    """Raise `PreampError` unless the first rank, which has made it, and this one have one folder.
+
+    Making it again tells: looking might show what a network file system remembers.
+    """
+    if member.rank == 0:
+        return
+    try:
+        folder.mkdir()
+        folder.rmdir()
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        pass
+    raise PreampError(
+        message(
+            f"Rank {member.rank} does not find {folder.absolute()}, which rank 0 has made",
+            "The files of a sharded checkpoint are in one folder that all ranks reach by the "
+            "same path; nothing that can be loaded was saved",
+            "Save to a file system that all nodes share, and under one name on all ranks",
+        )
+    )
+
+
+def is_sharded_folder(path: Path) -> bool:
+    """Whether there are files of sharded checkpoints in ``path``, complete or not."""
+    return bool(_sets_in(path))
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Files of the newest complete checkpoint in ``folder``, by rank; `ValueError` without one."""
+    sets = _sets_in(folder)
+    complete = _newest_complete(sets)
+    if complete is not None:
+        return [sets[complete][rank] for rank in range(complete[1])]
+    if not sets:
+        raise ValueError("it is a folder without files of a checkpoint")
+    number, ranks = max(sets)
+    missing = [str(rank) for rank in range(ranks) if rank not in sets[number, ranks]]
+    raise ValueError(
+        f"it is incomplete: of {ranks} ranks' files those of {', '.join(missing[:8])} are missing"
+    )
+
+
+def written_at(path: Path) -> int:
+    """When a checkpoint was written, in nanoseconds: a file, or the last one of a folder.
+
+    Raises `ValueError` for a folder without a complete checkpoint, `OSError` if it is gone.
+    """
+    files = files_of(path) if path.is_dir() else [path]
+    return max(file.stat().st_mtime_ns for file in files)
+
+
+def tidy_folder(folder: Path) -> bool:
+    """Remove what is older than the newest complete checkpoint in ``folder``, and dead drafts."""
+    sets = _sets_in(folder)
+    complete = _newest_complete(sets)
+    if complete is None:
+        return False
+    for key, files in sets.items():
+        if key < complete:
+            _unlink(files.values())
+    # Not those of a later save: another rank may be about to write one.
+    remove_leftovers(folder, lambda name: 0 < _number_of(name) <= complete[0])
+    return True
+
+
+def remove(folder: Path) -> None:
+    """Remove the checkpoints in ``folder``, and itself unless something else is in it."""
+    for files in _sets_in(folder).values():
+        _unlink(files.values())
+    with contextlib.suppress(OSError):  # another rank may do the same
+        remove_leftovers(folder, lambda name: _number_of(name) > 0)
+        folder.rmdir()
+
+
+def _number_of(name: str) -> int:
+    """The number of the save that a file is of; 0 for any other file."""
+    match = _NAME.fullmatch(name)
+    return 0 if match is None else int(match[1])
+
+
+def _unlink(files: Any) -> None:
+    for file in cast("list[Path]", list(files)):
+        with contextlib.suppress(FileNotFoundError):  # another rank was faster
+            file.unlink()
+
+
+_Sets = dict[tuple[int, int], dict[int, Path]]
+
+
+def _sets_in(folder: Path) -> _Sets:
+    """By number of the save and of ranks, the files of each rank."""
+    found: _Sets = {}
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return found
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match is not None:
+            number, rank, ranks = map(int, match.groups())
+            found.setdefault((number, ranks), {})[rank] = folder / name
+    return found
+
+
+def _newest_complete(sets: _Sets) -> tuple[int, int] | None:
+    complete = [key for key, files in sets.items() if set(files) >= set(range(key[1]))]
+    return max(complete, default=None)
+
+
+VERSION = 1
+"""Of what is written. It changes when content would be misunderstood, not when some is added."""
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""For each older version, what makes its content that of the next one."""
+
+
+def migrated(content: Any, version: int) -> dict[str, Any]:
+    """Bring ``content`` to the current version; `ValueError` if its own is newer, or none."""
+    if not isinstance(content, dict):
+        raise ValueError("its content is of another kind")
+    migrated_content = cast("dict[str, Any]", content)
+    known = (*MIGRATIONS, VERSION)
+    if version not in known:
+        newer = ", which a newer preamp has written" if version > VERSION else ""
+        raise ValueError(f"it has version {version}{newer}; versions {known} are known")
+    for step in range(version, VERSION):
+        migrated_content = MIGRATIONS[step](migrated_content)
+    return migrated_content
+
 
 FORMAT = "preamp checkpoint"
 SAFETENSORS = ".safetensors"
@@ -38,40 +202,28 @@ _ZIP = b"PK\x03\x04"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """A checkpoint that is ready to be written: the CPU has all of it.
+    """A checkpoint that is ready to be written: the CPU has all of it."""
 
-    Attributes:
-        trees: What `encode` made of the content, of each rank.
-        tensors: By name.
-        member: Which file of several this is, if it is one.
-        boxes: Where tensors that are pieces belong in the whole ones.
-    """
-
-    trees: list[Any]
-    tensors: dict[str, Stored]
-    member: Member | None = None
+    trees: list[Any]  # what `encode` made of the content, of each rank
+    tensors: dict[str, Stored]  # by name
+    member: ShardFile | None = None  # which file of several this is, if it is one
+    # Where tensors that are pieces belong in the whole ones.
     boxes: Mapping[str, Box] = field(default_factory=dict[str, Box])
 
 
 def check_format(path: Path) -> None:
     """Raise `PreampUnavailableError` if ``path`` names a format whose package is missing."""
     if path.suffix == SAFETENSORS and importlib.util.find_spec("safetensors") is None:
-        raise PreampUnavailableError(
-            message(
-                f"{path} is to be in the format of safetensors, which is not installed",
-                "Files of any other name are in torch's format, which needs nothing more",
-                "Install it with pip install 'preamp[safetensors]', or choose another name",
-            )
+        raise unavailable(
+            f"{path} is to be in the format of safetensors, which is not installed",
+            "Files of any other name are in torch's format, which needs nothing more",
+            "Install it with pip install 'preamp[safetensors]', or choose another name",
         )
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Generator[None]:
-    """Let what fails to be written say which checkpoint it was to be.
-
-    Raises:
-        OSError: Something could not be written.
-    """
+    """Let the `OSError` of what fails to be written say which checkpoint it was to be."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch raises the second where writing fails
@@ -88,13 +240,8 @@ def naming(path: Path) -> Generator[None]:
 def write(draft: Draft, path: Path, *, alone: bool = False) -> None:
     """Write a file; it is there in full, or what was there before still is.
 
-    Args:
-        draft: The content.
-        path: Where; what is there is replaced. The suffix ``.safetensors`` chooses that format.
-        alone: Start no threads, since the interpreter may be exiting.
-
-    Raises:
-        OSError: It cannot be written.
+    The suffix ``.safetensors`` chooses that format. ``alone`` starts no threads, since the
+    interpreter may be exiting. Raises `OSError` if it cannot be written.
     """
     parts = describe(draft.tensors, alone=alone)
     manifest = json.dumps(
@@ -138,29 +285,18 @@ def _write_safetensors(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
-    """What a file has, verified, and not put together yet.
+    """What a file has, verified, and not put together yet."""
 
-    Attributes:
-        manifest: Of the file.
-        digest: Of the manifest, and with it of all checksums.
-        tensors: By name, mapped from the file.
-    """
-
-    manifest: dict[str, Any]
-    digest: str
-    tensors: dict[str, torch.Tensor]
+    manifest: dict[str, Any]  # of the file
+    digest: str  # of the manifest, and with it of all checksums
+    tensors: dict[str, torch.Tensor]  # by name, mapped from the file
 
 
 def contents_of(path: Path, *, checksums: bool = True) -> Contents:
-    """Read a file and verify it.
+    """Read a file that `write` wrote, and verify it.
 
-    Args:
-        path: A file written by `write`.
-        checksums: Whether to read every byte; otherwise another rank does.
-
-    Raises:
-        OSError: There is no such file, or it cannot be opened.
-        Exception: Nearly any, from a damaged file; see ``reading.read``.
+    ``checksums`` tells whether to read every byte; otherwise another rank does. Raises `OSError` if
+    there is no such file, and nearly anything for a damaged one; see ``reading.read``.
     """
     with path.open("rb") as file:
         start, size = file.read(len(_ZIP)), os.fstat(file.fileno()).st_size
@@ -172,7 +308,7 @@ def contents_of(path: Path, *, checksums: bool = True) -> Contents:
     manifest = cast("dict[str, Any]", json.loads(text))
     if manifest["format"] != FORMAT or not isinstance(manifest["version"], int):
         raise ValueError("its manifest is of another kind")
-    parts = {name: Part.from_json(part) for name, part in manifest["parts"].items()}
+    parts = {name: ManifestEntry.from_json(part) for name, part in manifest["parts"].items()}
     return Contents(manifest, digest, verified(parts, data, checksums=checksums))
 
 
@@ -205,3 +341,116 @@ def _open(path: Path, start: bytes, size: int) -> tuple[dict[str, Any], dict[str
         if _MANIFEST not in about:
             raise ValueError("it is a file of safetensors without preamp's manifest")
         return about, {name: file.get_tensor(name) for name in file.keys()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """Who reads, where several do."""
+
+    rank: int = 0  # whose content; that of the first one if there were fewer
+    ranks: int = 1  # how many read together. Each verifies its share of the files.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """What was read."""
+
+    content: dict[str, Any]  # of one rank; sharded tensors are `SavedShards`
+    ranks: int  # how many there were
+    is_shared: bool  # whether all had the same gradients, and knew the same about them
+    written_by: dict[str, Any]  # versions: of the content (``"version"``), of preamp and of torch
+    identity: str  # the same wherever this checkpoint is read, and of no other one
+
+
+def read(path: Path, reader: Reader | None = None) -> Loaded:
+    """Read a file or sharded folder, verify every byte, and bring it to the current version.
+
+    Its tensors are mapped from the files: copy what is to outlive them. By default the only
+    ``reader`` reads. Raises `CheckpointError`, which says only in which way it is damaged,
+    incomplete, foreign or of a newer version; `PreampUnavailableError` if it is in a format whose
+    package is missing; and `OSError`.
+    """
+    who = reader or Reader()
+    if not path.is_dir():
+        path.open("rb").close()  # that it cannot be opened is no damage
+    try:
+        if not path.is_dir():
+            return _loaded([_alone(contents_of(path))], who.rank)
+        files = files_of(path)
+        found: list[Contents] = []
+        for number, file in enumerate(files):
+            is_mine = number % who.ranks == who.rank % who.ranks
+            found.append(_of_several(file, number, found, checksums=is_mine))
+        return _loaded(found, who.rank)
+    except (MemoryError, PreampError):
+        raise
+    except Exception as error:  # a damaged file makes readers raise nearly anything
+        raise CheckpointError(cause_of(error)) from error
+
+
+def _alone(contents: Contents) -> Contents:
+    member = contents.manifest.get("member")
+    if member is not None:
+        raise ValueError(f"it is one of the {member['ranks']} files of a sharded checkpoint")
+    return contents
+
+
+def _of_several(file: Path, rank: int, before: list[Contents], *, checksums: bool) -> Contents:
+    try:
+        own = contents_of(file, checksums=checksums)
+    except (MemoryError, PreampError):
+        raise
+    except Exception as error:
+        raise ValueError(f"in {file.name}: {cause_of(error)}") from error
+    member = own.manifest.get("member")
+    first: Any = before[0].manifest["member"] if before else member
+    if member is None or (member["rank"], member["token"]) != (rank, first["token"]):
+        raise ValueError(f"{file.name} is a file of another checkpoint")
+    return own
+
+
+def _loaded(found: list[Contents], rank: int) -> Loaded:
+    trees = [tree for contents in found for tree in cast("list[Any]", contents.manifest["trees"])]
+    tree = trees[rank if rank < len(trees) else 0]
+    content = migrated(decode(tree, _joined(found)), found[0].manifest["version"])
+    return Loaded(
+        content=content,
+        ranks=len(trees),
+        is_shared=all(_pending(one) == _pending(trees[0]) for one in trees),
+        written_by={key: found[0].manifest.get(key) for key in ("version", "preamp", "torch")},
+        identity=found[0].digest,  # it has the mark that all files of a save bear
+    )
+
+
+def _joined(found: list[Contents]) -> dict[str, Found]:
+    """The tensors of all files by name, and of sharded ones the pieces."""
+    joined: dict[str, Found] = {}
+    pieces: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+    for contents in found:
+        boxes = contents.manifest.get("boxes", {})
+        for name, tensor in contents.tensors.items():
+            if name in boxes:
+                pieces.setdefault(name, []).append((Box.from_json(boxes[name]), tensor))
+            else:
+                joined[name] = tensor
+    return {**joined, **pieces}
+
+
+def _pending(tree: Any) -> list[Any]:
+    """What of a tree is about gradients; other tensors have other names.
+
+    Where an overflow came from is told by notes, which may differ: of sharded parameters each rank
+    has looked at its parts.
+    """
+    return [tree.get("gradients"), _without_notes(tree.get("engines"))]
+
+
+def _without_notes(tree: Any) -> Any:
+    if isinstance(tree, list):
+        return [_without_notes(item) for item in cast("list[Any]", tree)]
+    if not isinstance(tree, dict):
+        return tree
+    entries = cast("dict[str, Any]", tree)
+    return {
+        key: _without_notes(item) for key, item in entries.items() if key not in ("notes", "note")
+    }

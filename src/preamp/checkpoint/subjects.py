@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a checkpoint is of: models, optimizers and schedulers, and the engines behind them."""
+"""What a checkpoint is of: models, optimizers, schedulers, their engines, and ranks' shares."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,36 +12,30 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from preamp.core.errors import PreampStateError, message
+from preamp.checkpoint.shards import Box, Frame, Shard
+from preamp.core.errors import bad_state, bad_type
 from preamp.core.tensors import stored_grad
 from preamp.engine import Engine, find_engine
 from preamp.engine.lookup import bare
-from preamp.optim import MasterParameter, leaf_of
+from preamp.kernels import fsdp
+from preamp.optim import MasterParameter, Twin, leaf_of, pair_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subjects:
-    """What is saved or loaded.
+    """What is saved or loaded."""
 
-    Attributes:
-        models: Without wrappers, so that files do not depend on these.
-        optimizers: Without `LARC`.
-        schedulers: Anything with ``state_dict`` and ``load_state_dict``.
-        engines: Of the optimizers, each once.
-    """
-
-    models: list[nn.Module]
-    optimizers: list[torch.optim.Optimizer]
-    schedulers: list[Any]
-    engines: list[Engine]
+    models: list[nn.Module]  # without wrappers, so that files do not depend on these
+    optimizers: list[torch.optim.Optimizer]  # without `LARC`
+    schedulers: list[Any]  # anything with ``state_dict`` and ``load_state_dict``
+    engines: list[Engine]  # of the optimizers, each once
 
     @classmethod
     def of(cls, models: Any, optimizers: Any, schedulers: Any) -> Subjects:
         """Take single objects, sequences, or ``None`` for none.
 
-        Raises:
-            TypeError: One is of another kind.
-            PreampStateError: An engine has an optimizer that is missing.
+        Raises `TypeError` for one of another kind, `PreampStateError` if an engine's optimizer is
+        missing.
         """
         found = cls(
             models=[_bare_model(model) for model in _listed(models, nn.Module, "models")],
@@ -137,15 +132,12 @@ def _checked(item: Any, kind: type[Any], what: str) -> Any:
 
 
 def _wrong_kind(item: object, what: str) -> TypeError:
-    return TypeError(
-        message(
-            f"{what} got a {type(item).__name__}",
-            f"{what} are one object or a list of them: torch.nn.Module as models, "
-            "torch.optim.Optimizer as optimizers, objects with state_dict and load_state_dict as "
-            "schedulers",
-            "Pass the objects by name: models=…, optimizers=…, schedulers=…; plain data go to "
-            "extra",
-        )
+    return bad_type(
+        f"{what} got a {type(item).__name__}",
+        f"{what} are one object or a list of them: torch.nn.Module as models, "
+        "torch.optim.Optimizer as optimizers, objects with state_dict and load_state_dict as "
+        "schedulers",
+        "Pass the objects by name: models=…, optimizers=…, schedulers=…; plain data go to extra",
     )
 
 
@@ -161,11 +153,120 @@ def _check_complete(engine: Engine, optimizers: Sequence[torch.optim.Optimizer])
     given = set(map(id, optimizers))
     missing = [type(o).__name__ for o in engine.optimizers if id(bare(o)) not in given]
     if missing:
-        raise PreampStateError(
-            message(
-                f"Of {len(engine.optimizers)} optimizers that were initialized together "
-                f"{len(missing)} are missing: {', '.join(missing)}",
-                "They share loss scales and masters, so a checkpoint has all of them",
-                "Pass all optimizers of the preamp.initialize call",
-            )
+        raise bad_state(
+            f"Of {len(engine.optimizers)} optimizers that were initialized together "
+            f"{len(missing)} are missing: {', '.join(missing)}",
+            "They share loss scales and masters, so a checkpoint has all of them",
+            "Pass all optimizers of the preamp.initialize call",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MasterShard:
+    """What this rank has of a weight's master, or of its optimizer's state."""
+
+    frame: Frame  # of the whole one
+    box: Box  # its elements
+
+    def piece(self, data: torch.Tensor) -> Shard:
+        """Return ``data``, the elements, as what is saved."""
+        return Shard(data, self.frame, self.box, is_alone=False)
+
+    def is_of(self, key: str, value: object) -> bool:
+        """Whether an entry of the optimizer's state has these elements."""
+        return (
+            key != "step"
+            and isinstance(value, torch.Tensor)
+            and tuple(value.shape) == self.box.sizes
+        )
+
+
+class MasterShards:
+    """Everything of which `shard_optimizer` has left a part on this rank."""
+
+    def __init__(self, subjects: Subjects) -> None:
+        """Look at the optimizers. Not mutated."""
+        self._of: dict[int, MasterShard] = {}
+        self._twins: dict[int, Twin] = {}
+        for engine in subjects.engines:
+            for session in engine.sessions.values():
+                for param, weight, span in session.sharing.shared():
+                    frame = Frame(tuple(weight.shape), _memory_order(weight))
+                    share = MasterShard(frame, Box((span.start,), (span.stop - span.start,)))
+                    self._of[id(param)] = share
+                    twin = pair_of(param)
+                    if twin is not None:
+                        self._twins[id(weight)] = twin
+
+    def of(self, param: torch.Tensor) -> MasterShard | None:
+        """The share of what an optimizer updates."""
+        return self._of.get(id(param))
+
+    def value_of(self, value: torch.Tensor, weight: int) -> torch.Tensor | Shard:
+        """The float32 value of the weight with this ``id``: a piece if this rank has only that."""
+        twin = self._twins.get(weight)
+        if twin is None:
+            return value
+        return self._of[id(twin.master)].piece(twin.master.detach())
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return ``model.state_dict()``, with pieces where masters are shared."""
+        state = self.model_forms(model)
+        for name, param in model.named_parameters(remove_duplicate=False):
+            if id(param) in self._twins and name in state:
+                state[name] = self.value_of(param, id(param))
+        return state
+
+    def model_forms(self, model: nn.Module) -> dict[str, Any]:
+        """Return ``model.state_dict()``, with tensors without memory where masters are shared."""
+        with self._stood_in():
+            return model.state_dict()
+
+    @contextmanager
+    def _stood_in(self) -> Generator[None]:
+        """Let the state dict have tensors without memory for what this rank does not know."""
+        for twin in self._twins.values():
+            twin.settle()
+            twin.held.gathered = torch.empty(twin.half.shape, device="meta")
+        try:
+            yield
+        finally:
+            for twin in self._twins.values():
+                twin.held.gathered = None
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return ``optimizer.state_dict()``, with pieces where states are shared."""
+        state = optimizer.state_dict()
+        shares = [self.of(param) for param in params_of(optimizer)]
+        if not any(shares):
+            return state
+        own: dict[int, Any] = dict(state["state"])
+        for number, share in enumerate(shares):  # the numbers that state_dict gives
+            if share is not None and number in own:
+                own[number] = _with_pieces(own[number], share)
+        return {**state, "state": own}
+
+
+def _with_pieces(entries: Mapping[str, Any], share: MasterShard) -> dict[str, Any]:
+    return {
+        key: share.piece(value) if share.is_of(key, value) else value
+        for key, value in entries.items()
+    }
+
+
+def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its dimensions, from the largest stride to the smallest."""
+    if tensor.is_contiguous():
+        return tuple(range(tensor.dim()))
+    return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+def check_reduced(models: Sequence[nn.Module]) -> None:
+    """Raise `PreampStateError` if ``fully_shard`` keeps gradients that were not reduced yet."""
+    if any(map(fsdp.holds_unreduced, models)):
+        raise bad_state(
+            "save_checkpoint was called while gradients lie unreduced inside of fully_shard, "
+            "after set_requires_gradient_sync(False)",
+            "Gradients are saved that were reduced, sharded as their parameters are",
+            "Save after the backward that reduces them, or before the accumulation",
         )

@@ -14,6 +14,7 @@ from preamp.checkpoint.background import LATEST
 from preamp.checkpoint.placing import whole
 from preamp.checkpoint.saving import read_or_refuse
 from preamp.core.dtypes import dtype_name
+from preamp.core.pytree import tensors_in
 from preamp.kernels.sparse import stored_parts
 
 CATEGORIES = {
@@ -31,32 +32,22 @@ CATEGORIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What is in a checkpoint that was verified.
+    """What is in a checkpoint that was verified."""
 
-    Attributes:
-        path: The file, or the folder of a sharded checkpoint.
-        size: Of the file or of all of them, in bytes.
-        written_by: Versions: of the content (``"version"``), of preamp and of torch.
-        ranks: How many processes saved it.
-        engines: For each ``preamp.initialize`` call the opt level, the loss scale of each loss, and
-            steps applied and skipped of each optimizer.
-        models: For each the class, and under ``"tensors"`` name, shape and dtype of each.
-        optimizers: For each the class and the number of its parameters.
-        schedulers: Their classes.
-        extra: The keys of ``extra``, or the type of it if it is no dict.
-        bytes: Of the first rank's tensors, sharded ones in whole, by category; what is referred to
-            twice counts once.
-    """
-
-    path: str
-    size: int
-    written_by: dict[str, Any]
-    ranks: int
+    path: str  # the file, or the folder of a sharded checkpoint
+    size: int  # of the file or of all of them, in bytes
+    written_by: dict[str, Any]  # versions: of the content (``"version"``), of preamp and of torch
+    ranks: int  # how many processes saved it
+    # For each ``preamp.initialize`` call the opt level, the loss scale of each loss, and steps
+    # applied and skipped of each optimizer.
     engines: list[dict[str, Any]]
+    # For each the class, and under ``"tensors"`` name, shape and dtype of each.
     models: list[dict[str, Any]]
-    optimizers: list[dict[str, Any]]
-    schedulers: list[str]
-    extra: list[str] | str
+    optimizers: list[dict[str, Any]]  # for each the class and the number of its parameters
+    schedulers: list[str]  # their classes
+    extra: list[str] | str  # the keys of ``extra``, or the type of it if it is no dict
+    # Of the first rank's tensors, sharded ones in whole, by category; what is referred to twice
+    # counts once.
     bytes: dict[str, int]
 
     def to_json(self) -> dict[str, Any]:
@@ -65,16 +56,10 @@ class Summary:
 
 
 def summarize_checkpoint(path: Path) -> Summary:
-    """Read and verify a checkpoint, and tell what is in it.
+    """Read and verify a checkpoint, a file or the folder of a sharded one; tell what is in it.
 
-    Args:
-        path: A file of ``preamp.save_checkpoint``, in either format, or the folder of a
-            sharded one.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        CheckpointError: It is damaged, incomplete, foreign, or of a newer version; says why.
-        PreampUnavailableError: The package of the format is missing.
+    Raises `FileNotFoundError`; `CheckpointError` if it is damaged, incomplete, foreign, or of a
+    newer version; `PreampUnavailableError` if the package of the format is missing.
     """
     LATEST.join()
     loaded = read_or_refuse(path)
@@ -145,14 +130,5 @@ def _bytes(content: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        if tree.is_sparse:
-            yield from stored_parts(tree)
-        else:
-            yield tree
-    elif isinstance(tree, dict):
-        for item in cast("dict[Any, Any]", tree).values():
-            yield from _tensors(item)
-    elif isinstance(tree, (list, tuple, set, frozenset)):
-        for item in cast("list[Any]", tree):
-            yield from _tensors(item)
+    for tensor in tensors_in(tree):
+        yield from stored_parts(tensor) if tensor.is_sparse else (tensor,)

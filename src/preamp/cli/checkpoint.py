@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``preamp checkpoint``: what is in a file or a sharded folder, and whether it is whole."""
+"""``preamp checkpoint`` and ``convert-checkpoint``: what is in a file, and whether it is whole."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from preamp.checkpoint import Finding, convert_apex_checkpoint
+from preamp.checkpoint.convert import RECORD
 from preamp.checkpoint.summary import Summary, summarize_checkpoint
-from preamp.cli.console import make_console
+from preamp.cli.console import REFUSED, make_console, print_plainly, refused
 from preamp.core.errors import PreampError
 from preamp.planning.report import bytes_text
-
-DAMAGED = 2
 
 checkpoint = typer.Typer(
     name="checkpoint", help="Look into files of preamp.save_checkpoint.", no_args_is_help=True
@@ -42,12 +42,11 @@ def show(
     try:
         summary = summarize_checkpoint(path)
     except (OSError, PreampError) as error:
-        if as_json:
-            answer = {"path": str(path), "status": "refused", "reason": str(error)}
-            typer.echo(json.dumps(answer, indent=2))
-        else:
-            typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(DAMAGED) from None
+        if not as_json:
+            raise refused(error) from None
+        answer = {"path": str(path), "status": "refused", "reason": str(error)}
+        typer.echo(json.dumps(answer, indent=2))
+        raise typer.Exit(REFUSED) from None
     if as_json:
         typer.echo(json.dumps({"status": "verified", **summary.to_json()}, indent=2))
     else:
@@ -75,9 +74,9 @@ def _print(summary: Summary, console: Console) -> None:
     extra = summary.extra
     lines.append(f"extra: {extra if isinstance(extra, str) else ', '.join(extra) or 'empty'}")
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_plainly(console, line)
     for model in summary.models:
-        console.print(f"\n{model['class']}", markup=False, highlight=False, soft_wrap=True)
+        print_plainly(console, f"\n{model['class']}")
         console.print(_model_table(model))
     table = _table("Bytes of tensors", ("of", "size"))
     for category, count in summary.bytes.items():
@@ -97,4 +96,39 @@ def _table(title: str | None, headings: tuple[str, ...]) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in headings:
         table.add_column(heading, overflow="fold")
+    return table
+
+
+def convert_checkpoint(
+    src: Annotated[Path, typer.Argument(help="File that a script wrote with Apex.")],
+    dst: Annotated[Path, typer.Argument(help="Where the converted file goes.")],
+    explain: Annotated[
+        bool, typer.Option("--explain", help="List what was found and what becomes of it.")
+    ] = False,
+) -> None:
+    """Write a checkpoint made with Apex as plain data, which torch.load reads by default.
+
+    Nothing in the file is executed: what is neither a tensor, plain data nor one of Apex's loss
+    scalers is refused.
+    """
+    try:
+        findings = convert_apex_checkpoint(src, dst)
+    except (OSError, ValueError) as error:
+        raise refused(error) from None
+    console = make_console()
+    if explain:
+        console.print(_findings_table(findings, src))
+    converted = sum(finding.kind.startswith(RECORD) for finding in findings)
+    objects = "1 object" if converted == 1 else f"{converted} objects"
+    print_plainly(console, f"{objects} made plain data: {dst}")
+
+
+def _findings_table(findings: tuple[Finding, ...], src: Path) -> Table:
+    table = Table(title=escape(src.name), title_justify="left")
+    for heading in ("key", "found", "becomes"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        table.add_row(
+            escape(finding.key or "(the file)"), escape(finding.kind), escape(finding.becomes)
+        )
     return table

@@ -12,23 +12,31 @@ import typer
 from rich.box import SIMPLE_HEAVY
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
-from preamp.cli.console import make_console
-from preamp.cli.progress import Bars
-from preamp.core.errors import PreampUnavailableError, message
-from preamp.demo import files, notes
+from preamp.cli.console import make_console, refused
+from preamp.core.errors import PreampUnavailableError, bad_value, unavailable
 from preamp.demo.config import DEFAULT_LEVELS, DemoConfig, ModelConfig, OptimizerConfig
 from preamp.demo.data import read_corpus
 from preamp.demo.parallel import SHARED, choose_parallel, require_sharding
-from preamp.demo.records import DemoResult
+from preamp.demo.records import DemoResult, LevelResult
+from preamp.demo.report import require_folder, require_packages, write
 from preamp.demo.run import Setting, prepare, run
-from preamp.demo.table import RANK_COLUMNS, columns_of, rank_rows
-from preamp.demo.watch import Unwatched
-from preamp.distributed.job import joined, launched_ranks, own_device, own_rank
+from preamp.demo.table import HELD_OUT, MEMORY, RANK_COLUMNS, TIMING, columns_of, note_of, rank_rows
+from preamp.demo.train import Progress as Step
+from preamp.demo.train import Watcher
+from preamp.distributed.groups import joined, launched_ranks, own_device, own_rank
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells count it: 128 + SIGINT."""
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells count it: 128 + SIGINT
 
 _CONFIG = DemoConfig()
 
@@ -67,7 +75,7 @@ def demo(
     """
     console = make_console()
     try:
-        files.require_packages()
+        require_packages()
         config = DemoConfig(
             levels=tuple(re.split(r"[,\s]+", levels.strip(", "))),
             steps=steps,
@@ -81,7 +89,7 @@ def demo(
         )
         setting = prepare(config, read_corpus())
         require_sharding(config.parallel, setting.device)
-        files.require_folder(out)
+        require_folder(out)
     except (ValueError, OSError, PreampUnavailableError) as error:
         raise refused(error) from None
     if threads > 0:
@@ -91,26 +99,14 @@ def demo(
     finish(result, console, out)
 
 
-def refused(error: Exception) -> typer.Exit:
-    """Say why nothing was started; returns what ends the command."""
-    typer.echo(f"Error: {error}", err=True)
-    return typer.Exit(2)
-
-
 def finish(result: DemoResult, console: Console, out: Path) -> None:
     """Print and write the result, where this is the first rank, which tells for all.
 
-    Args:
-        result: The run.
-        console: Where to print.
-        out: Folder for the files.
-
-    Raises:
-        typer.Exit: The run was interrupted.
+    Raises `typer.Exit` if the run was interrupted.
     """
     if own_rank() == 0:
         show(result, console)
-        page, data = files.write(result, out)
+        page, data = write(result, out)
         console.print(f"Report: {page}\nData:   {data}", soft_wrap=True, highlight=False)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -119,66 +115,41 @@ def finish(result: DemoResult, console: Console, out: Path) -> None:
 def choose_device(name: str) -> torch.device:
     """Turn the option into a device that works.
 
-    Args:
-        name: ``"auto"``, or what ``torch.device`` understands.
-
-    Returns:
-        The device.
-
-    Raises:
-        ValueError: The name means nothing to torch.
-        PreampUnavailableError: This machine, or this torch, does not have the device.
+    Raises `ValueError` for a name that means nothing to torch, and `PreampUnavailableError` for a
+    device that this machine, or this torch, does not have.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(
-            message(
-                f"--device {name!r} is not known",
-                "Choose auto, cpu, or another device of torch such as cuda, cuda:1, mps, xpu",
-                "Pass for example --device cpu",
-            )
+        raise bad_value(
+            f"--device {name!r} is not known",
+            "Choose auto, cpu, or another device of torch such as cuda, cuda:1, mps, xpu",
+            "Pass for example --device cpu",
         ) from None
     try:
         torch.empty(1, device=device).fill_(0.0)
     except (AssertionError, RuntimeError, NotImplementedError) as error:
-        raise PreampUnavailableError(
-            message(
-                f"--device {name!r} does not work here: {str(error).splitlines()[0]}",
-                "It has to be a device that this machine and this torch have",
-                "Pass --device auto or --device cpu",
-            )
+        raise unavailable(
+            f"--device {name!r} does not work here: {str(error).splitlines()[0]}",
+            "It has to be a device that this machine and this torch have",
+            "Pass --device auto or --device cpu",
         ) from None
     return device
 
 
 def run_watched(setting: Setting, console: Console, *, quiet: bool) -> DemoResult:
-    """Run the demo behind progress bars.
-
-    Args:
-        setting: What all levels share.
-        console: Where the bars go.
-        quiet: Whether to leave them out.
-
-    Returns:
-        The run.
-    """
+    """Run the demo behind progress bars, unless ``quiet``."""
     if quiet:
-        return run(setting, Unwatched())
+        return run(setting, Watcher())
     bars = Bars(setting.config.levels, setting.config.steps, console)
     with bars.display:
         return run(setting, bars)
 
 
 def show(result: DemoResult, console: Console) -> None:
-    """Print the table and its notes.
-
-    Args:
-        result: The run.
-        console: Where to.
-    """
+    """Print the table and its notes."""
     title = f"{result.parameters:,} parameters on {result.device}"
     table = Table(
         title=title, title_justify="left", box=SIMPLE_HEAVY, padding=(0, 1, 0, 0), pad_edge=False
@@ -192,21 +163,14 @@ def show(result: DemoResult, console: Console) -> None:
         table.add_row(*(f"{escape(cell.value)}\n[dim]{escape(cell.detail)}[/]" for cell in cells))
     console.print(table)
     for row in result.levels:
-        console.print(
-            f"[bold]{row.level}[/]  {escape(notes.note_of(row, result))}", highlight=False
-        )
+        console.print(f"[bold]{row.level}[/]  {escape(note_of(row, result))}", highlight=False)
     show_ranks(result, console)
-    for remark in (notes.HELD_OUT, notes.TIMING, notes.MEMORY):
+    for remark in (HELD_OUT, TIMING, MEMORY):
         console.print(remark, style="dim", highlight=False)
 
 
 def show_ranks(result: DemoResult, console: Console) -> None:
-    """Print what each rank says, where there are several.
-
-    Args:
-        result: The run.
-        console: Where to.
-    """
+    """Print what each rank says, where there are several."""
     rows = rank_rows(result)
     if not rows:
         return
@@ -217,3 +181,45 @@ def show_ranks(result: DemoResult, console: Console) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
+
+class Bars(Watcher):
+    """One bar for each opt level, in order."""
+
+    def __init__(self, levels: tuple[str, ...], steps: int, console: Console) -> None:
+        """Make the bars; :attr:`display` draws them while it is entered."""
+        self.display = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[news]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+        )
+        self._steps = steps
+        self._tasks: dict[str, TaskID] = {
+            level: self.display.add_task(level, total=steps, start=False, news="waiting")
+            for level in levels
+        }
+
+    def level_started(self, level: str) -> None:
+        """Start the clock of a bar."""
+        self.display.start_task(self._tasks[level])
+
+    def step_done(self, progress: Step) -> None:
+        """Move a bar on."""
+        news = (
+            f"{progress.loss:.3f} bits/byte  scale {progress.loss_scale:,.6g}"
+            f"  {progress.tokens_per_second:,.0f} tokens/s"
+        )
+        self.display.update(self._tasks[progress.level], completed=progress.step, news=news)
+
+    def level_done(self, result: LevelResult) -> None:
+        """Show the result in place of the last step."""
+        bits = result.held_out_bits
+        news = result.status if bits is None else f"held out: {bits:.3f} bits/byte"
+        self.display.update(self._tasks[result.level], news=news)
+        self.display.stop_task(self._tasks[result.level])

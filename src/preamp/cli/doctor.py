@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
 from preamp.cli.run import CANNOT_START, execute, prepare
-from preamp.core.errors import message
+from preamp.core.errors import bad_value, message
 from preamp.doctor import (
     RULES,
     Examination,
@@ -40,16 +40,11 @@ program computes the same numbers as without. Options come before the program.""
 
 
 def run_doctor(arguments: list[str]) -> None:
-    """Run ``preamp doctor``.
+    """Run ``preamp doctor`` with what follows it on the command line.
 
-    Args:
-        arguments: What follows ``preamp doctor`` on the command line.
-
-    Raises:
-        SystemExit: With status 1 under ``--strict`` if anything of severity warning or more was
-            found and the program itself ended well; 2 if something on the command line is wrong.
-            The program's own is passed on.
-        BaseException: Whatever else the program raised.
+    Raises `SystemExit` with status 1 under ``--strict`` if anything of severity warning or more was
+    found and the program itself ended well, with 2 if something on the command line is wrong. The
+    program's own exit, and whatever else it raises, is passed on.
     """
     options = _parser().parse_args(arguments)
     if options.list:
@@ -119,12 +114,10 @@ def _ids(option: str, given: Sequence[str] | None) -> list[str]:
     ids = [part.strip().upper() for text in given or () for part in text.split(",")]
     ids = [part for part in ids if part]
     if given and not ids:
-        raise ValueError(
-            message(
-                f"{option} {given[0]!r} names no rule",
-                "It takes ids, or beginnings of ids, separated by commas: PA1,PA301",
-                f"Name one, or leave out {option} for all",
-            )
+        raise bad_value(
+            f"{option} {given[0]!r} names no rule",
+            "It takes ids, or beginnings of ids, separated by commas: PA1,PA301",
+            f"Name one, or leave out {option} for all",
         )
     return ids
 
@@ -152,12 +145,9 @@ def _wait_for_threads() -> None:
 def _open(file: str | None) -> TextIO | None:
     """Open what ``--json`` names before the program runs, which may take hours.
 
-    Returns:
-        ``None`` where nothing is to be written. For ``-`` it is what standard output was; from now
-        on the process and its children write their own output to standard error.
-
-    Raises:
-        SystemExit: The file cannot be written (status 2).
+    For ``-`` it is what standard output was; from now on the process and its children write their
+    own output to standard error. ``None`` where nothing is to be written; `SystemExit` (status 2)
+    if the file cannot be.
     """
     if file is None or not _speaks():
         return None

@@ -15,11 +15,11 @@ from rich.box import SIMPLE_HEAVY
 from rich.table import Table
 
 import preamp
-from preamp.cli.console import make_console, only_answer_on_stdout
-from preamp.core.errors import PreampError, message
-from preamp.planning.calls import parse_call
+from preamp.cli.console import make_console, only_answer_on_stdout, refused
+from preamp.core.errors import PreampError, bad_value
 from preamp.planning.layout import Factory
 from preamp.planning.memory import MemoryEstimate, Sharding
+from preamp.planning.optimizers import parse_call
 from preamp.planning.report import bytes_text
 
 
@@ -60,8 +60,7 @@ def estimate(
                 for level in re.split(r"[,\s]+", levels.strip(", "))
             ]
     except (ValueError, TypeError, PreampError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise refused(error) from None
     if as_json:
         typer.echo(json.dumps([one.to_json() for one in found], indent=2))
     else:
@@ -71,12 +70,10 @@ def estimate(
 def _model(model: str | None, params: float | None) -> Factory | float:
     if (model is None) == (params is None):
         got = "neither a model nor" if model is None else "both a model and"
-        raise ValueError(
-            message(
-                f"Got {got} --params",
-                "One of them says what is estimated",
-                "Call preamp estimate package.module:name, or preamp estimate --params 7e9",
-            )
+        raise bad_value(
+            f"Got {got} --params",
+            "One of them says what is estimated",
+            "Call preamp estimate package.module:name, or preamp estimate --params 7e9",
         )
     if model is None:
         return cast("float", params)

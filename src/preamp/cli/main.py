@@ -15,11 +15,7 @@ NEEDS = ("rich", "typer")
 
 
 def main() -> None:
-    """Run the command line, or say what it needs.
-
-    Raises:
-        SystemExit: Always; status 1 where rich or typer is missing.
-    """
+    """Run the command line, or exit with status 1 and say what it needs."""
     # These need neither, and end as the program ends that they run.
     if sys.argv[1:2] == ["run"]:
         run(sys.argv[2:])

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -16,10 +15,10 @@ import typer
 from torch import nn
 
 import preamp
-from preamp.cli.console import only_answer_on_stdout
-from preamp.core.errors import PreampError, message
+from preamp.cli.console import only_answer_on_stdout, refused
+from preamp.core.errors import PreampError, bad_value
 from preamp.planning.cases import CASES, case_named
-from preamp.planning.planner import POLICIES
+from preamp.planning.planner import POLICIES, why_not_called
 
 _MODULE = "preamp_planned_script"
 T = TypeVar("T")
@@ -51,8 +50,7 @@ def plan(
     except (ValueError, TypeError, PreampError) as error:
         if not _is_ours(error):  # a bug in the script: its traceback tells more
             raise
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise refused(error) from None
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
     else:
@@ -67,24 +65,20 @@ def _levels(text: str) -> list[str]:
 
 def _parts(script: Path | None, names: str, case: str | None) -> Sequence[Any]:
     if (script is None) == (case is None):
-        raise ValueError(
-            message(
-                "Got both a script and --case" if case else "Got neither a script nor --case",
-                "One of them says what is planned",
-                "Call preamp plan script.py, or preamp plan --case stable",
-            )
+        raise bad_value(
+            "Got both a script and --case" if case else "Got neither a script nor --case",
+            "One of them says what is planned",
+            "Call preamp plan script.py, or preamp plan --case stable",
         )
     if script is None:
         return case_named(case or "").make()
     wanted = [name.strip() for name in names.split(",")]
     if len(wanted) not in (1, 3, 4) or not all(wanted):
-        raise ValueError(
-            message(
-                f"Got --names {names}",
-                "It is the name of one function that makes all, or model,loss_fn,batch, and if "
-                "there is one the optimizer, in this order",
-                "Pass for example --names model,loss_fn,batch",
-            )
+        raise bad_value(
+            f"Got --names {names}",
+            "It is the name of one function that makes all, or model,loss_fn,batch, and if "
+            "there is one the optimizer, in this order",
+            "Pass for example --names model,loss_fn,batch",
         )
     module = _run(script)
     given = [_attribute(module, script, name) for name in wanted]
@@ -97,37 +91,23 @@ def _made_by(function: Any, name: str, script: Path) -> Sequence[Any]:
     if isinstance(function, (nn.Module, type)) or not callable(function):
         kind = function if isinstance(function, type) else type(function)
         got = f"{name} in {script} is {kind.__name__}, not a function that makes all"
-    elif not _takes_nothing(function):
+    elif why_not_called(function):
         got = f"{name}() in {script} takes arguments"
     if got:
-        raise ValueError(
-            message(
-                got,
-                "One name is that of a function without arguments that returns model, loss_fn, "
-                "batch, and if there is one the optimizer",
-                "Name such a function, or all three or four, as --names model,loss_fn,batch",
-            )
+        raise bad_value(
+            got,
+            "One name is that of a function without arguments that returns model, loss_fn, "
+            "batch, and if there is one the optimizer",
+            "Name such a function, or all three or four, as --names model,loss_fn,batch",
         )
     found: Any = _without_exit(function, script)
     if isinstance(found, (list, tuple)) and len(found) in (3, 4):  # pyright: ignore[reportUnknownArgumentType]
         return found  # pyright: ignore[reportUnknownVariableType]
-    raise ValueError(
-        message(
-            f"{name}() in {script} returned something else than three or four objects",
-            "Needed are model, loss_fn, batch, and if there is one the optimizer",
-            "Return them in this order, or name them by --names model,loss_fn,batch",
-        )
+    raise bad_value(
+        f"{name}() in {script} returned something else than three or four objects",
+        "Needed are model, loss_fn, batch, and if there is one the optimizer",
+        "Return them in this order, or name them by --names model,loss_fn,batch",
     )
-
-
-def _takes_nothing(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind()
-    except TypeError:
-        return False
-    except ValueError:  # it has no signature, as some functions written in C
-        pass
-    return True
 
 
 def _without_exit(call: Callable[[], T], script: Path) -> T:
@@ -135,29 +115,22 @@ def _without_exit(call: Callable[[], T], script: Path) -> T:
     try:
         return call()
     except SystemExit as error:
-        raise ValueError(
-            message(
-                f"{script} ended itself by sys.exit({error.code!r})",
-                "It is run for what it defines, under another name than __main__ and without "
-                "arguments",
-                'Put what parses arguments and trains under if __name__ == "__main__":',
-            )
+        raise bad_value(
+            f"{script} ended itself by sys.exit({error.code!r})",
+            "It is run for what it defines, under another name than __main__ and without arguments",
+            'Put what parses arguments and trains under if __name__ == "__main__":',
         ) from None
 
 
 def _run(script: Path) -> ModuleType:
     """Run a script under a name of its own, so that its ``__main__`` part stays out."""
     if not script.is_file():
-        raise ValueError(
-            message(
-                f"There is no file {str(script)!r}", "It runs one Python file", "Check the path"
-            )
+        raise bad_value(
+            f"There is no file {str(script)!r}", "It runs one Python file", "Check the path"
         )
     spec = importlib.util.spec_from_file_location(_MODULE, script)
     if spec is None or spec.loader is None:
-        raise ValueError(
-            message(f"{str(script)!r} is no Python file", "Its name ends in .py", "Rename it")
-        )
+        raise bad_value(f"{str(script)!r} is no Python file", "Its name ends in .py", "Rename it")
     sys.path.insert(0, str(script.resolve().parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[_MODULE] = module  # dataclasses look their module up
@@ -182,10 +155,8 @@ def _attribute(module: ModuleType, script: Path, name: str) -> Any:
     name = name.strip()
     if hasattr(module, name):
         return getattr(module, name)
-    raise ValueError(
-        message(
-            f"{script} defines no {name!r}",
-            "It defines make(), or what --names says",
-            "Add def make(): return model, loss_fn, batch, optimizer",
-        )
+    raise bad_value(
+        f"{script} defines no {name!r}",
+        "It defines make(), or what --names says",
+        "Add def make(): return model, loss_fn, batch, optimizer",
     )

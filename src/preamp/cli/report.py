@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from preamp import report as pages
-from preamp.cli.console import make_console
-from preamp.core.errors import PreampUnavailableError, message, system_error
+from preamp.cli.console import make_console, print_plainly, refused
+from preamp.core.errors import PreampUnavailableError, bad_value, system_error
 from preamp.numerics import Record, read_history
 from preamp.report.words import size
 
@@ -31,30 +31,20 @@ def report(
         runs = {name: _read(path) for name, path in zip(names_of(files), files, strict=True)}
         pages.write(output, runs, title=title)
     except (ValueError, OSError, PreampUnavailableError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from None
-    make_console().print(
-        f"Report: {output} ({size(output.stat().st_size)})",
-        markup=False,
-        soft_wrap=True,
-        highlight=False,
-    )
+        raise refused(error) from None
+    print_plainly(make_console(), f"Report: {output} ({size(output.stat().st_size)})")
 
 
 def names_of(files: Sequence[Path]) -> list[str]:
     """Name runs after their files, with as many folders as it takes to tell them apart.
 
-    Args:
-        files: Where the records are.
-
-    Raises:
-        ValueError: A file is named twice.
+    Raises `ValueError` if a file is named twice.
     """
     paths = [path.resolve().with_suffix("") for path in files]
     twice = [path for path, count in Counter(path.resolve() for path in files).items() if count > 1]
     if twice:
-        raise ValueError(
-            message(f"{twice[0]} is named twice", "Each run is shown once", "Name each file once")
+        raise bad_value(
+            f"{twice[0]} is named twice", "Each run is shown once", "Name each file once"
         )
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]
@@ -74,22 +64,18 @@ def _read(path: Path) -> list[Record]:
             "Check the path and its permissions",
         ) from None
     if not records:
-        raise ValueError(
-            message(
-                f"{path} holds no record",
-                "A report needs at least one line that preamp wrote",
-                "Pass the file that a history of a run was written to",
-            )
+        raise bad_value(
+            f"{path} holds no record",
+            "A report needs at least one line that preamp wrote",
+            "Pass the file that a history of a run was written to",
         )
     return records
 
 
 def _require_apart(files: Sequence[Path], output: Path) -> None:
     if output.resolve() in [path.resolve() for path in files]:
-        raise ValueError(
-            message(
-                f"The page would replace {output}, which holds records",
-                "The page goes to a file of its own",
-                "Pass for example -o report.html",
-            )
+        raise bad_value(
+            f"The page would replace {output}, which holds records",
+            "The page goes to a file of its own",
+            "Pass for example -o report.html",
         )

@@ -28,8 +28,7 @@ Run a program that imports apex, amp_C or apex_C, with these names supplied by p
 What follows the script or the module is the program's own. Works under torchrun:
 torchrun --nproc-per-node 2 -m preamp run script.py"""
 
-CANNOT_START = 2
-"""Exit status, as Python's own for a script that it cannot open."""
+CANNOT_START = 2  # exit status, as Python's own for a script that it cannot open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +40,11 @@ class Program:
 
 
 def run(arguments: list[str]) -> None:
-    """Run a script or a module as ``__main__``, with the alias on.
+    """Run a script or a module as ``__main__``, with the alias on; what it raises is passed on.
 
-    Args:
-        arguments: What follows ``preamp run`` on the command line.
-
-    Raises:
-        SystemExit: The program raised it, or could not be started (status 2).
-        BaseException: Whatever else the program raised.
-
-    Mutates:
-        ``sys.argv``, ``sys.path``, ``sys.modules["__main__"]``, ``sys.excepthook``, and what
-        `preamp.install_apex_alias` does.
+    ``arguments`` follow ``preamp run`` on the command line. Raises `SystemExit` with status 2 for
+    what cannot be started. Mutates ``sys.argv``, ``sys.path``, ``sys.modules["__main__"]``,
+    ``sys.excepthook``, and what `preamp.install_apex_alias` does.
     """
     if arguments[:1] in (["-h"], ["--help"]):
         print(USAGE)
@@ -63,17 +55,11 @@ def run(arguments: list[str]) -> None:
 
 
 def prepare(arguments: list[str], command: str = "run") -> Program:
-    """Read a script or a module, and set up the process for it.
+    """Read a script, or after ``-m`` a module, and set up the process for it.
 
-    Args:
-        arguments: The script's file and its arguments, or ``-m``, the module and its arguments.
-        command: What error messages say to call.
-
-    Raises:
-        SystemExit: It could not be read (status 2), or is no Python (status 1).
-
-    Mutates:
-        ``sys.argv``, ``sys.path``, and what `preamp.install_apex_alias` does.
+    ``command`` is what error messages say to call. Raises `SystemExit` if it could not be read
+    (status 2), or is no Python (status 1). Mutates ``sys.argv``, ``sys.path``, and what
+    `preamp.install_apex_alias` does.
     """
     if arguments[:1] == ["-m"] and len(arguments) > 1:
         _start("-m", os.getcwd(), arguments[2:])
@@ -89,13 +75,9 @@ def prepare(arguments: list[str], command: str = "run") -> Program:
 
 
 def execute(program: Program) -> None:
-    """Run ``program`` as ``__main__``.
+    """Run ``program`` as ``__main__``; whatever it raises goes on to the caller.
 
-    Raises:
-        BaseException: Whatever the program raised.
-
-    Mutates:
-        ``sys.modules["__main__"]`` and ``sys.excepthook``.
+    Mutates ``sys.modules["__main__"]`` and ``sys.excepthook``.
     """
     main = ModuleType("__main__")
     vars(main).update(program.attributes, __builtins__=builtins)

@@ -40,6 +40,7 @@ def initialize(
     *,
     patch_torch_functions_type: torch.dtype | None = None,
     scope: Scope | None = None,
+    keep_fp32: Any = None,
 ) -> Any:
     """Put models and optimizers into mixed precision; see `preamp.initialize`.
 
@@ -65,13 +66,14 @@ def initialize(
         patch_torch_functions_type: ROCm's argument; keyword-only, since its fork inserted it in
             the middle of the positional ones.
         scope: See `preamp.initialize`.
+        keep_fp32: See `preamp.initialize`.
 
     Returns:
         The objects passed in, in the shape they were passed in.
 
     Raises:
         PreampPolicyError: Unknown level or contradictory override; a ``RuntimeError``.
-        PreampStateError: A model is half or wrapped, or an optimizer is taken or an
+        PreampStateError: A model is half, wrapped or lazy, or an optimizer is taken or an
             ``FP16_Optimizer``; likewise.
         TypeError: Wrong kind of argument.
         ValueError: Right kind, wrong value.
@@ -95,18 +97,22 @@ def initialize(
         max_loss_scale,
         patch_torch_functions_type=patch_torch_functions_type,
         scope=scope,
+        keep_fp32=keep_fp32,
         allow_half_model=amp_state.allow_incoming_model_not_fp32,
         hard_override=amp_state.hard_override,
     )
-    engine = _engine_among(optimizers, models)
+    _make_current(_engine_among(optimizers, models), enabled)
+    amp_state.verbosity = _number(verbosity)
+    return result
+
+
+def _make_current(engine: rooms.Engine | None, enabled: bool) -> None:
     if engine is not None and enabled:
         attach_stashes(engine)
         if engine.casts_functions:
             amp_state.handle = _handle_of(engine)
         engine.on_close(_forget_if_current(engine))
     amp_state.make_current(engine, is_off=not enabled)
-    amp_state.verbosity = _number(verbosity)
-    return result
 
 
 def _number(verbosity: Any) -> int:

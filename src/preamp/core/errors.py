@@ -52,14 +52,27 @@ def message(got: str, allowed: str, do: str) -> str:
 def system_error(error: OSError, got: str, allowed: str, do: str) -> OSError:
     """Say in three parts what the system says in one, which may name files nobody asked for.
 
-    Args:
-        error: What the system raised; its reason is added to ``got``.
-        got: See `message`.
-        allowed: See `message`.
-        do: See `message`.
-
-    Returns:
-        An error of the same class.
+    Returns an error of the same class. The system's reason is added to ``got``; see `message`.
     """
     reason = error.strerror or str(error)
     return type(error)(message(f"{got}: {reason[:1].lower()}{reason[1:]}", allowed, do))
+
+
+def bad_value(got: str, allowed: str, do: str) -> ValueError:
+    """The error of a wrong value; see `message`."""
+    return ValueError(message(got, allowed, do))
+
+
+def bad_type(got: str, allowed: str, do: str) -> TypeError:
+    """The error of a wrong type; see `message`."""
+    return TypeError(message(got, allowed, do))
+
+
+def bad_state(got: str, allowed: str, do: str) -> PreampStateError:
+    """The error of a call in the wrong order; see `message`."""
+    return PreampStateError(message(got, allowed, do))
+
+
+def unavailable(got: str, allowed: str, do: str) -> PreampUnavailableError:
+    """The error of missing hardware or a missing package; see `message`."""
+    return PreampUnavailableError(message(got, allowed, do))

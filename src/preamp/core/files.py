@@ -23,17 +23,10 @@ _NAME_KEPT = 200  # characters of the file's name in that of its draft
 def replacing(path: Path) -> Generator[BinaryIO]:
     """Write a draft beside ``path`` and put it in its place in one move, when the block ends well.
 
-    The draft and its folder's entry are on the disk when the block has ended. If it raises, or
-    the process dies, what was there before still is.
-
-    Args:
-        path: The file; its folder is made where it does not exist. A link is followed.
-
-    Yields:
-        The draft, open for writing; its ``name`` is its path.
-
-    Raises:
-        OSError: It cannot be written.
+    Its folder is made where it does not exist; a link is followed. Yields the draft, open for
+    writing; its ``name`` is its path. The draft and its folder's entry are on the disk when the
+    block has ended. If it raises, or the process dies, what was there before still is. Raises
+    `OSError`.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():  # a device would be gone for all programs
@@ -74,11 +67,9 @@ def _draft_of(path: Path) -> Generator[str]:
 
 
 def remove_leftovers(folder: Path, is_meant: Callable[[str], bool]) -> None:
-    """Remove drafts whose process has died; those that are being written are left alone.
+    """Remove drafts in ``folder`` whose process has died; those being written are left alone.
 
-    Args:
-        folder: Where to look.
-        is_meant: Whether to remove drafts of the file of this name, which may be shortened.
+    ``is_meant`` tells whether to remove drafts of the file of this name, which may be shortened.
     """
     for draft in folder.glob(".*.part") if fcntl is not None else ():
         if is_meant(draft.name[1:].rsplit(".", 2)[0]):

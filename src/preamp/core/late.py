@@ -6,49 +6,22 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 
-def submodules(package: str, *names: str) -> Callable[[str], ModuleType]:
-    """Make the ``__getattr__`` of a package (PEP 562).
-
-    Args:
-        package: Its name.
-        names: Of the submodules that ``package.name`` loads.
-
-    Returns:
-        The function. Python sets the attribute once the submodule has loaded, so it is asked once.
-    """
-
-    def load(name: str) -> ModuleType:
-        if name in names:
-            return importlib.import_module(f"{package}.{name}")
-        raise _missing(package, name)
-
-    return load
-
-
 def names(package: str, **modules: str) -> Callable[[str], Any]:
-    """Make the ``__getattr__`` of a package (PEP 562).
+    """Make the ``__getattr__`` of a package (PEP 562) from the module of each name.
 
-    Args:
-        package: Its name.
-        modules: For each name that the package has from one of its modules, that module.
-
-    Returns:
-        The function, which sets the attribute and so is asked once.
+    A name without a module is a submodule itself. The function sets the attribute and so is asked
+    once.
     """
 
     def load(name: str) -> Any:
         if name not in modules:
-            raise _missing(package, name)
-        value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
+        module = importlib.import_module(f"{package}.{modules[name] or name}")
+        value = getattr(module, name) if modules[name] else module
         setattr(sys.modules[package], name, value)
         return value
 
     return load
-
-
-def _missing(package: str, name: str) -> AttributeError:
-    return AttributeError(f"module {package!r} has no attribute {name!r}", name=name)

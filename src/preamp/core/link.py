@@ -13,16 +13,13 @@ class Link(Generic[T]):
 
     Hooks and attributes on a user's model need the engine, but ``copy.deepcopy(model)`` and
     ``torch.save(model)`` must yield a model of its own, not a second handle on the engine.
-
-    Attributes:
-        target: The object referred to, or ``None`` in a copy and after `cut`.
     """
 
     __slots__ = ("target",)
 
     def __init__(self, target: T | None = None) -> None:
         """Refer to ``target``."""
-        self.target: T | None = target
+        self.target: T | None = target  # ``None`` in a copy and after `cut`
 
     def cut(self) -> None:
         """Forget the target."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Cast the tensors inside a forward's arguments or results.
+"""Walk containers: map or cast the tensors in them, list them, or write them as plain data.
 
 Containers keep their type: named tuples, dataclasses, ``dict`` subclasses (such as the output
 classes of model libraries), ``deque`` with its ``maxlen``. ``torch.utils._pytree`` is private and
@@ -11,8 +11,9 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import math
 import types
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,19 +24,13 @@ _ATOMS = (str, bytes, int, float, complex, type(None), type, torch.Size, torch.n
 
 
 def map_leaves(fn: LeafFn, value: Any) -> Any:
-    """Return ``value`` with ``fn`` applied to every leaf in it.
+    """Return ``value`` with ``fn`` applied to every leaf in it; nothing is modified in place.
 
-    Args:
-        fn: Called with each tensor, and with each object that has a ``to`` method and is not a
-            mapping (a user's batch class, a packed sequence).
-        value: Leaf, container, or anything else. Strings, numbers, ``None``, modules, ranges,
-            numpy arrays and other unknown objects come back as they are. A generator comes back
-            as a generator that maps on the way; other iterators may have methods of their own
-            and come back as they are.
-
-    Returns:
-        The mapped value. A container in which nothing changed is returned itself, so identity
-        survives where it can. Nothing is modified in place.
+    Leaves are tensors, and objects that have a ``to`` method and are no mapping (a user's batch
+    class, a packed sequence). Strings, numbers, ``None``, modules, ranges, numpy arrays and other
+    unknown objects come back as they are. A generator comes back as a generator that maps on the
+    way; other iterators may have methods of their own and come back as they are. A container in
+    which nothing changed is returned itself, so identity survives where it can.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
@@ -55,14 +50,10 @@ def map_leaves(fn: LeafFn, value: Any) -> Any:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` with every floating-point tensor in it cast to ``dtype``.
+    """Return ``value``, see `map_leaves`, with every floating-point tensor in it cast to ``dtype``.
 
-    Integer, bool and complex tensors stay as they are. An object with a ``to`` method is cast by
-    ``value.to(dtype)``, the extension point for batch classes.
-
-    Args:
-        value: Tensor, container or any other object; see `map_leaves`.
-        dtype: Target dtype, differentiable like ``Tensor.to``.
+    Differentiable like ``Tensor.to``. Integer, bool and complex tensors stay as they are. An object
+    with a ``to`` method is cast by ``value.to(dtype)``, the extension point for batch classes.
     """
 
     def cast_leaf(leaf: Any) -> Any:
@@ -118,12 +109,44 @@ def _map_dataclass(fn: LeafFn, value: Any) -> Any:
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested dicts, lists and tuples."""
+    """Yield the tensors in nested dicts, lists, tuples and sets."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in cast("Mapping[Any, Any]", value).values():
             yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in cast("Sequence[Any]", value):
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in cast("Iterable[Any]", value):
             yield from tensors_in(item)
+
+
+def map_plain(fn: LeafFn, tree: Any) -> Any:
+    """Return a new tree of plain data, ``fn`` applied to all that is no dict, list or tuple."""
+    if isinstance(tree, dict):
+        twin = copy.copy(cast("dict[Any, Any]", tree))
+        for key, item in twin.items():
+            twin[key] = map_plain(fn, item)
+        return twin
+    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
+        items = cast("list[Any]", tree)
+        return type(items)([map_plain(fn, item) for item in items])
+    return fn(tree)
+
+
+def plain(value: Any, nonfinite: Callable[[float], Any] = str) -> Any:
+    """Return ``value`` as what ``json.dumps(..., allow_nan=False)`` accepts.
+
+    Dataclasses become dicts, tuples lists, keys strings; of infinities and nan ``nonfinite`` tells
+    what becomes.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: plain(getattr(value, name), nonfinite) for name in names}
+    if isinstance(value, float) and not math.isfinite(value):
+        return nonfinite(value)
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {str(key): plain(item, nonfinite) for key, item in items}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, nonfinite) for item in cast("Sequence[Any]", value)]
+    return value

@@ -29,9 +29,7 @@ def is_first_rank() -> bool:
 def gather_tensors(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
     """Return ``tensor`` of every rank of ``group``, in their order. All of them must call this.
 
-    Args:
-        tensor: Of one shape, dtype and kind of device everywhere.
-        group: A process group.
+    It is of one shape, dtype and kind of device everywhere.
     """
     found = [torch.empty_like(tensor) for _ in range(group.size())]
     _collectives.all_gather(found, tensor, group=group)
@@ -49,3 +47,15 @@ def broadcast_from_first(tensor: torch.Tensor, group: Any) -> None:
     """Give ``tensor`` the value that it has on the first rank of ``group``; in place."""
     first = _collectives.get_global_rank(group, 0)
     _collectives.broadcast(tensor, first, group=group)
+
+
+_TOGETHER = 64
+"""Elements that stay together: four vectors of AVX-512 in float32, two of half numbers.
+
+Vectorised updates round a tensor's last elements, too few for a vector, in other ways than those
+before (with or without fused multiply-adds); with shares like this they are the ones they were."""
+
+
+def share_of(elements: int, world_size: int) -> int:
+    """The largest share of ``elements`` among ``world_size`` ranks: the first one's."""
+    return min(elements, -(-elements // (world_size * _TOGETHER)) * _TOGETHER)

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 import torch.distributed as dist
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_type, bad_value
 from preamp.core.tensors import has_sharded, is_sharded
 
 Group = Any  # dist.ProcessGroup, a name that builds of torch without torch.distributed lack
@@ -29,11 +29,10 @@ class Splits:
     """
 
     def __init__(self, given: Mapping[Group, Kind] | None = None) -> None:
-        """Take the parameters as they are.
+        """Take the parameters as they are, and further groups that are ``given``.
 
-        Args:
-            given: Further groups: ``"tensor"`` where ranks hold parts or copies of the same
-                parameters, ``"pipeline"`` where each rank has parameters of its own.
+        ``"tensor"`` where ranks hold parts or copies of the same parameters, ``"pipeline"`` where
+        each rank has parameters of its own.
         """
         self.given: Mapping[Group, Kind] = given or {}
         self._tensor = tuple(g for g, kind in self.given.items() if kind == "tensor")
@@ -96,11 +95,8 @@ class Splits:
     def sum_(self, vectors: Sequence[torch.Tensor], over: Sequence[Groups]) -> None:
         """Add each vector up over the ranks of its groups, in place: one all-reduce per group.
 
-        All ranks must call it alike. Waits for nobody on devices whose collectives are queued.
-
-        Args:
-            vectors: Of one dtype, on one device. Mutated.
-            over: The groups of each.
+        The vectors are of one dtype, on one device. All ranks must call it alike. Waits for nobody
+        on devices whose collectives are queued.
         """
         self._reduce_(vectors, over, dist.ReduceOp.SUM)
 
@@ -138,12 +134,9 @@ def meshes_of(params: Iterable[torch.Tensor]) -> list[Groups]:
 def splits_over(process_groups: Any) -> Splits:
     """Return the splits that ``initialize(process_groups=…)`` asks for.
 
-    Args:
-        process_groups: ``None``; a group; several; or a mapping from groups to what they are for.
-
-    Raises:
-        TypeError: Something else.
-        ValueError: This process is not in one of the groups, or a group is for something else.
+    Given is ``None``; a group; several; or a mapping from groups to what they are for. Raises
+    `TypeError` for anything else, and `ValueError` if this process is not in one of the groups, or
+    a group is for something else.
     """
     if process_groups is None:
         return Splits()
@@ -161,28 +154,22 @@ def splits_over(process_groups: Any) -> Splits:
 
 def _check_group(group: Group, kind: Any) -> None:
     if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            message(
-                "process_groups has a group that this process is not in",
-                "Each rank names the groups it is a member of",
-                "Pass the group that torch.distributed.new_group made for this rank",
-            )
+        raise bad_value(
+            "process_groups has a group that this process is not in",
+            "Each rank names the groups it is a member of",
+            "Pass the group that torch.distributed.new_group made for this rank",
         )
     if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            message(
-                f"process_groups has a {type(group).__name__}",
-                "Allowed are a torch.distributed.ProcessGroup, a list of them, or a mapping from "
-                "each to 'tensor' or 'pipeline'",
-                "Pass what torch.distributed.new_group or mesh.get_group() returned",
-            )
+        raise bad_type(
+            f"process_groups has a {type(group).__name__}",
+            "Allowed are a torch.distributed.ProcessGroup, a list of them, or a mapping from "
+            "each to 'tensor' or 'pipeline'",
+            "Pass what torch.distributed.new_group or mesh.get_group() returned",
         )
     if kind not in KINDS:
-        raise ValueError(
-            message(
-                f"process_groups says {kind!r} of a group",
-                "Allowed are 'tensor', where ranks hold parts or copies of the same parameters, "
-                "and 'pipeline', where each rank has parameters of its own",
-                "Pass for example process_groups={tensor_group: 'tensor', stages: 'pipeline'}",
-            )
+        raise bad_value(
+            f"process_groups says {kind!r} of a group",
+            "Allowed are 'tensor', where ranks hold parts or copies of the same parameters, "
+            "and 'pipeline', where each rank has parameters of its own",
+            "Pass for example process_groups={tensor_group: 'tensor', stages: 'pipeline'}",
         )

@@ -107,8 +107,9 @@ class WeightMarks:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Mark one more tensor."""
-        for column in (self._versions, self._addresses, self._storages, self._keys):
-            column.append(None)
+        self._storages.append(None)
+        for column in (self._versions, self._addresses, self._keys):
+            column.append(-1)
         self._mark(len(self._keys) - 1, tensor)
 
     def remove(self, row: int) -> None:
@@ -152,6 +153,10 @@ class WeightMarks:
         self._versions = versions_of(tensors)
         for row in [row for row, (a, b, gone) in enumerate(columns) if a != b or gone]:
             self._mark(row, tensors[row])
+
+    def expect_write(self, row: int) -> None:
+        """Mark a tensor as it will be after one write, which is about to come."""
+        self._versions[row] += 1
 
     def advance(self, tensors: Sequence[torch.Tensor], start: int, stop: int) -> None:
         """Mark consecutive ones after a write to the memory that they had when last asked."""

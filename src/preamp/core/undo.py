@@ -16,11 +16,7 @@ class Removable(Protocol):
 
 
 def run_all(steps: Iterable[Callable[[], Any]]) -> None:
-    """Run all steps in order: what is not taken back now never will be.
-
-    Raises:
-        BaseException: The first one that a step raised, after all the others have run.
-    """
+    """Run all steps in order, as what is not taken back now never is; raise the first error."""
     first: BaseException | None = None
     for step in steps:
         try:
@@ -35,7 +31,6 @@ class UndoStack:
     """Steps that restore what was changed; used when `initialize` fails and by ``close``."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._steps: list[Callable[[], Any]] = []
 
     def push(self, step: Callable[[], Any]) -> None:
@@ -48,11 +43,7 @@ class UndoStack:
             self.push(handle.remove)
 
     def unwind(self) -> None:
-        """Run all steps, last change first, and forget them.
-
-        Raises:
-            BaseException: The first one that a step raised, after all the others have run.
-        """
+        """Run all steps as `run_all` does, last change first, and forget them."""
         run_all(self._popped())
 
     def _popped(self) -> Iterator[Callable[[], Any]]:

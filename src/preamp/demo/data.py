@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from preamp.core.errors import PreampUnavailableError, message
+from preamp.core.errors import unavailable
 
 EXCLUDED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "encodings", "ensurepip", "idle_test", "idlelib"}
@@ -20,53 +20,33 @@ EXCLUDED_FOLDERS = frozenset(
 )
 """Installed packages, tests and generated tables: not the standard library's code proper."""
 
-HELD_OUT_EVERY = 10
-"""One file in ten, by the hash of its path, is kept out of training."""
-
+HELD_OUT_EVERY = 10  # one file in ten, by the hash of its path, is kept out of training
 _SMALLEST_CORPUS = 1_000_000  # bytes; the smallest stdlib that we met has 9 million
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """The two texts, as bytes.
+    """The two texts, as bytes."""
 
-    Attributes:
-        train: Concatenated training files, shape (bytes,), uint8.
-        held_out: Concatenated held-out files, shape (bytes,), uint8.
-        train_files: Paths relative to the library's folder, in the order of the text.
-        held_out_files: The same for the held-out text.
-    """
-
-    train: Tensor
-    held_out: Tensor
-    train_files: tuple[str, ...]
-    held_out_files: tuple[str, ...]
+    train: Tensor  # concatenated training files, shape (bytes,), uint8
+    held_out: Tensor  # concatenated held-out files, shape (bytes,), uint8
+    train_files: tuple[str, ...]  # paths relative to the library's folder, in the order of the text
+    held_out_files: tuple[str, ...]  # the same for the held-out text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Windows of text and the byte that follows each position.
+    """Windows of text and the byte that follows each position."""
 
-    Attributes:
-        inputs: Shape (batch, context), int64.
-        targets: Shape (batch, context), int64.
-    """
-
-    inputs: Tensor
-    targets: Tensor
+    inputs: Tensor  # shape (batch, context), int64
+    targets: Tensor  # shape (batch, context), int64
 
 
 def read_corpus(folder: Path | None = None) -> Corpus:
     """Read the Python files below ``folder``, sorted by path, and split them by file.
 
-    Args:
-        folder: Where to look. Default: the standard library of the running interpreter.
-
-    Returns:
-        The two texts. The split depends on nothing but the relative paths.
-
-    Raises:
-        PreampUnavailableError: There is too little source text to learn from.
+    By default the folder is the running interpreter's standard library. The split depends on
+    nothing but the relative paths. Raises `PreampUnavailableError` where there is too little text.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     train: dict[str, bytes] = {}
@@ -75,12 +55,10 @@ def read_corpus(folder: Path | None = None) -> Corpus:
         part = held_out if is_held_out(name) else train
         part[name] = (folder / name).read_bytes()
     if min(_size(train), _size(held_out) * HELD_OUT_EVERY // 2) < _SMALLEST_CORPUS:
-        raise PreampUnavailableError(
-            message(
-                f"Found {_size(train):,} + {_size(held_out):,} bytes of Python source in {folder}",
-                f"The demo learns from at least {_SMALLEST_CORPUS:,} bytes of it",
-                "Run the demo with a Python that ships its standard library as .py files",
-            )
+        raise unavailable(
+            f"Found {_size(train):,} + {_size(held_out):,} bytes of Python source in {folder}",
+            f"The demo learns from at least {_SMALLEST_CORPUS:,} bytes of it",
+            "Run the demo with a Python that ships its standard library as .py files",
         )
     return Corpus(
         train=_as_tensor(train),
@@ -91,27 +69,13 @@ def read_corpus(folder: Path | None = None) -> Corpus:
 
 
 def source_files(folder: Path) -> list[str]:
-    """List the ``.py`` files below ``folder`` that are the library's own.
-
-    Args:
-        folder: A standard library's folder.
-
-    Returns:
-        Relative POSIX paths, sorted, so that every machine reads the same order.
-    """
+    """The library's own ``.py`` files below ``folder`` as relative POSIX paths, sorted."""
     names = (path.relative_to(folder) for path in folder.rglob("*.py"))
     return sorted(name.as_posix() for name in names if not EXCLUDED_FOLDERS & set(name.parts[:-1]))
 
 
 def is_held_out(name: str) -> bool:
-    """Tell whether a file belongs to the held-out text.
-
-    Args:
-        name: Relative POSIX path.
-
-    Returns:
-        True for one path in ten, on every machine the same.
-    """
+    """Whether a file is held out: one relative POSIX path in ten, on every machine the same."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:4], "big") % HELD_OUT_EVERY == 0
 
@@ -119,17 +83,9 @@ def is_held_out(name: str) -> bool:
 def training_batches(
     text: Tensor, *, steps: int, batch: int, context: int, seed: int
 ) -> Iterator[Batch]:
-    """Cut the same random windows for every opt level.
+    """Cut the same random windows of ``text``, shape (bytes,), uint8, for every opt level.
 
-    Args:
-        text: Shape (bytes,), uint8.
-        steps: Number of batches.
-        batch: Windows in a batch.
-        context: Bytes in a window.
-        seed: Of the generator; equal seeds give equal batches.
-
-    Yields:
-        ``steps`` batches on the CPU.
+    Equal seeds give equal batches. They are on the CPU.
     """
     random = torch.Generator().manual_seed(seed)
     for _ in range(steps):
@@ -138,47 +94,19 @@ def training_batches(
 
 
 def part_of_batch(batch: Batch, rank: int, ranks: int) -> Batch:
-    """Take one rank's windows of a batch.
-
-    Args:
-        batch: Windows whose number is a multiple of ``ranks``.
-        rank: Whose.
-        ranks: How many share the batch.
-
-    Returns:
-        Views of the windows ``rank``, ``rank + ranks``, and so on.
-    """
+    """One rank's windows of a batch, as views: ``rank``, ``rank + ranks``, and so on."""
     return Batch(inputs=batch.inputs[rank::ranks], targets=batch.targets[rank::ranks])
 
 
 def held_out_batches(text: Tensor, *, count: int, batch: int, context: int) -> Iterator[Batch]:
-    """Cut windows at equal distances from the whole held-out text.
-
-    Args:
-        text: Shape (bytes,), uint8.
-        count: Windows altogether.
-        batch: Windows in a batch.
-        context: Bytes in a window.
-
-    Yields:
-        Batches on the CPU, the same at every call.
-    """
+    """Cut ``count`` windows at equal distances from ``text``, shape (bytes,), uint8; on the CPU."""
     starts = torch.linspace(0, len(text) - context - 1, count, dtype=torch.float64).long()
     for first in range(0, count, batch):
         yield windows(text, starts[first : first + batch], context)
 
 
 def windows(text: Tensor, starts: Tensor, context: int) -> Batch:
-    """Cut one window at each start.
-
-    Args:
-        text: Shape (bytes,), uint8.
-        starts: First byte of each window, shape (batch,), int64.
-        context: Bytes in a window.
-
-    Returns:
-        The windows and their targets, one byte further.
-    """
+    """Cut one window at each of ``starts``, shape (batch,), int64; targets are one byte further."""
     cut = text[starts[:, None] + torch.arange(context + 1)].long()
     return Batch(inputs=cut[:, :-1], targets=cut[:, 1:])
 

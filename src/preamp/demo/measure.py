@@ -26,31 +26,15 @@ _SHORT = {
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Compute the mean cross-entropy of the next byte.
-
-    Args:
-        model: Maps bytes to logits.
-        batch: Inputs and targets on the model's device.
-
-    Returns:
-        A scalar, in nats per byte.
-    """
+    """The mean cross-entropy of the next byte, a scalar in nats; all on the model's device."""
     logits: Tensor = model(batch.inputs)
     return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
 
 
 def held_out_bits(model: GPT, batches: Iterable[Batch]) -> float:
-    """Evaluate bits per byte, in the precision that the model was trained in.
+    """Mean bits per byte of held-out text; 8.0 is what a model that knows nothing needs.
 
-    Args:
-        model: An initialised model.
-        batches: Held-out text.
-
-    Returns:
-        The mean over all bytes; 8.0 is what a model that knows nothing needs.
-
-    Mutates:
-        Leaves the model in evaluation mode.
+    Computed in the precision that the model was trained in. Leaves it in evaluation mode.
     """
     model.eval()
     total, count = 0.0, 0
@@ -62,17 +46,10 @@ def held_out_bits(model: GPT, batches: Iterable[Batch]) -> float:
 
 
 def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Memory:
-    """Count bytes per parameter from the tensors that exist now.
+    """Bytes on this rank from the tensors that exist now, per parameter of the whole model.
 
-    Call it between a backward and its step, and not before the second one: the optimizer makes
-    its state in the first step.
-
-    Args:
-        model: An initialised model.
-        optimizer: Its optimizer.
-
-    Returns:
-        Bytes of each category on this rank, divided by the number of parameters of the whole model.
+    Call it between a backward and its step, and not before the second one: the optimizer makes its
+    state in the first step.
     """
     weights = list(model.parameters())
     masters = _masters(model, optimizer)
@@ -92,13 +69,7 @@ def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Memory:
 def dtypes_of(model: GPT, optimizer: torch.optim.Optimizer, batch: Batch) -> Dtypes:
     """Find the number formats by looking at parameters and at what a forward puts out.
 
-    Args:
-        model: An initialised model.
-        optimizer: Its optimizer.
-        batch: Something to run the model on.
-
-    Returns:
-        Short names; ``"bf16+fp32"`` where there are two, the more frequent one first.
+    Short names; ``"bf16+fp32"`` where there are two, the more frequent one first.
     """
     seen: list[Tensor] = []
 
@@ -123,14 +94,9 @@ def dtypes_of(model: GPT, optimizer: torch.optim.Optimizer, batch: Batch) -> Dty
 
 
 def activation_bytes(model: GPT, batch: Batch) -> int:
-    """Count what one forward keeps for its backward, parameters and inputs left out.
+    """Bytes of the distinct storages that a forward keeps for its backward.
 
-    Args:
-        model: An initialised model.
-        batch: One training batch.
-
-    Returns:
-        Bytes of the distinct storages that autograd saved.
+    Parameters and inputs are left out.
     """
     known = {storage_key(t.untyped_storage()) for t in (batch.inputs, batch.targets)}
     kept: dict[int, int] = {}

@@ -12,21 +12,15 @@ from torch.nn import functional as F
 
 from preamp.demo.config import ModelConfig
 
-VOCABULARY = 256
-"""Every byte is a token, so there is no tokenizer and loss / ln 2 is bits per byte."""
+VOCABULARY = 256  # every byte is a token, so there is no tokenizer and loss / ln 2 is bits per byte
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention.
-
-    Args:
-        config: Width, heads and context of the model.
-    """
+    """Causal multi-head self-attention."""
 
     causal: Tensor  # (context, context), bool: True where a query may not look
 
     def __init__(self, config: ModelConfig) -> None:
-        """Create the two projections and the mask."""
         super().__init__()
         self.heads = config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width)
@@ -35,14 +29,7 @@ class Attention(nn.Module):
         self.register_buffer("causal", future, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix each position with the ones before it.
-
-        Args:
-            x: Activations, shape (batch, length, width).
-
-        Returns:
-            Activations of the same shape.
-        """
+        """Mix each position with the ones before it; of shape (batch, length, width)."""
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -53,18 +40,10 @@ class Attention(nn.Module):
 def attend(q: Tensor, k: Tensor, v: Tensor, future: Tensor) -> Tensor:
     """Average the values that each position may see, weighted by how well key and query agree.
 
-    On CPUs this is written out: torch's fused attention is as fast there in float32, but its
-    backward is slower in bfloat16 (batch 8, length 128, width 256, 4 layers, 2 cores: 41 against
-    55 ms for a whole training step).
-
-    Args:
-        q: Queries, shape (batch, heads, length, head size).
-        k: Keys, same shape.
-        v: Values, same shape.
-        future: True where a query may not look, shape (length, length).
-
-    Returns:
-        Mixed values, shape (batch, heads, length, head size).
+    All are of shape (batch, heads, length, head size); ``future``, of shape (length, length), is
+    true where a query may not look. On CPUs this is written out: torch's fused attention is as fast
+    there in float32, but its backward is slower in bfloat16 (batch 8, length 128, width 256, 4
+    layers, 2 cores: 41 against 55 ms for a whole training step).
     """
     if q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -73,14 +52,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, future: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block: attention, then a GELU MLP four times as wide.
-
-    Args:
-        config: Width, heads and context of the model.
-    """
+    """One pre-norm transformer block: attention, then a GELU MLP four times as wide."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Create the two sub-layers and their norms."""
         super().__init__()
         self.norm_attention = nn.LayerNorm(config.width)
         self.attention = Attention(config)
@@ -89,28 +63,15 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the two sub-layers' outputs to the residual stream.
-
-        Args:
-            x: Activations, shape (batch, length, width).
-
-        Returns:
-            Activations of the same shape.
-        """
+        """Add the two sub-layers' outputs to the residual stream, shape (batch, length, width)."""
         x = x + self.attention(self.norm_attention(x))
         return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer over bytes, with learned positions and an untied head.
-
-    Args:
-        config: Size of the model.
-        random: Source of the initial weights.
-    """
+    """Decoder-only transformer over bytes, with learned positions and an untied head."""
 
     def __init__(self, config: ModelConfig, random: torch.Generator) -> None:
-        """Create and initialise the layers."""
         super().__init__()
         self.config = config
         self.tokens = nn.Embedding(VOCABULARY, config.width)
@@ -121,13 +82,9 @@ class GPT(nn.Module):
         self._initialize(random)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Predict the byte after each byte.
+        """Logits, shape (batch, length, 256), of the byte after each one of ``tokens``.
 
-        Args:
-            tokens: Byte values, shape (batch, length), int64, length at most ``context``.
-
-        Returns:
-            Logits, shape (batch, length, 256).
+        These are of shape (batch, length), int64, the length at most ``context``.
         """
         where = torch.arange(tokens.size(1), device=tokens.device)
         x = self.tokens(tokens) + self.positions(where)

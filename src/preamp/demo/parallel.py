@@ -11,9 +11,9 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import nn
 
-from preamp.core.errors import PreampUnavailableError, message
+from preamp.core.errors import bad_value, unavailable
 from preamp.demo.model import GPT
-from preamp.distributed.job import launched_ranks, shard_fully
+from preamp.distributed.groups import launched_ranks, shard_fully
 from preamp.parallel import DistributedDataParallel, shard_optimizer
 
 Parallel = Literal["none", "ddp", "zero1", "fsdp"]
@@ -28,37 +28,22 @@ SHARED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """What one rank says of a training.
+    """What one rank says of a training."""
 
-    Attributes:
-        rank: Its number.
-        steps_skipped: Steps not taken.
-        loss_scale: At the end.
-        losses: Digest of the curve.
-        weights: Digest of the weights that it has; parts where they are sharded.
-        median_seconds: Of its steps.
-        bytes_per_parameter: What it holds between backward and step.
-        peak_bytes: Highest allocation; ``None`` where torch does not count.
-    """
-
-    rank: int
-    steps_skipped: int
-    loss_scale: float
-    losses: str
-    weights: str
-    median_seconds: float | None
-    bytes_per_parameter: float | None
-    peak_bytes: int | None
+    rank: int  # its number
+    steps_skipped: int  # steps not taken
+    loss_scale: float  # at the end
+    losses: str  # digest of the curve
+    weights: str  # digest of the weights that it has; parts where they are sharded
+    median_seconds: float | None  # of its steps
+    bytes_per_parameter: float | None  # what it holds between backward and step
+    peak_bytes: int | None  # highest allocation; ``None`` where torch does not count
 
 
 def choose_parallel(name: str) -> Parallel:
-    """Turn the option into what this process can do.
+    """Turn the option, ``"auto"`` or one of `Parallel`, into what this process can do.
 
-    Args:
-        name: ``"auto"``, or one of `Parallel`.
-
-    Raises:
-        ValueError: It is nothing of that, or needs more than one process.
+    Raises `ValueError` for anything else, and for what needs more processes, or just one.
     """
     ranks = launched_ranks()
     if name == "auto":
@@ -67,36 +52,27 @@ def choose_parallel(name: str) -> Parallel:
         if name == known and (name == "none") == (ranks == 1):
             return known
     is_known = name in get_args(Parallel)
-    raise ValueError(
-        message(
-            f"--parallel {name} with {ranks} process(es)" if is_known else f"--parallel {name!r}",
-            "Choose none for one process, and ddp, zero1 or fsdp for several",
-            "Start several with torchrun --nproc-per-node 2 -m preamp demo --parallel ddp",
-        )
+    raise bad_value(
+        f"--parallel {name} with {ranks} process(es)" if is_known else f"--parallel {name!r}",
+        "Choose none for one process, and ddp, zero1 or fsdp for several",
+        "Start several with torchrun --nproc-per-node 2 -m preamp demo --parallel ddp",
     )
 
 
 def require_sharding(parallel: str, device: torch.device) -> None:
-    """Refuse to shard where this torch cannot.
+    """Refuse by `PreampUnavailableError` to shard where this torch cannot.
 
-    Args:
-        parallel: One of `Parallel`.
-        device: Where to train.
-
-    Raises:
-        PreampUnavailableError: ``fully_shard`` needs events of CPU streams, which torch 2.6 lacks.
+    ``fully_shard`` needs events of CPU streams, which torch 2.6 lacks.
     """
     if (
         parallel == "fsdp"
         and device.type == "cpu"
         and not hasattr(torch.cpu.Stream, "record_event")
     ):
-        raise PreampUnavailableError(
-            message(
-                f"--parallel fsdp on CPUs with torch {torch.__version__}",
-                "Its fully_shard runs on accelerators only",
-                "Choose --parallel ddp or zero1, or install a newer torch",
-            )
+        raise unavailable(
+            f"--parallel fsdp on CPUs with torch {torch.__version__}",
+            "Its fully_shard runs on accelerators only",
+            "Choose --parallel ddp or zero1, or install a newer torch",
         )
 
 
@@ -109,10 +85,7 @@ def shard_before(model: GPT, parallel: str) -> None:
 def wrap_after(model: GPT, optimizer: torch.optim.Optimizer, parallel: str) -> nn.Module:
     """Do what comes after ``preamp.initialize``, and return what runs forward.
 
-    Args:
-        model: Initialized.
-        optimizer: Initialized; with ZeRO-1 its state is shared from now on.
-        parallel: One of `Parallel`.
+    With ZeRO-1 the optimizer's state is shared from now on.
     """
     wrapped = DistributedDataParallel(model) if parallel in ("ddp", "zero1") else model
     if parallel == "zero1":
@@ -133,12 +106,7 @@ def digest(values: object) -> str:
 
 
 def agreement_of(ranks: tuple[RankResult, ...], parallel: str) -> str:
-    """Say whether ranks agree on what they have to agree on.
-
-    Args:
-        ranks: Two or more.
-        parallel: What they shared.
-    """
+    """Say whether ranks agree on what they have to agree on."""
     facts = {
         "losses": {rank.losses for rank in ranks},
         "skipped steps": {rank.steps_skipped for rank in ranks},

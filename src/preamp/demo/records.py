@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
+from preamp.core.pytree import plain
 from preamp.demo.config import DemoConfig
 from preamp.demo.parallel import RankResult
 from preamp.numerics import Record
@@ -19,34 +19,21 @@ Status = Literal["finished", "diverged", "refused", "interrupted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtypes:
-    """Number formats found in the live objects; the most frequent one first.
+    """Number formats found in the live objects; the most frequent one first."""
 
-    Attributes:
-        weights: Of the model's parameters.
-        compute: Of what the linear layers put out.
-        masters: Of the optimizer's own copies of the weights, or ``"none"``.
-    """
-
-    weights: str
-    compute: str
-    masters: str
+    weights: str  # of the model's parameters
+    compute: str  # of what the linear layers put out
+    masters: str  # of the optimizer's own copies of the weights, or ``"none"``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes per model parameter, counted between a backward and its step.
+    """Bytes per model parameter, counted between a backward and its step."""
 
-    Attributes:
-        weights: The model's parameters.
-        masters: The optimizer's own copies of them.
-        gradients: Gradients that exist, of both.
-        optimizer_state: Tensors in ``optimizer.state``.
-    """
-
-    weights: float
-    masters: float
-    gradients: float
-    optimizer_state: float
+    weights: float  # the model's parameters
+    masters: float  # the optimizer's own copies of them
+    gradients: float  # gradients that exist, of both
+    optimizer_state: float  # tensors in ``optimizer.state``
 
     @property
     def total(self) -> float:
@@ -56,44 +43,26 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelResult:
-    """One opt level's row.
+    """One opt level's row."""
 
-    Attributes:
-        level: The opt level.
-        status: How the training ended.
-        reason: Why, when it did not finish.
-        steps_done: Optimizer steps attempted, skipped ones included.
-        steps_skipped: Steps not taken because gradients overflowed.
-        loss_scale: At the end.
-        losses: Training loss of each step in bits per byte; not finite where it diverged.
-        step_seconds: Duration of each step, warm-up included.
-        warmup_steps: How many of the first ones the statistics leave out.
-        tokens_per_step: Bytes of text in a step.
-        held_out_bits: Held-out bits per byte; None when the training did not finish.
-        dtypes: Number formats; None when no step was done.
-        memory: Bytes per parameter; None when the optimizer never stepped.
-        activation_bytes: What autograd kept for one backward besides the parameters.
-        peak_bytes: Highest allocation on the device; None where torch does not count it.
-        ranks: What each rank says, where there are several.
-        records: What happened to the numbers, as the report reads it; not in ``results.json``.
-    """
-
-    level: str
-    status: Status
-    reason: str
-    steps_done: int
-    steps_skipped: int
-    loss_scale: float
+    level: str  # the opt level
+    status: Status  # how the training ended
+    reason: str  # why, when it did not finish
+    steps_done: int  # optimizer steps attempted, skipped ones included
+    steps_skipped: int  # steps not taken because gradients overflowed
+    loss_scale: float  # at the end
+    # Training loss of each step in bits per byte; not finite where it diverged.
     losses: tuple[float, ...]
-    step_seconds: tuple[float, ...]
-    warmup_steps: int
-    tokens_per_step: int
-    held_out_bits: float | None
-    dtypes: Dtypes | None
-    memory: Memory | None
-    activation_bytes: int | None
-    peak_bytes: int | None
-    ranks: tuple[RankResult, ...] = ()
+    step_seconds: tuple[float, ...]  # duration of each step, warm-up included
+    warmup_steps: int  # how many of the first ones the statistics leave out
+    tokens_per_step: int  # bytes of text in a step
+    held_out_bits: float | None  # held-out bits per byte; None when the training did not finish
+    dtypes: Dtypes | None  # number formats; None when no step was done
+    memory: Memory | None  # bytes per parameter; None when the optimizer never stepped
+    activation_bytes: int | None  # what autograd kept for one backward besides the parameters
+    peak_bytes: int | None  # highest allocation on the device; None where torch does not count it
+    ranks: tuple[RankResult, ...] = ()  # what each rank says, where there are several
+    # What happened to the numbers, as the report reads it; not in ``results.json``.
     records: tuple[Record, ...] = ()
 
     @property
@@ -119,27 +88,16 @@ class LevelResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """A whole run.
+    """A whole run."""
 
-    Attributes:
-        config: What was asked for.
-        versions: Of Python, torch and preamp.
-        device: What it ran on, in words, and with how many threads.
-        parameters: Number of model parameters.
-        train_bytes: Size of the training text.
-        held_out_bytes: Size of the held-out text.
-        interrupted: Whether Ctrl-C ended the run early.
-        levels: One row per opt level that was started.
-    """
-
-    config: DemoConfig
-    versions: dict[str, str]
-    device: str
-    parameters: int
-    train_bytes: int
-    held_out_bytes: int
-    interrupted: bool
-    levels: tuple[LevelResult, ...]
+    config: DemoConfig  # what was asked for
+    versions: dict[str, str]  # of Python, torch and preamp
+    device: str  # what it ran on, in words, and with how many threads
+    parameters: int  # number of model parameters
+    train_bytes: int  # size of the training text
+    held_out_bytes: int  # size of the held-out text
+    interrupted: bool  # whether Ctrl-C ended the run early
+    levels: tuple[LevelResult, ...]  # one row per opt level that was started
 
     @property
     def baseline(self) -> LevelResult | None:
@@ -148,29 +106,14 @@ class DemoResult:
 
 
 def to_json(result: DemoResult) -> dict[str, Any]:
-    """Turn a run into data that ``json.dumps(allow_nan=False)`` accepts.
-
-    Args:
-        result: The run.
-
-    Returns:
-        The content of ``results.json``; :mod:`preamp.demo.schema` says what is in it.
-    """
+    """The content of ``results.json``, which ``json.dumps(allow_nan=False)`` accepts."""
     document = {"schema_version": SCHEMA_VERSION, **asdict(replace(result, levels=()))}
     document["levels"] = [_level_to_json(row, result.baseline) for row in result.levels]
-    return _plain(document)
+    return plain(document, nonfinite=lambda _: None)
 
 
 def ratio(value: float | None, base: float | None) -> float | None:
-    """Divide, where there is something to divide.
-
-    Args:
-        value: A measurement.
-        base: The same of O0.
-
-    Returns:
-        ``value / base``, or None where either is missing.
-    """
+    """``value / base``, or ``None`` where either is missing."""
     return None if value is None or not base else value / base
 
 
@@ -186,14 +129,3 @@ def _level_to_json(row: LevelResult, base: LevelResult | None) -> dict[str, Any]
         "median_ratio": ratio(row.median_seconds, base and base.median_seconds),
         "held_out_ratio": ratio(row.held_out_bits, base and base.held_out_bits),
     }
-
-
-def _plain(value: Any) -> Any:
-    """Replace what JSON does not have: tuples, and numbers that are not finite."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in cast("dict[str, Any]", value).items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in cast("list[Any]", value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

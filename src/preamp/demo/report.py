@@ -1,21 +1,81 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A run as one HTML page: the report on the records of all levels, and what only the demo knows."""
+"""A run as files: ``report.html`` for people, ``results.json`` and records for programs."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
+import tempfile
 from itertools import accumulate
+from pathlib import Path
 
 from preamp import report
-from preamp.demo import notes
+from preamp.core.errors import system_error, unavailable
 from preamp.demo.parallel import SHARED
-from preamp.demo.records import DemoResult, LevelResult
-from preamp.demo.table import RANK_COLUMNS, Cell, columns_of, rank_rows
+from preamp.demo.records import DemoResult, LevelResult, to_json
+from preamp.demo.table import (
+    HELD_OUT,
+    MEMORY,
+    RANK_COLUMNS,
+    TIMING,
+    Cell,
+    columns_of,
+    note_of,
+    rank_rows,
+)
+from preamp.numerics import to_json as record_to_json
 from preamp.report.blocks import Block, Column, Facts, Figure, Section, Table, Text
-from preamp.report.chart import Chart, Line, draw, legend
-from preamp.report.scales import finite_range, linear
+from preamp.report.chart import Chart, Line, draw, finite_range, linear
 from preamp.report.svg import Html, joined, tag
 from preamp.report.timeline import loss_scale_of, smoothed
+
+
+def require_packages() -> None:
+    """Refuse before the training, not after it, where the report cannot be written."""
+    if importlib.util.find_spec("jinja2") is None:
+        raise unavailable(
+            "Cannot import jinja2",
+            "The report needs jinja2",
+            'Install them with: pip install "preamp[cli,report]"',
+        )
+
+
+def require_folder(folder: Path) -> None:
+    """Refuse before the training a folder that cannot be made or written to, by an `OSError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise system_error(
+            error,
+            f"{folder} cannot be written to",
+            "The report and its data go to a folder, which is made where it does not exist",
+            "Pass another one by --out",
+        ) from None
+
+
+def write(result: DemoResult, folder: Path) -> tuple[Path, Path]:
+    """Write and return the report and the data; write records of each level under ``runs``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "results.json"
+    text = json.dumps(to_json(result), indent=1, allow_nan=False)
+    data.write_text(text + "\n", encoding="utf-8")
+    _write_records(result, folder / "runs")
+    page = folder / "report.html"
+    page.write_text(render(result), encoding="utf-8")
+    return page, data
+
+
+def _write_records(result: DemoResult, folder: Path) -> None:
+    """Write what ``preamp report`` reads, one file for each level that has any."""
+    for row in result.levels:
+        if row.records:
+            folder.mkdir(exist_ok=True)
+            lines = (json.dumps(record_to_json(r), allow_nan=False) + "\n" for r in row.records)
+            (folder / f"{row.level}.jsonl").write_text("".join(lines), encoding="utf-8")
+
 
 _INTRO = (
     "A byte-level GPT with {parameters:,} parameters, trained on the Python standard library's"
@@ -26,14 +86,7 @@ _INTERRUPTED = " Interrupted: this is what was measured until then."
 
 
 def render(result: DemoResult) -> str:
-    """Write a run as one HTML page that refers to nothing outside itself.
-
-    Args:
-        result: The run.
-
-    Returns:
-        The page.
-    """
+    """Write a run as one HTML page that refers to nothing outside itself."""
     intro = _INTRO.format(parameters=result.parameters)
     return report.render(
         {row.level: row.records for row in result.levels} or [],
@@ -45,7 +98,7 @@ def render(result: DemoResult) -> str:
 
 
 def _results(result: DemoResult) -> Section:
-    remarks = [(row.level, notes.note_of(row, result)) for row in result.levels]
+    remarks = [(row.level, note_of(row, result)) for row in result.levels]
     blocks: list[Block] = [_table(result), Facts(facts=remarks)]
     picture = _loss_by_time(result)
     if picture is not None:
@@ -57,7 +110,7 @@ def _results(result: DemoResult) -> Section:
         blocks.append(
             Table(name="ranks-table", caption=f"Ranks. {shared}", columns=columns, rows=ranks)
         )
-    blocks += [Text(text=text) for text in (notes.HELD_OUT, notes.TIMING, notes.MEMORY)]
+    blocks += [Text(text=text) for text in (HELD_OUT, TIMING, MEMORY)]
     return Section(name="results", title="Results", blocks=blocks)
 
 
@@ -97,7 +150,7 @@ def _loss_by_time(result: DemoResult) -> Html | None:
         x_name="seconds",
         height=220,
     )
-    return joined([draw(chart), legend((line.name, line.style) for line in lines)])
+    return draw(chart)
 
 
 def _points(row: LevelResult) -> list[tuple[float, float]]:

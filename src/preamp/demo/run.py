@@ -11,33 +11,32 @@ from dataclasses import dataclass, replace
 import torch
 
 import preamp
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.demo.config import DemoConfig
 from preamp.demo.data import Batch, Corpus, held_out_batches, part_of_batch, training_batches
-from preamp.demo.history import note_start, records_of
 from preamp.demo.measure import activation_bytes, dtypes_of, held_out_bits
 from preamp.demo.model import GPT
-from preamp.demo.parallel import shard_before, wrap_after
-from preamp.demo.rank_results import with_ranks
+from preamp.demo.parallel import RankResult, digest, shard_before, wrap_after
 from preamp.demo.records import DemoResult, LevelResult, Status
-from preamp.demo.train import DivergedError, Tape, make_optimizer, train
-from preamp.demo.watch import Watcher
-from preamp.distributed.job import own_rank
+from preamp.demo.train import (
+    DivergedError,
+    Tape,
+    Watcher,
+    make_optimizer,
+    note_start,
+    records_of,
+    train,
+)
+from preamp.distributed.groups import gather_to_all, own_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all opt levels share.
+    """What all opt levels share."""
 
-    Attributes:
-        config: What was asked for.
-        corpus: The text.
-        start: The float32 model that every level starts from; never trained itself.
-    """
-
-    config: DemoConfig
-    corpus: Corpus
-    start: GPT
+    config: DemoConfig  # what was asked for
+    corpus: Corpus  # the text
+    start: GPT  # the float32 model that every level starts from; never trained itself
 
     @property
     def device(self) -> torch.device:
@@ -74,42 +73,21 @@ class Setting:
 
 
 def prepare(config: DemoConfig, corpus: Corpus) -> Setting:
-    """Create what all levels share.
-
-    Args:
-        config: What was asked for.
-        corpus: The text.
-
-    Returns:
-        The setting, with weights drawn from ``config.seed``.
-
-    Raises:
-        ValueError: A level is unknown.
-    """
+    """Create what all levels share; raises `ValueError` if a level is unknown."""
     for level in config.levels:
         if level not in preamp.OPT_LEVELS:
             hint = " (the first character is the letter O)" if level.startswith("0") else ""
-            raise ValueError(
-                message(
-                    f"Opt level {level!r} is not known{hint}",
-                    f"Choose from {', '.join(preamp.OPT_LEVELS)}",
-                    "Pass for example --levels O0,O2",
-                )
+            raise bad_value(
+                f"Opt level {level!r} is not known{hint}",
+                f"Choose from {', '.join(preamp.OPT_LEVELS)}",
+                "Pass for example --levels O0,O2",
             )
     random = torch.Generator().manual_seed(config.seed)
     return Setting(config=config, corpus=corpus, start=GPT(config.model, random))
 
 
 def run(setting: Setting, watcher: Watcher) -> DemoResult:
-    """Train every level; Ctrl-C ends the run and keeps what was measured.
-
-    Args:
-        setting: What all levels share.
-        watcher: Is told of the progress.
-
-    Returns:
-        One row per level that was started.
-    """
+    """Train every level; Ctrl-C ends the run and keeps what was measured."""
     rows: list[LevelResult] = []
     interrupted = False
     try:
@@ -139,16 +117,7 @@ def run(setting: Setting, watcher: Watcher) -> DemoResult:
 
 
 def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
-    """Train and evaluate one opt level.
-
-    Args:
-        level: The opt level.
-        setting: What all levels share.
-        watcher: Is told of the progress.
-
-    Returns:
-        The level's row, also when the training failed or was interrupted.
-    """
+    """Train and evaluate one opt level; there is a row also if that failed or was interrupted."""
     config = setting.config
     reset_peak(setting.device)
     model = copy.deepcopy(setting.start).to(setting.device)
@@ -201,17 +170,9 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
 def look_closer(
     row: LevelResult, setting: Setting, model: GPT, optimizer: torch.optim.Optimizer
 ) -> LevelResult:
-    """Add what is measured after the training.
+    """Add number formats, kept activations and, where the training finished, held-out bits.
 
-    Args:
-        row: The level's row so far.
-        setting: What all levels share.
-        model: The trained model.
-        optimizer: Its optimizer.
-
-    Returns:
-        The row with number formats, kept activations and, where the training finished, held-out
-        bits per byte. Ctrl-C meanwhile marks it interrupted.
+    Ctrl-C meanwhile marks the row interrupted.
     """
     try:
         batch = next(setting.training_batches())
@@ -229,14 +190,7 @@ def look_closer(
 
 
 def outcome_of(training: Callable[[], None]) -> tuple[Status, str]:
-    """Run a training and put into words how it ended.
-
-    Args:
-        training: Trains.
-
-    Returns:
-        The status, and the reason where it did not finish.
-    """
+    """Run a training; returns how it ended, and why where it did not finish."""
     try:
         training()
     except KeyboardInterrupt:
@@ -249,26 +203,12 @@ def outcome_of(training: Callable[[], None]) -> tuple[Status, str]:
 
 
 def warmup_steps(steps: int) -> int:
-    """Tell how many steps are too early to time: allocators and caches fill up in them.
-
-    Args:
-        steps: Steps of the training.
-
-    Returns:
-        At most five, and never all.
-    """
+    """Steps too early to time, since allocators and caches fill up: at most five, and never all."""
     return min(5, steps // 2)
 
 
 def describe_device(device: torch.device) -> str:
-    """Name the device for a reader.
-
-    Args:
-        device: Where the training ran.
-
-    Returns:
-        Such as ``"cpu (AVX512, 2 threads)"`` or ``"cuda:0 (NVIDIA H200)"``.
-    """
+    """Such as ``"cpu (AVX512, 2 threads)"`` or ``"cuda:0 (NVIDIA H200)"``."""
     if device.type == "cpu":
         capability = torch.backends.cpu.get_cpu_capability()
         return f"cpu ({capability}, {torch.get_num_threads()} threads)"
@@ -278,23 +218,28 @@ def describe_device(device: torch.device) -> str:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Forget the highest allocation so far.
-
-    Args:
-        device: Where torch counts allocations; other devices are left alone.
-    """
+    """Forget the highest allocation so far, where torch counts allocations."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_of(device: torch.device) -> int | None:
-    """Read the highest allocation since :func:`reset_peak`.
-
-    Args:
-        device: Where the training ran.
-
-    Returns:
-        Bytes, or None where torch does not count them.
-    """
+    """Bytes of the highest allocation since `reset_peak`; ``None`` where torch does not count."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def with_ranks(row: LevelResult, model: GPT) -> LevelResult:
+    """Add what each rank says, where there are several. All of them call this."""
+    own = RankResult(
+        rank=own_rank(),
+        steps_skipped=row.steps_skipped,
+        loss_scale=row.loss_scale,
+        losses=digest(row.losses),
+        weights=digest(model),
+        median_seconds=row.median_seconds,
+        bytes_per_parameter=row.memory and row.memory.total,
+        peak_bytes=row.peak_bytes,
+    )
+    found = gather_to_all(own)
+    return replace(row, ranks=tuple(found)) if len(found) > 1 else row

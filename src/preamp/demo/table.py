@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The one table of a run, as text cells; terminal and report show the same ones."""
+"""The one table of a run and notes on its rows, as text for terminal and report alike."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from preamp.demo.parallel import agreement_of
 from preamp.demo.records import DemoResult, LevelResult, ratio
 
 MISSING = "–"
@@ -14,43 +15,25 @@ MISSING = "–"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One cell.
+    """One cell."""
 
-    Attributes:
-        value: The measurement.
-        detail: Its parts, or its ratio to O0; may be empty.
-    """
-
-    value: str
-    detail: str = ""
+    value: str  # the measurement
+    detail: str = ""  # its parts, or its ratio to O0; may be empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column.
+    """One column."""
 
-    Attributes:
-        title: Heading.
-        unit: Second line of the heading; may be empty.
-        is_number: Whether to align to the right.
-        cell: Makes the cell of a row; the second argument is the row of O0, if there is one.
-    """
-
-    title: str
-    unit: str
-    is_number: bool
+    title: str  # heading
+    unit: str  # second line of the heading; may be empty
+    is_number: bool  # whether to align to the right
+    # Makes the cell of a row; the second argument is the row of O0, if there is one.
     cell: Callable[[LevelResult, LevelResult | None], Cell]
 
 
 def columns_of(result: DemoResult) -> tuple[Column, ...]:
-    """List the columns that a run can fill.
-
-    Args:
-        result: The run.
-
-    Returns:
-        The columns; the first one is the level, and peak memory is there if it was counted.
-    """
+    """The columns that a run can fill, the level first; peak memory only if it was counted."""
     has_peak = any(row.peak_bytes is not None for row in result.levels)
     return tuple(column for column in _COLUMNS if has_peak or column.title != "peak")
 
@@ -59,11 +42,7 @@ RANK_COLUMNS = ("level", "rank", "median ms", "B/param", "peak MiB", "skipped", 
 
 
 def rank_rows(result: DemoResult) -> list[list[str]]:
-    """What each rank says, as text cells below `RANK_COLUMNS`.
-
-    Args:
-        result: The run; empty if it had one process.
-    """
+    """What each rank says, as text cells below `RANK_COLUMNS`; empty for a run of one process."""
     return [
         [
             row.level,
@@ -84,14 +63,7 @@ def _text(value: float | None, form: Callable[[float], str]) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a step time in milliseconds with three significant digits.
-
-    Args:
-        seconds: A duration.
-
-    Returns:
-        Such as ``"7.12"``, ``"71.2"`` or ``"712"``.
-    """
+    """Milliseconds with three significant digits, such as ``"7.12"``, ``"71.2"`` or ``"712"``."""
     milliseconds = 1000 * seconds
     digits = max(0, 2 - math.floor(math.log10(milliseconds))) if milliseconds > 0 else 0
     return f"{milliseconds:.{digits}f}"
@@ -182,3 +154,53 @@ _COLUMNS = (
     Column(title="loss", unit="scale", is_number=True, cell=_scale),
     Column(title="skipped", unit="steps", is_number=True, cell=_skipped),
 )
+
+
+_LEVELS = {
+    "O0": "float32 throughout: what the other rows are compared with.",
+    "O1": "Weights stay fp32; functions that are safe in fp16 run in it, the others in fp32.",
+    "O2": "Weights and gradients are fp16; the optimizer updates fp32 masters.",
+    "O3": (
+        "May be worse: there are no fp32 masters, so updates below about 1/2000 of a weight are"
+        " rounded away; there is no loss scale, so gradients below 3e-8 become zero; and those"
+        " below about 1e-3 vanish from Adam's average of squares, which makes its steps too long."
+    ),
+    "O4": "O1 with bf16, which has fp32's range and needs no loss scale.",
+    "O5": "O2 with bf16, which has fp32's range and needs no loss scale.",
+}
+
+_STATUS = {
+    "diverged": "Diverged: ",
+    "refused": "Stopped by the loss scaler: ",
+    "interrupted": "Interrupted: ",
+}
+
+TIMING = (
+    "Times are of whole training steps, the first ones left out, one level after the other."
+    " Other work on the machine disturbs the median more than the best."
+)
+
+MEMORY = (
+    "Bytes per parameter are weights + masters + gradients + optimizer state, counted from the"
+    " tensors that exist between a backward and its step. Kept MiB are what one forward keeps for"
+    " its backward, O1's and O4's half copies of the weights included."
+)
+
+HELD_OUT = (
+    "Held-out bits per byte are measured on source files that the training never saw: 8.0 knows"
+    " nothing, lower is better."
+)
+
+
+def note_of(row: LevelResult, result: DemoResult) -> str:
+    """Say what is special about a row."""
+    parts = [_LEVELS.get(row.level, "")]
+    if row.status != "finished":
+        end = row.reason.rstrip(".")
+        parts.insert(0, f"{_STATUS[row.status]}{end} ({row.steps_done} steps done).")
+    computes_fp16 = row.dtypes is not None and "fp16" in row.dtypes.compute
+    if computes_fp16 and result.config.device.startswith("cpu"):
+        parts.append("On CPUs preamp multiplies fp16 numbers in fp32, so fp16 saves no time here.")
+    if row.ranks:
+        parts.append(agreement_of(row.ranks, result.config.parallel))
+    return " ".join(part for part in parts if part)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The training loop: an ordinary PyTorch loop, and preamp's few lines in it."""
+"""The training loop: an ordinary PyTorch loop, preamp's few lines in it, and what it records."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterable
@@ -14,13 +15,88 @@ from torch import nn
 import preamp
 from preamp.demo.config import DemoConfig, OptimizerConfig
 from preamp.demo.data import Batch
-from preamp.demo.history import note_memory, note_step
 from preamp.demo.measure import loss_of, memory_of
 from preamp.demo.model import GPT
-from preamp.demo.records import Memory
-from preamp.demo.watch import Progress, Watcher
-from preamp.distributed.job import mean_over_ranks
-from preamp.numerics import History
+from preamp.demo.records import LevelResult, Memory
+from preamp.distributed.groups import mean_over_ranks
+from preamp.numerics import (
+    CastsRecord,
+    History,
+    MemoryRecord,
+    NumericsRecord,
+    Record,
+    RunRecord,
+    StepRecord,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """One finished step."""
+
+    level: str  # the opt level in training
+    step: int  # steps done, this one included
+    loss: float  # training loss in bits per byte
+    loss_scale: float  # the scale of the next step
+    tokens_per_second: float  # speed of this step
+
+
+class Watcher:
+    """Is told how far a run is, and does nothing with it; a progress display does."""
+
+    def level_started(self, level: str) -> None:
+        """An opt level begins."""
+
+    def step_done(self, progress: Progress) -> None:
+        """A step is over."""
+
+    def level_done(self, result: LevelResult) -> None:
+        """An opt level is over, finished or not."""
+
+
+def note_start(history: History, engine: preamp.Engine, device: str) -> None:
+    """Write down how a training is set up; ``device`` is in words."""
+    for record in engine.history.of(RunRecord):
+        history.add(dataclasses.replace(record, device=device))
+
+
+def note_step(history: History, step: int, loss: float, optimizer: torch.optim.Optimizer) -> None:
+    """Write down step ``step``, counted from 1, its loss in bits per byte, and why it was skipped.
+
+    Synchronises: waits until it is known whether the step was skipped.
+    """
+    engine = preamp.engine_of(optimizer)
+    skipped = engine.last_step_skipped
+    rate = optimizer.param_groups[0]["lr"]
+    scales = {0: engine.loss_scale(0)}
+    history.add(StepRecord(step=step, losses={0: loss}, scales=scales, skipped=skipped, lr=rate))
+    if skipped and engine.overflow_causes:
+        history.add(dataclasses.replace(engine.overflow_causes[-1].to_record(), step=step))
+
+
+def note_memory(history: History, step: int, memory: Memory, model: nn.Module) -> None:
+    """Write down what is held, given as bytes per parameter."""
+    count = sum(p.numel() for p in model.parameters())
+    held = {
+        name.replace("_", " "): round(part * count)
+        for name, part in dataclasses.asdict(memory).items()
+    }
+    history.add(MemoryRecord(step=step, categories=held))
+
+
+def records_of(history: History, engine: preamp.Engine) -> tuple[Record, ...]:
+    """All records of a training, with those that its engine kept; before the engine is closed."""
+    return (*history, *_kept_by(engine))
+
+
+def _kept_by(engine: preamp.Engine) -> tuple[Record, ...]:
+    """Return what the engine itself has recorded about tensors and casts.
+
+    Steps, overflows and memory the loop has written down already, in its own units.
+    """
+    history = engine.history
+    return (*history.of(NumericsRecord), *history.of(CastsRecord))
+
 
 PATIENCE = 5
 """Losses in a row that may be non-finite: a loss scaler recovers from one, no model from five."""
@@ -32,33 +108,17 @@ class DivergedError(RuntimeError):
 
 @dataclass(slots=True, kw_only=True)
 class Tape:
-    """What the loop has measured so far; it survives an exception in the loop.
+    """What the loop has measured so far; it survives an exception in the loop."""
 
-    Attributes:
-        level: The opt level in training.
-        losses: Bits per byte of each step.
-        seconds: Duration of each step.
-        memory: Bytes per parameter, from the second step that was taken on.
-        history: What happened to the numbers.
-    """
-
-    level: str
-    losses: list[float] = field(default_factory=list[float])
-    seconds: list[float] = field(default_factory=list[float])
-    memory: Memory | None = None
-    history: History = field(default_factory=History)
+    level: str  # the opt level in training
+    losses: list[float] = field(default_factory=list[float])  # bits per byte of each step
+    seconds: list[float] = field(default_factory=list[float])  # duration of each step
+    memory: Memory | None = None  # bytes per parameter, from the second step that was taken on
+    history: History = field(default_factory=History)  # what happened to the numbers
 
 
 def make_optimizer(model: GPT, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Create the optimizer as if there were no mixed precision.
-
-    Args:
-        model: The float32 model.
-        config: AdamW's settings.
-
-    Returns:
-        The optimizer.
-    """
+    """Create the optimizer as if there were no mixed precision."""
     return torch.optim.AdamW(
         model.parameters(),
         lr=config.learning_rate,
@@ -78,22 +138,11 @@ def train(
     tape: Tape,
     watcher: Watcher,
 ) -> None:
-    """Train at whatever opt level ``preamp.initialize`` gave the model.
+    """Train a model, wrapped where ranks share the work, at whatever level `initialize` gave it.
 
-    Args:
-        model: An initialised model, wrapped where ranks share the work.
-        optimizer: Its optimizer.
-        batches: Training text, this rank's part of each batch.
-        config: Number of steps, learning rate, clipping.
-        tape: Where measurements go.
-        watcher: Is told of every step.
-
-    Raises:
-        DivergedError: The loss was not finite too often.
-        preamp.LossScaleError: The loss scaler gave up.
-
-    Syncs:
-        Once per step, because the step is timed and its loss is shown.
+    ``batches`` are this rank's; measurements go to ``tape``. Synchronises once per step, because
+    the step is timed and its loss is shown. Raises `DivergedError` if the loss was not finite too
+    often, and `preamp.LossScaleError` if the loss scaler gave up.
     """
     model.train()
     for step, batch in enumerate(batches):
@@ -117,13 +166,7 @@ def train(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: DemoConfig) -> None:
-    """Set the rate of one step: a linear warm-up, then half a cosine.
-
-    Args:
-        optimizer: Gets the rate in all groups.
-        step: Steps done before.
-        config: Number of steps and highest rate.
-    """
+    """Set the rate after ``step`` steps: a linear warm-up, then half a cosine."""
     settings = config.optimizer
     warmup = max(1, round(settings.warmup_fraction * config.steps))
     progress = min(1.0, max(0.0, (step - warmup) / max(1, config.steps - warmup)))
@@ -134,51 +177,25 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: DemoC
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the device has done all it was told to do.
-
-    Args:
-        device: Any device; the CPU has nothing to wait for.
-    """
+    """Wait until the device has done all it was told to do; the CPU has nothing to wait for."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def count_bytes_once(model: nn.Module, optimizer: torch.optim.Optimizer, tape: Tape) -> None:
-    """Count memory at the first backward that finds the optimizer's state in place.
-
-    Args:
-        model: An initialised model, its gradients present.
-        optimizer: Its optimizer.
-        tape: Gets the result.
-    """
+    """Count memory at the first backward that finds the optimizer's state in place."""
     if tape.memory is None and optimizer.state:
         tape.memory = memory_of(model, optimizer)
         note_memory(tape.history, len(tape.losses) + 1, tape.memory, model)
 
 
 def bits_of(nats: float) -> float:
-    """Convert a loss.
-
-    Args:
-        nats: Per byte.
-
-    Returns:
-        Bits per byte.
-    """
+    """Bits per byte of a loss in nats."""
     return nats / math.log(2)
 
 
 def record_step(tape: Tape, loss: float, seconds: float) -> None:
-    """Write one step down.
-
-    Args:
-        tape: Gets the step.
-        loss: Nats per byte.
-        seconds: Duration.
-
-    Raises:
-        DivergedError: This is one non-finite loss too many.
-    """
+    """Write down a loss in nats; raises `DivergedError` at one non-finite loss too many."""
     tape.losses.append(bits_of(loss))
     tape.seconds.append(seconds)
     latest = tape.losses[-PATIENCE:]
@@ -190,14 +207,7 @@ def record_step(tape: Tape, loss: float, seconds: float) -> None:
 def report_step(
     tape: Tape, optimizer: torch.optim.Optimizer, tokens: int, watcher: Watcher
 ) -> None:
-    """Tell the watcher about the step just recorded.
-
-    Args:
-        tape: Holds the step.
-        optimizer: Knows the engine, which knows the loss scale.
-        tokens: Bytes of text in the step.
-        watcher: Is told.
-    """
+    """Tell the watcher about the step just recorded."""
     watcher.step_done(
         Progress(
             level=tape.level,

@@ -4,9 +4,9 @@
 from torch.distributed import ReduceOp as ReduceOp
 
 from preamp.distributed.ddp import DistributedDataParallel as DistributedDataParallel
-from preamp.distributed.flat import flat_dist_call as flat_dist_call
 from preamp.distributed.groups import create_syncbn_process_group as create_syncbn_process_group
 from preamp.distributed.reducer import Reducer as Reducer
+from preamp.distributed.reducer import flat_dist_call as flat_dist_call
 from preamp.distributed.shard_optimizer import full_state_dicts as full_state_dicts
 from preamp.distributed.shard_optimizer import shard_optimizer as shard_optimizer
 from preamp.distributed.sync_batchnorm import SyncBatchNorm as SyncBatchNorm

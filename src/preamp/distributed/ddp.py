@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from preamp.core.errors import PreampStateError, message
-from preamp.distributed.averaging import Averaging, reduce_bucket
-from preamp.distributed.delayed import DelayedReduction
+from preamp.core.errors import bad_state, bad_value
+from preamp.distributed.delayed import Averaging, DelayedReduction, reduce_bucket
 from preamp.distributed.groups import default_group, require_group
 from preamp.engine import find_engine
 from preamp.engine.agreement import compare_ranks
@@ -165,12 +164,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _refuse_if_delayed(self, name: str) -> None:
         if self._delays:
-            raise PreampStateError(
-                message(
-                    f"{name} was called with delay_allreduce=True",
-                    "It belongs to torch's reducer, which delaying does without",
-                    "Leave delay_allreduce out",
-                )
+            raise bad_state(
+                f"{name} was called with delay_allreduce=True",
+                "It belongs to torch's reducer, which delaying does without",
+                "Leave delay_allreduce out",
             )
 
     def disable_allreduce(self) -> None:
@@ -202,12 +199,10 @@ def _refuse_old(
     shared_param: Any, delay_allreduce: bool, trigger_params: Any, num_streams: int
 ) -> None:
     if shared_param is not None:
-        raise ValueError(
-            message(
-                f"shared_param={shared_param!r} was passed",
-                "The argument means nothing any more and may only be None",
-                "Pass delay_allreduce=True for what it did; shared parameters work without",
-            )
+        raise bad_value(
+            f"shared_param={shared_param!r} was passed",
+            "The argument means nothing any more and may only be None",
+            "Pass delay_allreduce=True for what it did; shared parameters work without",
         )
     if not delay_allreduce:
         return
@@ -217,55 +212,45 @@ def _refuse_old(
     }
     for name, is_given in given.items():
         if is_given:
-            raise ValueError(
-                message(
-                    f"{name} was passed together with delay_allreduce=True",
-                    "It says how reduction overlaps with backward, which delaying excludes",
-                    f"Leave out one of the two; without delay_allreduce {name} is accepted",
-                )
+            raise bad_value(
+                f"{name} was passed together with delay_allreduce=True",
+                "It says how reduction overlaps with backward, which delaying excludes",
+                f"Leave out one of the two; without delay_allreduce {name} is accepted",
             )
 
 
 def _checked_groups(communicators: Any, num_streams: int) -> Sequence[dist.ProcessGroup]:
     if num_streams < 1:
-        raise ValueError(
-            message(
-                f"num_allreduce_streams={num_streams!r} cannot be used",
-                "Allowed is a whole number from 1",
-                "Leave the argument out",
-            )
+        raise bad_value(
+            f"num_allreduce_streams={num_streams!r} cannot be used",
+            "Allowed is a whole number from 1",
+            "Leave the argument out",
         )
     if communicators is None:
         return ()
     groups, streams = communicators
     if num_streams < 2 or not len(groups) == len(streams) == num_streams:
-        raise ValueError(
-            message(
-                f"allreduce_communicators has {len(groups)} group(s) and {len(streams)} "
-                f"stream(s) with num_allreduce_streams={num_streams}",
-                "Allowed are as many of each as there are streams, and two streams at least",
-                "Pass num_allreduce_streams=len(groups), or leave both arguments out",
-            )
+        raise bad_value(
+            f"allreduce_communicators has {len(groups)} group(s) and {len(streams)} "
+            f"stream(s) with num_allreduce_streams={num_streams}",
+            "Allowed are as many of each as there are streams, and two streams at least",
+            "Pass num_allreduce_streams=len(groups), or leave both arguments out",
         )
     return groups
 
 
 def _check_numbers(message_size: int, predivide: float) -> None:
     if message_size < 0:
-        raise ValueError(
-            message(
-                f"message_size={message_size!r} cannot be used",
-                "Allowed is a number of elements from 0",
-                "Leave the argument out for ten million",
-            )
+        raise bad_value(
+            f"message_size={message_size!r} cannot be used",
+            "Allowed is a number of elements from 0",
+            "Leave the argument out for ten million",
         )
     if not predivide > 0:
-        raise ValueError(
-            message(
-                f"gradient_predivide_factor={predivide!r} cannot be used",
-                "Allowed is a positive number",
-                "Leave the argument out for 1.0, or pass about the square root of the world size",
-            )
+        raise bad_value(
+            f"gradient_predivide_factor={predivide!r} cannot be used",
+            "Allowed is a positive number",
+            "Leave the argument out for 1.0, or pass about the square root of the world size",
         )
 
 

@@ -1,19 +1,69 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Reduction of gradients at the end of each backward, whatever forwards it came from."""
+"""How gradients of ranks become one, where torch's own way is not what was asked for.
 
-from __future__ import annotations
+Also their reduction at the end of each backward, whatever forwards they came from.
+"""
 
+# torch reads the annotations of `reduce_bucket`, and wants types, not strings: no __future__ here.
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from preamp.distributed.averaging import Averaging, reduce_buffer
 from preamp.distributed.groups import collectives
 from preamp.kernels.backward import after_backward, backward_under_way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Averaging:
+    """What happens to a bucket of gradients: ``(Σ gradient · before) · after``."""
+
+    before: float  # factor before the sum over the ranks; keeps half sums within range
+    after: float  # factor after it
+    in_float32: bool  # whether half gradients are summed in float32 instead of their own dtype
+    group: dist.ProcessGroup  # the ranks to sum over
+
+
+def reduce_buffer(state: Averaging, buffer: torch.Tensor) -> torch.Tensor:
+    """Sum ``buffer`` over the ranks as ``state`` says, wait for it, and return it in its dtype.
+
+    Arithmetic is in the dtype of the buffer, which is mutated, or in float32 with one rounding at
+    the end if ``state.in_float32``.
+    """
+    summed = _prepared(state, buffer)
+    collectives.all_reduce(summed, group=state.group)
+    return _finished(state, buffer, summed)
+
+
+def reduce_bucket(
+    state: Averaging,
+    bucket: dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
+) -> torch.futures.Future[torch.Tensor]:
+    """`reduce_buffer` without waiting; a communication hook of torch's DDP."""
+    buffer = bucket.buffer()
+    work = collectives.all_reduce(_prepared(state, buffer), group=state.group, async_op=True)
+
+    def finish(future: Any) -> torch.Tensor:
+        return _finished(state, buffer, future.value()[0])
+
+    return work.get_future().then(finish)
+
+
+def _prepared(state: Averaging, buffer: torch.Tensor) -> torch.Tensor:
+    widen = state.in_float32 and buffer.dtype in (torch.float16, torch.bfloat16)
+    summed = buffer.float() if widen else buffer
+    return summed.mul_(state.before) if state.before != 1.0 else summed
+
+
+def _finished(state: Averaging, buffer: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    if state.after != 1.0:
+        total.mul_(state.after)
+    return total if total.dtype == buffer.dtype else buffer.copy_(total)
 
 
 class DelayedReduction:
@@ -36,11 +86,9 @@ class DelayedReduction:
     ) -> None:
         """Hook the parameters that require grad; the hooks do nothing once this object is gone.
 
-        Args:
-            wrapper: What reduces. Its ``require_backward_grad_sync`` is asked during backward;
-                what it was off for is reduced with the next backward that it is on for.
-            averaging: What to do to the gradients.
-            makes_views: Whether gradients become views of the buffer they were reduced in.
+        The wrapper's ``require_backward_grad_sync`` is asked during backward; what it was off for
+        is reduced with the next backward that it is on for. ``makes_views`` makes gradients views
+        of the buffer they were reduced in.
         """
         params = [param for param in wrapper.parameters() if param.requires_grad]
         self._params = params

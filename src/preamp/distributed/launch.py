@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 
 _FLAG = "--world-size"
 _POLL_SECONDS = 0.05
@@ -22,17 +22,14 @@ _GRACE_SECONDS = 10
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a script once per rank and wait for all of them.
 
-    Each process gets the arguments given here, then ``--world-size N`` if it was not among them,
-    then ``--rank i``. N is the number of accelerators, 1 where there is none. Rank 0 writes to
-    this standard output, rank i to the file ``GPU_{i}.log`` in the working directory.
+    Each process gets the arguments given here (the command line's by default), then ``--world-size
+    N`` if it was not among them, then ``--rank i``. N is the number of accelerators, 1 where there
+    is none. Rank 0 writes to this standard output, rank i to the file ``GPU_{i}.log`` in the
+    working directory.
 
-    Args:
-        argv: Script and arguments; the command line's if left out.
-
-    Returns:
-        0 if every process succeeded. Otherwise the exit code of the first one that failed (128
-        plus the number of the signal that killed it), after the others were stopped: they would
-        wait for it for ever. 2 if the arguments cannot be used.
+    Returns 0 if every process succeeded. Otherwise the exit code of the first one that failed (128
+    plus the number of the signal that killed it), after the others were stopped: they would wait
+    for it for ever. 2 if the arguments cannot be used.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -48,18 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_world_size(arguments: Sequence[str]) -> int | None:
-    """Return the number that follows ``--world-size``, or ``None`` if the flag is not there.
+    """The number that follows ``--world-size``, or ``None`` without the flag.
 
-    Raises:
-        ValueError: There is no script, or no number from 1 after the flag.
+    Raises `ValueError` if there is no script, or no number from 1 after the flag.
     """
     if not arguments:
-        raise ValueError(
-            message(
-                "No script was given",
-                "Allowed is a script followed by its arguments",
-                "Call python -m preamp.parallel.multiproc script.py",
-            )
+        raise bad_value(
+            "No script was given",
+            "Allowed is a script followed by its arguments",
+            "Call python -m preamp.parallel.multiproc script.py",
         )
     for index, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
@@ -68,12 +62,10 @@ def read_world_size(arguments: Sequence[str]) -> int | None:
         text = value or next(iter(arguments[index + 1 :]), "")
         if text.isdecimal() and int(text) > 0:
             return int(text)
-        raise ValueError(
-            message(
-                f"{_FLAG} {text} cannot be used",
-                "Allowed is a whole number from 1",
-                f"Pass {_FLAG} 2 for two processes, or leave it out for one per device",
-            )
+        raise bad_value(
+            f"{_FLAG} {text} cannot be used",
+            "Allowed is a whole number from 1",
+            f"Pass {_FLAG} 2 for two processes, or leave it out for one per device",
         )
     return None
 

@@ -3,16 +3,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from preamp.core.errors import message
-from preamp.distributed.flat import flat_dist_call
+from preamp.core.errors import bad_type
 from preamp.distributed.groups import collectives, require_group
-from preamp.distributed.masters import broadcast_masters
+from preamp.engine import find_engine
+
+Tensors = Sequence[torch.Tensor]
+
+
+def flat_dist_call(
+    tensors: Tensors, call: Callable[..., Any], extra_args: Sequence[Any] | None = None
+) -> None:
+    """Run a collective on ``tensors`` as if they were one tensor.
+
+    Tensors of one dtype and device are copied into a flat buffer, ``call(buffer, *extra_args)``
+    is made on it, and the result is copied back. After ``torch.distributed.all_reduce`` the
+    buffer is divided by the number of ranks, in its own dtype: the result is the average.
+
+    Args:
+        tensors: Dense tensors of any shapes and dtypes, in the same order on every rank.
+        call: A collective that works in place, such as ``torch.distributed.broadcast``.
+        extra_args: Its arguments after the tensor.
+
+    Mutates:
+        ``tensors``. Synchronises as ``call`` does.
+    """
+    with torch.no_grad():
+        for bucket in _by_kind(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+            call(flat, *(extra_args or ()))
+            if call is collectives.all_reduce:
+                flat /= dist.get_world_size()
+            sizes = [tensor.numel() for tensor in bucket]
+            for tensor, part in zip(bucket, torch.split(flat, sizes), strict=True):
+                tensor.detach().copy_(part.view(tensor.shape))
+
+
+def _by_kind(tensors: Tensors) -> Iterable[list[torch.Tensor]]:
+    buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return buckets.values()
+
+
+def broadcast_masters(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Broadcast the masters of ``module``'s parameters from the first rank of ``group``, in place.
+
+    Masters hold what the weights were before ``initialize`` cast them. If each rank drew its own,
+    broadcasting the half weights alone would leave the first rank with exact masters and the others
+    with rounded ones, and the ranks would drift apart.
+    """
+    engine = find_engine(module)
+    if engine is not None:
+        masters = [engine.master_of(param) for param in module.parameters()]
+        first = collectives.get_global_rank(group, 0)
+        flat_dist_call([m for m in masters if m is not None], collectives.broadcast, (first, group))
+        engine.trust_masters(module.parameters())
 
 
 class Reducer:
@@ -69,10 +121,8 @@ def _gradients_in(nested: Any) -> Iterator[torch.Tensor]:
         for item in cast("Iterable[Any]", nested):
             yield from _gradients_in(item)
     else:
-        raise TypeError(
-            message(
-                f"Reducer was given a {type(nested).__name__} among the gradients",
-                "Allowed is a module, or gradient tensors in any nesting of iterables",
-                "Pass the module itself, or [p.grad for p in parameters] after a backward",
-            )
+        raise bad_type(
+            f"Reducer was given a {type(nested).__name__} among the gradients",
+            "Allowed is a module, or gradient tensors in any nesting of iterables",
+            "Pass the module itself, or [p.grad for p in parameters] after a backward",
         )

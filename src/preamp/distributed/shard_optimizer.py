@@ -4,21 +4,242 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from preamp.core.errors import PreampStateError, message
-from preamp.core.ranks import broadcast_from_first
-from preamp.distributed.groups import default_group, group_is_ready, require_group
-from preamp.distributed.sharing import Sharing
+from preamp.core.errors import bad_state
+from preamp.core.ranks import broadcast_from_first, has_process_group, share_of
+from preamp.distributed.groups import collectives, default_group, require_group
 from preamp.engine.agreement import compare_ranks
 from preamp.engine.lookup import bare, engine_of
 from preamp.engine.session import OptimizerSession
-from preamp.optim import LARC
+from preamp.optim import LARC, Twin, leaf_of, pair_of
 from preamp.optim.fused.every import FusedAdagrad, FusedAdam, FusedSGD
+from preamp.optim.part import Gate, Part, in_memory_order
+
+_BUCKET_BYTES = 32 * 2**20  # of all ranks' parts: what an exchange needs beside the weights
+
+
+def span_of(elements: int, rank: int, world_size: int) -> tuple[int, int]:
+    """The first element that ``rank`` has, and the one after its last."""
+    share = share_of(elements, world_size)
+    return min(rank * share, elements), min((rank + 1) * share, elements)
+
+
+def exchange_parts(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Complete dense ``tensors``, of each of which every rank has written its own span.
+
+    All ranks of ``group`` make this call with the tensors in the same order. Mutates them.
+    """
+    for bucket in _buckets(tensors):
+        _exchange(bucket, group)
+
+
+def gather_parts(part: torch.Tensor, like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Put a tensor together of the vectors of elements that ranks of ``group`` have.
+
+    All of them make this call. ``like`` has the shape and strides of the whole, which has the dtype
+    of ``part``, on every rank.
+    """
+    whole = torch.empty_like(like, dtype=part.dtype)
+    start, stop = span_of(whole.numel(), group.rank(), group.size())
+    in_memory_order(whole)[start:stop] = part
+    exchange_parts([whole], group)
+    return whole
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    open_ones: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        key = (tensor.dtype, tensor.device)
+        size = tensor.numel() * tensor.element_size()
+        if key in open_ones and sizes[key] + size > _BUCKET_BYTES:
+            yield open_ones.pop(key)
+        sizes[key] = size if key not in open_ones else sizes[key] + size
+        open_ones.setdefault(key, []).append(tensor)
+    yield from open_ones.values()
+
+
+def _exchange(bucket: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    rank, world_size = group.rank(), group.size()
+    flat = [in_memory_order(tensor) for tensor in bucket]
+    shares = [share_of(tensor.numel(), world_size) for tensor in flat]
+    own: Any = flat[0].new_zeros(sum(shares))
+    for tensor, place in zip(flat, own.split(shares), strict=True):
+        start, stop = span_of(tensor.numel(), rank, world_size)
+        place[: stop - start] = tensor[start:stop]
+    found: Any = own.new_empty(world_size, own.numel())
+    collectives.all_gather(
+        [row.view(torch.uint8) for row in found.unbind(0)], own.view(torch.uint8), group=group
+    )
+    for tensor, columns in zip(flat, found.split(shares, dim=1), strict=True):
+        tensor.copy_(columns.reshape(-1)[: tensor.numel()])
+
+
+State = dict[str, Any]
+
+
+class Sharing:
+    """How the ranks of a group share one optimizer's work; a `StepSharing`.
+
+    Half weights have masters of which each rank keeps its part. Other parameters are updated as
+    they are: while the optimizer steps, it sees this rank's part of them.
+    """
+
+    def __init__(self, session: OptimizerSession, group: dist.ProcessGroup) -> None:
+        """Share nothing yet; see `share_out`."""
+        self.group = group
+        self._session = session
+        self._gate = Gate()
+        self._direct: dict[int, tuple[torch.Tensor, Part]] = {}
+        self._away: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+
+    # -- what is shared ----------------------------------------------------------------------
+
+    def share_out(self) -> None:
+        """Keep this rank's part of everything that is whole. Mutates masters and state."""
+        for param in self._session.gradients.params():
+            twin, whole = pair_of(param), leaf_of(param)
+            if whole.numel() <= 1 or self._part_of(param) is not None:
+                continue
+            part = Part(*span_of(whole.numel(), self.group.rank(), self.group.size()), self._gate)
+            self._share_state(param, whole, part)
+            if twin is None:
+                self._direct[id(param)] = (param, part)
+            else:
+                twin.keep_part(part, part.of(twin.master.detach(), twin.half).clone())
+
+    def put_together(self) -> None:
+        """Give this rank back what the others have. All ranks call this."""
+        for param, whole, part in list(self.shared()):
+            state = self._state(param)
+            for key, value in state.items():
+                if _is_part(key, value, part):
+                    state[key] = gather_parts(value, whole, self.group)
+            twin = pair_of(param)
+            if twin is not None:
+                twin.keep_part(None, gather_parts(param.detach(), whole, self.group))
+        self._direct.clear()
+
+    def shared(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Part]]:
+        """What is shared: what the optimizer has, the weight, and this rank's part of it."""
+        for param in self._session.gradients.params():
+            part = self._part_of(param)
+            if part is not None:
+                yield param, leaf_of(param), part
+
+    def twins(self) -> list[Twin]:
+        """Those of which this rank has a part."""
+        return [twin for twin in self._session.masters or () if twin.held.part is not None]
+
+    def part_of_state(self, place: int, state: State) -> State:
+        """The part of a parameter's loaded state that belongs to this rank.
+
+        ``place`` is counted over all groups.
+        """
+        param = list(self._session.gradients.params())[place]
+        part, whole = self._part_of(param), leaf_of(param)
+        if part is None:
+            return state
+        return {
+            key: part.of(value, whole).clone() if _is_whole(key, value, whole) else value
+            for key, value in state.items()
+        }
+
+    def whole_state(self, place: int, state: State) -> State:
+        """Return such a state put together of all ranks' parts, on the CPU. All ranks call this."""
+        param = list(self._session.gradients.params())[place]
+        found = {id(p): (whole, part) for p, whole, part in self.shared()}
+        if id(param) not in found:
+            return state
+        whole, part = found[id(param)]
+        return {
+            key: gather_parts(value, whole, self.group).cpu()
+            if _is_part(key, value, part)
+            else value
+            for key, value in state.items()
+        }
+
+    def gather(self, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """See `gather_parts`."""
+        return gather_parts(part, like, self.group)
+
+    def _part_of(self, param: torch.Tensor) -> Part | None:
+        twin = pair_of(param)
+        if twin is not None:
+            return twin.held.part
+        return self._direct.get(id(param), (param, None))[1]
+
+    def _state(self, param: torch.Tensor) -> State:
+        state = cast("dict[torch.Tensor, State]", self._session.optimizer.state)
+        return state[param] if param in state else {}
+
+    def _share_state(self, param: torch.Tensor, whole: torch.Tensor, part: Part) -> None:
+        state = self._state(param)
+        for key, value in state.items():
+            if _is_whole(key, value, whole):
+                state[key] = part.of(value, whole).clone()
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def begin(self, *, has_closure: bool) -> None:
+        """Show the optimizer this rank's parts."""
+        if has_closure:
+            raise bad_state(
+                "optimizer.step was called with a closure while ranks share its work",
+                "During the step each rank has parts of the parameters, which no forward can "
+                "run on",
+                "Call the backward before optimizer.step(), without a closure",
+            )
+        if self._gate.is_open:
+            return
+        if any(p.grad is not None and p.grad.is_sparse for p, _ in self._direct.values()):
+            raise bad_state(
+                "A parameter has a sparse gradient while ranks share the optimizer's work",
+                "Only dense gradients have parts",
+                "Build the embedding with sparse=False",
+            )
+        for param, part in self._direct.values():
+            data, grad = param.data, param.grad
+            self._away.append((param, data, grad))
+            param.grad = None
+            param.data = in_memory_order(data)[part.start : part.stop]
+            param.grad = None if grad is None else part.of(grad, data)
+        self._gate.is_open = True
+
+    def end(self) -> None:
+        """Show everybody the whole parameters again."""
+        for param, data, grad in self._away:
+            param.grad = None
+            param.data = data
+            param.grad = grad
+        self._away.clear()
+        self._gate.is_open = False
+
+    def exchange(self) -> None:
+        """Complete the weights by the other ranks' parts. All ranks call this."""
+        twins = self.twins()
+        halves = [twin.half.detach() for twin in twins]
+        direct = [param.detach() for param, _ in self._direct.values()]
+        with torch.no_grad():
+            exchange_parts([*halves, *direct], self.group)
+        for twin in twins:
+            twin.note_written()
+
+
+def _is_whole(key: str, value: object, whole: torch.Tensor) -> bool:
+    return key != "step" and isinstance(value, torch.Tensor) and value.shape == whole.shape
+
+
+def _is_part(key: str, value: object, part: Part) -> bool:
+    size = (part.stop - part.start,)
+    return key != "step" and isinstance(value, torch.Tensor) and value.shape == size
+
 
 ELEMENTWISE: frozenset[type] = frozenset(
     {
@@ -80,12 +301,10 @@ def shard_optimizer(
     _check_elementwise(optimizer, is_elementwise=is_elementwise)
     session = engine.sessions[id(optimizer)]
     if any(twin.is_shared for twin in session.masters or ()):
-        raise PreampStateError(
-            message(
-                f"This {type(optimizer).__name__} shares masters with another optimizer",
-                "A master whose parts lie on several ranks has one optimizer",
-                "Give each parameter to one optimizer",
-            )
+        raise bad_state(
+            f"This {type(optimizer).__name__} shares masters with another optimizer",
+            "A master whose parts lie on several ranks has one optimizer",
+            "Give each parameter to one optimizer",
         )
     group = process_group or default_group()
     if group.size() == 1 or not engine.policy.enabled:
@@ -127,7 +346,7 @@ def full_state_dicts(
     """
     sharing = _session_of(optimizer).sharing
     if not isinstance(sharing, Sharing):  # as with one process
-        is_mine = not group_is_ready() or default_group().rank() == to
+        is_mine = not has_process_group() or default_group().rank() == to
         return (model.state_dict(), optimizer.state_dict()) if is_mine else None
     is_mine = sharing.group.rank() == to
     for twin in sharing.twins():
@@ -169,13 +388,11 @@ def _session_of(optimizer: optim.Optimizer) -> OptimizerSession:
 
 def _check_elementwise(optimizer: Any, *, is_elementwise: bool) -> None:
     if isinstance(optimizer, LARC) or not (type(optimizer) in ELEMENTWISE or is_elementwise):
-        raise PreampStateError(
-            message(
-                f"{type(optimizer).__name__} is not known to be elementwise",
-                "A rank has parts of the weights; LAMB, LARS, LARC, NovoGrad, Adafactor, Muon and "
-                "LBFGS look at whole tensors. Allowed are "
-                + ", ".join(sorted({kind.__name__ for kind in ELEMENTWISE})),
-                "Use one of these, or fully_shard the model; for an elementwise optimizer of your "
-                "own pass is_elementwise=True",
-            )
+        raise bad_state(
+            f"{type(optimizer).__name__} is not known to be elementwise",
+            "A rank has parts of the weights; LAMB, LARS, LARC, NovoGrad, Adafactor, Muon and "
+            "LBFGS look at whole tensors. Allowed are "
+            + ", ".join(sorted({kind.__name__ for kind in ELEMENTWISE})),
+            "Use one of these, or fully_shard the model; for an elementwise optimizer of your "
+            "own pass is_elementwise=True",
         )

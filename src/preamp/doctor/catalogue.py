@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.doctor.detector import Detector
 from preamp.doctor.rule import Rule
 from preamp.doctor.rules.half_compute import BatchNorm, HalfLoss
 from preamp.doctor.rules.half_weights import BFloat16Weights, Eps, LostUpdates
-from preamp.doctor.rules.loss_scale import Clipping, Stepping
+from preamp.doctor.rules.loss_scale import Clipping, Scheduling, Stepping
 from preamp.doctor.rules.parameters import Membership
-from preamp.doctor.rules.schedules import Scheduling
 from preamp.doctor.rules.speed import Casts, TensorCores
 
 DETECTORS: Final[tuple[type[Detector], ...]] = (
@@ -38,23 +37,16 @@ RULES: Final[dict[str, Rule]] = {
 
 
 def select_rules(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule, ...]:
-    """Return the rules to look for.
+    """Return the rules to look for, by ids or beginnings of ids such as ``PA1``.
 
-    Args:
-        select: Ids, or beginnings of ids such as ``PA1``; all if empty.
-        ignore: Ids or beginnings to leave out of these.
-
-    Raises:
-        ValueError: One of them fits no rule, or none is left.
+    All are selected by default. Raises `ValueError` if an id fits no rule, or none is left.
     """
     for start in (*select, *ignore):
         if not any(key.startswith(start) for key in RULES) or not start:
-            raise ValueError(
-                message(
-                    f"There is no rule {start!r}",
-                    f"Rules are {', '.join(RULES)}; PA1 means all that begin so",
-                    "Call preamp doctor --list to see what they are",
-                )
+            raise bad_value(
+                f"There is no rule {start!r}",
+                f"Rules are {', '.join(RULES)}; PA1 means all that begin so",
+                "Call preamp doctor --list to see what they are",
             )
     wanted = tuple(
         rule
@@ -62,11 +54,9 @@ def select_rules(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tupl
         if (not select or key.startswith(tuple(select))) and not key.startswith(tuple(ignore))
     )
     if not wanted:
-        raise ValueError(
-            message(
-                "No rule is left to look for",
-                "Some rule must be selected and not ignored",
-                "Leave out --select or --ignore",
-            )
+        raise bad_value(
+            "No rule is left to look for",
+            "Some rule must be selected and not ignored",
+            "Leave out --select or --ignore",
         )
     return wanted

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from preamp.doctor.places import current_place
-from preamp.doctor.rule import Finding, Place, Rule, Severity
+from preamp.doctor.rule import Finding, Place, Rule, Severity, current_place
 from preamp.doctor.seen import Seen
 
 _HERE = Place("", 0)
@@ -19,31 +18,21 @@ _HERE = Place("", 0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleCall:
-    """One call of a module.
+    """One call of a module."""
 
-    Attributes:
-        module: Which.
-        inputs: Its positional arguments.
-        output: What it returned.
-        autocast: The dtype that autocast had for the output's device; ``None`` if it was off.
-    """
-
-    module: nn.Module
-    inputs: tuple[Any, ...]
-    output: Any
+    module: nn.Module  # which
+    inputs: tuple[Any, ...]  # its positional arguments
+    output: Any  # what it returned
+    # The dtype that autocast had for the output's device; ``None`` if it was off.
     autocast: torch.dtype | None
 
 
 @dataclass(frozen=True, slots=True)
 class CastCount:
-    """Bytes that one training step moved, and how many of them by casts.
+    """Bytes that one training step moved, and how many of them by casts."""
 
-    Attributes:
-        moved: Bytes read and written by all operations.
-        casts: Bytes read and written by casts, by line of the script and kind of cast.
-    """
-
-    moved: int
+    moved: int  # bytes read and written by all operations
+    # Bytes read and written by casts, by line of the script and kind of cast.
     casts: Mapping[tuple[Place | None, str], int]
 
 
@@ -77,7 +66,6 @@ class Detector:
     RULES: ClassVar[tuple[Rule, ...]] = ()
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
-        """Start with nothing noted."""
         self.seen = seen
         self._findings = findings
 
@@ -97,13 +85,9 @@ class Detector:
     ) -> None:
         """Report a bug; a second report under the same key is dropped.
 
-        Args:
-            rule: Which.
-            key: What tells this case from others of the rule, such as the optimizer's ``id``.
-            what: What was seen, numbers included.
-            where: The line to blame; the one that is being executed if left out.
-            severity: If not the rule's.
-            numbers: The numbers in ``what``, by name, as plain data.
+        ``key`` tells this case from others of the rule, such as the optimizer's ``id``. ``what`` is
+        what was seen; ``numbers`` are those in it, by name, as plain data. ``where`` is the line to
+        blame, by default the one that is being executed.
         """
         finding = Finding(
             rule=rule,

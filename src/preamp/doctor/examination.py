@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Watching a run: probes on, detectors told, probes off."""
+"""Watching a run: probes on, detectors told, probes off; what was found, as text and JSON."""
 
 from __future__ import annotations
 
 import os
+import textwrap
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from preamp.core.pytree import plain
 from preamp.core.undo import UndoStack
 from preamp.doctor.catalogue import DETECTORS
 from preamp.doctor.detector import Detector, Findings
-from preamp.doctor.probes.casts import CastProbes
-from preamp.doctor.probes.compiling import CompileProbe
-from preamp.doctor.probes.modules import ModuleProbes
-from preamp.doctor.probes.scalers import ScalerProbes
-from preamp.doctor.probes.training import TrainingProbes
-from preamp.doctor.rule import Finding, Rule
+from preamp.doctor.probes.modules import CastProbes, CompileProbe, ModuleProbes
+from preamp.doctor.probes.training import ScalerProbes, TrainingProbes
+from preamp.doctor.rule import Finding, Rule, Severity
 from preamp.doctor.seen import Seen
 
 T = TypeVar("T")
@@ -28,19 +27,10 @@ class EnoughSteps(BaseException):
 
 
 class Examination:
-    """One run under the doctor's eyes.
-
-    Attributes:
-        seen: What has been seen so far.
-    """
+    """One run under the doctor's eyes; what has been ``seen`` so far is in there."""
 
     def __init__(self, rules: Sequence[Rule], *, steps: int | None = None) -> None:
-        """Prepare; nothing is installed yet.
-
-        Args:
-            rules: What to look for.
-            steps: Optimizer steps after which `EnoughSteps` ends the script; ``None`` for all.
-        """
+        """Install nothing yet; after ``steps`` optimizer steps `EnoughSteps` will be raised."""
         self.seen = Seen()
         self._findings = Findings(rules)
         self._steps = steps
@@ -65,13 +55,10 @@ class Examination:
 
     @contextmanager
     def watching(self) -> Generator[None]:
-        """Keep the probes on in the body.
+        """Keep the probes on in the body; what ends it, but for `EnoughSteps`, goes on.
 
-        Whatever ends the body, `EnoughSteps` excepted, goes on to the caller.
-
-        Mutates:
-            Methods and functions of torch, all put back at the end. Models, optimizers, gradients
-            and random numbers stay as they are.
+        Mutates methods and functions of torch, all put back at the end. Models, optimizers,
+        gradients and random numbers stay as they are.
         """
         self._process = os.getpid()
         try:
@@ -138,11 +125,7 @@ class Examination:
             self.seen.notes.append(note)
 
     def step_taken(self) -> None:
-        """Count an optimizer step.
-
-        Raises:
-            EnoughSteps: It was the last one wanted, or one after it.
-        """
+        """Count an optimizer step; raises `EnoughSteps` at the last one wanted, and after it."""
         self.seen.steps += 1
         if self._modules is not None and self._casts is not None:
             self._modules.step_taken()
@@ -159,3 +142,81 @@ class Examination:
     def notes(self) -> list[str]:
         """What could not be looked at, in sentences."""
         return list(self.seen.notes)
+
+
+WIDTH = 96
+_VERSION = 1
+
+
+def report_text(examination: Examination) -> str:
+    """The report of a run, ending in a line break."""
+    seen, findings = examination.seen, examination.findings
+    steps = f"{seen.steps} optimizer step{'' if seen.steps == 1 else 's'}"
+    lines = [f"preamp doctor: {_count(findings)} in {steps}"]
+    if not seen.steps:
+        lines.append("  The script took no optimizer step, so most rules had nothing to look at.")
+    for finding in findings:
+        lines += ["", *_finding_lines(finding)]
+    if findings:
+        lines += ["", f"More about a rule: preamp doctor --explain {findings[0].rule.id}"]
+    for note in examination.notes:
+        lines += _paragraph(f"Note: {note}")
+    return "\n".join(lines) + "\n"
+
+
+def _count(findings: Sequence[Finding]) -> str:
+    if not findings:
+        return "no findings"
+    kinds = [finding.severity for finding in findings]
+    words = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "info"}
+    return ", ".join(
+        f"{kinds.count(kind)} {word}{'s' if kinds.count(kind) > 1 and word != 'info' else ''}"
+        for kind, word in words.items()
+        if kind in kinds
+    )
+
+
+def _finding_lines(finding: Finding) -> list[str]:
+    where = f"{finding.where}: " if finding.where is not None else ""
+    return [
+        f"{where}{finding.rule.id} {finding.severity.value}: {finding.rule.title}",
+        *_paragraph(finding.what, indent="  "),
+        *_paragraph(f"Do: {finding.rule.do}", indent="  "),
+    ]
+
+
+def _paragraph(text: str, *, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def report_json(examination: Examination) -> dict[str, Any]:
+    """The report of a run as plain data that JSON has words for."""
+    return plain(
+        {
+            "version": _VERSION,
+            "steps": examination.seen.steps,
+            "findings": [finding.to_json() for finding in examination.findings],
+            "notes": examination.notes,
+        }
+    )
+
+
+def list_text(rules: Sequence[Rule]) -> str:
+    """One line for each rule."""
+    return "".join(f"{rule.id}  {rule.severity.value:<7}  {rule.title}\n" for rule in rules)
+
+
+def explain_text(rule: Rule) -> str:
+    """All that is known about a rule."""
+    parts = (("Why", rule.why), ("How it is seen", rule.how), ("What to do", rule.do))
+    lines = [f"{rule.id} ({rule.severity.value}): {rule.title}"]
+    for heading, text in parts:
+        lines += ["", heading, *_paragraph(text, indent="  ")]
+    return "\n".join(lines) + "\n"

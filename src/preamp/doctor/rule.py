@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the doctor knows about a usage bug, and what it says when it has seen one."""
+"""What the doctor knows about a usage bug, what it says when it has seen one, and at which line."""
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
+import sys
+import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from types import CodeType, FrameType
 from typing import Any
 
 
@@ -27,45 +33,27 @@ _ID = re.compile(r"PA\d{3}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One usage bug.
+    """One usage bug."""
 
-    Attributes:
-        id: ``PA`` and three digits, the first of which is the family's; never reused.
-        severity: Of its findings, unless a finding says otherwise.
-        title: One line without a full stop.
-        why: What goes wrong with the numbers, in plain sentences.
-        how: How the doctor sees it, and what it does not see.
-        do: What to change.
-    """
-
-    id: str
-    severity: Severity
-    title: str
-    why: str
-    how: str
-    do: str
+    id: str  # ``PA`` and three digits, the first of which is the family's; never reused
+    severity: Severity  # of its findings, unless a finding says otherwise
+    title: str  # one line without a full stop
+    why: str  # what goes wrong with the numbers, in plain sentences
+    how: str  # how the doctor sees it, and what it does not see
+    do: str  # what to change
 
     def __post_init__(self) -> None:
-        """Check the form.
-
-        Raises:
-            ValueError: The id is not of that form.
-        """
+        """Raise `ValueError` for an id of another form."""
         if not _ID.fullmatch(self.id):
             raise ValueError(f"{self.id!r} is not PA and three digits")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line of the script, or of a library that it calls.
+    """A line of the script, or of a library that it calls."""
 
-    Attributes:
-        file: As it is to be shown.
-        line: Counted from 1.
-    """
-
-    file: str
-    line: int
+    file: str  # as it is to be shown
+    line: int  # counted from 1
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
@@ -73,20 +61,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One usage bug that was seen in a run.
+    """One usage bug that was seen in a run."""
 
-    Attributes:
-        rule: Which.
-        severity: The rule's, or less where this case matters less.
-        what: What was seen, with the numbers that led to the verdict.
-        where: The line that did it; ``None`` where no line of the script is to blame.
-        numbers: The numbers in ``what``, by name.
-    """
-
-    rule: Rule
-    severity: Severity
-    what: str
-    where: Place | None
+    rule: Rule  # which
+    severity: Severity  # the rule's, or less where this case matters less
+    what: str  # what was seen, with the numbers that led to the verdict
+    where: Place | None  # the line that did it; ``None`` where no line of the script is to blame
+    # The numbers in ``what``, by name.
     numbers: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def to_json(self) -> dict[str, Any]:
@@ -101,3 +82,52 @@ class Finding:
             "numbers": self.numbers,
             "do": self.rule.do,
         }
+
+
+_BELOW = ("torch", "preamp", "apex")  # packages whose frames stand below the script's own calls
+
+_LIBRARIES = tuple(
+    os.path.join(path, "") for path in {sysconfig.get_path(n) for n in ("stdlib", "purelib")}
+)
+
+
+def current_place() -> Place | None:
+    """The innermost line of the script on the calling thread's stack, or ``None``.
+
+    Where the script lets a library train, the script's own line is preferred to the library's.
+    """
+    nearest: Place | None = None
+    for frame in _frames():
+        code = frame.f_code
+        if code.co_filename.startswith("<") or _is_below(frame):
+            continue
+        place = _shown(code, frame.f_lineno)
+        if not code.co_filename.startswith(_LIBRARIES):
+            return place
+        nearest = nearest or place
+    return nearest
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_below(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    package = name.partition(".")[0]
+    # The standard library is no place to look for a bug, except that it may hold a script.
+    return package in _BELOW or (package in sys.stdlib_module_names and name != "__main__")
+
+
+def _shown(code: CodeType, line: int) -> Place:
+    """The place with its file relative to the working directory where it lies inside."""
+    file = os.path.abspath(code.co_filename)
+    relative = os.path.relpath(file) if os.path.splitdrive(file)[0] == _drive() else file
+    return Place(file if relative.startswith("..") else relative, line)
+
+
+def _drive() -> str:
+    return os.path.splitdrive(os.getcwd())[0]

@@ -8,13 +8,19 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from preamp.casting import Conversion, changed_by_cast, find_kept
+from preamp.casting.kept import Kept, find_norms
 from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
 from preamp.core.errors import PreampStateError, message
 from preamp.engine import refusals
 from preamp.engine.lookup import bare, find_engine
 from preamp.kernels.data_parallel import uses_reducer
 from preamp.optim import LARC
+from preamp.policy import Policy
+
+_SHOWN = 6  # buffers in a warning
 
 
 def as_models(models: Any) -> list[nn.Module]:
@@ -126,6 +132,18 @@ def check_keeps_params(optimizers: Sequence[torch.optim.Optimizer], *, has_maste
             )
 
 
+def check_models(models: Sequence[nn.Module], policy: Policy, *, allow_half_model: bool) -> None:
+    """Refuse models that are lazy, wrapped, or half where that was not allowed.
+
+    Raises:
+        PreampStateError: Saying what to do.
+    """
+    check_not_lazy(models)
+    check_not_wrapped(models, policy.cast_model_type)
+    if not allow_half_model:
+        check_not_half(models)
+
+
 def check_not_wrapped(models: Sequence[nn.Module], cast_to: torch.dtype | None) -> None:
     """Refuse models inside DistributedDataParallel or DataParallel.
 
@@ -155,6 +173,54 @@ def _is_hooked(part: nn.Module) -> bool:
     return isinstance(part, nn.parallel.DistributedDataParallel) and uses_reducer(part)
 
 
+def check_not_lazy(models: Sequence[nn.Module]) -> None:
+    """Refuse models with parameters or buffers whose shapes the first forward will tell.
+
+    Raises:
+        PreampStateError: Naming the first of them.
+    """
+    for model in models:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if is_lazy(tensor):
+                raise PreampStateError(
+                    message(
+                        f"{name!r} of {type(model).__name__} is not initialized: a lazy module "
+                        "gets its shapes in its first forward",
+                        "initialize takes models whose parameters and buffers have their memory",
+                        "Run one forward on a batch first, then build the optimizer and call "
+                        "preamp.initialize",
+                    )
+                )
+
+
+def planned_conversion(models: Sequence[nn.Module], policy: Policy) -> Conversion:
+    """Find what the cast keeps in float32, and what it would change too much. Changes nothing.
+
+    Raises:
+        PreampPolicyError: ``keep_fp32`` names something that the models do not have.
+    """
+    dtype = policy.cast_model_type
+    if dtype not in HALF_DTYPES:
+        return Conversion(Kept(norms=find_norms(models)))
+    kept = find_kept(models, policy.keep_fp32)
+    found = changed_by_cast(
+        models, kept, dtype, keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32)
+    )
+    return Conversion(kept, _warning(found, dtype_name(dtype)))
+
+
+def _warning(changed: dict[str, str], dtype: str) -> str:
+    if not changed:
+        return ""
+    shown = [f"{name!r} ({loss})" for name, loss in list(changed.items())[:_SHOWN]]
+    more = f" and {len(changed) - len(shown)} more" if len(changed) > len(shown) else ""
+    return message(
+        f"The cast to {dtype} changes buffers by more than its rounding: {', '.join(shown)}{more}",
+        "Buffers in the state_dict are cast as weights are, and have no masters",
+        f"Pass keep_fp32={list(changed)[:_SHOWN]} to keep them in float32",
+    )
+
+
 def check_not_half(models: Sequence[nn.Module]) -> None:
     """Refuse models with half parameters or buffers.
 
@@ -175,8 +241,9 @@ def _refuse_half(model: nn.Module, what: str, dtype: str) -> None:
         do = "The model has an engine already: call preamp.engine_of(model).close() first"
     else:
         do = (
-            "Do not call model.half() or model.bfloat16(): initialize casts what the level needs. "
-            "If half weights are all there is, pass allow_half_model=True"
+            "Call model.float() first, or do not make the model half (checkpoints may load as they "
+            "were stored): initialize casts what the level needs. Or pass allow_half_model=True, "
+            "and masters start from the rounded values"
         )
     raise PreampStateError(
         message(

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from preamp.core.errors import PreampStateError, message
 from preamp.engine import refusals
 from preamp.engine.lookup import bare, engine_of
+from preamp.engine.session import OptimizerSession
 from preamp.engine.stage import Stage
 from preamp.optim import WeightTable
 
@@ -52,42 +55,59 @@ def clip_grad_norm_(
                 "Clip after the last scale_loss of the accumulation, called without delay_unscale",
             )
         )
-    owners = [param for param in session.direct_params() if param.grad is not None]
-    ready = [param.grad for param in owners if param.grad is not None]
-    lazy: list[tuple[WeightTable, list[int]]] = []
-    grads: list[torch.Tensor] = []
-    factors: list[torch.Tensor] = []
+    found = _collect(session, made=norm_type != 2.0)
+    joint = engine.reductions.joint
+    if norm_type == 2.0:
+        every = [*found.ready, *found.grads]
+        norm = session.gradients.known_norm.take(every, found.factors)
+        if norm is None:
+            by = [*[None] * len(found.ready), *found.factors]
+            norm = joint.norm(engine.ops, every, by, found.owners, engine.device)
+        engine.recorder.norm_taken(session, norm)
+    else:
+        norm = joint.norm_of_order(found.ready, norm_type, found.owners, engine.device)
+    clip = (max_norm / (norm + _EPS)).clamp(max=1.0)
+    with torch.no_grad():
+        engine.ops.scale_add_(found.ready, clip, [None] * len(found.ready))
+    for table, rows in found.lazy:
+        table.replace_factors(rows, clip)
+    return norm
+
+
+@dataclass(slots=True)
+class _Found:
+    """The gradients of an optimizer, those that are float32 (or have no master) first."""
+
+    ready: list[torch.Tensor]
+    owners: list[torch.Tensor]  # of `ready` and then of `grads`
+    grads: list[torch.Tensor] = field(default_factory=list[torch.Tensor])  # half ones
+    factors: list[torch.Tensor] = field(default_factory=list[torch.Tensor])  # unscale these
+    lazy: list[tuple[WeightTable, list[int]]] = field(
+        default_factory=list["tuple[WeightTable, list[int]]"]
+    )  # where they are
+
+
+def _collect(session: OptimizerSession, *, made: bool) -> _Found:
+    """Return all gradients; ``made`` says to make float32 ones of the half ones first."""
+    direct = [param for param in session.direct_params() if param.grad is not None]
+    found = _Found([param.grad for param in direct if param.grad is not None], [*direct])
     halves: list[torch.Tensor] = []
     for table in session.gradients.tables:
-        if norm_type == 2.0:
-            table.complete()
-        else:
+        if made:
             table.bring_up_to_date()
+        else:
+            table.complete()
         rows = table.pending_rows()
-        lazy.append((table, rows))
+        found.lazy.append((table, rows))
         for row in rows:
             grad, record = table.grads[row], table.records[row]
             if grad is not None and record is not None and record.factor is not None:
-                grads.append(grad)
-                factors.append(record.factor)
+                found.grads.append(grad)
+                found.factors.append(record.factor)
                 halves.append(table.halves[row])
         for half, base in zip(table.halves, table.bases(), strict=True):
             if base is not None:
-                owners.append(half)
-                ready.append(base)
-    owners += halves
-    joint = engine.reductions.joint
-    if norm_type == 2.0:
-        norm = session.gradients.known_norm.take([*ready, *grads], factors)
-        if norm is None:
-            every, by = [*ready, *grads], [*[None] * len(ready), *factors]
-            norm = joint.norm(engine.ops, every, by, owners, engine.device)
-        engine.recorder.norm_taken(session, norm)
-    else:
-        norm = joint.norm_of_order(ready, norm_type, owners, engine.device)
-    clip = (max_norm / (norm + _EPS)).clamp(max=1.0)
-    with torch.no_grad():
-        engine.ops.scale_add_(ready, clip, [None] * len(ready))
-    for table, rows in lazy:
-        table.replace_factors(rows, clip)
-    return norm
+                found.owners.append(half)
+                found.ready.append(base)
+    found.owners += halves
+    return found

@@ -31,7 +31,7 @@ from preamp.engine.session import OptimizerSession, make_sessions
 from preamp.engine.sharding import Unreduced
 from preamp.engine.state import load_scalers, make_scaler, scalers_state
 from preamp.engine.teardown import weights_given_back
-from preamp.engine.weights import exact_value, exact_weights, load_exact
+from preamp.engine.weights import exact_value, exact_weights, load_exact, trust_masters
 from preamp.policy import Policy
 from preamp.scaling import LossScaler
 
@@ -210,6 +210,7 @@ class Engine:
         return None if twin is None else twin.master
 
     exact_value, load_exact, exact_weights = exact_value, load_exact, exact_weights
+    trust_masters = trust_masters
 
     # -- checkpoints -------------------------------------------------------------------------
 

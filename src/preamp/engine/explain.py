@@ -55,8 +55,15 @@ def _casts(engine: Engine) -> str:
         return f"functions are cast to {_show(policy.patch_torch_functions_type)} {where}"
     if policy.cast_model_type is None:
         return "models, inputs and functions are not cast"
+    kept = engine.conversion.kept
     batchnorm = ", batch norm stays float32" if policy.keep_batchnorm_fp32 else ""
-    return f"models and their inputs are cast to {_show(policy.cast_model_type)}{batchnorm}"
+    constants = ", ".join(kept.constants.values())
+    named = len(kept.named)
+    return (
+        f"models and their inputs are cast to {_show(policy.cast_model_type)}{batchnorm}"
+        + (f", {named} tensors that keep_fp32 names stay float32" if named else "")
+        + (f", so do buffers that are not persistent ({constants})" if constants else "")
+    )
 
 
 def _show(value: object) -> str:

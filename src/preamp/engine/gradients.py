@@ -298,7 +298,7 @@ class GradientBooks:
     def drop(self) -> None:
         """Clear the masters' gradients and their half ones, and what was set aside."""
         for table in self.tables:
-            table.drop()
+            table.drop(in_backward=self.is_open)
         self.direct.forget()
 
     def zero(self, zero_rest: Callable[[], object]) -> object:
@@ -306,7 +306,7 @@ class GradientBooks:
         self.direct.forget()
         if self.masters is None:
             return zero_rest()
-        return self.masters.zero_gradients(zero_rest)
+        return self.masters.zero_gradients(zero_rest, in_backward=self.is_open)
 
     def reset(self) -> None:
         """Back to READY: nothing delayed."""

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from preamp.casting import (
+    Conversion,
     attach_cast_region,
     attach_io_casts,
     attach_layer_casts,
     attach_plain_region,
     attach_state_hooks,
     install_function_casts,
+    install_mixed_products,
     install_wide_half,
     push_thread_casts,
     settle_thread,
@@ -61,6 +64,7 @@ def initialize(
     *,
     patch_torch_functions_type: torch.dtype | None = None,
     scope: Scope | None = None,
+    keep_fp32: Any = None,
     max_consecutive_skips: int | None = 50,
     allow_half_model: bool = False,
     hard_override: bool = False,
@@ -101,12 +105,16 @@ def initialize(
         patch_torch_functions_type: Half dtype of the function casts; follows from the level.
         scope: ``"thread"`` (default) casts functions in the whole calling thread, loss functions
             included; ``"model"`` inside the models' forward only.
+        keep_fp32: What is not rounded where models are cast to half (O2, O3, O5): module types,
+            patterns such as ``"rotary.*"`` for the names of parameters, buffers or modules,
+            functions of ``(name, tensor)`` that return a bool; one of them or a list. Parameters
+            stay float32, without masters; modules get their inputs in float32.
         max_consecutive_skips: Skipped steps in a row after which ``step`` raises
             `LossScaleError`; ``None`` for never.
         allow_half_model: Accept models that are half already; masters then start from the
             rounded values.
         hard_override: Warn instead of refusing an override that contradicts the level.
-        backend: Kernels for gradients and fused updates: ``"triton"``, ``"cpu"``, ``"foreach"``,
+        backend: Kernels for gradients and fused updates: ``"triton"``, ``"blocks"``,
             ``"reference"``, or ``"auto"`` for the fastest one on each device.
         overflow: ``"skip"`` (default), or ``"trace"``: every forward and backward is watched
             by module hooks, and a skipped step tells which module was the first to go wrong. See
@@ -125,37 +133,30 @@ def initialize(
         ``(models, optimizers)``.
 
     Raises:
-        PreampPolicyError: Unknown level or contradictory override.
-        PreampStateError: A model is half or wrapped already, or an optimizer is taken.
+        PreampPolicyError: Unknown level or contradictory override, or ``keep_fp32`` names
+            something that the models do not have.
+        PreampStateError: A model is half, wrapped already or lazy, or an optimizer is taken.
         PreampUnavailableError: The back end does not exist or does not run here.
         TypeError: Wrong kind of argument.
         ValueError: Right kind, wrong value.
 
     Mutates:
         Models (dtypes, hooks) and optimizers (parameter groups, state dtypes, hooks); for O1 and
-        O4 also functions of torch, until the last such engine is closed.
+        O4 also functions of torch, until the last such engine is closed. So for O2, O3 and O5 where
+        anything but batch norms stays float32: products that mix it with half.
     """
+    arguments = locals()  # of which resolve takes those that override the level
     if not enabled:
         return _create_off(models, optimizers)
     recording = make_recording(verbosity, numerics, numerics_every, history)
-    overrides = {
-        "cast_model_type": cast_model_type,
-        "patch_torch_functions": patch_torch_functions,
-        "patch_torch_functions_type": patch_torch_functions_type,
-        "keep_batchnorm_fp32": keep_batchnorm_fp32,
-        "master_weights": master_weights,
-        "loss_scale": loss_scale,
-        "cast_model_outputs": cast_model_outputs,
-        "min_loss_scale": min_loss_scale,
-        "max_loss_scale": max_loss_scale,
-        "scope": scope,
-        "max_consecutive_skips": max_consecutive_skips,
-        "overflow": overflow,
-    }
-    policy, ops = resolve(opt_level, overrides, hard_override=hard_override), ops_named(backend)
+    policy, ops = resolve(opt_level, arguments, hard_override=hard_override), ops_named(backend)
     announce(level_defaults(opt_level), policy, recording.verbosity)
     means = Means(ops, splits_over(process_groups))
-    create_engine(models, optimizers, policy, num_losses, recording, allow_half_model, means)
+    engine = create_engine(
+        models, optimizers, policy, num_losses, recording, allow_half_model, means
+    )
+    if engine.conversion.changed:
+        warnings.warn(engine.conversion.changed, stacklevel=2)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -175,17 +176,18 @@ def create_engine(
     optimizer_list = checks.as_optimizer_list(optimizers)
     num_losses = checks.check_num_losses(num_losses)
     checks.check_optimizers(optimizer_list)
+    conversion = Conversion()
     if policy.enabled:
         checks.check_keeps_params(optimizer_list, has_masters=policy.master_weights)
-        checks.check_not_wrapped(model_list, policy.cast_model_type)
+        checks.check_models(model_list, policy, allow_half_model=allow_half_model)
         check_fits(model_list, policy, means.splits)
-        if not allow_half_model:
-            checks.check_not_half(model_list)
+        conversion = checks.planned_conversion(model_list, policy)
     reshard(model_list)
     earlier = [(model, find_engine(model)) for model in model_list]
     engine = Engine(
         policy, model_list, optimizer_list, means, num_losses=num_losses, recording=recording
     )
+    engine.conversion = conversion
     try:
         if policy.enabled:
             _attach(engine)
@@ -259,10 +261,12 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
     else:
         undo.hold(*attach_plain_region(model))
     inputs = target if target in HALF_DTYPES or not gather_dtypes(model) else None
+    if id(model) in engine.conversion.kept.modules:
+        inputs = torch.float32
     undo.hold(*attach_io_casts(model, inputs, outputs))  # fully_shard casts what it gathers for
     undo.hold(attach_reductions(model, engine.reductions))
     if target in HALF_DTYPES:
-        undo.hold(*attach_layer_casts(model, target))
+        undo.hold(*attach_layer_casts(model, target, engine.conversion.kept))
         undo.hold(*attach_state_hooks(model, engine.link))
     if policy.master_weights:
         undo.hold(*attach_weight_doors(model, engine.link))
@@ -278,6 +282,9 @@ def _install_function_casts(engine: Engine) -> None:
             undo.hold(push_thread_casts(types, policy.patch_torch_functions_type))
     if policy.half_dtype is torch.float16 and "cpu" in types and cpu_lacks_fp16_matmul():
         undo.hold(install_wide_half())
+    kept = engine.conversion.kept
+    if policy.cast_model_type in HALF_DTYPES and (kept.named or kept.constants):
+        undo.hold(install_mixed_products())
 
 
 def device_types(engine: Engine) -> frozenset[str]:

@@ -14,8 +14,8 @@ from preamp.engine.host_copies import HostCopies
 from preamp.engine.names import ParameterNames
 from preamp.engine.session import OptimizerSession
 from preamp.numerics import FORMATS, Measured, NumberFormat, TensorStatistics, measure
-from preamp.numerics.exponents import blocks_of
 from preamp.numerics.records import What
+from preamp.numerics.statistics import blocks_of
 from preamp.optim.fused.entries import entries_of
 
 

@@ -191,7 +191,7 @@ class OptimizerHooks:
                 self._held.append((param, param.grad))
                 param.grad = None
         for table in self._session.gradients.tables:
-            table.drop()
+            table.drop(in_backward=False)
         self._withheld = True
 
     _withheld = False

@@ -221,6 +221,8 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
         # A static scale is what initialize says now; gradients of another one are not added to.
         if delayed and is_current and delayed.scaler.value() == float(delayed.note.scale):
             delayed.generation = delayed.scaler.generation
+        if stage is not Stage.READY:
+            engine.block_begins()
         books.resume(stage, delayed, may_be_local=bool(state["may_be_local"]))
         session.found_inf, session.notes = found_inf, notes
         books.direct.recall(params, direct)

@@ -21,7 +21,7 @@ from preamp.engine.order import Watch
 from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import LOCAL, REDUCED
 from preamp.engine.session import OptimizerSession
-from preamp.engine.stage import Plan
+from preamp.engine.stage import Plan, Stage
 from preamp.scaling import LossScaler
 
 
@@ -74,16 +74,17 @@ def scale_loss(
         return
     check_loss(loss)
     block = _Block(engine, members, loss, loss_id)
-    block.begin(will_delay=delay_unscale)
+    delays = delay_unscale and not block.is_plain
+    block.begin(will_delay=delays)
     try:
         yield block.scale(loss)
     except BaseException:
         block.abort()
         raise
-    if delay_unscale:
+    if delays:
         block.delay()
     else:
-        block.finish(adjust=not delay_overflow_check)
+        block.finish(adjust=not (delay_overflow_check or block.is_plain))
 
 
 class _Block:
@@ -112,6 +113,13 @@ class _Block:
         self._hooks: list[RemovableHandle] = []
         self._reached: set[str] = set()  # by the body's backwards: the loss, what was yielded
         self._answers = engine.reductions.begin_block()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether gradients are unscaled as they come, and nothing is to be done but to add."""
+        if not self.scaler.is_identity or self._engine.policy.master_weights:
+            return False
+        return not any([s.gradients.stage is Stage.SCALED for s in self._sessions])
 
     def begin(self, *, will_delay: bool) -> None:
         self._engine.block_begins()
@@ -154,7 +162,8 @@ class _Block:
         scaled = self.scaler.scale_loss(loss, self._note.scale)
         if not self.scaler.is_identity and loss.requires_grad:
             for name, tensor in (("loss", loss), ("scaled loss", scaled)):
-                self._hooks.append(tensor.register_hook(partial(self._reach, name)))
+                hooked: Any = tensor
+                self._hooks.append(hooked.register_hook(partial(self._reach, name)))
         self._engine.tracer.watch_loss(scaled)
         return scaled
 

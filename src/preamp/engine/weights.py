@@ -20,6 +20,7 @@ from preamp.core.dtypes import is_half
 from preamp.core.errors import PreampStateError
 from preamp.core.link import EngineHook, Link
 from preamp.core.undo import Removable
+from preamp.engine import refusals
 from preamp.engine.params import twin_of
 from preamp.kernels.shards import set_data
 
@@ -52,8 +53,16 @@ def load_exact(self: Engine, half: torch.Tensor, value: torch.Tensor) -> torch.T
         return None
     with torch.no_grad():
         twin.master.copy_(twin.held.own(value))
-    twin.table.loaded.add(twin.row)
+    twin.table.expect_load(twin.row)
     return twin.master.detach() if twin.held.part is None else value.float()
+
+
+def trust_masters(self: Engine, params: Iterable[torch.Tensor]) -> None:
+    """Masters of these ``params`` are equal on all ranks, or were set; none is rounded anew."""
+    for param in params:
+        twin = twin_of(param, self.sessions.values())
+        if twin is not None:
+            twin.table.loaded.add(twin.row)
 
 
 @contextmanager
@@ -72,9 +81,8 @@ def exact_weights(self: Engine) -> Generator[None]:
     Mutates:
         The models' parameters, until the end of the block.
     """
-    from preamp.engine.pending import check_outside_blocks
-
-    check_outside_blocks(self, "exact_weights()")
+    if any([session.gradients.is_open for session in self.sessions.values()]):
+        raise refusals.inside_block("exact_weights()")
     twins = {id(t.half): t for s in self.sessions.values() for t in s.masters or ()}.values()
     values = [(twin, twin.held.value()) for twin in twins]  # refuses parts
     tables = {id(twin.table): twin.table for twin in twins}.values()
@@ -104,6 +112,7 @@ def exact_weights(self: Engine) -> Generator[None]:
             half.grad = grad
         for table in tables:
             table.write_halves()
+        trust_masters(self, [twin.half for twin in twins])
 
 
 class FollowMasters(EngineHook):

@@ -14,6 +14,7 @@ from preamp.kernels.rules import BiasCorrection as BiasCorrection
 from preamp.kernels.rules import LambRule as LambRule
 from preamp.kernels.rules import LarsRule as LarsRule
 from preamp.kernels.rules import NovoGradRule as NovoGradRule
+from preamp.kernels.rules import Rule as Rule
 from preamp.kernels.rules import Scalar as Scalar
 from preamp.kernels.rules import SgdRule as SgdRule
 from preamp.kernels.rules import Update as Update

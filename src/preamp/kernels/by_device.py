@@ -5,18 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from preamp.core.tensors import has_sharded, locals_of
 from preamp.kernels.joining import stack
 from preamp.kernels.ops import Census, Ops, Tensors
-from preamp.kernels.rules import LambRule, Update
+from preamp.kernels.rules import LambRule, Rule, Update
 from preamp.kernels.shards import sharded_as
 
+_is_on_cpu: Callable[[Any], bool] = cast("Any", torch.Tensor).is_cpu.__get__
 
-class ByDevice:
+
+class ByDevice(Ops):
     """Every op of the table, handed on by device.
 
     Attributes:
@@ -85,8 +87,8 @@ class ByDevice:
             return [sharded_as(local, half) for local, half in zip(wide, halves, strict=True)]
         found: dict[int, torch.Tensor] = {}
         for where, places in _by_device(halves).items():
-            lists = _pick(places, halves, factors, addends)
-            found.update(zip(places, self._of(where).widen_add(*lists), strict=True))
+            own, by, others = _pick(places, halves, factors, addends)
+            found.update(zip(places, self._of(where).widen_add(own, by, others), strict=True))
         return [found[place] for place in range(len(halves))]
 
     def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
@@ -139,23 +141,19 @@ class ByDevice:
             norms.append(self._of(where).l2norm(own, by, device))
         return self._of(device).l2norm(norms, [None] * len(norms), device)
 
-    def __getattr__(self, op: str) -> Callable[..., None]:
-        """An update rule; its lists lie on one device."""
-        if not op.endswith("_") or op.startswith("_"):
-            raise AttributeError(op)
-
-        def update_(params: Tensors, *lists: Tensors, rule: Any, update: Update) -> None:
-            if params:
-                own, update = _own_parts((params, *lists), update)
-                getattr(self._of(own[0][0].device), op)(*own, rule=rule, update=update)
-
-        return update_
+    def update_(
+        self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
+    ) -> None:
+        """See `preamp.kernels.ops.Ops.update_`; its lists lie on one device."""
+        if params:
+            own, update = _own_parts((params, grads, *state), update)
+            self._of(own[0][0].device).update_(*own, rule=rule, update=update)
 
     def lamb_norms(
-        self, params: Tensors, *lists: Tensors, rule: LambRule, update: Update
+        self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
     ) -> torch.Tensor:
         """See `preamp.kernels.ops.Ops.lamb_norms`; its lists lie on one device."""
-        own, update = _own_parts((params, *lists), update)
+        own, update = _own_parts((params, grads, *state), update)
         return self._of(own[0][0].device).lamb_norms(*own, rule=rule, update=update)
 
 
@@ -168,11 +166,14 @@ def _own_parts(lists: Sequence[Tensors], update: Update) -> tuple[Sequence[Tenso
     return [locals_of(column) for column in lists], update
 
 
-def _by_device(tensors: Tensors) -> dict[torch.device, list[int]]:
+def _by_device(tensors: Tensors) -> dict[torch.device, Sequence[int]]:
+    """Where the tensors of each device stand; of a single one in no more than one pass."""
+    if tensors and all(map(_is_on_cpu, tensors)):
+        return {tensors[0].device: range(len(tensors))}
     groups: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors):
         groups.setdefault(tensor.device, []).append(place)
-    return groups
+    return dict(groups)
 
 
 def _in_order(numbers: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -180,5 +181,7 @@ def _in_order(numbers: dict[int, torch.Tensor]) -> torch.Tensor:
     return stack([numbers[place] for place in range(len(numbers))])
 
 
-def _pick(places: list[int], *lists: Sequence[Any]) -> list[list[Any]]:
+def _pick(places: Sequence[int], *lists: Sequence[Any]) -> Sequence[Sequence[Any]]:
+    if isinstance(places, range):  # all of them
+        return lists
     return [[column[place] for place in places] for column in lists]

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import os
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Final
 
 import torch
 
@@ -15,7 +15,34 @@ from preamp.core.errors import PreampUnavailableError, message
 from preamp.kernels.by_device import ByDevice
 from preamp.kernels.ops import Ops
 
-BACKENDS = ("triton", "cpu", "foreach", "reference")
+
+def _triton() -> Ops:
+    from preamp.kernels.triton import Triton
+
+    return Triton()
+
+
+def _blocks() -> Ops:
+    from preamp.kernels.blocks import Blocks
+
+    return Blocks()
+
+
+def _reference() -> Ops:
+    from preamp.kernels.reference import Reference
+
+    return Reference()
+
+
+_LOADERS: Final[Mapping[str, Callable[[], Ops]]] = {
+    "triton": _triton,
+    "blocks": _blocks,
+    "reference": _reference,
+}
+_ALIASES: Final[Mapping[str, str]] = {"cpu": "blocks", "foreach": "blocks"}
+"""What `blocks` were when they were two; ``"cpu"`` still takes tensors on the CPU only."""
+
+BACKENDS = tuple(_LOADERS)
 """Back ends that exist."""
 
 _TRITON_DEVICES = ("cuda", "xpu")
@@ -27,14 +54,15 @@ def backend(name: str = "auto") -> Ops:
 
     Args:
         name: ``"auto"`` for the fastest one on the device of the tensors given to each op, or one
-            of `BACKENDS`, which then is used or refused, never replaced.
+            of `BACKENDS`, which then is used or refused, never replaced. ``"cpu"`` and
+            ``"foreach"`` are earlier names of ``"blocks"``.
 
     Raises:
         PreampUnavailableError: There is no such back end, or it does not run here.
     """
     if name == "auto":
-        return cast("Ops", ByDevice(name, lambda device: _load(choose(device)[0])))
-    if name not in BACKENDS:
+        return ByDevice(name, lambda device: _load(choose(device)[0]))
+    if name not in (*BACKENDS, *_ALIASES):
         raise PreampUnavailableError(
             message(
                 f"backend={name!r} is not known",
@@ -50,7 +78,7 @@ def backend(name: str = "auto") -> Ops:
                 "Install triton, or leave the argument out to let preamp choose",
             )
         )
-    return cast("Ops", ByDevice(name, lambda device: _load_for(name, device)))
+    return ByDevice(name, lambda device: _load_for(name, device))
 
 
 @functools.cache
@@ -62,14 +90,14 @@ def has_triton() -> bool:
 def choose(device: torch.device) -> tuple[str, str]:
     """Return the name of the back end that ``"auto"`` stands for on ``device``, and the reason."""
     if device.type == "cpu":
-        return "cpu", "blocks that stay in the cache"
+        return "blocks", "blocks that stay in the cache"
     if device.type in _TRITON_DEVICES:
         if has_triton() and os.environ.get("TRITON_INTERPRET", "0") in {"", "0"}:
             return "triton", "one launch for all tensors of a dtype"
-        return "foreach", "triton is not installed or only interpreted"
+        return "blocks", "triton is not installed or only interpreted"
     if device.type == "meta":
         return "reference", "meta tensors have no values"
-    return "foreach", f"torch's multi-tensor operations run on {device.type}"
+    return "blocks", f"torch's multi-tensor operations run on {device.type}"
 
 
 def _load_for(name: str, device: torch.device) -> Ops:
@@ -78,15 +106,15 @@ def _load_for(name: str, device: torch.device) -> Ops:
             message(
                 f"backend='cpu' was given a tensor on {device}",
                 "It computes on the CPU only",
-                "Leave the argument out to let preamp choose, or take 'foreach' or 'reference'",
+                "Leave the argument out to let preamp choose, or take 'blocks' or 'reference'",
             )
         )
-    return _load(name)
+    return _load(_ALIASES.get(name, name))
 
 
 @functools.cache
 def _load(name: str) -> Ops:
-    return cast("Ops", importlib.import_module(f"preamp.kernels.{name}"))
+    return _LOADERS[name]()
 
 
 def explain(name: str = "auto", device: torch.device | str = "cpu") -> str:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The op table: what every back end computes, and in which precision.
 
-A back end is a module under ``preamp.kernels`` with one function per op. Ops are stateless
-arithmetic on lists of tensors; none of them reads a value back to the host. The reference back
-end is the definition: the others agree with it bitwise, or within the ulps stated here.
+A back end is a class of `Ops` in a package under ``preamp.kernels``. Ops are stateless arithmetic
+on lists of tensors; none of them waits for a device. The reference back end is the definition:
+the others agree with it bitwise, or within the ulps stated here.
 
 Precision contract, for every op: load in the tensor's own dtype, compute in float32 (float64 for
 float64 tensors), round once, to nearest even, on store. No autograd history is recorded.
 
-The update rules (``adam_`` and below) have one signature:
-``op(params, grads, *state, rule=..., update=...)``. What holds for all of them:
+All update rules (`preamp.kernels.rules`) are one op, ``update_(params, grads, *state, rule=...,
+update=...)``. What holds for all of them:
 
 * Lists are equally long; the tensors of one list share dtype and device, those of one place share
   shape. Layouts may differ. Gradients and state may have another dtype than the parameters; the
@@ -18,15 +18,15 @@ The update rules (``adam_`` and below) have one signature:
 * `Update` says what ``inv_scale``, ``found_inf`` and ``halves`` do. A gradient that is not finite
   spoils its own tensors only; skipping is ``found_inf``'s business.
 
-In formulas ``p`` is the parameter, ``g = grad * inv_scale``; norms have the precision of sums.
-Back ends agree with the reference within 4 ulps, in the stored dtype, of the sum's largest term.
+Norms have the precision of sums. Back ends agree with the reference within 4 ulps, in the stored
+dtype, of the sum's largest term.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -36,6 +36,7 @@ from preamp.kernels.rules import (
     LambRule,
     LarsRule,
     NovoGradRule,
+    Rule,
     SgdRule,
     Update,
 )
@@ -64,11 +65,12 @@ class Census:
     max_finite: torch.Tensor | None = None
 
 
-class Ops(Protocol):
-    """The functions a back end provides. None synchronises with the host."""
+class Ops(ABC):
+    """What a back end provides. No op waits for a device."""
 
     name: str
 
+    @abstractmethod
     def census(
         self,
         grads: Tensors,
@@ -90,8 +92,8 @@ class Ops(Protocol):
             with_max_abs: Look for the largest magnitudes even where all is finite. Neither costs
                 a GPU anything, but a CPU computes less without.
         """
-        ...
 
+    @abstractmethod
     def scale_add_(
         self, grads: Tensors, factor: torch.Tensor | float, addends: Sequence[torch.Tensor | None]
     ) -> None:
@@ -102,8 +104,8 @@ class Ops(Protocol):
             factor: float32 scalar.
             addends: Same dtype and shape as their gradient, or ``None``.
         """
-        ...
 
+    @abstractmethod
     def widen_add(
         self,
         halves: Tensors,
@@ -117,12 +119,12 @@ class Ops(Protocol):
             factors: One float32 scalar each.
             addends: float32 accumulators that may be overwritten with the result, or ``None``.
         """
-        ...
 
+    @abstractmethod
     def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
         """``target = source`` rounded to the target's dtype, for each pair; mutates targets."""
-        ...
 
+    @abstractmethod
     def axpby_(
         self,
         targets: Tensors,
@@ -143,8 +145,8 @@ class Ops(Protocol):
             b: As ``a``.
             ys: As ``xs``, or ``None``.
         """
-        ...
 
+    @abstractmethod
     def l2norms(
         self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor:
@@ -153,8 +155,8 @@ class Ops(Protocol):
         The factor is applied before squaring, so a loss scale that it removes cannot overflow
         the sum. No factor means 1.
         """
-        ...
 
+    @abstractmethod
     def l2norm(
         self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
     ) -> torch.Tensor:
@@ -163,9 +165,31 @@ class Ops(Protocol):
         Norms are per tensor first, then of the norms, as ``torch.nn.utils.clip_grad_norm_``
         does. float16 values cannot overflow it; float32 values above about 1e19 can.
         """
-        ...
 
-    # -- update rules, see the top of this file ------------------------------------------------
+    @abstractmethod
+    def update_(
+        self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
+    ) -> None:
+        """Update ``params`` by ``rule``; see the top of this file.
+
+        Args:
+            params: Mutated.
+            grads: Their gradients, not mutated.
+            state: The lists that the rule names, in that order; mutated.
+            rule: Formula and hyper-parameters.
+            update: What differs from step to step.
+
+        Raises:
+            ValueError: Lists or shapes differ. Nothing was changed.
+        """
+
+    @abstractmethod
+    def lamb_norms(
+        self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
+    ) -> torch.Tensor:
+        """The ``|p|`` and ``|u|`` that `update_` would take, ``(2, n)``; mutates nothing."""
+
+    # -- `update_` with lists that have names, for who knows the rule ---------------------------
 
     def adam_(
         self,
@@ -177,18 +201,8 @@ class Ops(Protocol):
         rule: AdamRule,
         update: Update,
     ) -> None:
-        """Adam and AdamW.
-
-        ``g += weight_decay * p`` unless decoupled; ``m = beta1 * m + (1 - beta1) * g``;
-        ``v = beta2 * v + (1 - beta2) * g * g``;
-        ``p -= size * (m' / (sqrt(v') + eps) + weight_decay * p)``, the last term if decoupled.
-        `BiasCorrection` says what ``size``, ``m'`` and ``v'`` are; ``sqrt(v' + eps)`` replaces
-        the denominator if ``eps_inside_sqrt``.
-
-        Source: Kingma and Ba, "Adam" (arXiv:1412.6980); Loshchilov and Hutter, "Decoupled Weight
-        Decay Regularization" (arXiv:1711.05101).
-        """
-        ...
+        """See `AdamRule`."""
+        self.update_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
 
     def lamb_(
         self,
@@ -200,20 +214,8 @@ class Ops(Protocol):
         rule: LambRule,
         update: Update,
     ) -> None:
-        """LAMB; clipping by a global norm enters through ``inv_scale``.
-
-        Moments as in ``adam_``, with ``beta3 = 1 - beta1`` or 1 in front of ``g``;
-        ``u = m' / (sqrt(v') + eps) + weight_decay * p``, the last term if decoupled;
-        ``p -= lr * |p| / |u| * u`` per tensor, with ``lr`` alone where a norm is zero or the
-        rule has no trust ratio. ``|p|`` is the norm before the update.
-
-        Source: You et al., "Large Batch Optimization for Deep Learning" (arXiv:1904.00962).
-        """
-        ...
-
-    def lamb_norms(self, *lists: Tensors, rule: LambRule, update: Update) -> torch.Tensor:
-        """The ``|p|`` and ``|u|`` that ``lamb_`` would take, ``(2, n)``; mutates nothing."""
-        ...
+        """See `LambRule`."""
+        self.update_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
 
     def sgd_(
         self,
@@ -224,16 +226,8 @@ class Ops(Protocol):
         rule: SgdRule,
         update: Update,
     ) -> None:
-        """Gradient descent with momentum.
-
-        ``g += weight_decay * p``; ``m = momentum * m + (1 - dampening) * g``, or ``m = g`` at
-        step 1; ``g + momentum * m`` replaces ``g`` with nesterov, ``m`` without; ``p -= lr * g``.
-        Decay comes after momentum if the rule says so. Without momentum buffers are not touched.
-
-        Source: Sutskever et al., "On the importance of initialization and momentum in deep
-        learning" (ICML 2013), in torch's form, where lr scales the momentum as a whole.
-        """
-        ...
+        """See `SgdRule`."""
+        self.update_(params, grads, momentum_buffers, rule=rule, update=update)
 
     def novograd_(
         self,
@@ -245,32 +239,14 @@ class Ops(Protocol):
         rule: NovoGradRule,
         update: Update,
     ) -> None:
-        """NovoGrad: Adam with one second moment per tensor, kept as a norm.
-
-        With ``n`` the norm of ``g``: ``v = sqrt(beta2 * v**2 + (1 - beta2) * n**2)``, or
-        ``v = beta2 * v + (1 - beta2) * n`` for the largest magnitude; ``v = n`` where the old
-        ``v`` is negative, which means that there is none yet. ``d = v / sqrt(c2) + eps``.
-        Inside the moment: ``g = g / d + weight_decay * p``, ``m = beta1 * m + beta3 * g``,
-        ``p -= lr * m / c1``. Outside: ``m = beta1 * m + beta3 * g``,
-        ``p -= lr * (m / c1 / d + weight_decay * p)``. ``c1``, ``c2`` and ``beta3`` as in
-        ``lamb_``; ``norms`` are 0-dim tensors.
-
-        Source: Ginsburg et al., "Training Deep Networks with Stochastic Normalized Gradient
-        Descent" (arXiv:1905.11286).
-        """
-        ...
+        """See `NovoGradRule`."""
+        self.update_(params, grads, exp_avgs, norms, rule=rule, update=update)
 
     def adagrad_(
         self, params: Tensors, grads: Tensors, sums: Tensors, *, rule: AdagradRule, update: Update
     ) -> None:
-        """Adagrad.
-
-        ``g += weight_decay * p`` unless decoupled; ``h += g * g``;
-        ``p -= lr * (g / (sqrt(h) + eps) + weight_decay * p)``, the last term if decoupled.
-
-        Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods" (JMLR 12, 2011).
-        """
-        ...
+        """See `AdagradRule`."""
+        self.update_(params, grads, sums, rule=rule, update=update)
 
     def lars_(
         self,
@@ -281,20 +257,9 @@ class Ops(Protocol):
         rule: LarsRule,
         update: Update,
     ) -> None:
-        """LARS, with the learning rate inside the momentum.
-
-        ``s = lr * trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)`` per tensor, or
-        ``lr`` where a norm is zero or the rule has no trust ratio; ``g += weight_decay * p``;
-        ``m = momentum * m - s * g``; ``p += m``, with nesterov ``p += momentum * m - s * g``.
-
-        Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks"
-        (arXiv:1708.03888).
-        """
-        ...
+        """See `LarsRule`."""
+        self.update_(params, grads, momentum_buffers, rule=rule, update=update)
 
 
-OP_NAMES = (
-    *("census", "scale_add_", "widen_add", "cast_copy_", "axpby_", "l2norms", "l2norm"),
-    *("adam_", "lamb_", "lamb_norms", "sgd_", "novograd_", "adagrad_", "lars_"),
-)
-"""Every op of the table; a back end must have all of them."""
+OP_NAMES = tuple(sorted(Ops.__abstractmethods__))
+"""Every op that a back end must have; without one of them it cannot be instantiated."""

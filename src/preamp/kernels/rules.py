@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Hyper-parameters of the update rules, and what one update is told besides them.
+"""The update rules: their formulas, their hyper-parameters, and what one update is told besides.
 
 A rule says which formula is meant and with which numbers; it is the same for every tensor of a
 call. What differs from step to step is an `Update`. Both are plain records that every back end
-reads in the same way.
+reads in the same way. In formulas ``p`` is the parameter and ``g = grad * inv_scale``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import ClassVar, NoReturn
 
 import torch
+
+from preamp.core.errors import message
 
 Scalar = float | torch.Tensor
 """A number, or a 0-dim tensor that a back end reads on the device, without synchronising."""
@@ -78,11 +81,32 @@ class BiasCorrection(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamRule:
-    """Hyper-parameters of `Ops.adam_`.
+class _AnyRule:
+    """What every rule has.
 
     Attributes:
         lr: Learning rate.
+        has_numbers: Whether the last list of its state has a 0-dim tensor for each parameter.
+    """
+
+    lr: Scalar
+    has_numbers: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamRule(_AnyRule):
+    """Adam and AdamW; state ``exp_avgs``, ``exp_avg_sqs``.
+
+    ``g += weight_decay * p`` unless decoupled; ``m = beta1 * m + (1 - beta1) * g``;
+    ``v = beta2 * v + (1 - beta2) * g * g``;
+    ``p -= size * (m' / (sqrt(v') + eps) + weight_decay * p)``, the last term if decoupled.
+    `BiasCorrection` says what ``size``, ``m'`` and ``v'`` are; ``sqrt(v' + eps)`` replaces
+    the denominator if ``eps_inside_sqrt``.
+
+    Source: Kingma and Ba, "Adam" (arXiv:1412.6980); Loshchilov and Hutter, "Decoupled Weight
+    Decay Regularization" (arXiv:1711.05101).
+
+    Attributes:
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
         eps: Added to the denominator.
@@ -92,7 +116,6 @@ class AdamRule:
         eps_inside_sqrt: Add eps to the second moment rather than to its root.
     """
 
-    lr: Scalar
     beta1: float
     beta2: float
     eps: float
@@ -103,11 +126,17 @@ class AdamRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LambRule:
-    """Hyper-parameters of `Ops.lamb_`.
+class LambRule(_AnyRule):
+    """LAMB; state ``exp_avgs``, ``exp_avg_sqs``. A global norm clips through ``inv_scale``.
+
+    Moments as in `AdamRule`, with ``beta3 = 1 - beta1`` or 1 in front of ``g``;
+    ``u = m' / (sqrt(v') + eps) + weight_decay * p``, the last term if decoupled;
+    ``p -= lr * |p| / |u| * u`` per tensor, with ``lr`` alone where a norm is zero or the
+    rule has no trust ratio. ``|p|`` is the norm before the update.
+
+    Source: You et al., "Large Batch Optimization for Deep Learning" (arXiv:1904.00962).
 
     Attributes:
-        lr: Learning rate.
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
         eps: Added to the denominator.
@@ -118,7 +147,6 @@ class LambRule:
         uses_trust_ratio: Scale each tensor's step by the ratio of its norms.
     """
 
-    lr: Scalar
     beta1: float
     beta2: float
     eps: float
@@ -130,11 +158,17 @@ class LambRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SgdRule:
-    """Hyper-parameters of `Ops.sgd_`.
+class SgdRule(_AnyRule):
+    """Gradient descent with momentum; state ``momentum_buffers``.
+
+    ``g += weight_decay * p``; ``m = momentum * m + (1 - dampening) * g``, or ``m = g`` at
+    step 1; ``g + momentum * m`` replaces ``g`` with nesterov, ``m`` without; ``p -= lr * g``.
+    Decay comes after momentum if the rule says so. Without momentum buffers are not touched.
+
+    Source: Sutskever et al., "On the importance of initialization and momentum in deep
+    learning" (ICML 2013), in torch's form, where lr scales the momentum as a whole.
 
     Attributes:
-        lr: Learning rate.
         momentum: Decay of the momentum; 0 for none.
         dampening: A new gradient enters the momentum with weight ``1 - dampening``.
         weight_decay: Weight decay.
@@ -142,7 +176,6 @@ class SgdRule:
         decays_after_momentum: Add the decay after the momentum rather than before.
     """
 
-    lr: Scalar
     momentum: float
     dampening: float
     weight_decay: float
@@ -151,11 +184,22 @@ class SgdRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NovoGradRule:
-    """Hyper-parameters of `Ops.novograd_`.
+class NovoGradRule(_AnyRule):
+    """NovoGrad: Adam with one second moment per tensor, kept as a norm.
+
+    State ``exp_avgs``, ``norms``. With ``n`` the norm of ``g``:
+    ``v = sqrt(beta2 * v**2 + (1 - beta2) * n**2)``, or
+    ``v = beta2 * v + (1 - beta2) * n`` for the largest magnitude; ``v = n`` where the old
+    ``v`` is negative, which means that there is none yet. ``d = v / sqrt(c2) + eps``.
+    Inside the moment: ``g = g / d + weight_decay * p``, ``m = beta1 * m + beta3 * g``,
+    ``p -= lr * m / c1``. Outside: ``m = beta1 * m + beta3 * g``,
+    ``p -= lr * (m / c1 / d + weight_decay * p)``. ``c1``, ``c2`` and ``beta3`` as in
+    `LambRule`.
+
+    Source: Ginsburg et al., "Training Deep Networks with Stochastic Normalized Gradient
+    Descent" (arXiv:1905.11286).
 
     Attributes:
-        lr: Learning rate.
         beta1: Decay of the first moment.
         beta2: Decay of the norm.
         eps: Added to the denominator.
@@ -167,7 +211,6 @@ class NovoGradRule:
         uses_max_norm: Take the largest magnitude of a gradient rather than its L2 norm.
     """
 
-    lr: Scalar
     beta1: float
     beta2: float
     eps: float
@@ -176,31 +219,41 @@ class NovoGradRule:
     grad_averaging: bool
     decays_inside_moment: bool
     uses_max_norm: bool
+    has_numbers: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdagradRule:
-    """Hyper-parameters of `Ops.adagrad_`.
+class AdagradRule(_AnyRule):
+    """Adagrad; state ``sums``.
+
+    ``g += weight_decay * p`` unless decoupled; ``h += g * g``;
+    ``p -= lr * (g / (sqrt(h) + eps) + weight_decay * p)``, the last term if decoupled.
+
+    Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods" (JMLR 12, 2011).
 
     Attributes:
-        lr: Learning rate.
         eps: Added to the denominator.
         weight_decay: Weight decay.
         decoupled: Decay the parameter rather than add the decay to the gradient.
     """
 
-    lr: Scalar
     eps: float
     weight_decay: float
     decoupled: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LarsRule:
-    """Hyper-parameters of `Ops.lars_`.
+class LarsRule(_AnyRule):
+    """LARS, with the learning rate inside the momentum; state ``momentum_buffers``.
+
+    ``s = lr * trust_coefficient * |p| / (|g| + weight_decay * |p| + eps)`` per tensor, or
+    ``lr`` where a norm is zero or the rule has no trust ratio; ``g += weight_decay * p``;
+    ``m = momentum * m - s * g``; ``p += m``, with nesterov ``p += momentum * m - s * g``.
+
+    Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks"
+    (arXiv:1708.03888).
 
     Attributes:
-        lr: Learning rate.
         momentum: Decay of the momentum.
         weight_decay: Weight decay, added to the gradient.
         nesterov: Look ahead along the momentum.
@@ -209,10 +262,24 @@ class LarsRule:
         uses_trust_ratio: Scale each tensor's step by the ratio of its norms.
     """
 
-    lr: Scalar
     momentum: float
     weight_decay: float
     nesterov: bool
     trust_coefficient: float
     eps: float
     uses_trust_ratio: bool
+
+
+Rule = AdamRule | LambRule | SgdRule | NovoGradRule | AdagradRule | LarsRule
+"""Every rule that back ends know: the type checker names those that a back end leaves out."""
+
+
+def left_out(rule: NoReturn) -> NoReturn:
+    """Refuse a rule that a back end has no formula or kernel for; for the end of a ``match``."""
+    raise NotImplementedError(
+        message(
+            f"There is no formula or kernel for {type(rule).__name__} here",
+            "Every back end has all rules of preamp.kernels.rules.Rule",
+            "Add it where this was raised; docs/design.md lists the places",
+        )
+    )

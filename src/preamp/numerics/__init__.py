@@ -4,15 +4,11 @@
 Nothing here knows an engine. Records are plain values; what makes them is handed tensors.
 """
 
-from preamp.numerics.exponents import EXPONENTS as EXPONENTS
-from preamp.numerics.exponents import count_exponents as count_exponents
 from preamp.numerics.formats import FORMATS as FORMATS
 from preamp.numerics.formats import NumberFormat as NumberFormat
 from preamp.numerics.history import History as History
 from preamp.numerics.history import Listener as Listener
 from preamp.numerics.history import read_history as read_history
-from preamp.numerics.lines import from_json as from_json
-from preamp.numerics.lines import to_json as to_json
 from preamp.numerics.records import CastRecord as CastRecord
 from preamp.numerics.records import CastsRecord as CastsRecord
 from preamp.numerics.records import MemoryRecord as MemoryRecord
@@ -24,6 +20,10 @@ from preamp.numerics.records import RunRecord as RunRecord
 from preamp.numerics.records import StepRecord as StepRecord
 from preamp.numerics.records import TensorStatistics as TensorStatistics
 from preamp.numerics.records import TraceRecord as TraceRecord
+from preamp.numerics.records import from_json as from_json
+from preamp.numerics.records import to_json as to_json
+from preamp.numerics.statistics import EXPONENTS as EXPONENTS
 from preamp.numerics.statistics import Measured as Measured
+from preamp.numerics.statistics import count_exponents as count_exponents
 from preamp.numerics.statistics import measure as measure
 from preamp.numerics.tensorboard import TensorBoardWriter as TensorBoardWriter

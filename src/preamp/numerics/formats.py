@@ -12,19 +12,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
-    """What a floating-point format can represent.
+    """What a floating-point format can represent."""
 
-    Attributes:
-        name: Such as ``"float16"``.
-        largest: The largest finite value.
-        min_exponent: The smallest normal value is ``2 ** min_exponent``.
-        mantissa_bits: Bits behind the point.
-    """
-
-    name: str
-    largest: float
-    min_exponent: int
-    mantissa_bits: int
+    name: str  # such as ``"float16"``
+    largest: float  # the largest finite value
+    min_exponent: int  # the smallest normal value is ``2 ** min_exponent``
+    mantissa_bits: int  # bits behind the point
 
     @property
     def smallest_normal(self) -> float:
@@ -47,13 +40,9 @@ class NumberFormat:
         return math.frexp(self.largest)[1] - 1
 
     def headroom(self, max_abs: float) -> float | None:
-        """By how many powers of two ``max_abs`` may grow before it overflows.
+        """By how many powers of two a finite ``max_abs`` may grow before it overflows.
 
-        Args:
-            max_abs: A finite magnitude.
-
-        Returns:
-            ``log2(largest / max_abs)``, negative beyond the range; ``None`` for zero.
+        ``log2(largest / max_abs)``, negative beyond the range; ``None`` for zero.
         """
         if max_abs <= 0:
             return None

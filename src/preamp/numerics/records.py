@@ -9,8 +9,16 @@ are too.
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from functools import cache, partial
+from types import UnionType
+from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+from preamp.core.pytree import plain
 
 VERSION = 1
 What = Literal["gradient", "weight", "update", "activation"]
@@ -214,56 +222,36 @@ class NumericsRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastRecord:
-    """Casts of one function's arguments at one line of source.
+    """Casts of one function's arguments at one line of source."""
 
-    Attributes:
-        function: Such as ``"linear"``.
-        source: dtype before.
-        target: dtype after.
-        calls: How many tensors were cast.
-        bytes: Bytes read and written by these casts.
-        where: ``"file.py:12"`` of the caller.
-    """
-
-    function: str
-    source: str
-    target: str
-    calls: int
-    bytes: int
-    where: str
+    function: str  # such as ``"linear"``
+    source: str  # dtype before
+    target: str  # dtype after
+    calls: int  # how many tensors were cast
+    bytes: int  # bytes read and written by these casts
+    where: str  # ``"file.py:12"`` of the caller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastsRecord:
-    """The cast audit of O1 and O4: what was cast in the measured steps so far.
-
-    Attributes:
-        step: Number of the latest call of ``optimizer.step``.
-        casts: Most bytes first.
-        optimizer: Index of the optimizer whose steps are counted; the casts are of all.
-    """
+    """The cast audit of O1 and O4: what was cast in the measured steps so far."""
 
     kind: ClassVar[str] = "casts"
-    step: int
-    casts: list[CastRecord]
-    optimizer: int = 0
+    step: int  # number of the latest call of ``optimizer.step``
+    casts: list[CastRecord]  # most bytes first
+    optimizer: int = 0  # index of the optimizer whose steps are counted; the casts are of all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRecord:
-    """Bytes held, by category.
-
-    Attributes:
-        step: Number of the latest call of ``optimizer.step``.
-        categories: ``"weights"``, ``"masters"``, ``"gradients"``, ``"optimizer state"``,
-            ``"buffers"``, ``"loss scaler"``.
-        optimizer: Index of the optimizer whose steps are counted; the bytes are of all.
-    """
+    """Bytes held, by category."""
 
     kind: ClassVar[str] = "memory"
-    step: int
+    step: int  # number of the latest call of ``optimizer.step``
+    # ``"weights"``, ``"masters"``, ``"gradients"``, ``"optimizer state"``, ``"buffers"``, ``"loss
+    # scaler"``.
     categories: dict[str, int]
-    optimizer: int = 0
+    optimizer: int = 0  # index of the optimizer whose steps are counted; the bytes are of all
 
 
 Record = (
@@ -275,3 +263,102 @@ Record = (
     | CastsRecord
     | MemoryRecord
 )
+
+
+_KINDS: dict[str, type[Any]] = {kind.kind: kind for kind in get_args(Record)}
+_WORDS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def to_json(record: Record) -> dict[str, Any]:
+    """Return ``record`` as what ``json.dumps(..., allow_nan=False)`` accepts."""
+    return {"kind": record.kind, **plain(record)}
+
+
+def to_line(record: Record) -> str:
+    """Return ``record`` as a line, the end of the line included."""
+    return json.dumps(to_json(record), allow_nan=False) + "\n"
+
+
+def from_json(line: Mapping[str, Any]) -> Record | None:
+    """Return the record of one line, or ``None`` if its kind is unknown.
+
+    Raises `ValueError` if it has no kind, or a field is missing or of the wrong type.
+    """
+    kind = line.get("kind")
+    if not isinstance(kind, str):
+        raise ValueError("it has no kind")
+    record = _KINDS.get(kind)
+    return None if record is None else _reader(record)(line)
+
+
+Reader = Callable[[Any], Any]
+
+
+@cache
+def _reader(hint: Any) -> Reader:
+    """What turns a value of a line into one of the type ``hint``."""
+    if dataclasses.is_dataclass(hint):
+        return partial(_read_fields, cast("type[Any]", hint))
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):  # with None: there are no others
+        return partial(_read_optional, _reader(inner[0]))
+    if origin is list:
+        return partial(_read_list, _reader(inner[0]))
+    if origin is dict:
+        return partial(_read_dict, inner[0], _reader(inner[1]))
+    if origin is Literal:  # newer versions may know more words
+        return partial(_read_plain, str)
+    return _read_float if hint is float else partial(_read_plain, hint)
+
+
+@cache
+def _field_readers(kind: type[Any]) -> dict[str, Reader]:
+    hints = get_type_hints(kind)
+    return {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind)}
+
+
+def _read_fields(kind: type[Any], value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{value!r} is not an object")
+    entries = cast("Mapping[str, Any]", value)
+    values: dict[str, Any] = {}
+    for name, read in _field_readers(kind).items():
+        if name in entries:
+            try:
+                values[name] = read(entries[name])
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ValueError(f"a field is missing: {error}") from error
+
+
+def _read_optional(read: Reader, value: Any) -> Any:
+    return None if value is None else read(value)
+
+
+def _read_list(read: Reader, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r} is not a list")
+    return [read(item) for item in cast("list[Any]", value)]
+
+
+def _read_dict(key: type[Any], read: Reader, value: Any) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{value!r} is not an object")
+    return {key(name): read(item) for name, item in cast("Mapping[Any, Any]", value).items()}
+
+
+def _read_float(value: Any) -> float:
+    if isinstance(value, str) and value in _WORDS:
+        return _WORDS[value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    raise ValueError(f"{value!r} is not a number")
+
+
+def _read_plain(kind: type[Any], value: Any) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{value!r} is not of the type {kind.__name__}")
+    return value

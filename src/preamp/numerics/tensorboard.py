@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, cast
 
-from preamp.core.errors import PreampUnavailableError, message
+from preamp.core.errors import bad_type, unavailable
 from preamp.numerics.records import (
     NumericsRecord,
     OverflowRecord,
@@ -45,12 +45,10 @@ class TensorBoardWriter:
         if isinstance(target, (str, os.PathLike)):
             self._writer = _summary_writer(os.fspath(cast("str | os.PathLike[str]", target)))
         elif not all(hasattr(target, name) for name in ("add_scalar", "add_histogram_raw")):
-            raise TypeError(
-                message(
-                    f"TensorBoardWriter was given a {type(target).__name__}",
-                    "Allowed are the path of a folder and a torch.utils.tensorboard.SummaryWriter",
-                    "Pass for example TensorBoardWriter('runs/1')",
-                )
+            raise bad_type(
+                f"TensorBoardWriter was given a {type(target).__name__}",
+                "Allowed are the path of a folder and a torch.utils.tensorboard.SummaryWriter",
+                "Pass for example TensorBoardWriter('runs/1')",
             )
 
     def __call__(self, record: Record) -> None:
@@ -139,11 +137,9 @@ def _summary_writer(folder: str) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise PreampUnavailableError(
-            message(
-                f"TensorBoardWriter cannot write, since tensorboard is missing ({error})",
-                "It needs the package tensorboard",
-                "Run pip install 'preamp[tensorboard]'",
-            )
+        raise unavailable(
+            f"TensorBoardWriter cannot write, since tensorboard is missing ({error})",
+            "It needs the package tensorboard",
+            "Run pip install 'preamp[tensorboard]'",
         ) from error
     return SummaryWriter(folder)

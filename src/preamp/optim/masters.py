@@ -53,6 +53,14 @@ class Weights:
             self._table(owners).add(twin)
         return twin
 
+    def clear(self) -> None:
+        """Hold nothing any more, rows and tables not each other."""
+        for table in self._tables.values():
+            for column in (table.twins, table.halves, table.masters, table.grads):
+                column.clear()
+        self._twins.clear()
+        self._tables.clear()
+
     def _table(self, owners: frozenset[int]) -> WeightTable:
         if owners not in self._tables:
             self._tables[owners] = WeightTable(self._ops, owners)
@@ -136,16 +144,18 @@ class Masters:
             twin.master.twin = None
         self._by_half.clear()
         self._known.clear()
+        self._weights.clear()
 
-    def zero_gradients(self, zero_rest: Callable[[], object]) -> object:
+    def zero_gradients(self, zero_rest: Callable[[], object], *, in_backward: bool) -> object:
         """Fill gradients with zeros, ``zero_grad(set_to_none=False)``.
 
         Args:
             zero_rest: The optimizer's own, whose result is returned. Half gradients are away
                 meanwhile: it would read the masters' gradients, and thereby make them.
+            in_backward: Whether a backward is under way.
         """
         tables = self.tables
-        away = [table.take_away_zeroed() for table in tables]
+        away = [table.take_away_zeroed(in_backward=in_backward) for table in tables]
         try:
             return zero_rest()
         finally:

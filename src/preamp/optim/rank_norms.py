@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from preamp.core.dtypes import is_half, math_dtype
 from preamp.core.splits import Groups, Splits
 from preamp.core.tensors import locals_of
 from preamp.kernels import Ops
@@ -56,7 +57,7 @@ def _norm_here(
     factors: Sequence[torch.Tensor | None],
     device: torch.device,
 ) -> torch.Tensor:
-    if all(tensor.dtype is not torch.float64 for tensor in tensors):
+    if torch.float64 not in {tensor.dtype for tensor in tensors}:
         return ops.l2norm(tensors, factors, device)
     wide = [
         _wide_norm(tensor, factor).to(device)
@@ -77,20 +78,34 @@ def norm_of_order(
     splits: Splits,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return the norm of any ``order`` over all ``tensors``, as `total_norm` does the L2 norm."""
+    """Return the norm of any ``order`` over all ``tensors``, as `total_norm` does the L2 norm.
+
+    Half tensors are summed in float32: 90,000 ones have no sum in float16.
+    """
     if not splits.concern(params):
-        return torch.nn.utils.get_total_norm(tensors, order)
+        return _norm_of_order_here(tensors, order).to(device)
     kinds, parts = splits.kinds(map(splits.sums_of, params)), locals_of(tensors)
     norms: list[torch.Tensor] = []
     for own in kinds.values():
         some = [parts[place] for place in own if parts[place].numel()]  # torch refuses empty ones
-        norms.append(torch.nn.utils.get_total_norm(some, order).to(device).float().clone())
+        norms.append(_norm_of_order_here(some, order).to(device).float().clone())
     if order == math.inf:
         splits.max_(norms, list(kinds))
         return torch.stack(norms).max()
     powers = [norm.double() ** order for norm in norms]
     splits.sum_(powers, list(kinds))
     return (torch.stack(powers).sum() ** (1.0 / order)).float()
+
+
+def _norm_of_order_here(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+    if not any(map(is_half, tensors)):
+        return torch.nn.utils.get_total_norm(tensors, order)
+    norms = [
+        _torch.linalg.vector_norm(tensor, float(order), dtype=math_dtype(tensor.dtype))
+        for tensor in tensors
+        if tensor.numel()  # torch refuses some orders of empty ones
+    ]
+    return torch.nn.utils.get_total_norm(norms, order)
 
 
 def complete_(

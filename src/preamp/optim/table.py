@@ -205,7 +205,8 @@ class Twin:
             if is_one:
                 rows.add(row)
         if memo.is_raw is not None:
-            table.raw = [None] * len(table) if table.raw is None else table.raw
+            if table.raw is None:
+                table.raw = [None for _ in table.halves]
             table.raw[row] = -1 if now is None or not memo.is_raw else version_of(now)
 
 
@@ -374,7 +375,7 @@ class WeightTable(WeightPairs):
         self.loaded: set[int] = set()
         self._placeholders = Placeholders()
         self._plain: dict[torch.device, Record] = {}
-        self._sample: tuple[list[int], torch.Tensor] | None = None  # rows, some of their values
+        self._sample: tuple[list[int], list[torch.Tensor]] | None = None  # rows, values
 
     def add(self, twin: Twin) -> None:
         """Add a row whose half weight is its rounded master."""
@@ -400,6 +401,7 @@ class WeightTable(WeightPairs):
 
     def note(self, row: int, grad: torch.Tensor | None, record: Record | None = None) -> None:
         """Note the half gradient of one row."""
+        self._sample = None
         self.grads[row], self.records[row] = grad, record
         self.versions[row] = -1 if grad is None else version_of(grad)
 
@@ -446,19 +448,19 @@ class WeightTable(WeightPairs):
         if len({v - w for v, w in pairs if v >= 0}) != 1:
             return False
         rows, values = self._sample
-        fresh = self._values_of(rows)
-        return bool(values.any()) and torch.equal(fresh.view(torch.int16), values.view(torch.int16))
+        pairs_of_values = zip(values, self._values_of(rows), strict=True)
+        return any([bool(value.any()) for value in values]) and all(
+            [torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs_of_values]
+        )
 
-    def _values_of(self, rows: Sequence[int]) -> torch.Tensor:
+    def _values_of(self, rows: Sequence[int]) -> list[torch.Tensor]:
         grads = [grad for grad in map(self.grads.__getitem__, rows) if grad is not None]
-        return torch.cat([local_of(grad).detach().reshape(-1)[:_SAMPLED] for grad in grads])
+        return [local_of(grad).detach().reshape(-1)[:_SAMPLED].clone() for grad in grads]
 
     def _take_sample(self) -> None:
         """Remember a few values, to tell later whether a write to all gradients changed any."""
         rows = [row for row, grad in enumerate(self.grads) if grad is not None]
         rows = rows[:: max(1, len(rows) // 4)][:4]
-        device = None if not rows else self.halves[rows[0]].device
-        rows = [row for row in rows if self.halves[row].device == device]
         self._sample = (rows, self._values_of(rows)) if rows else None
 
     def _take_in(self, row: int, now: torch.Tensor | None) -> None:
@@ -637,6 +639,7 @@ class WeightTable(WeightPairs):
         for row, grad in enumerate(list(map(stored_grad, self.halves))):
             if grad is not None and row not in but:
                 self.halves[row].grad = None
+        self._sample = None
         self.grads, self.records = [None] * len(self), [None] * len(self)
         self.versions = [-1] * len(self)
 
@@ -749,6 +752,7 @@ class WeightTable(WeightPairs):
         if len(self.owners) > 1:
             return
         self._drop_bases()
+        self._sample = None
         self.grads = list(map(stored_grad, self.halves))
         self.versions = versions_of(self.grads)
         self.records = [
@@ -765,19 +769,25 @@ class WeightTable(WeightPairs):
             if base is not None:
                 store_grad(master, None)
 
-    def drop(self) -> None:
-        """Clear the gradients on both sides."""
+    def drop(self, *, in_backward: bool) -> None:
+        """Clear the gradients on both sides.
+
+        Args:
+            in_backward: Whether a ``scale_loss`` block is under way.
+        """
         self._placeholders.forget()
         self._forget_half_gradients()
         self.zeros_aside.clear()
         self._drop_bases()
-        if not self.is_open:
+        if not in_backward:
             self.end()
 
-    def take_away_zeroed(self) -> list[torch.Tensor | None]:
+    def take_away_zeroed(self, *, in_backward: bool) -> list[torch.Tensor | None]:
         """Zero the half gradients and hide them, and drop the masters'; see `give_zeros`.
 
-        While a backward is under way, what came before it stays noted, and nothing is hidden.
+        Args:
+            in_backward: Whether a ``scale_loss`` block is under way. What came before it stays
+                noted then, and nothing is hidden.
         """
         now = list(map(stored_grad, self.halves))
         for grad in now:
@@ -785,12 +795,12 @@ class WeightTable(WeightPairs):
                 if grad.grad_fn is not None:  # of create_graph; a view in DDP's buckets has none
                     grad.detach_()
                 grad.requires_grad_(False).zero_()
-        if self.is_open:
+        if in_backward:
             return [None] * len(self)
         self.end()
         if self.has_bases:
             for row, grad in enumerate(now):
-                if grad is not None:
+                if grad is not None or self.grads[row] is not None:  # or dropped since
                     self.keep(row, None)
         self._forget_half_gradients()
         return now
@@ -822,6 +832,13 @@ class WeightTable(WeightPairs):
                 "Call preamp.engine_of(model).close() before model.float()",
             )
         )
+
+    def expect_load(self, row: int) -> None:
+        """The master was loaded; its half weight is about to be written to, rounded, once."""
+        self.loaded.add(row)
+        self.compares = True  # whoever loads may broadcast what one rank has read
+        self._master_marks.renew(self.masters, (row,))
+        self._half_marks.expect_write(row)
 
     def settle(self, row: int) -> None:
         """Make a half weight and its master agree, whichever of them was written to."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.planning.peak import LossFn
 
 Made = tuple[nn.Module, LossFn, Any, torch.optim.Optimizer]
@@ -23,22 +23,14 @@ _WIDTH = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One training and the verdict it should get.
+    """One training and the verdict it should get."""
 
-    Attributes:
-        name: For ``preamp plan --case``.
-        brief: What it shows.
-        make: Makes model, loss function, batch and optimizer.
-        recommended: Levels of which any is right.
-        fits: Levels that have to fit.
-        fails: Levels that must not, with the kind of problem and a part of the tensor's name.
-    """
-
-    name: str
-    brief: str
-    make: Callable[[], Made]
-    recommended: frozenset[str]
-    fits: frozenset[str]
+    name: str  # for ``preamp plan --case``
+    brief: str  # what it shows
+    make: Callable[[], Made]  # makes model, loss function, batch and optimizer
+    recommended: frozenset[str]  # levels of which any is right
+    fits: frozenset[str]  # levels that have to fit
+    # Levels that must not, with the kind of problem and a part of the tensor's name.
     fails: dict[str, tuple[str, str]]
 
 
@@ -206,17 +198,11 @@ CASES = {
 
 
 def case_named(name: str) -> Case:
-    """Return a case.
-
-    Raises:
-        ValueError: There is none of this name.
-    """
+    """Return a case; raises `ValueError` if there is none of this name."""
     if name in CASES:
         return CASES[name]
-    raise ValueError(
-        message(
-            f"There is no case {name!r}",
-            f"Choose from {', '.join(CASES)}",
-            "Pass for example --case stable",
-        )
+    raise bad_value(
+        f"There is no case {name!r}",
+        f"Choose from {', '.join(CASES)}",
+        "Pass for example --case stable",
     )

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from preamp.numerics import EXPONENTS, NumberFormat
-from preamp.numerics.exponents import BELOW, FIRST
 from preamp.numerics.records import What
+from preamp.numerics.statistics import BELOW, FIRST
 
 MARGIN = 3
 """Powers of two that the recommended loss scale leaves free above the largest gradient seen."""
@@ -20,21 +20,15 @@ LARGEST_SCALE = 2.0**24
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The magnitudes that one tensor had over all recorded steps.
+    """The magnitudes that one tensor had over all recorded steps."""
 
-    Attributes:
-        name: Qualified name of the parameter or buffer; of a module with ``" output"``; or of a
-            module with the operation in it, such as ``"attention: bmm"``.
-        what: ``"gradient"``, ``"weight"`` (buffers too), ``"update"``, ``"activation"``.
-        counts: Elements by exponent, as of `preamp.numerics.count_exponents`.
-        max_abs: Largest finite magnitude.
-        stalled: Of updates: by half format, elements that would not have changed a half weight.
-    """
-
+    # Qualified name of the parameter or buffer; of a module with ``" output"``; or of a module with
+    # the operation in it, such as ``"attention: bmm"``.
     name: str
-    what: What
-    counts: tuple[int, ...]
-    max_abs: float
+    what: What  # ``"gradient"``, ``"weight"`` (buffers too), ``"update"``, ``"activation"``
+    counts: tuple[int, ...]  # elements by exponent, as of `preamp.numerics.count_exponents`
+    max_abs: float  # largest finite magnitude
+    # Of updates: by half format, elements that would not have changed a half weight.
     stalled: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -104,12 +98,9 @@ class TensorForecast:
 
 
 def forecast(values: Range, form: NumberFormat, scale: float) -> TensorForecast:
-    """Put the values of a tensor into a format.
+    """Put the values of a tensor, seen in float32, into the half format ``form``.
 
-    Args:
-        values: What was seen in float32.
-        form: The half format.
-        scale: Loss scale, a power of two; it is on gradients only.
+    ``scale``, a power of two, is on gradients only.
     """
     shift = _exponent_of(scale) if values.what == "gradient" else 0
     stalled = dict(values.stalled).get(form.name)
@@ -130,13 +121,8 @@ def forecast(values: Range, form: NumberFormat, scale: float) -> TensorForecast:
 def starting_scale(max_abs: float, form: NumberFormat, *, margin: int = MARGIN) -> float:
     """The largest power of two that leaves gradients ``margin`` powers of two of room.
 
-    Args:
-        max_abs: Largest magnitude of any gradient that the format has to hold; finite.
-        form: The half format.
-        margin: Powers of two to leave free.
-
-    Returns:
-        From 1, the neutral scale, to `LARGEST_SCALE`; the latter if all is zero.
+    From 1, the neutral scale, to `LARGEST_SCALE`, which it is where the finite ``max_abs`` of all
+    gradients is zero.
     """
     if max_abs <= 0:
         return LARGEST_SCALE

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 
 SomeOptimizer = TypeVar("SomeOptimizer", bound="torch.optim.Optimizer | None")
 
@@ -45,18 +45,15 @@ def _accelerators() -> tuple[str, list[int]]:
 def copy_of(model: nn.Module, optimizer: SomeOptimizer) -> tuple[nn.Module, SomeOptimizer]:
     """Copy a model together with its optimizer, which then updates the copy.
 
-    Raises:
-        ValueError: They cannot be copied.
+    Raises `ValueError` if they cannot be copied.
     """
     try:
         twin, other = copy.deepcopy((model, optimizer))
     except Exception as error:
-        raise ValueError(
-            message(
-                f"The model or its optimizer cannot be copied: {error}",
-                "Everything is tried out on copies made by copy.deepcopy",
-                "Move what cannot be copied (open files, locks, graphs) out of the model",
-            )
+        raise bad_value(
+            f"The model or its optimizer cannot be copied: {error}",
+            "Everything is tried out on copies made by copy.deepcopy",
+            "Move what cannot be copied (open files, locks, graphs) out of the model",
         ) from error
     for param in twin.parameters():
         param.grad = None

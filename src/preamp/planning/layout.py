@@ -11,11 +11,11 @@ from typing import cast
 import torch
 from torch import nn
 
-from preamp.casting.modules import is_affine_batchnorm
+from preamp.casting import find_kept
 from preamp.core.dtypes import HALF_DTYPES
-from preamp.core.errors import message
+from preamp.core.errors import bad_type, bad_value
 from preamp.core.tensors import storage_key
-from preamp.policy import Policy
+from preamp.policy import KeepFP32, Policy
 
 Factory = Callable[[], nn.Module]
 _MOST_PARAMETERS = 10**18  # below what an index of torch can tell apart
@@ -23,29 +23,18 @@ _MOST_PARAMETERS = 10**18  # below what an index of torch can tell apart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One parameter or buffer; tied ones are one slot.
+    """One parameter or buffer; tied ones are one slot."""
 
-    Attributes:
-        key: ``id`` of the tensor, or another number that is the tensor's own.
-        name: Qualified name, the first of several.
-        shape: Its sizes.
-        dtype: Before `initialize`.
-        storage: Key of its storage; slots that are views of one storage share it.
-        storage_bytes: Size of the whole storage.
-        is_parameter: Otherwise it is a buffer.
-        is_trainable: Whether it requires a gradient.
-        is_norm: Whether affine batch norms alone own it.
-    """
-
-    key: int
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-    storage: int
-    storage_bytes: int
-    is_parameter: bool = True
-    is_trainable: bool = True
-    is_norm: bool = False
+    key: int  # ``id`` of the tensor, or another number that is the tensor's own
+    name: str  # qualified name, the first of several
+    shape: tuple[int, ...]  # its sizes
+    dtype: torch.dtype = torch.float32  # before `initialize`
+    storage: int  # key of its storage; slots that are views of one storage share it
+    storage_bytes: int  # size of the whole storage
+    is_parameter: bool = True  # otherwise it is a buffer
+    is_trainable: bool = True  # whether it requires a gradient
+    is_norm: bool = False  # whether affine batch norms alone own it
+    is_kept: bool = False  # whether it stays float32 where the model is cast to half
 
     @property
     def elements(self) -> int:
@@ -57,6 +46,8 @@ class Slot:
         target = policy.cast_model_type
         if target is None or not self.dtype.is_floating_point:
             return self.dtype
+        if self.is_kept and target in HALF_DTYPES:
+            return torch.float32
         return self.dtype if policy.keep_batchnorm_fp32 and self.is_norm else target
 
     def has_master_at(self, policy: Policy) -> bool:
@@ -64,39 +55,26 @@ class Slot:
         is_half = self.is_parameter and self.dtype_at(policy) in HALF_DTYPES
         return policy.master_weights and is_half and self.is_trainable
 
-    def bytes_at(self, policy: Policy) -> int:
-        """Bytes of its elements."""
-        return self.elements * self.dtype_at(policy).itemsize
 
-
-def slots_of(model: object) -> list[Slot]:
+def slots_of(model: object, keep: KeepFP32 | None = None) -> list[Slot]:
     """Describe a model without allocating its tensors.
 
-    Args:
-        model: A module on any device (``"meta"`` included), a function without arguments that
-            makes one, which is called with ``torch.device("meta")``, or a number of parameters,
-            which become one float32 tensor.
-
-    Returns:
-        Parameters and buffers in the order of ``model.modules()``, each tensor once.
-
-    Raises:
-        TypeError: It is nothing of that.
-        ValueError: The number is not a whole one from 1 to 1e18, the function raised, or a
-            parameter is half already.
+    The model is a module on any device, ``"meta"`` included; a function without arguments that
+    makes one, called with ``torch.device("meta")``; or a number of parameters, which become one
+    float32 tensor. Returns parameters and buffers in the order of ``model.modules()``, each tensor
+    once. Raises `TypeError` for anything else, and `ValueError` if the number is not a whole one
+    from 1 to 1e18, the function raised, or a parameter is half already.
     """
     if isinstance(model, (int, float)) and not isinstance(model, bool):
         return [_flat_slot(model)]
     module = made(model)
-    slots = list(_slots_in(module))
+    slots = list(_slots_in(module, KeepFP32() if keep is None else keep))
     for slot in slots:
         if slot.is_parameter and slot.dtype in HALF_DTYPES:
-            raise ValueError(
-                message(
-                    f"The parameter {slot.name!r} is {slot.dtype} already",
-                    "The model is given as it is before initialize, in float32",
-                    "Pass model.float(), or a factory that makes the model in float32",
-                )
+            raise bad_value(
+                f"The parameter {slot.name!r} is {slot.dtype} already",
+                "The model is given as it is before initialize, in float32",
+                "Pass model.float(), or a factory that makes the model in float32",
             )
     return slots
 
@@ -104,9 +82,7 @@ def slots_of(model: object) -> list[Slot]:
 def made(model: object) -> nn.Module:
     """Return the module itself, or the one that a factory makes on the meta device.
 
-    Raises:
-        TypeError: It is neither a module nor a function that returns one.
-        ValueError: The function raised.
+    Raises `TypeError` if there is no module, `ValueError` if the function raised.
     """
     if isinstance(model, nn.Module):
         return model
@@ -115,48 +91,40 @@ def made(model: object) -> nn.Module:
             with torch.device("meta"):
                 found = model()
         except Exception as error:
-            raise ValueError(
-                message(
-                    f"The model cannot be made on the meta device: {error}",
-                    "The factory takes no arguments, and its constructor does not look at values",
-                    "Bind its arguments by functools.partial, or pass the module itself",
-                )
+            raise bad_value(
+                f"The model cannot be made on the meta device: {error}",
+                "The factory takes no arguments, and its constructor does not look at values",
+                "Bind its arguments by functools.partial, or pass the module itself",
             ) from error
         if isinstance(found, nn.Module):
             return found
         model = found
-    raise TypeError(
-        message(
-            f"Got {type(model).__name__} in place of a model",
-            "A model is an nn.Module, a function without arguments that returns one, or, for "
-            "estimate, a number of parameters",
-            "Pass the module itself, or functools.partial(Model, ...) for one that is too large",
-        )
+    raise bad_type(
+        f"Got {type(model).__name__} in place of a model",
+        "A model is an nn.Module, a function without arguments that returns one, or, for "
+        "estimate, a number of parameters",
+        "Pass the module itself, or functools.partial(Model, ...) for one that is too large",
     )
 
 
 def _flat_slot(count: float) -> Slot:
     if not (1 <= count <= _MOST_PARAMETERS and count == int(count)):
-        raise ValueError(
-            message(
-                f"{repr(count).removesuffix('.0')} is not a number of parameters",
-                f"It is a whole number from 1 to {_MOST_PARAMETERS:.0e}",
-                "Pass for example 7e9",
-            )
+        raise bad_value(
+            f"{repr(count).removesuffix('.0')} is not a number of parameters",
+            f"It is a whole number from 1 to {_MOST_PARAMETERS:.0e}",
+            "Pass for example 7e9",
         )
     return Slot(key=0, name="", shape=(int(count),), storage=0, storage_bytes=4 * int(count))
 
 
-def _slots_in(model: nn.Module) -> Iterator[Slot]:
+def _slots_in(model: nn.Module, keep: KeepFP32) -> Iterator[Slot]:
+    kept = find_kept([model], keep)
     names: dict[int, str] = {}
     tensors: dict[int, torch.Tensor] = {}
-    norms: dict[int, bool] = {}
     for prefix, module in named_modules(model):
-        is_norm = is_affine_batchnorm(module)
         for name, tensor in _own_tensors(module):
             tensors.setdefault(id(tensor), tensor)
             names.setdefault(id(tensor), f"{prefix}.{name}" if prefix else name)
-            norms[id(tensor)] = norms.get(id(tensor), True) and is_norm
     for key, tensor in tensors.items():
         storage = tensor.untyped_storage()
         yield Slot(
@@ -168,7 +136,8 @@ def _slots_in(model: nn.Module) -> Iterator[Slot]:
             storage_bytes=storage.nbytes(),
             is_parameter=isinstance(tensor, nn.Parameter),
             is_trainable=tensor.requires_grad,
-            is_norm=norms[key],
+            is_norm=key in kept.norms,
+            is_kept=kept.is_wide(tensor),
         )
 
 

@@ -13,13 +13,20 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from preamp.core.errors import message
-from preamp.core.shares import share_of
+from preamp.core.errors import bad_value
+from preamp.core.ranks import share_of
 from preamp.engine.lookup import bare
 from preamp.planning.layout import Factory, Slot, made, slots_of
-from preamp.planning.optimizers import OptimizerLike, name_of, optimizer_factory
+from preamp.planning.optimizers import (
+    OptimizerLike,
+    ShardSize,
+    StateBytes,
+    Updated,
+    name_of,
+    optimizer_factory,
+    state_bytes,
+)
 from preamp.planning.peak import LossFn, trace_pass
-from preamp.planning.states import Part, StateBytes, Updated, state_bytes
 from preamp.policy import Policy, resolve
 
 Sharding = Literal["none", "zero1", "fsdp"]
@@ -106,7 +113,7 @@ def estimate(
     _check_ranks(world_size, sharding, has_loss=loss_fn is not None)
     if loss_fn is not None:
         model = made(model)
-    slots = slots_of(model)
+    slots = slots_of(model, policy.keep_fp32)
     part = _part_of(sharding, world_size)
     state = _state_of(slots, policy, optimizer, part)
     updated = [slot for slot in slots if slot.has_master_at(policy)]
@@ -135,33 +142,27 @@ def estimate(
 
 def _check_ranks(world_size: int, sharding: str, *, has_loss: bool) -> None:
     if isinstance(world_size, bool) or world_size < 1 or world_size != int(world_size):
-        raise ValueError(
-            message(
-                f"world_size={world_size!r} cannot be used",
-                "It is a whole number from 1",
-                "Pass the number of ranks",
-            )
+        raise bad_value(
+            f"world_size={world_size!r} cannot be used",
+            "It is a whole number from 1",
+            "Pass the number of ranks",
         )
     if sharding not in get_args(Sharding):
-        raise ValueError(
-            message(
-                f"sharding={sharding!r} is not known",
-                "Allowed are 'none', 'zero1' (optimizer state and masters are shared out) and "
-                "'fsdp' (weights and gradients too)",
-                "Choose one of them",
-            )
+        raise bad_value(
+            f"sharding={sharding!r} is not known",
+            "Allowed are 'none', 'zero1' (optimizer state and masters are shared out) and "
+            "'fsdp' (weights and gradients too)",
+            "Choose one of them",
         )
     if has_loss and sharding != "none":
-        raise ValueError(
-            message(
-                f"loss_fn together with sharding={sharding!r}",
-                "A step's peak is known for ranks that have everything",
-                "Leave loss_fn out, or pass sharding='none'",
-            )
+        raise bad_value(
+            f"loss_fn together with sharding={sharding!r}",
+            "A step's peak is known for ranks that have everything",
+            "Leave loss_fn out, or pass sharding='none'",
         )
 
 
-def _part_of(sharding: Sharding, world_size: int) -> Part:
+def _part_of(sharding: Sharding, world_size: int) -> ShardSize:
     """How many elements the rank with the most of a tensor has."""
     if sharding == "zero1":
         return functools.partial(share_of, world_size=world_size)
@@ -178,7 +179,7 @@ def _of_optimizer(slots: Sequence[Slot], optimizer: OptimizerLike | None) -> lis
 
 
 def _state_of(
-    slots: Sequence[Slot], policy: Policy, optimizer: OptimizerLike | None, part: Part
+    slots: Sequence[Slot], policy: Policy, optimizer: OptimizerLike | None, part: ShardSize
 ) -> StateBytes:
     if optimizer is None:
         return StateBytes(0, reads_master_gradients=False)
@@ -223,7 +224,7 @@ def _kept_bytes(slots: Sequence[Slot], policy: Policy, share: int) -> dict[str, 
 
 
 def _master_bytes(
-    slots: Sequence[Slot], updated: Sequence[Slot], policy: Policy, part: Part | None
+    slots: Sequence[Slot], updated: Sequence[Slot], policy: Policy, part: ShardSize | None
 ) -> int:
     """A master takes over the storage that its weight had before the cast."""
     taken = {slot.storage for slot in slots if slot.dtype_at(policy) is slot.dtype}
@@ -234,4 +235,31 @@ def _master_bytes(
         elif slot.storage not in taken:
             taken.add(slot.storage)
             total += slot.storage_bytes
+    return total
+
+
+def optimizer_traffic(slots: Sequence[Slot], policy: Policy, state: int, *, is_fused: bool) -> int:
+    """Count what finding overflows, unscaling, updating and rounding move at a level.
+
+    Every tensor counts once for each time that a pass reads or writes it, and so do the ``state``
+    bytes of the optimizer. One of preamp's (``is_fused``) takes half gradients as they are and
+    rounds the masters while it has them at hand.
+    """
+    total = 2 * state
+    is_scaled = policy.loss_scale != 1.0
+    for slot in slots:
+        if not (slot.is_parameter and slot.is_trainable):
+            continue
+        weight = slot.elements * slot.dtype_at(policy).itemsize
+        wide = slot.elements * 4
+        total += weight * policy.is_dynamic  # the census reads gradients
+        if slot.has_master_at(policy):
+            total += weight + 2 * wide + weight  # gradient, master, half weight
+            if not is_fused:
+                total += 2 * wide  # the master's gradient is written and read
+                total += wide  # and the master is read once more to be rounded
+        else:
+            total += 3 * weight
+            if is_scaled and slot.dtype_at(policy) is torch.float32:
+                total += 2 * weight  # gradients are unscaled in place
     return total

@@ -1,18 +1,96 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""An optimizer, however it is named, as a function from parameters to an optimizer."""
+"""An optimizer, however it is named, as a function of parameters, and the bytes of its state."""
 
 from __future__ import annotations
 
+import ast
 import copy
+import importlib
 import inspect
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_type, bad_value
+from preamp.core.pytree import tensors_in
 from preamp.optim.fused import every as fused
-from preamp.planning.calls import parse_call
+from preamp.optim.fused.base import FusedOptimizer
+
+_FORM = (
+    "A factory is written package.module:name, or package.module:name(10, bias=False) with "
+    "numbers, strings, True, False, None, and lists, tuples and dicts of them as arguments"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A function by its place, and what to call it with."""
+
+    module: str  # dotted module; empty where the text named none
+    name: str  # dotted name inside of it
+    args: tuple[Any, ...] = ()  # positional arguments
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])  # keyword arguments
+
+    def import_function(self) -> Callable[..., Any]:
+        """Import the module and return the function in it.
+
+        Raises `ValueError` if the text named no module, or there is no such module or name, or it
+        cannot be called.
+        """
+        if not self.module:
+            raise _malformed(self.name)
+        try:
+            found: Any = importlib.import_module(self.module)
+            for part in self.name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            raise bad_value(
+                f"Cannot import {self.module}:{self.name}: {error}",
+                _FORM,
+                "Check the spelling, and that the module is on PYTHONPATH",
+            ) from error
+        if not callable(found):
+            raise bad_value(f"{self.module}:{self.name} cannot be called", _FORM, "Name a function")
+        return found
+
+
+def parse_call(text: str) -> Call:
+    """Read a factory and its arguments; nothing is imported or run.
+
+    Such as ``"torch.nn:Linear(10, 20, bias=False)"`` or ``"AdamW(lr=1e-3)"``. Raises `ValueError`
+    for another form, or an argument that is no literal.
+    """
+    place, bracket, rest = text.strip().partition("(")
+    module, _, name = place.rpartition(":")
+    if not all(part.isidentifier() for part in (*name.split("."), *module.split(".")) if part):
+        raise _malformed(text)
+    if not name or (bracket and not rest.endswith(")")):
+        raise _malformed(text)
+    if not bracket:
+        return Call(module=module, name=name)
+    try:
+        node = ast.parse(f"f({rest}", mode="eval").body
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+            raise _malformed(text)
+        args = tuple(ast.literal_eval(item) for item in node.args)
+        kwargs = {str(item.arg): ast.literal_eval(item.value) for item in node.keywords if item.arg}
+    except (SyntaxError, ValueError) as error:
+        raise _malformed(text) from error
+    if len(kwargs) != len(node.keywords):
+        raise _malformed(text)
+    return Call(module=module, name=name, args=args, kwargs=kwargs)
+
+
+def _malformed(text: str) -> ValueError:
+    return bad_value(
+        f"{text!r} does not name a factory",
+        _FORM,
+        'Write for example "torch.nn:Linear(10, 20)"',
+    )
+
 
 Make = Callable[[Any], torch.optim.Optimizer]
 OptimizerLike = str | Make | torch.optim.Optimizer
@@ -32,14 +110,10 @@ NAMES = tuple(
 def optimizer_factory(optimizer: OptimizerLike) -> Make:
     """Return what makes such an optimizer over other parameters.
 
-    Args:
-        optimizer: A name in `NAMES`, with arguments if need be (``"SGD(lr=0.1, momentum=0.9)"``),
-            ``"package.module:Name(...)"``, a class or other function of the parameters, or an
-            optimizer, of whose class another one is made with the same options.
-
-    Raises:
-        ValueError: The name is not known, or the form is another one.
-        TypeError: It is nothing of that.
+    Given is a name in `NAMES`, with arguments if need be (``"SGD(lr=0.1, momentum=0.9)"``);
+    ``"package.module:Name(...)"``; a class or other function of the parameters; or an optimizer, of
+    whose class another one is made with the same options. Raises `ValueError` for another name or
+    form, `TypeError` for anything else.
     """
     if isinstance(optimizer, str):
         return _named(optimizer)
@@ -47,13 +121,11 @@ def optimizer_factory(optimizer: OptimizerLike) -> Make:
         return _again(optimizer)
     if callable(optimizer):
         return _complete(optimizer, {})
-    raise TypeError(
-        message(
-            f"Got {type(optimizer).__name__} in place of an optimizer",
-            "Allowed are a name such as 'AdamW', a class, a function of the parameters, an "
-            "optimizer, or None",
-            "Pass for example optimizer='FusedAdam'",
-        )
+    raise bad_type(
+        f"Got {type(optimizer).__name__} in place of an optimizer",
+        "Allowed are a name such as 'AdamW', a class, a function of the parameters, an "
+        "optimizer, or None",
+        "Pass for example optimizer='FusedAdam'",
     )
 
 
@@ -76,20 +148,16 @@ def _named(text: str) -> Make:
     elif call.name in NAMES:
         kind = getattr(fused, call.name, None) or getattr(torch.optim, call.name)
     else:
-        raise ValueError(
-            message(
-                f"The optimizer {text!r} is not known",
-                f"Known by name are {', '.join(NAMES)}",
-                "Write others as package.module:Name",
-            )
+        raise bad_value(
+            f"The optimizer {text!r} is not known",
+            f"Known by name are {', '.join(NAMES)}",
+            "Write others as package.module:Name",
         )
     if call.args:
-        raise ValueError(
-            message(
-                f"{text!r} has arguments without a name",
-                "Arguments of an optimizer are written name=value",
-                f"Write for example {call.name}(lr=0.1)",
-            )
+        raise bad_value(
+            f"{text!r} has arguments without a name",
+            "Arguments of an optimizer are written name=value",
+            f"Write for example {call.name}(lr=0.1)",
         )
     return _complete(kind, call.kwargs)
 
@@ -121,3 +189,129 @@ def _again(optimizer: torch.optim.Optimizer) -> Make:
         elif hasattr(optimizer, name):
             options[name] = getattr(optimizer, name)
     return _complete(kind, copy.deepcopy(options))
+
+
+_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
+Shape = tuple[int, ...]
+ShardSize = Callable[[int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """A tensor that an optimizer updates."""
+
+    shape: Shape  # its sizes
+    dtype: torch.dtype  # float32 for a master
+    has_gradient: bool = True  # whether it takes part in the step
+    group: int = 0  # index of its parameter group
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """What an optimizer keeps."""
+
+    bytes: int  # of all tensors in its state and its groups, for one rank
+    reads_master_gradients: bool  # whether it reads gradients of masters and thereby has them made
+
+
+def state_bytes(
+    make: Make,
+    tensors: Sequence[Updated],
+    options: Sequence[Mapping[str, Any]] = ({},),
+    part: ShardSize = lambda elements: elements,
+) -> StateBytes:
+    """Count the state that an optimizer has after its first step over ``tensors``.
+
+    ``options`` are of each group; ``part`` tells how many elements of a tensor one rank holds, and
+    is applied to state of the parameter's size. Raises `ValueError` if the optimizer has no state
+    per parameter, refuses such tensors, or has state whose size follows from something else than
+    the parameter's shape.
+    """
+    small = {tensor: _small_parameter(tensor) for tensor in dict.fromkeys(tensors)}
+    optimizer = _stepped(make, small, options)
+    kept: dict[Updated, list[tuple[Shape, int]]] = {
+        tensor: [(tuple(item.shape), item.element_size()) for item in tensors_in(state)]
+        for tensor, param in small.items()
+        for state in [cast("dict[Any, Any]", optimizer.state).get(param, {})]
+    }
+    total = sum(
+        _bytes_of(tensor, shape, size, part) for tensor in tensors for shape, size in kept[tensor]
+    )
+    for group in optimizer.param_groups:
+        others = {key: value for key, value in group.items() if key != "params"}
+        total += sum(item.numel() * item.element_size() for item in tensors_in(others))
+    return StateBytes(total, not isinstance(optimizer, FusedOptimizer))
+
+
+def _small_shape(shape: Shape) -> Shape:
+    if len(shape) > len(_PRIMES):
+        raise bad_value(
+            f"A parameter of {len(shape)} dimensions",
+            f"Up to {len(_PRIMES)} can be estimated",
+            "Reshape it, or count a real engine with preamp.count_memory",
+        )
+    return tuple(p if size > 1 else size for size, p in zip(shape, _PRIMES, strict=False))
+
+
+def _small_parameter(tensor: Updated) -> torch.nn.Parameter:
+    value = torch.ones(_small_shape(tensor.shape), dtype=tensor.dtype, device="cpu")
+    is_trained = tensor.has_gradient
+    return torch.nn.Parameter(value, requires_grad=is_trained)
+
+
+def _stepped(
+    make: Make,
+    small: Mapping[Updated, torch.nn.Parameter],
+    options: Sequence[Mapping[str, Any]],
+) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [
+        {"params": [p for t, p in small.items() if t.group == index], **own}
+        for index, own in enumerate(options)
+    ]
+    try:
+        optimizer = make(groups)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("LBFGS keeps a history of the whole model, of a length that grows")
+        is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+        for group in optimizer.param_groups:
+            if isinstance(group.get("lr"), (int, float)):
+                # No size depends on it, and float16 may not hold it.
+                group["lr"] = min(group["lr"], 1.0)
+        for tensor, param in small.items():
+            if tensor.has_gradient:
+                grad = torch.full_like(param, 0.5)
+                param.grad = grad.to_sparse() if is_sparse and grad.dim() else grad
+        cast("Any", optimizer).step()
+    except Exception as error:  # whatever an optimizer of anyone's raises
+        empty = [t.shape for t in small if not math.prod(t.shape)]
+        is_division = isinstance(error, ArithmeticError) and empty
+        hint = f", with a parameter of shape {empty[0]}" if is_division else ""
+        raise bad_value(
+            f"The optimizer's state cannot be told: {type(error).__name__}: {error}{hint}",
+            "Estimated are optimizers that keep state for each parameter, made from these "
+            "parameters alone",
+            "Pass another optimizer, or the model in place of a number of parameters",
+        ) from error
+    return optimizer
+
+
+def _bytes_of(tensor: Updated, shape: Shape, item_bytes: int, part: ShardSize) -> int:
+    small = _small_shape(tensor.shape)
+    if shape == small and math.prod(shape) > 1:
+        return part(math.prod(tensor.shape)) * item_bytes
+    if len(shape) > len(small):
+        raise _unknown_shape(shape, small)
+    elements = 1
+    for position, size in enumerate(shape):
+        if size > 1 and size != small[position]:
+            raise _unknown_shape(shape, small)
+        elements *= tensor.shape[position] if size == small[position] else size
+    return elements * item_bytes
+
+
+def _unknown_shape(shape: Shape, small: Shape) -> ValueError:
+    return bad_value(
+        f"The optimizer keeps a state of shape {shape} for a parameter of shape {small}",
+        "Estimated is state whose sizes are those of the parameter, or one",
+        "Count a real engine with preamp.count_memory",
+    )

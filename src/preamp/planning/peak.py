@@ -4,49 +4,105 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.core.pytree import map_leaves
 from preamp.engine.initialize import create_engine
-from preamp.kernels.observe import fake_tensors
+from preamp.kernels.observe import ObservedOps, fake_tensors
 from preamp.planning.isolation import untouched_random
-from preamp.planning.tracing import Traffic
 from preamp.policy import Policy
+
+
+class Traffic:
+    """While entered, counts the memory of new tensors and the bytes that operations touch.
+
+    What a kernel allocates inside of itself is not seen. Deterministic: neither an allocator nor
+    another thread has a part in it.
+    """
+
+    def __init__(self) -> None:
+        self.live = 0  # bytes of the storages that were made since the start and still exist
+        self.peak = 0  # the largest value of ``live`` so far
+        # Bytes of all inputs and outputs of operations that are not mere views, as if each were
+        # read or written once.
+        self.moved = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+        self._ops = ObservedOps(self._see)
+
+    def __enter__(self) -> Traffic:
+        """Begin to count."""
+        self._ops.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop; storages that go later are not missed."""
+        cast("Any", self._ops).__exit__(*error)
+
+    def _see(
+        self, op: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> None:
+        del op
+        ours = {id(tensor) for tensor in inputs}
+        held = {id(tensor.untyped_storage()) for tensor in inputs if _has_storage(tensor)}
+        is_view = bool(outputs)
+        for tensor in outputs:
+            if not _has_storage(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            is_view = is_view and id(storage) in held and id(tensor) not in ours
+            if id(storage) not in held:
+                self._hold(storage)
+        if not is_view:
+            self.moved += sum(map(touched_bytes, (*inputs, *outputs)))
+
+    def _hold(self, storage: Any) -> None:
+        key, size = id(storage), int(storage.nbytes())
+        known = self._known.get(key)
+        if known is not None and known() is storage:
+            return
+
+        def gone(_: weakref.ref[Any]) -> None:
+            self.live -= size
+            self._known.pop(key, None)
+
+        self._known[key] = weakref.ref(storage, gone)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+def touched_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that reading or writing all of ``tensor`` touches; repeated ones once."""
+    size = tensor.numel() * tensor.element_size()
+    return min(size, tensor.untyped_storage().nbytes()) if _has_storage(tensor) else size
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward and backward.
+    """One forward and backward."""
 
-    Attributes:
-        peak: Bytes of all tensors made in it at its worst moment, new gradients included.
-        moved: Bytes that its operations read and write; see `Traffic`.
-    """
-
-    peak: int
-    moved: int
+    peak: int  # bytes of all tensors made in it at its worst moment, new gradients included
+    moved: int  # bytes that its operations read and write; see `Traffic`
 
 
 def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -> Pass:
     """Run ``loss_fn`` and its backward at a policy on a copy without memory.
 
-    Args:
-        model: As before `initialize`, on any device; not changed. On the meta device it is traced
-            as if on the CPU.
-        policy: What to trace.
-        loss_fn: Returns the loss of a model and a batch.
-        batch: Tensors, or containers of them.
-
-    Raises:
-        ValueError: The forward looks at values, which such tensors do not have.
+    A model on the meta device is traced as if on the CPU; it is not changed. Raises `ValueError` if
+    the forward looks at values, which such tensors do not have.
     """
     mode = fake_tensors()
     with mode:
@@ -59,13 +115,11 @@ def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) ->
             with Traffic() as traffic:
                 cast("Any", loss_fn(twin, fake_batch).float()).backward()
         except Exception as error:
-            raise ValueError(
-                message(
-                    f"A step cannot be traced without running it: {first_line(error)}",
-                    "loss_fn(model, batch) returns a scalar loss, and its computation does not "
-                    "look at values of tensors, as .item() and if do",
-                    "Leave loss_fn and batch out; what stays from step to step is known without",
-                )
+            raise bad_value(
+                f"A step cannot be traced without running it: {first_line(error)}",
+                "loss_fn(model, batch) returns a scalar loss, and its computation does not "
+                "look at values of tensors, as .item() and if do",
+                "Leave loss_fn and batch out; what stays from step to step is known without",
             ) from error
         finally:
             engine.close()

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,28 +14,121 @@ import torch
 from torch import nn
 
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import PreampError, message
+from preamp.core.errors import PreampError, bad_state, bad_type, bad_value
+from preamp.engine.lookup import bare, find_engine
 from preamp.numerics import FORMATS
 from preamp.optim.fused.base import FusedOptimizer
-from preamp.planning import judge
-from preamp.planning.arguments import (
-    check_count,
-    check_loss_fn,
-    check_model,
-    check_optimizer,
-)
+from preamp.planning import recommend
 from preamp.planning.isolation import copy_of, untouched_random
 from preamp.planning.layout import slots_of
-from preamp.planning.losses import check_finite
-from preamp.planning.memory import estimate
+from preamp.planning.memory import estimate, optimizer_traffic
 from preamp.planning.peak import LossFn, Pass, first_line, trace_pass
-from preamp.planning.places import NOWHERE, Places, find_places, in_bfloat16
-from preamp.planning.ranges import Recording, record_ranges
+from preamp.planning.ranges import (
+    NOWHERE,
+    Places,
+    Recording,
+    check_finite,
+    find_places,
+    in_bfloat16,
+    record_ranges,
+)
 from preamp.planning.recommend import candidates, reasons_for
 from preamp.planning.report import LevelPlan, PlanProblem, PlanReport
-from preamp.planning.traffic import optimizer_traffic
 from preamp.planning.verify import TOLERANCE, Verification, compare, train_at
 from preamp.policy import OPT_LEVELS, Policy, level_defaults
+
+
+def check_model(model: object) -> nn.Module:
+    """Return the model, which has something to train and no engine.
+
+    Raises `TypeError` for what is no module, `ValueError` if it is half already or has nothing to
+    train, `PreampStateError` if it has an engine.
+    """
+    if not isinstance(model, nn.Module):
+        raise bad_type(
+            f"Got {type(model).__name__} in place of a model",
+            "plan runs the model, so it is an nn.Module",
+            "Pass the module; preamp.estimate takes factories and numbers of parameters",
+        )
+    if find_engine(model) is not None:
+        raise bad_state(
+            "The model is initialized already",
+            "A plan starts from the float32 model as it is before initialize",
+            "Plan first, or call preamp.engine_of(model).close()",
+        )
+    if not any(slot.is_parameter and slot.is_trainable for slot in slots_of(model)):
+        raise bad_value(
+            f"The model, a {type(model).__name__}, has no parameter that requires a gradient",
+            "A plan follows from gradients and updates",
+            "Pass the model that is trained, with its parameters thawed",
+        )
+    return model
+
+
+def why_not_called(function: Callable[..., Any], *args: Any) -> str:
+    """Why ``function(*args)`` cannot be called; empty if its signature has nothing against it."""
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # it has no signature, as some functions written in C
+        pass
+    return ""
+
+
+def check_loss_fn(loss_fn: object, model: nn.Module, batch: Any) -> None:
+    """Raise ``TypeError`` if ``loss_fn(model, batch)`` cannot be called."""
+    got = ""
+    if not callable(loss_fn):
+        got = f"loss_fn is {type(loss_fn).__name__}, which cannot be called"
+    elif reason := why_not_called(loss_fn, model, batch):
+        got = f"loss_fn cannot be called with a model and a batch: {reason}"
+    if got:
+        raise bad_type(
+            got,
+            "loss_fn(model, batch) returns a scalar loss",
+            "Pass model, loss_fn, batch in this order, and bind other arguments by "
+            "functools.partial",
+        )
+
+
+def check_optimizer(optimizer: object, model: nn.Module) -> None:
+    """Raise unless this is an optimizer over parameters of the model.
+
+    `TypeError` for what is no optimizer, `ValueError` for one of other parameters or one that steps
+    with a closure only.
+    """
+    found: object = bare(optimizer)
+    if not isinstance(found, torch.optim.Optimizer):
+        raise bad_type(
+            f"Got {type(optimizer).__name__} in place of an optimizer",
+            "plan steps the optimizer, so it is a torch.optim.Optimizer",
+            "Make it over model.parameters(), or leave it out for AdamW",
+        )
+    if why_not_called(found.step):
+        raise bad_value(
+            f"{type(found).__name__}.step needs a closure",
+            "plan takes steps from gradients that it has looked at, one backward for each",
+            "Pass an optimizer that steps without a closure, or leave it out for AdamW",
+        )
+    own = {id(param) for group in found.param_groups for param in group["params"]}
+    if own.isdisjoint(map(id, model.parameters())):
+        raise bad_value(
+            "The optimizer has no parameter of the model",
+            "A plan steps both together",
+            "Make it over model.parameters(), or leave it out for AdamW",
+        )
+
+
+def check_count(name: str, value: int, least: int) -> None:
+    """Raise ``ValueError`` if there are fewer than ``least``."""
+    if value < least:
+        raise bad_value(
+            f"{name}={value} cannot be used",
+            f"It is a whole number from {least}",
+            f"Leave {name} out for the default",
+        )
+
 
 PURE_BFLOAT16 = "O5 without masters"
 """Not a level, but what O5 is when ``master_weights=False``; planned to see whether masters pay."""
@@ -107,21 +201,19 @@ def _policies(levels: Sequence[str] | None) -> dict[str, Policy]:
     found = {name: POLICIES.get(name) or level_defaults(name) for name in names}
     if found and "O0" not in found:
         return found
-    raise ValueError(
-        message(
-            f"levels={levels!r} leaves nothing to plan",
-            f"Allowed are {', '.join(map(repr, POLICIES))}; O0 is what they are compared with",
-            "Name at least one of them, or leave levels out",
-        )
+    raise bad_value(
+        f"levels={levels!r} leaves nothing to plan",
+        f"Allowed are {', '.join(map(repr, POLICIES))}; O0 is what they are compared with",
+        "Name at least one of them, or leave levels out",
     )
 
 
 def _look_at(task: _Task, name: str, policy: Policy, recording: Recording) -> LevelPlan:
     form = FORMATS[dtype_name(policy.half_dtype)]
     places, refused = _places(task, policy)
-    held = judge.held_ranges(recording.ranges, places, policy)
-    scale = 1.0 if refused else judge.scale_for(held, form)
-    tensors = judge.forecasts(held, form, scale)
+    held = recommend.held_ranges(recording.ranges, places, policy)
+    scale = 1.0 if refused else recommend.scale_for(held, form)
+    tensors = recommend.forecasts(held, form, scale)
     memory = estimate(task.model, policy, task.optimizer)
     traced = None if refused else _traced(task, policy)
     if traced is not None:
@@ -129,7 +221,7 @@ def _look_at(task: _Task, name: str, policy: Policy, recording: Recording) -> Le
         peak = max(kept, memory.total + memory.master_gradients)
         memory = dataclasses.replace(memory, activations=traced.peak, peak=peak)
     moved = optimizer_traffic(
-        slots_of(task.model),
+        slots_of(task.model, policy.keep_fp32),
         policy,
         memory.optimizer_state,
         is_fused=isinstance(task.optimizer, FusedOptimizer),
@@ -138,8 +230,8 @@ def _look_at(task: _Task, name: str, policy: Policy, recording: Recording) -> Le
         level=name,
         half=form.name,
         loss_scale=scale,
-        problems=refused or judge.problems_of(tensors, form, scale),
-        is_tight=judge.is_tight(tensors, form),
+        problems=refused or recommend.problems_of(tensors, form, scale),
+        is_tight=recommend.is_tight(tensors, form),
         tensors=tensors,
         memory=memory,
         moved_by_passes=None if traced is None else traced.moved,

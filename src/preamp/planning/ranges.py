@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A few float32 steps on a copy, watched: the magnitudes of everything that may become half."""
+"""Float32 steps on a copy, watched: what may become half, and what does at a level."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,16 +12,53 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from preamp.core.errors import message
+from preamp.core.dtypes import HALF_DTYPES, is_half
+from preamp.core.errors import bad_value
 from preamp.core.pytree import map_leaves
 from preamp.core.tensors import storage_key
+from preamp.engine.initialize import create_engine
 from preamp.kernels.observe import ObservedOps
 from preamp.numerics import count_exponents
 from preamp.numerics.records import What
 from preamp.planning.forecast import Range
 from preamp.planning.layout import named_modules
-from preamp.planning.losses import checked_loss, require_graph
 from preamp.planning.peak import LossFn
+from preamp.policy import Policy
+
+
+def checked_loss(loss: object) -> float:
+    """The value of a loss; raises `ValueError` if it is no finite scalar tensor. Synchronises."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return check_finite(float(loss.item()))
+    shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+    raise _bad_loss(f"loss_fn returned {type(loss).__name__}{shape}")
+
+
+def check_finite(loss: float) -> float:
+    """Return ``loss``, or raise ``ValueError`` if it is infinite or nan."""
+    if math.isfinite(loss):
+        return loss
+    raise _bad_loss(f"The loss is {loss} in float32")
+
+
+def _bad_loss(got: str) -> ValueError:
+    return bad_value(
+        got,
+        "loss_fn(model, batch) returns a finite scalar tensor",
+        "Reduce the loss, for example by mean(), and plan with a model that trains in float32",
+    )
+
+
+def require_graph(loss: torch.Tensor) -> None:
+    """Raise ``ValueError`` if autograd knows no way back from ``loss``."""
+    if not loss.requires_grad:
+        raise bad_value(
+            "The loss has no gradient: it is detached from the model's parameters",
+            "loss_fn(model, batch) computes its loss with the model, by operations that "
+            "autograd records",
+            "Leave out detach(), item() and torch.no_grad()",
+        )
+
 
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -28,13 +66,11 @@ _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 class ModulePath:
     """The module whose forward runs now, and the operations in it so far.
 
-    Args:
-        model: Gets hooks on all its modules until `remove`.
-        on_output: Told of a module's qualified name and each tensor it returns.
+    All modules of ``model`` have hooks until `remove`. ``on_output`` is told of a module's
+    qualified name and each tensor it returns.
     """
 
     def __init__(self, model: nn.Module, on_output: Callable[[str, torch.Tensor], None]) -> None:
-        """Attach the hooks."""
         self._stack: list[str] = []
         self._ops: Counter[str] = Counter()
         self._handles: list[Any] = []
@@ -120,22 +156,16 @@ class _Tally:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What the float32 steps showed.
+    """What the float32 steps showed."""
 
-    Attributes:
-        ranges: Of every tensor.
-        losses: Before each step.
-    """
-
-    ranges: tuple[Range, ...]
-    losses: tuple[float, ...]
+    ranges: tuple[Range, ...]  # of every tensor
+    losses: tuple[float, ...]  # before each step
 
 
 class Recorder:
     """Collects magnitudes by name; nothing synchronises until they are read."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self._tallies: dict[tuple[str, What], _Tally] = {}
         self._stalled: dict[str, dict[str, torch.Tensor]] = {}
 
@@ -182,17 +212,10 @@ class Recorder:
 def record_ranges(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, steps: int
 ) -> Recording:
-    """Train and watch.
+    """Train ``steps`` steps and watch. Mutates model and optimizer, which are copies in float32.
 
-    Args:
-        model: A copy in float32; mutated.
-        optimizer: Of the copy; mutated.
-        loss_fn: See `plan`.
-        batch: See `plan`.
-        steps: How many.
-
-    Raises:
-        ValueError: The loss is no finite scalar, or no parameter gets a gradient other than zero.
+    Raises `ValueError` if the loss is no finite scalar, or no parameter gets a gradient other than
+    zero.
     """
     recorder, losses = Recorder(), list[float]()
 
@@ -232,14 +255,12 @@ def _require_gradients(ranges: Sequence[Range], params: set[str], steps: int) ->
     """Refuse to conclude anything about half formats from zeros, which all of them hold."""
     seen = [values for values in ranges if values.what == "gradient" and values.name in params]
     if not any(values.nonzero for values in seen):
-        raise ValueError(
-            message(
-                f"Nothing can be concluded: every gradient was zero, or not finite, in {steps} "
-                "float32 step" + "s" * (steps > 1),
-                "Levels and loss scales follow from the magnitudes of gradients",
-                "Pass a batch and a loss from which the model learns, and look for dead "
-                "activations and factors of zero",
-            )
+        raise bad_value(
+            f"Nothing can be concluded: every gradient was zero, or not finite, in {steps} "
+            "float32 step" + "s" * (steps > 1),
+            "Levels and loss scales follow from the magnitudes of gradients",
+            "Pass a batch and a loss from which the model learns, and look for dead "
+            "activations and factors of zero",
         )
 
 
@@ -247,13 +268,11 @@ def _record_step(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: R
     params = {name: param for name, param in model.named_parameters() if is_measurable(param)}
     graded = {name: param for name, param in params.items() if param.grad is not None}
     if not graded:
-        raise ValueError(
-            message(
-                "No parameter of the model got a gradient",
-                "loss_fn(model, batch) computes its loss with the model that it is given, which "
-                "is a copy",
-                "Use the argument in place of a model from outside",
-            )
+        raise bad_value(
+            "No parameter of the model got a gradient",
+            "loss_fn(model, batch) computes its loss with the model that it is given, which "
+            "is a copy",
+            "Use the argument in place of a model from outside",
         )
     for name, param in params.items():
         recorder.add(name, "weight", param)
@@ -270,3 +289,83 @@ def _record_step(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: R
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, b) for name, b in model.named_buffers() if is_measurable(b))
+
+
+def in_bfloat16(policy: Policy) -> Policy:
+    """The same casts with bfloat16 in place of float16.
+
+    Where values are half is the same for both, but float16 products may run in float32 on a CPU,
+    and values too large for float16 would be seen.
+    """
+    is_cast = policy.cast_model_type in HALF_DTYPES
+    return policy.replace(
+        cast_model_type=torch.bfloat16 if is_cast else policy.cast_model_type,
+        patch_torch_functions_type=torch.bfloat16 if policy.patch_torch_functions else None,
+        loss_scale=1.0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a level computes or stores in half."""
+
+    half: frozenset[str]  # names of operations, and of parameters and buffers, that are half
+    known: frozenset[str]  # names of all operations that were seen
+    # float32 parameters that are cast to half where they are used, so that their gradients are half
+    # until they arrive.
+    passing: frozenset[str]
+    half_outputs: frozenset[str]  # modules that return half tensors
+    computing: frozenset[str]  # modules in which something is computed in half
+
+    def holds(self, values: Range) -> bool:
+        """Whether the level has these values in half."""
+        name = values.name
+        if values.what == "activation":
+            owner = name.partition(": ")[0]
+            return name in self.half if name in self.known else owner in self.computing
+        if values.what == "gradient" and name.endswith(" output"):
+            return name.removesuffix(" output") in self.half_outputs
+        return name in self.half or (values.what != "update" and name in self.passing)
+
+
+NOWHERE = Places(*[frozenset[str]()] * 5)  # of a level that cannot run
+
+
+def find_places(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -> Places:
+    """Run one forward at a policy, on a float32 copy that is given back in float32."""
+    engine = create_engine(model, None, policy)
+    half, known, outputs, computing = set[str](), set[str](), set[str](), set[str]()
+
+    def note_output(name: str, output: torch.Tensor) -> None:
+        if is_half(output):
+            outputs.add(name)
+
+    path = ModulePath(model, note_output)
+
+    def watch(func: Any, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+        op = str(func.overloadpacket)
+        values = new_values(op, ins, outs)
+        if values is not None:
+            name = path.next_op(op)
+            known.add(name)
+            if is_half(values):
+                half.add(name)
+                if "norm" not in op:  # norms take half inputs with float32 weights as they are
+                    computing.add(name.partition(": ")[0])
+
+    try:
+        path.start()
+        with ObservedOps(watch), torch.no_grad():
+            loss_fn(model, batch)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if is_half(tensor):
+                half.add(name)
+    finally:
+        path.remove()
+        engine.close()
+    passing = {
+        name
+        for name, _ in model.named_parameters()
+        if policy.patch_torch_functions and (name.rpartition(".")[0] or "model") in computing
+    }
+    return Places(*map(frozenset, (half, known, passing, outputs, computing)))

@@ -9,14 +9,3 @@ from preamp.planning.report import LevelPlan as LevelPlan
 from preamp.planning.report import PlanProblem as PlanProblem
 from preamp.planning.report import PlanReport as PlanReport
 from preamp.planning.verify import Verification as Verification
-
-__all__ = [
-    "CATEGORIES",
-    "PURE_BFLOAT16",
-    "LevelPlan",
-    "MemoryEstimate",
-    "PlanProblem",
-    "PlanReport",
-    "TensorForecast",
-    "Verification",
-]

@@ -7,8 +7,9 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
+from preamp.core.pytree import plain
 from preamp.planning.forecast import TensorForecast
 from preamp.planning.memory import MemoryEstimate
 from preamp.planning.verify import Verification
@@ -101,16 +102,8 @@ class PlanReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as what ``json.dumps(..., allow_nan=False)`` accepts."""
-        levels = {
-            name: {**_plain(dataclasses.asdict(plan)), "fits": plan.fits}
-            for name, plan in self.levels.items()
-        }
-        own = {
-            field.name: _plain(getattr(self, field.name))
-            for field in dataclasses.fields(self)
-            if field.name != "levels"
-        }
-        return {**own, "levels": levels}
+        levels = {name: {**plain(plan), "fits": plan.fits} for name, plan in self.levels.items()}
+        return {**plain(dataclasses.replace(self, levels={})), "levels": levels}
 
     def _how(self) -> list[str]:
         lines = [f'  preamp.initialize(model, optimizer, opt_level="{self.recommended}")']
@@ -177,15 +170,3 @@ def _table(levels: Mapping[str, LevelPlan]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain(dataclasses.asdict(value))
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in cast("Mapping[Any, Any]", value).items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in cast("Sequence[Any]", value)]
-    return value

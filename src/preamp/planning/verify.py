@@ -18,8 +18,7 @@ from preamp.planning.isolation import untouched_random
 from preamp.planning.peak import LossFn
 from preamp.policy import Policy
 
-TOLERANCE = 0.05
-"""How far a loss may be from float32's, as a share of the first loss."""
+TOLERANCE = 0.05  # how far a loss may be from float32's, as a share of the first loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +51,11 @@ def train_at(
     steps: int,
     scale: float = 1.0,
 ) -> tuple[tuple[float, ...], int]:
-    """Train copies at a level, from the random state of now, which is put back.
+    """Train a float32 model and its optimizer at a level, from the random state of now.
 
-    Args:
-        copies: A float32 model and its optimizer; mutated.
-        policy: The level.
-        loss_fn: See `plan`.
-        batch: See `plan`.
-        steps: How many; fewer losses come back where the loss scaler gives up.
-        scale: Loss scale to start with where the level's is dynamic, and to stay with at O3.
-
-    Returns:
-        The losses before each step, and the number of skipped steps.
+    Both are mutated; the random state is put back. ``scale`` is the loss scale to start with where
+    the level's is dynamic, and to stay with at O3. Returns the losses before each step, fewer where
+    the loss scaler gives up, and the number of skipped steps.
     """
     model, optimizer = copies
     losses: list[float] = []
@@ -87,13 +79,7 @@ def train_at(
 
 
 def compare(losses: Sequence[float], skipped: int, expected: Sequence[float]) -> Verification:
-    """Measure losses against float32's.
-
-    Args:
-        losses: Of the level.
-        skipped: Its skipped steps.
-        expected: Of float32, from the same start.
-    """
+    """Measure a level's losses against float32's, ``expected``, from the same start."""
     unit = abs(expected[0]) or 1.0
     distances = [abs(a - b) / unit for a, b in zip(losses, expected, strict=False)]
     is_finite = len(losses) == len(expected) and all(map(math.isfinite, losses))

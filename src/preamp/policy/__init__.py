@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Which precision where: opt levels, overrides, and the frozen record of what was decided."""
 
+from preamp.policy.keep import KeepFP32 as KeepFP32
 from preamp.policy.levels import OPT_LEVELS as OPT_LEVELS
 from preamp.policy.policy import APEX_OPTIONS as APEX_OPTIONS
 from preamp.policy.policy import OnOverflow as OnOverflow

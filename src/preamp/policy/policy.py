@@ -9,6 +9,8 @@ from typing import Literal
 
 import torch
 
+from preamp.policy.keep import NOTHING, KeepFP32, parse_keep
+
 Scope = Literal["thread", "model"]
 OnOverflow = Literal["skip", "trace"]
 
@@ -38,6 +40,7 @@ class Policy:
         patch_torch_functions_type: The half dtype of those casts.
         keep_batchnorm_fp32: Whether affine batch norms stay in float32; ``None`` where no model
             is cast.
+        keep_fp32: What stays in float32 where models are cast to half, batch norms aside.
         master_weights: Whether the optimizer updates float32 masters of half parameters.
         loss_scale: ``"dynamic"`` or a constant factor.
         min_loss_scale: Floor of the dynamic scale; ``None`` for the built-in limit.
@@ -58,6 +61,7 @@ class Policy:
     patch_torch_functions: bool = False
     patch_torch_functions_type: torch.dtype | None = None
     keep_batchnorm_fp32: bool | None = None
+    keep_fp32: KeepFP32 = NOTHING
     master_weights: bool = False
     loss_scale: float | Literal["dynamic"] = 1.0
     min_loss_scale: float | None = None
@@ -81,5 +85,10 @@ class Policy:
         return None
 
     def replace(self, **changes: object) -> Policy:
-        """Return a copy with ``changes`` applied; the record itself never changes."""
+        """Return a copy with ``changes`` applied; the record itself never changes.
+
+        ``keep_fp32`` may be given as `initialize` takes it.
+        """
+        if "keep_fp32" in changes:
+            changes["keep_fp32"] = parse_keep(changes["keep_fp32"])
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]

@@ -14,8 +14,10 @@ from typing import Any, Literal, cast
 
 import torch
 
+from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import PreampPolicyError, message
 from preamp.policy.choices import parse_choice
+from preamp.policy.keep import parse_keep
 from preamp.policy.levels import OPT_LEVELS
 from preamp.policy.policy import Policy
 
@@ -50,7 +52,14 @@ def resolve(
     for name in ("max_loss_scale", "max_consecutive_skips"):
         if name in overrides:
             changes[name] = overrides[name]
-    return _check_scale_range(policy.replace(**changes))
+    policy = policy.replace(**changes)
+    if policy.keep_fp32 and policy.cast_model_type not in HALF_DTYPES:
+        refuse(
+            f"keep_fp32={policy.keep_fp32}",
+            "Weights and buffers are float32 where models are not cast to half",
+            "Leave keep_fp32 out, or choose opt_level='O2' or 'O3' ('O5' for bfloat16)",
+        )
+    return _check_scale_range(policy)
 
 
 def level_defaults(opt_level: object) -> Policy:
@@ -144,6 +153,10 @@ def _keep_batchnorm(policy: Policy, value: object, refuse: _Refusal) -> dict[str
     return {"keep_batchnorm_fp32": parse_bool("keep_batchnorm_fp32", value)}
 
 
+def _keep_fp32(_: Policy, value: object, __: _Refusal) -> dict[str, object]:
+    return {"keep_fp32": parse_keep(value)}
+
+
 def _master_weights(policy: Policy, value: object, refuse: _Refusal) -> dict[str, object]:
     if _is_function_level(policy):
         refuse(
@@ -188,6 +201,7 @@ _CHECKS = {
     "patch_torch_functions": _patch_torch_functions,
     "patch_torch_functions_type": _patch_type,
     "keep_batchnorm_fp32": _keep_batchnorm,
+    "keep_fp32": _keep_fp32,
     "master_weights": _master_weights,
     "loss_scale": _loss_scale,
     "min_loss_scale": _min_loss_scale,

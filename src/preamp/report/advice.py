@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What to say about a run: one rule for each thing that is worth saying.
+"""What to say about a run: a rule for each thing that is worth saying, and a verdict in brief.
 
-A rule has words, and a measurement from `course` or `evidence` that yields the numbers for them
-whenever there is something to say. A new rule is a row of `RULES` and a measurement.
+A rule has words, and a measurement from `evidence` that yields the numbers for them whenever there
+is something to say. A new rule is a row of `RULES` and a measurement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
-from preamp.report import course, evidence
+from preamp.report import evidence, words
+from preamp.report.evidence import uses_half
 from preamp.report.gather import Run
 
 
@@ -31,42 +33,25 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One thing that is worth saying.
+    """One thing that is worth saying."""
 
-    Attributes:
-        id: Stable name.
-        severity: How much it matters.
-        measure: Yields the numbers, once for each finding.
-        title: What was found, as a format string.
-        number: The numbers that led to it, as a format string.
-        do: What can be done, as a format string.
-    """
-
-    id: str
-    severity: Severity
-    measure: Callable[[Run], Iterable[evidence.Values]]
-    title: str
-    number: str
-    do: str
+    id: str  # stable name
+    severity: Severity  # how much it matters
+    measure: Callable[[Run], Iterable[evidence.Values]]  # yields the numbers, once for each finding
+    title: str  # what was found, as a format string
+    number: str  # the numbers that led to it, as a format string
+    do: str  # what can be done, as a format string
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A rule that applies, in words.
+    """A rule that applies, in words."""
 
-    Attributes:
-        id: Of the rule.
-        severity: How much it matters.
-        title: What was found.
-        number: The numbers that led to it.
-        do: What can be done.
-    """
-
-    id: str
-    severity: Severity
-    title: str
-    number: str
-    do: str
+    id: str  # of the rule
+    severity: Severity  # how much it matters
+    title: str  # what was found
+    number: str  # the numbers that led to it
+    do: str  # what can be done
 
 
 RULES: Final = (
@@ -82,7 +67,7 @@ RULES: Final = (
     Rule(
         id="loss-not-finite",
         severity=Severity.CRITICAL,
-        measure=course.losses_not_finite,
+        measure=evidence.losses_not_finite,
         title="The loss itself was infinite or nan",
         number="In {steps}, for the first time at step {first}.",
         do="No loss scale can help, because the forward had failed already. Run with "
@@ -91,7 +76,7 @@ RULES: Final = (
     Rule(
         id="no-step-taken",
         severity=Severity.CRITICAL,
-        measure=course.no_step_taken,
+        measure=evidence.no_step_taken,
         title="No step was taken",
         number="{steps}{whose}, all of them skipped.",
         do="The weights are as they were at the start. While a loss scale that begins too high "
@@ -101,7 +86,7 @@ RULES: Final = (
     Rule(
         id="scale-at-floor",
         severity=Severity.CRITICAL,
-        measure=course.scale_at_floor,
+        measure=evidence.scale_at_floor,
         title="The loss scale has come down to its floor",
         number="Loss {loss} ends at a scale of {scale}.",
         do="Gradients overflow whatever the scale is. Lower the learning rate or clip, run the "
@@ -110,7 +95,7 @@ RULES: Final = (
     Rule(
         id="loss-risen",
         severity=Severity.WARNING,
-        measure=course.losses_risen,
+        measure=evidence.losses_risen,
         title="The loss ends far above where it began",
         number="Loss {loss} went from {first} to {last}.",
         do="Unless it is meant to rise, the training has diverged: lower the learning rate, warm "
@@ -119,7 +104,7 @@ RULES: Final = (
     Rule(
         id="overflow-in-one-place",
         severity=Severity.WARNING,
-        measure=course.overflows_in_one_place,
+        measure=evidence.overflows_in_one_place,
         title="Overflows keep beginning in {name}",
         number="It came first in {count} of {total}.",
         do="Keep that module in float32, or look at what it computes: large logits, a division by "
@@ -128,7 +113,7 @@ RULES: Final = (
     Rule(
         id="many-skips",
         severity=Severity.WARNING,
-        measure=course.many_skips,
+        measure=evidence.many_skips,
         title="Many steps were skipped",
         number="{skipped} of {steps}{whose}{since}: {share}. Keeping a scale takes about one in "
         "2,000.",
@@ -138,7 +123,7 @@ RULES: Final = (
     Rule(
         id="skips-in-a-row",
         severity=Severity.WARNING,
-        measure=course.skips_in_a_row,
+        measure=evidence.skips_in_a_row,
         title="Many steps in a row were skipped",
         number="{row}{whose} in a row, up to step {end}.",
         do="At the start of a run this is a loss scale that begins too high: begin with a lower "
@@ -175,7 +160,7 @@ RULES: Final = (
     Rule(
         id="long-search",
         severity=Severity.NOTE,
-        measure=course.long_search,
+        measure=evidence.long_search,
         title="Finding a loss scale took most of the run",
         number="The first {skipped} of {steps}{whose} were skipped.",
         do="Let it train for longer before it is judged, or begin with a lower scale, by "
@@ -184,7 +169,7 @@ RULES: Final = (
     Rule(
         id="scale-at-ceiling",
         severity=Severity.NOTE,
-        measure=course.scale_at_ceiling,
+        measure=evidence.scale_at_ceiling,
         title="The loss scale stays at its ceiling",
         number="Loss {loss} is at {scale} for {share} of the steps.",
         do="Gradients would bear a larger scale. That is harmless unless the heat map shows "
@@ -211,14 +196,7 @@ RULES: Final = (
 
 
 def advise(run: Run) -> list[Finding]:
-    """Apply all rules.
-
-    Args:
-        run: What is known of the run.
-
-    Returns:
-        What was found, the gravest first; empty if there is nothing to say.
-    """
+    """Apply all rules; returns what was found, the gravest first."""
     return [
         Finding(
             id=rule.id,
@@ -230,3 +208,90 @@ def advise(run: Run) -> list[Finding]:
         for rule in RULES
         for values in rule.measure(run)
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What to know before reading on."""
+
+    # ``"good"``, ``"note"``, ``"warning"``, ``"critical"``, or ``"empty"`` where too little is
+    # recorded to say anything good.
+    kind: str
+    title: str  # in a few words
+    text: str  # in a few sentences
+
+
+def judge(run: Run, findings: Sequence[Finding]) -> Verdict:
+    """Sum up a run."""
+    if not run.steps:
+        return Verdict(
+            kind="empty",
+            title="No step is recorded",
+            text="There is nothing to judge: no call of optimizer.step was recorded.",
+        )
+    unseen = _unseen(run)
+    text = " ".join(filter(None, [_skips(run), _loss(run), *unseen.values()]))
+    worst = max((finding.severity for finding in findings), default=None)
+    if worst is not None and worst > Severity.NOTE:
+        return Verdict(kind=worst.word.lower(), title=_trouble(findings, worst), text=text)
+    notes = words.counted(len(findings), "note") if findings else ""
+    if unseen:
+        title = f"{notes or 'Nothing found'}, but {' and '.join(unseen)} were not recorded"
+        return Verdict(kind="empty", title=title, text=text)
+    if notes:
+        return Verdict(kind="note", title=f"Nothing to worry about, {notes}", text=text)
+    return Verdict(kind="good", title="Nothing to report", text=text)
+
+
+def _trouble(findings: Sequence[Finding], worst: Severity) -> str:
+    if worst is Severity.CRITICAL:
+        return f"Something went wrong: {_decapitalised(findings[0].title)}"
+    count = sum(finding.severity > Severity.NOTE for finding in findings)
+    verb = "deserves" if count == 1 else "deserve"
+    return f"{words.counted(count, 'thing')} {verb} attention"
+
+
+def _decapitalised(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _skips(run: Run) -> str:
+    skipped, steps = len(run.skipped), words.counted(len(run.steps), "step")
+    if not skipped:
+        return f"{steps}, none of them skipped."
+    verb = "was" if skipped == 1 else "were"
+    text = (
+        f"{steps}, of which {skipped:,} {verb} skipped ({words.share(skipped / len(run.steps))})."
+    )
+    begun = next((i for i, step in enumerate(run.steps) if not step.skipped), len(run.steps))
+    if run.is_dynamic and 1 < begun == skipped < len(run.steps):
+        text += " All of them came first, while the loss scale was being found."
+    elif run.is_dynamic and skipped <= min(max(2, len(run.steps) // 100), len(run.steps) // 4):
+        text += " A few skips are how dynamic loss scaling finds its scale."
+    return text
+
+
+def _loss(run: Run) -> str:
+    points = run.first_losses
+    finite = [loss for _, loss in points if math.isfinite(loss)]
+    if len(finite) < 2:
+        return ""
+    start, end = words.magnitude(finite[0]), words.magnitude(finite[-1])
+    text = f"The loss went from {start} to {end}"
+    after = len(points) - 1 - max(i for i, (_, loss) in enumerate(points) if math.isfinite(loss))
+    if not after:
+        return f"{text}."
+    return f"{text}, and is not finite from step {points[-after][0]:,} on."
+
+
+def _unseen(run: Run) -> dict[str, str]:
+    """What nothing can be said about, and why that matters; nothing half is lost in float32."""
+    found: dict[str, str] = {}
+    if not run.first_losses:
+        found["losses"] = "No loss was recorded, so whether it fell is not judged."
+    if not run.numerics and uses_half(run):
+        found["tensors"] = (
+            "The tensors themselves were not looked at, so under- and overflow in them is not "
+            'judged; numerics="light" looks at them.'
+        )
+    return found

@@ -7,80 +7,52 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from preamp.report.advice import Finding
+from preamp.report.advice import Finding, Verdict
 from preamp.report.svg import Html
-from preamp.report.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A picture.
-
-    Attributes:
-        title: What it shows; text from outside is escaped.
-        body: The picture and its legend.
-        caption: What to see in it, or how to read it.
-    """
+    """A picture."""
 
     kind: ClassVar[str] = "figure"
-    title: str
-    body: Html
-    caption: str = ""
+    title: str  # what it shows; text from outside is escaped
+    body: Html  # the picture and its legend
+    caption: str = ""  # what to see in it, or how to read it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gallery:
-    """Pictures side by side, where there is room.
-
-    Attributes:
-        figures: The pictures.
-        legend: Of all of them.
-    """
+    """Pictures side by side, where there is room."""
 
     kind: ClassVar[str] = "gallery"
-    figures: Sequence[Figure]
-    legend: Html
+    figures: Sequence[Figure]  # the pictures
+    legend: Html  # of all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column of a table.
+    """A column of a table."""
 
-    Attributes:
-        title: Heading.
-        is_number: Whether to align to the right.
-        is_wide: Whether it takes the room that is left.
-        unit: Second line of the heading; may be empty.
-    """
-
-    title: str
-    is_number: bool = False
-    is_wide: bool = False
-    unit: str = ""
+    title: str  # heading
+    is_number: bool = False  # whether to align to the right
+    is_wide: bool = False  # whether it takes the room that is left
+    unit: str = ""  # second line of the heading; may be empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of cells; the first cell of each is its heading.
-
-    Attributes:
-        name: Id, alone on the page.
-        caption: What it lists.
-        columns: From left to right.
-        rows: Cells, escaped unless they are `Html`.
-        summary: Makes the table a part that is opened on demand; empty for one that is always open.
-        is_fluid: Whether it fits every width, so that it need not scroll.
-        after: What stands below, such as a legend.
-    """
+    """Rows of cells; the first cell of each is its heading."""
 
     kind: ClassVar[str] = "table"
-    name: str
-    caption: str
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[str]]
+    name: str  # id, alone on the page
+    caption: str  # what it lists
+    columns: Sequence[Column]  # from left to right
+    rows: Sequence[Sequence[str]]  # cells, escaped unless they are `Html`
+    # Makes the table a part that is opened on demand; empty for one that is always open.
     summary: str = ""
-    is_fluid: bool = False
-    after: str = ""
+    is_fluid: bool = False  # whether it fits every width, so that it need not scroll
+    after: str = ""  # what stands below, such as a legend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +65,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """A part that is not there.
-
-    Attributes:
-        what: What would be here.
-        do: What to switch on, in words; code between backticks.
-    """
+    """A part that is not there."""
 
     kind: ClassVar[str] = "missing"
-    what: str
-    do: str
+    what: str  # what would be here
+    do: str  # what to switch on, in words; code between backticks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,62 +101,36 @@ Block = Figure | Gallery | Table | Text | Missing | Advice | Facts | Ready
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A part of the page with a heading.
+    """A part of the page with a heading."""
 
-    Attributes:
-        name: Id, alone on the page.
-        title: Heading.
-        blocks: What is in it.
-        lead: A sentence or two that say what there is to see.
-    """
-
-    name: str
-    title: str
-    blocks: Sequence[Block]
-    lead: str = ""
+    name: str  # id, alone on the page
+    title: str  # heading
+    blocks: Sequence[Block]  # what is in it
+    lead: str = ""  # a sentence or two that say what there is to see
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chapter:
-    """One run of several.
+    """One run of several."""
 
-    Attributes:
-        name: Id, alone on the page.
-        title: Heading.
-        verdict: The run in a few sentences.
-        facts: About the run.
-        sections: Its parts.
-    """
-
-    name: str
-    title: str
-    verdict: Verdict
-    facts: Sequence[tuple[str, str]]
-    sections: Sequence[Section]
+    name: str  # id, alone on the page
+    title: str  # heading
+    verdict: Verdict  # the run in a few sentences
+    facts: Sequence[tuple[str, str]]  # about the run
+    sections: Sequence[Section]  # its parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """All of it.
+    """All of it."""
 
-    Attributes:
-        title: Heading and window title.
-        verdicts: One for each run, with its name; the name of a single one is empty.
-        facts: Tiles of the header.
-        sections: Parts that belong to no run in particular, or to the only one.
-        chapters: One for each run of several.
-        closing: Parts that come last.
-        patterns: Patterns that pictures refer to.
-        made: What made the page, and when.
-        intro: A paragraph below the heading; may be empty.
-    """
-
-    title: str
+    title: str  # heading and window title
+    # One for each run, with its name; the name of a single one is empty.
     verdicts: Sequence[tuple[str, str, Verdict]]
-    facts: Sequence[tuple[str, str]]
-    sections: Sequence[Section]
-    chapters: Sequence[Chapter]
-    closing: Sequence[Section]
-    patterns: Html
-    made: str
-    intro: str = ""
+    facts: Sequence[tuple[str, str]]  # tiles of the header
+    sections: Sequence[Section]  # parts that belong to no run in particular, or to the only one
+    chapters: Sequence[Chapter]  # one for each run of several
+    closing: Sequence[Section]  # parts that come last
+    patterns: Html  # patterns that pictures refer to
+    made: str  # what made the page, and when
+    intro: str = ""  # a paragraph below the heading; may be empty

@@ -9,9 +9,9 @@ from math import floor, inf, log2
 
 from preamp.numerics import FORMATS, NumberFormat, TensorStatistics
 from preamp.report import words
+from preamp.report.chart import Scale
 from preamp.report.gather import Run
-from preamp.report.scales import Scale
-from preamp.report.svg import Html, coordinate, joined, percent, picture, stretched, tag
+from preamp.report.svg import Html, coordinate, legend_of, percent, picture, sample, stretched, tag
 
 WORST = 3
 LARGEST = 3
@@ -31,24 +31,17 @@ _PAD = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """A tensor whose histogram is shown.
+    """A tensor whose histogram is shown."""
 
-    Attributes:
-        tensor: Its statistics.
-        step: When they were taken.
-        reason: Why it was chosen.
-    """
-
-    tensor: TensorStatistics
-    step: int
-    reason: str
+    tensor: TensorStatistics  # its statistics
+    step: int  # when they were taken
+    reason: str  # why it was chosen
 
 
 def choose(run: Run) -> list[Chosen]:
     """Choose tensors with a histogram: those that lose most, then those with the largest values.
 
-    Args:
-        run: What is known of the run; its latest record with histograms is used.
+    The latest record with histograms is used.
     """
     for record in reversed(run.numerics):
         known = [t for t in record.tensors if t.histogram]
@@ -71,12 +64,7 @@ def choose(run: Run) -> list[Chosen]:
 
 
 def draw(chosen: Chosen, name: str) -> Html:
-    """Draw one histogram.
-
-    Args:
-        chosen: The tensor.
-        name: Prefix of ids.
-    """
+    """Draw one histogram."""
     tensor = chosen.tensor
     counts = tensor.histogram or {}
     shift = floor(log2(tensor.scale)) if 0 < tensor.scale < inf else 0
@@ -196,21 +184,9 @@ def legend(*, with_outline: bool) -> Html:
     entries = [("bars", "values"), ("normal", "normal range"), ("subnormal", "subnormal range")]
     if with_outline:
         entries.insert(1, ("outline", "the same without the loss scale"))
-    items = [
-        tag(
-            "li",
-            tag(
-                "svg",
-                tag("rect", x=1, y=1, width=18, height=8, class_=c),
-                width=20,
-                height=10,
-                aria_hidden="true",
-            ),
-            name,
-        )
-        for c, name in entries
-    ]
-    return tag("ul", joined(items), class_="legend")
+    return legend_of(
+        (sample(tag("rect", x=1, y=1, width=18, height=8, class_=c)), name) for c, name in entries
+    )
 
 
 def uses_scale(chosen: Sequence[Chosen]) -> bool:

@@ -23,27 +23,20 @@ from preamp.numerics import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What is known of one run.
+    """What is known of one run."""
 
-    Attributes:
-        name: What to call it; empty if there is only one.
-        start: How it was set up, when it was started last; ``None`` if that is not recorded.
-        steps: Calls of ``optimizer.step``, oldest first.
-        overflows: Causes of skipped steps, oldest first.
-        numerics: Statistics of tensors, oldest first.
-        casts: The latest cast audit.
-        memory: The latest count of bytes.
-        restarts: How often it went on from a checkpoint.
-    """
-
-    name: str = ""
+    name: str = ""  # what to call it; empty if there is only one
+    # How it was set up, when it was started last; ``None`` if that is not recorded.
     start: RunRecord | None = None
+    # Calls of ``optimizer.step``, oldest first.
     steps: list[StepRecord] = field(default_factory=list[StepRecord])
+    # Causes of skipped steps, oldest first.
     overflows: list[OverflowRecord] = field(default_factory=list[OverflowRecord])
+    # Statistics of tensors, oldest first.
     numerics: list[NumericsRecord] = field(default_factory=list[NumericsRecord])
-    casts: CastsRecord | None = None
-    memory: MemoryRecord | None = None
-    restarts: int = 0
+    casts: CastsRecord | None = None  # the latest cast audit
+    memory: MemoryRecord | None = None  # the latest count of bytes
+    restarts: int = 0  # how often it went on from a checkpoint
 
     @property
     def skipped(self) -> list[StepRecord]:
@@ -118,12 +111,9 @@ def _is_same(a: list[tuple[int, float]], b: list[tuple[int, float]]) -> bool:
 
 
 def gather(records: History | Iterable[Record], name: str = "") -> Run:
-    """Sort the records of one run.
+    """Sort the records of one run, a history or in the order in which they were written.
 
-    Args:
-        records: A history, or records in the order in which they were written. What a checkpoint
-            took back is left out.
-        name: What to call the run.
+    What a checkpoint took back is left out.
     """
     history = records if isinstance(records, History) else _replay(list(records))
     starts = history.of(RunRecord)

@@ -1,42 +1,32 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Statistics of parameters, summed up by module and by time."""
+"""Statistics of parameters, summed up by module and by time, and drawn as a heat map."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from preamp.numerics import NumericsRecord, TensorStatistics
+from preamp.report import words
 from preamp.report.gather import Run
+from preamp.report.svg import Html, legend_of, picture, stretched, tag
 
-ROWS = 24
-"""Modules that are shown; the others are summed up."""
-
-DETAILS = 300
-"""Modules in the full list."""
-
-TIMES = 96
-"""Columns of a heat map."""
+ROWS = 24  # modules that are shown; the others are summed up
+DETAILS = 300  # modules in the full list
+TIMES = 96  # columns of a heat map
 
 
 @dataclass(slots=True, kw_only=True)
 class Underflow:
-    """Counts of a module's gradients at one time.
+    """Counts of a module's gradients at one time."""
 
-    Attributes:
-        elements: How many there are.
-        exact_zeros: How many are exactly zero.
-        nonzero: How many are neither that nor infinite or nan; the next two are of these.
-        below_normal: Below the format's smallest normal value: digits are lost.
-        below_subnormal: Below its smallest value of all: lost.
-    """
-
-    elements: int = 0
-    exact_zeros: int = 0
-    nonzero: int = 0
-    below_normal: int = 0
-    below_subnormal: int = 0
+    elements: int = 0  # how many there are
+    exact_zeros: int = 0  # how many are exactly zero
+    nonzero: int = 0  # how many are neither that nor infinite or nan; the next two are of these
+    below_normal: int = 0  # below the format's smallest normal value: digits are lost
+    below_subnormal: int = 0  # below its smallest value of all: lost
 
     @property
     def share(self) -> float:
@@ -69,39 +59,25 @@ class Underflow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One row of the heat map.
+    """One row of the heat map."""
 
-    Attributes:
-        name: Qualified name of the module.
-        cells: Share of underflow by column, the worst of what falls into it; ``None`` where
-            nothing finite does.
-        worst: The highest share; nan if no gradient was finite.
-        worst_step: Its step.
-        latest: The counts at the end.
-    """
-
-    name: str
+    name: str  # qualified name of the module
+    # Share of underflow by column, the worst of what falls into it; ``None`` where nothing finite
+    # does.
     cells: tuple[float | None, ...]
-    worst: float
-    worst_step: int
-    latest: Underflow
+    worst: float  # the highest share; nan if no gradient was finite
+    worst_step: int  # its step
+    latest: Underflow  # the counts at the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeatMap:
-    """Underflow of all modules over time.
+    """Underflow of all modules over time."""
 
-    Attributes:
-        first: First step looked at.
-        last: Last step looked at.
-        layers: Worst first.
-        form: Format that the shares are taken against.
-    """
-
-    first: int
-    last: int
-    layers: tuple[Layer, ...]
-    form: str
+    first: int  # first step looked at
+    last: int  # last step looked at
+    layers: tuple[Layer, ...]  # worst first
+    form: str  # format that the shares are taken against
 
 
 def module_of(name: str) -> str:
@@ -110,15 +86,7 @@ def module_of(name: str) -> str:
 
 
 def heat_map(run: Run, times: int = TIMES) -> HeatMap | None:
-    """Sum up the underflow of gradients by module.
-
-    Args:
-        run: What is known of the run.
-        times: Columns, at most.
-
-    Returns:
-        The rows, or ``None`` if no gradient was looked at.
-    """
+    """Sum up the underflow of gradients by module; ``None`` if no gradient was looked at."""
     looks = [record for record in run.numerics if gradients_of([record])]
     if not looks:
         return None
@@ -189,17 +157,11 @@ def latest(run: Run) -> list[TensorStatistics]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
-    """Weights of one module whose latest update rounded to nothing.
+    """Weights of one module whose latest update rounded to nothing."""
 
-    Attributes:
-        name: Qualified name of the module.
-        stalled: Elements that a step left as they were although they have a gradient.
-        elements: All elements that were looked at.
-    """
-
-    name: str
-    stalled: int
-    elements: int
+    name: str  # qualified name of the module
+    stalled: int  # elements that a step left as they were although they have a gradient
+    elements: int  # all elements that were looked at
 
     @property
     def share(self) -> float:
@@ -222,3 +184,74 @@ def total_stall(rows: Sequence[Stall]) -> Stall:
     """Add modules up."""
     stalled, elements = sum(row.stalled for row in rows), sum(row.elements for row in rows)
     return Stall(name="", stalled=stalled, elements=elements)
+
+
+SHADES: tuple[tuple[float, str], ...] = (
+    (0.0, "none"),
+    (0.01, "below 1 %"),
+    (0.05, "1 to 5 %"),
+    (0.2, "5 to 20 %"),
+    (0.5, "20 to 50 %"),
+    (float("inf"), "50 % or more"),
+)
+"""Upper end of each shade, left out itself, and its name. The first one is exactly nothing."""
+
+_HEIGHT = 18.0
+
+
+def shade_of(share: float) -> int:
+    """Return the shade of a share, by number."""
+    if share <= 0:
+        return 0
+    return next(i for i, (end, _) in enumerate(SHADES) if share < end)
+
+
+def strip(layer: Layer, heat: HeatMap, name: str) -> Html:
+    """Draw one row."""
+    title = f"Underflow in {words.shown(layer.name)}"
+    steps = f"From step {heat.first:,} to step {heat.last:,}"
+    description = f"{steps} no gradient was finite."
+    if not math.isnan(layer.worst):
+        description = (
+            f"{steps}; at most {words.share(layer.worst)}, at step {layer.worst_step:,}; at the"
+            f" end {words.share(layer.latest.share)}."
+        )
+    return _strip(layer.cells, name, title, description)
+
+
+def legend() -> Html:
+    """List the shades."""
+    return legend_of(
+        (tag("span", class_=f"swatch h{i}", aria_hidden="true"), name)
+        for i, (_, name) in enumerate(SHADES)
+    )
+
+
+def _strip(cells: Sequence[float | None], name: str, title: str, description: str) -> Html:
+    parts: list[Html] = []
+    left = 0
+    for shade, group in groupby(cells, lambda cell: None if cell is None else shade_of(cell)):
+        width = len(list(group))
+        if shade is not None:
+            parts.append(tag("rect", x=left, width=width, height=_HEIGHT, class_=f"h{shade}"))
+        left += width
+    box = stretched(*parts, width=len(cells), height=_HEIGHT)
+    return picture(name, title, description, box, height=_HEIGHT, class_="strip")
+
+
+def axis(heat: HeatMap) -> str:
+    """Say what the ends of the strips are."""
+    if heat.first == heat.last:
+        return f"step {heat.first:,}"
+    return f"step {heat.first:,} → {heat.last:,}"
+
+
+def numbers(layer: Layer) -> tuple[str, ...]:
+    """Write a row's numbers: worst share, its step, latest share, lost altogether, zeros."""
+    return (
+        words.share(layer.worst),
+        f"{layer.worst_step:,}",
+        words.share(layer.latest.share),
+        words.share(layer.latest.lost),
+        words.share(layer.latest.zeros),
+    )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from preamp.report import words
 from preamp.report.gather import Run
-from preamp.report.svg import Html, joined, percent, picture, tag
+from preamp.report.svg import Html, joined, legend_of, percent, picture, sample, tag
 
 ORDER = ("weights", "masters", "gradients", "optimizer state", "buffers")
 """Categories from left to right; others follow."""
@@ -27,12 +27,7 @@ def categories_of(runs: Sequence[Run]) -> list[str]:
 
 
 def bars(runs: Sequence[Run], name: str) -> Html | None:
-    """Draw a bar for each run that counted its bytes.
-
-    Args:
-        runs: In the order of the bars.
-        name: Prefix of ids.
-    """
+    """Draw a bar for each run that counted its bytes; ``name`` is the prefix of ids."""
     rows = [(run, run.memory.categories) for run in runs if run.memory]
     categories = categories_of(runs)
     if not categories:
@@ -61,21 +56,10 @@ def bars(runs: Sequence[Run], name: str) -> Html | None:
 
 def legend(categories: Sequence[str]) -> Html:
     """List the categories beside samples of their fill."""
-    items = [
-        tag(
-            "li",
-            tag(
-                "svg",
-                *_fill("0", "20", 0, 10, style),
-                width=20,
-                height=10,
-                aria_hidden="true",
-            ),
-            tag("bdi", words.shown(category, 32)),
-        )
+    return legend_of(
+        (sample(*_fill("0", "20", 0, 10, style)), tag("bdi", words.shown(category, 32)))
         for style, category in enumerate(categories)
-    ]
-    return tag("ul", *items, class_="legend")
+    )
 
 
 def _parts(counts: dict[str, int], categories: Sequence[str]) -> str:

@@ -3,20 +3,79 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value, system_error, unavailable
+from preamp.core.files import replacing
 from preamp.numerics import History, Record
-from preamp.report import memory, tables, timeline, words
-from preamp.report.advice import advise
-from preamp.report.atomic import replace_file
+from preamp.report import memory, timeline, words
+from preamp.report.advice import advise, judge
 from preamp.report.blocks import Block, Chapter, Figure, Page, Section
 from preamp.report.gather import Run, gather
-from preamp.report.sections import memory_section, sections_of
-from preamp.report.template import fill
-from preamp.report.verdict import judge
+from preamp.report.sections import comparison, memory_section, sections_of
+from preamp.report.svg import Html
+from preamp.report.words import visible
+
+_ALLOWED: Final = "A page goes to a file, in a folder in which files can be made"
+_DO: Final = "Pass another path"
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write ``text`` as UTF-8 beside ``path``, then put it in its place in one move.
+
+    Its folder is made where it does not exist; a link is followed. Raises `OSError` if it cannot be
+    written; what was there before still is, and nothing else.
+    """
+    missing: list[Path] = []
+    try:
+        target = path.resolve()
+        if target.exists() and not target.is_file():  # a device would be gone for all programs
+            raise FileExistsError(errno.EEXIST, "What is there is no regular file")
+        missing += (each for each in target.parents if not each.exists())
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as file:
+            file.write(text.encode("utf-8"))
+    except BaseException as error:
+        for folder in missing:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        if isinstance(error, OSError):
+            raise system_error(error, f"{path} cannot be written", _ALLOWED, _DO) from None
+        raise
+
+
+def fill(page: Page) -> str:
+    """Write a page as HTML; raises `PreampUnavailableError` where jinja2 is missing."""
+    # Late, because the library is imported without jinja2 and must not need it.
+    try:
+        import jinja2
+    except ImportError:
+        raise unavailable(
+            "Cannot import jinja2",
+            "A report is written with it; the rest of the library does not need it",
+            'Install it with: pip install "preamp[report]"',
+        ) from None
+    loader = jinja2.PackageLoader("preamp.report", "templates")
+    environment = jinja2.Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_visible,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    style = loader.get_source(environment, "style.css")[0]
+    return environment.get_template("report.html.j2").render(page=page, style=Html(style))
+
+
+def _visible(value: object) -> object:
+    """Spell what is invisible in text from outside; HTML is left alone."""
+    return visible(value) if type(value) is str else value
+
 
 Records = History | Iterable[Record]
 Runs = Records | Mapping[str, Records]
@@ -92,18 +151,13 @@ def write(
 
     Args:
         path: The file; its folder is made where it does not exist.
-        records: See `render`.
-        title: See `render`.
-        intro: See `render`.
-        before: See `render`.
-        after: See `render`.
-
-    Returns:
-        The path.
+        records: As the other arguments and errors, see `render`.
+        title: Heading of the page.
+        intro: A paragraph below it.
+        before: Parts that come before all others.
+        after: Parts that come after all others.
 
     Raises:
-        ValueError: See `render`.
-        PreampUnavailableError: See `render`.
         OSError: The file cannot be written; what was there before still is.
     """
     path = Path(path)
@@ -117,18 +171,16 @@ def _runs(records: Runs) -> list[Run]:
         return [gather(records)]
     named = cast("Mapping[str, Records]", records)
     if not named:
-        raise ValueError(
-            message(
-                "Got no run",
-                "A report is on one run or on several",
-                "Pass a history, or a mapping from names to histories",
-            )
+        raise bad_value(
+            "Got no run",
+            "A report is on one run or on several",
+            "Pass a history, or a mapping from names to histories",
         )
     return [gather(one, name) for name, one in named.items()]
 
 
 def _comparison(runs: Sequence[Run]) -> list[Section]:
-    blocks: list[Block] = [tables.comparison(runs, "compare")]
+    blocks: list[Block] = [comparison(runs, "compare")]
     loss = timeline.loss_comparison(runs, "compare-loss")
     scale = timeline.scale_comparison(runs, "compare-scale")
     if loss is not None:

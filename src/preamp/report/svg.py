@@ -20,13 +20,10 @@ class Html(str):
 
 
 def tag(name: str, *children: str, **attributes: str | float | None) -> Html:
-    """Build an element.
+    """Build an element; children that are not `Html` are escaped.
 
-    Args:
-        name: Of the element.
-        *children: Its content; what is not `Html` is escaped.
-        **attributes: A trailing underscore is dropped, the others become hyphens; ``None`` leaves
-            the attribute out.
+    A trailing underscore of an attribute is dropped, the others become hyphens; ``None`` leaves the
+    attribute out.
     """
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"'
@@ -62,15 +59,10 @@ def percent(part: float) -> str:
 def picture(
     name: str, title: str, description: str, *children: str, height: float, class_: str = "plot"
 ) -> Html:
-    """Build a picture that says what it shows.
+    """Build a picture that says what it shows, as wide as the page and ``height`` CSS pixels high.
 
-    Args:
-        name: Of the picture; its ids begin with it, so no other on the page may have it.
-        title: What it shows.
-        description: What there is to see in it, for those who do not see it.
-        *children: Its content.
-        height: In CSS pixels; the width is the page's.
-        class_: Of the element.
+    Its ids begin with ``name``, so no other on the page may have it. ``description`` is what there
+    is to see in it, for those who do not see it.
     """
     return tag(
         "svg",
@@ -88,12 +80,9 @@ def picture(
 def stretched(*children: str, width: float, height: float, y: float = 0) -> Html:
     """Build a part of a picture that is as wide as the picture, whatever that is.
 
-    Args:
-        *children: Drawn in a box of the given size, then stretched sideways; lines keep their width
-            if their style says ``vector-effect: non-scaling-stroke``. Text does not belong here.
-        width: Of the box.
-        height: Of the box, which is not stretched.
-        y: Where its upper end is in the picture.
+    Children are drawn in a box of the given size, whose upper end is at ``y``, then stretched
+    sideways; lines keep their width if their style says ``vector-effect: non-scaling-stroke``. Text
+    does not belong here.
     """
     return tag(
         "svg",
@@ -104,6 +93,17 @@ def stretched(*children: str, width: float, height: float, y: float = 0) -> Html
         viewBox=f"0 0 {coordinate(width)} {coordinate(height)}",
         preserveAspectRatio="none",
     )
+
+
+def sample(*children: str, width: float = 20, height: float = 10) -> Html:
+    """Draw what stands before a name in a legend."""
+    return tag("svg", *children, width=width, height=height, aria_hidden="true")
+
+
+def legend_of(entries: Iterable[tuple[Html, str]]) -> Html:
+    """List names beside samples of what they name; nothing if there are none."""
+    items = [tag("li", drawn, name) for drawn, name in entries]
+    return tag("ul", *items, class_="legend") if items else Html()
 
 
 def _value(value: str | float) -> str:

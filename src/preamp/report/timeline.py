@@ -7,11 +7,21 @@ import math
 from collections.abc import Sequence
 
 from preamp.report import words
-from preamp.report.chart import Chart, Line, Marks, draw, legend
+from preamp.report.chart import (
+    Chart,
+    Line,
+    Marks,
+    Point,
+    Scale,
+    decades,
+    draw,
+    finite_range,
+    linear,
+    powers_of_two,
+    smooth,
+)
 from preamp.report.gather import Run
-from preamp.report.scales import Scale, decades, finite_range, linear, powers_of_two
-from preamp.report.svg import Html, joined
-from preamp.report.thinning import Point, smooth
+from preamp.report.svg import Html
 
 _WIDE_RANGE = 30.0  # losses that differ by more than this factor get a logarithmic scale
 _SMOOTHED_FROM = 100  # steps; a mean of fewer lags more than it calms
@@ -19,15 +29,7 @@ _NAMED_STEPS = 12  # skipped steps that a description names one by one
 
 
 def loss_chart(run: Run, name: str) -> Html | None:
-    """Draw the losses of one run, with skipped steps and losses that were not finite marked.
-
-    Args:
-        run: What is known of it.
-        name: Prefix of ids.
-
-    Returns:
-        Picture and legend, or ``None`` if no loss is recorded.
-    """
+    """Draw a run's losses, skipped steps and non-finite losses marked; ``None`` without any."""
     rows = run.losses()
     y = loss_scale_of([value for points in rows.values() for _, value in points])
     if y is None:
@@ -51,19 +53,11 @@ def loss_chart(run: Run, name: str) -> Html | None:
         x_name="step",
         marks=(_skip_marks(run), Marks(name="inf, nan", xs=bad, kind="bad")),
     )
-    return joined([draw(chart), legend((x.name, x.style) for x in lines if x.name)])
+    return draw(chart)
 
 
 def scale_chart(run: Run, name: str) -> Html | None:
-    """Draw the loss scales of one run as powers of two, with skipped steps marked.
-
-    Args:
-        run: What is known of it.
-        name: Prefix of ids.
-
-    Returns:
-        Picture and legend, or ``None`` if no scale is recorded.
-    """
+    """Draw a run's loss scales as powers of two, skipped steps marked; ``None`` without any."""
     rows = run.scales()
     y = power_axis([value for points in rows.values() for _, value in points])
     if y is None:
@@ -83,21 +77,18 @@ def scale_chart(run: Run, name: str) -> Html | None:
         marks=(_skip_marks(run),),
         height=120,
     )
-    return joined([draw(chart), legend((x.name, x.style) for x in lines if x.name)])
+    return draw(chart)
 
 
 def loss_comparison(runs: Sequence[Run], name: str) -> Html | None:
-    """Draw the first loss of several runs over each other.
-
-    Args:
-        runs: In the order of the legend.
-        name: Prefix of ids.
-    """
+    """Draw the first loss of several runs over each other; ``name`` is the prefix of ids."""
     rows = [(run, smoothed(run.first_losses)) for run in runs]
     y = loss_scale_of([value for _, points in rows for _, value in points])
     if y is None:
         return None
-    lines = [Line(name=run.name, points=p, style=i) for i, (run, p) in enumerate(rows) if p]
+    lines = [
+        Line(name=words.shown(run.name), points=p, style=i) for i, (run, p) in enumerate(rows) if p
+    ]
     chart = Chart(
         name=name,
         title="Loss by step, all runs",
@@ -109,22 +100,19 @@ def loss_comparison(runs: Sequence[Run], name: str) -> Html | None:
         x_name="step",
         height=240,
     )
-    return joined([draw(chart), legend((words.shown(x.name), x.style) for x in lines)])
+    return draw(chart)
 
 
 def scale_comparison(runs: Sequence[Run], name: str) -> Html | None:
-    """Draw the first loss scale of several runs over each other, with a row of skips for each.
-
-    Args:
-        runs: In the order of the legend.
-        name: Prefix of ids.
-    """
+    """Draw the first loss scale of several runs over each other, with a row of skips for each."""
     rows = [(run, run.first_scales) for run in runs]
     y = power_axis([value for _, points in rows for _, value in points])
     if y is None:
         return None
     lines = [
-        Line(name=run.name, points=p, style=i, steps=True) for i, (run, p) in enumerate(rows) if p
+        Line(name=words.shown(run.name), points=p, style=i, steps=True)
+        for i, (run, p) in enumerate(rows)
+        if p
     ]
     chart = Chart(
         name=name,
@@ -144,7 +132,7 @@ def scale_comparison(runs: Sequence[Run], name: str) -> Html | None:
         ],
         height=140,
     )
-    return joined([draw(chart), legend((words.shown(x.name), x.style) for x in lines)])
+    return draw(chart)
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:

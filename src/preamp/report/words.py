@@ -8,8 +8,7 @@ import unicodedata
 from datetime import datetime
 
 MISSING = "–"
-NAME_LIMIT = 72
-"""Characters of a name that are shown; the middle of longer ones is left out."""
+NAME_LIMIT = 72  # characters of a name that are shown; the middle of longer ones is left out
 
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories that are invisible, reorder text around them, or cannot be written."""
@@ -19,14 +18,10 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def shown(name: str, limit: int = NAME_LIMIT) -> str:
-    """Make a name fit to be shown: on one line, in the order of its characters, not too long.
+    """Make a name fit to be shown: on one line, in the order of its characters, at most ``limit``.
 
-    Args:
-        name: Any text, also one that was made to deceive.
-        limit: Characters to keep at most.
-
-    Returns:
-        The name; what is invisible in it is spelled as Python escapes it. Not yet escaped for HTML.
+    It may be made to deceive: what is invisible in it is spelled as Python escapes it. Not yet
+    escaped for HTML.
     """
     # More than is shown of either end need not be looked at.
     ends = name if len(name) <= 2 * limit else f"{name[:limit]}…{name[-limit:]}"

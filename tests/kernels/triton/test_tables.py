@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from cases.rules import BF16, F16, F32
+from cases.rules import BF16, F16, F32, ROWS
 from preamp.core.errors import PreampUnavailableError
 from preamp.kernels import Update
 
@@ -231,7 +231,7 @@ def test_groups_by_dtype(part: Any, device: torch.device) -> None:
     assert [len(row) for row in groups[0].rows] == [2, 0]
 
 
-@pytest.mark.parametrize("op", ["census", "l2norms", "scale_add_", "cast_copy_", "adam_"])
+@pytest.mark.parametrize("op", ["census", "l2norms", "scale_add_", "cast_copy_", "update_"])
 def test_other_devices_are_refused(ops: Any, device: torch.device, op: str) -> None:
     ones = [torch.ones(2, device="meta")]
     calls = {
@@ -239,7 +239,7 @@ def test_other_devices_are_refused(ops: Any, device: torch.device, op: str) -> N
         "l2norms": lambda: ops.l2norms(ones, None, device),
         "scale_add_": lambda: ops.scale_add_(ones, 1.0, [None]),
         "cast_copy_": lambda: ops.cast_copy_(ones, ones),
-        "adam_": lambda: ops.adam_(ones, ones, ones, ones, rule=None, update=Update()),
+        "update_": lambda: ops.update_(ones, ones, ones, rule=ROWS[-1].rule, update=Update()),
     }
     here = "cpu" if device.type == "cpu" else "cuda and xpu"
     text = (
@@ -254,7 +254,7 @@ COMPILE = """
 import json, re, inspect, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from preamp.kernels import triton as ops
+from preamp.kernels.triton import Triton
 from preamp.kernels import AdamRule, BiasCorrection, Update
 from preamp.kernels.triton import launch
 from triton.runtime.jit import KernelInterface
@@ -296,6 +296,7 @@ def start(kernel, grid):
     return compile
 
 KernelInterface.__getitem__ = start
+ops = Triton()
 ones = [[torch.ones(5, dtype=torch.bfloat16)] for _ in range(4)]
 ops.census(ones[0], torch.device("cpu"))
 rule = AdamRule(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True,
@@ -307,6 +308,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.full
 def test_compiled_kernels(ops: Any, tmp_path: Any) -> None:
     """For a GPU that need not be here: 16 bytes at a time, no fused sums, no specialisation."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The import hook behind the alias.
+"""The import hook behind the alias, and the alias turned on and off.
 
 An alias module is a module of its own that has the attributes of preamp's: its ``__name__`` and
 ``__spec__`` are Apex's, ``importlib.reload`` works, what the import system writes on it (its
@@ -11,21 +11,46 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.abc import InspectLoader, Loader
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
+from os import PathLike
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, cast
 
 import torch
 
-from preamp.compat.alias.distribution import NAME, AliasDistribution
 from preamp.compat.alias.table import NEEDS_DISTRIBUTED, REFUSED, RUNNABLE, SUPPLIED
-from preamp.core.errors import message
+from preamp.core.errors import bad_state, message
 
 ROOT = "apex"
+
+# Apex's version never changed from this one, which frameworks compare with.
+_FILES = {
+    "METADATA": f"""Metadata-Version: 2.1
+Name: {ROOT}
+Version: 0.1
+Summary: preamp under the name apex
+""",
+    "top_level.txt": "apex\namp_C\napex_C\nfused_adam_cuda\n",
+}
+
+
+class AliasDistribution(Distribution):
+    """A distribution without files on the disk."""
+
+    def read_text(self, filename: str) -> str | None:
+        """The text of a metadata file such as ``METADATA``, or ``None`` if there is none."""
+        return _FILES.get(filename)
+
+    def locate_file(self, path: str | PathLike[str]) -> Path:
+        """Return ``path``; there is no folder that it could be relative to."""
+        return Path(path)
+
 
 _OF_THE_ALIAS = frozenset(
     {"__name__", "__spec__", "__loader__", "__package__", "__path__", "__cached__", "__builtins__"}
@@ -34,22 +59,13 @@ _OF_THE_ALIAS = frozenset(
 
 
 class AliasLoader(InspectLoader):
-    """Fills an alias module with the attributes of preamp's module.
-
-    Args:
-        target: Name of preamp's module.
-    """
+    """Fills an alias module with the attributes of preamp's module ``target``."""
 
     def __init__(self, target: str) -> None:
-        """Nothing is imported yet."""
         self._target = target
 
     def exec_module(self, module: ModuleType) -> None:
-        """Import preamp's module and the children, then copy the attributes.
-
-        Args:
-            module: The alias module.
-        """
+        """Import preamp's module and the children, then copy the attributes."""
         source = importlib.import_module(self._target)
         import_children(module.__name__)
         # After the children: amp._amp_state is an object, although a child has the same name.
@@ -79,14 +95,9 @@ class AliasLoader(InspectLoader):
 
 
 class CompletingLoader(Loader):
-    """Runs the code of an installed Apex, then imports what it lacks.
-
-    Args:
-        own: The loader of the installed package.
-    """
+    """Runs the code of an installed Apex by its ``own`` loader, then imports what it lacks."""
 
     def __init__(self, own: Loader) -> None:
-        """Nothing is imported yet."""
         self._own = own
 
     def __getattr__(self, name: str) -> Any:
@@ -98,11 +109,7 @@ class CompletingLoader(Loader):
         return self._own.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the package, with its own loader in its attributes, and complete it.
-
-        Args:
-            module: The installed ``apex``.
-        """
+        """Run the installed ``apex``, with its own loader in its attributes, and complete it."""
         module.__loader__ = self._own
         if module.__spec__ is not None:
             module.__spec__.loader = self._own
@@ -116,19 +123,10 @@ class AliasFinder(DistributionFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to load ``fullname``.
+        """Another finder's answer if there is one, else the alias; ``None`` for other names.
 
-        Args:
-            fullname: Dotted name.
-            path: Where the parent package looks; ``None`` for a top-level module.
-            target: The module to be reloaded, if any.
-
-        Returns:
-            Another finder's answer if there is one, else the alias; ``None`` for other names.
-
-        Raises:
-            ModuleNotFoundError: preamp does not have this module of Apex. Its text names what to
-                use instead.
+        Raises `ModuleNotFoundError` if preamp does not have this module of Apex, naming what to use
+        instead.
         """
         if fullname not in SUPPLIED and fullname not in REFUSED:
             return None
@@ -151,20 +149,15 @@ class AliasFinder(DistributionFinder):
     def find_distributions(
         self, context: DistributionFinder.Context | None = None
     ) -> Iterator[Distribution]:
-        """Yield the distribution ``apex``, unless one is installed or another is asked for.
-
-        Args:
-            context: What is asked for: a name, a list of folders, or everything.
-        """
+        """Yield the distribution ``apex``, unless one is installed or another is asked for."""
         asked: dict[str, Any] = {} if context is None else vars(context)
-        if "path" in asked or (asked.get("name") or NAME).lower() != NAME:
+        if "path" in asked or (asked.get("name") or ROOT).lower() != ROOT:
             return
         if not any(_distributions_elsewhere()):
             yield AliasDistribution()
 
 
-FINDER = AliasFinder()
-"""The one finder; the alias is on while ``sys.meta_path`` holds it."""
+FINDER = AliasFinder()  # the one finder; the alias is on while ``sys.meta_path`` holds it
 
 WAITS = "waits_for_apex"
 """Attribute of the finder that a child process starts with; see ``startup``."""
@@ -178,16 +171,10 @@ def other_finders() -> list[Any]:
 def find_elsewhere(
     name: str, path: Sequence[str] | None, target: ModuleType | None = None
 ) -> ModuleSpec | None:
-    """Return what the other finders know of a module, without importing it.
+    """What the other finders know of a module, or ``None``, without importing it.
 
-    Args:
-        name: Dotted name.
-        path: Where the parent package looks; ``None`` for a top-level module.
-        target: The module to be reloaded, if any.
-
-    Returns:
-        The spec, or ``None``; a folder without ``__init__.py``, such as a clone of Apex's
-        repository beside the script, is no module.
+    A folder without ``__init__.py``, such as a clone of Apex's repository beside the script, is no
+    module.
     """
     for finder in other_finders():
         spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
@@ -197,21 +184,13 @@ def find_elsewhere(
 
 
 def is_apex(locations: Sequence[str] | None) -> bool:
-    """Whether the package there is Apex: the package index has another one of that name.
-
-    Args:
-        locations: Where the package named ``apex`` looks for its sub-modules.
-    """
+    """Whether the ``apex`` there is Apex: the package index has another package of that name."""
     children = [name for name in (*SUPPLIED, *REFUSED) if name.count(".") == 1]
     return bool(locations) and any(find_elsewhere(name, locations) for name in children)
 
 
 def import_children(parent: str) -> None:
-    """Import the alias modules directly below ``parent`` that nothing else supplies.
-
-    Args:
-        parent: Name of a package that is in ``sys.modules``.
-    """
+    """Import the alias modules directly below ``parent`` that nothing else supplies."""
     path = list(getattr(sys.modules[parent], "__path__", ()))
     for name in SUPPLIED:
         if name.rpartition(".")[0] != parent or name in RUNNABLE or not _is_available(name):
@@ -221,14 +200,7 @@ def import_children(parent: str) -> None:
 
 
 def refuse_missing(name: str) -> None:
-    """Say what replaces a module that cannot be had.
-
-    Args:
-        name: Dotted name, in one of the two tables.
-
-    Raises:
-        ModuleNotFoundError: It cannot be had.
-    """
+    """Raise `ModuleNotFoundError` for a module that cannot be had, naming what replaces it."""
     if name in SUPPLIED and _is_available(name):
         return
     do = f"Use {REFUSED[name]}" if name in REFUSED else "Use a torch built with torch.distributed"
@@ -250,7 +222,101 @@ def _is_available(name: str) -> bool:
 
 
 def _distributions_elsewhere() -> Iterator[Distribution]:
-    context = DistributionFinder.Context(name=NAME)
+    context = DistributionFinder.Context(name=ROOT)
     for finder in other_finders():
         if hasattr(finder, "find_distributions"):
             yield from cast("DistributionFinder", finder).find_distributions(context)
+
+
+STARTUP = str(Path(__file__).with_name("startup"))
+"""Folder of what child processes run when Python starts."""
+
+_PATH = "PYTHONPATH"
+
+
+def install_apex_alias() -> None:
+    """Let ``import apex``, ``import amp_C`` and ``import apex_C`` mean preamp.
+
+    Nothing is imported until one of the names is. Of an installed Apex that lacks ``apex.amp``
+    everything stays as it is, and only what it lacks is supplied. Python processes started from
+    now on see the alias too, spawned workers among them. Calling this again changes nothing.
+
+    Raises:
+        PreampStateError: The installed Apex has an ``apex.amp`` of its own, or something else was
+            imported or put in place as ``apex``. Nothing was changed.
+
+    Mutates:
+        ``sys.meta_path``, and ``PYTHONPATH`` in ``os.environ``; `remove_apex_alias` restores both.
+    """
+    if FINDER in sys.meta_path:
+        return
+    _refuse_other_apex()
+    sys.meta_path[:] = [FINDER, *other_finders()]
+    entries = _entries()
+    if STARTUP not in entries:
+        os.environ[_PATH] = os.pathsep.join([STARTUP, *entries])
+    if ROOT in sys.modules:
+        import_children(ROOT)
+
+
+def remove_apex_alias() -> None:
+    """Take the alias away again; names that were imported under it stay usable.
+
+    Calling this without the alias changes nothing. In a process that was started by one with the
+    alias, it also takes away what that one passed on.
+
+    Mutates:
+        ``sys.modules``, ``sys.meta_path``, ``PYTHONPATH`` in ``os.environ``.
+    """
+    sys.meta_path[:] = other_finders()
+    for name in reversed(SUPPLIED):
+        module = sys.modules.get(name)
+        if module is not None and isinstance(_loader(module), AliasLoader):
+            del sys.modules[name]
+            _forget_child(name, module)
+    entries = _entries()
+    if STARTUP in entries:
+        entries.remove(STARTUP)
+        os.environ[_PATH] = os.pathsep.join(entries)
+        if not entries:
+            del os.environ[_PATH]
+
+
+def _refuse_other_apex() -> None:
+    """Raise where the name ``apex`` is taken by what the alias must not replace."""
+    if ROOT in sys.modules:
+        loaded = cast("object", sys.modules[ROOT])
+        locations, where = getattr(loaded, "__path__", None), getattr(loaded, "__file__", loaded)
+        if not (isinstance(loaded, ModuleType) and is_apex(locations)):
+            raise bad_state(
+                f"The name apex already stands for something else in this process: {where}",
+                "The alias supplies the name where it is free, or what an installed Apex lacks",
+                "Call preamp.install_apex_alias() before anything imports or replaces apex",
+            )
+    else:
+        spec = find_elsewhere(ROOT, None)
+        if spec is None or not is_apex(spec.submodule_search_locations):
+            return
+        locations, where = spec.submodule_search_locations, spec.origin
+    if f"{ROOT}.amp" in sys.modules or find_elsewhere(f"{ROOT}.amp", locations):
+        raise bad_state(
+            f"The Apex at {where} has an apex.amp of its own",
+            "The alias supplies what an installed Apex lacks and replaces nothing",
+            "Uninstall that Apex, or write: from preamp import amp",
+        )
+
+
+def _forget_child(name: str, module: ModuleType) -> None:
+    parent, _, child = name.rpartition(".")
+    holder = sys.modules.get(parent)
+    if holder is not None and vars(holder).get(child) is module:
+        delattr(holder, child)
+
+
+def _loader(module: ModuleType) -> object:
+    return getattr(getattr(module, "__spec__", None), "loader", None)
+
+
+def _entries() -> list[str]:
+    value = os.environ.get(_PATH, "")
+    return value.split(os.pathsep) if value else []

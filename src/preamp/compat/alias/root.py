@@ -13,10 +13,6 @@ class DeprecatedFeatureWarning(FutureWarning):
 
 
 def deprecated_warning(msg: str) -> None:
-    """Warn that a feature is deprecated, on the first rank only.
-
-    Args:
-        msg: Text of the warning.
-    """
+    """Warn that a feature is deprecated, on the first rank only."""
     if is_first_rank():
         warnings.warn(msg, DeprecatedFeatureWarning, stacklevel=2)

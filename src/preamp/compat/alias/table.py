@@ -48,8 +48,7 @@ SUPPLIED: dict[str, str] = {
 RUNNABLE = frozenset({"apex.parallel.multiproc"})
 """Not imported with its package: ``python -m`` warns of a module that is there before it runs."""
 
-NEEDS_DISTRIBUTED = "apex.parallel"
-"""As in Apex, there only where ``torch.distributed`` is."""
+NEEDS_DISTRIBUTED = "apex.parallel"  # as in Apex, there only where ``torch.distributed`` is
 
 _ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
 _COMPILE = "torch.compile over the layers of torch.nn"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from preamp.casting import Conversion
-from preamp.casting.modules import is_affine_batchnorm
+from preamp.casting.kept import Kept, find_norms, is_affine_batchnorm
 from preamp.core.pytree import cast_floating
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -86,7 +86,8 @@ def convert_network(network: ModuleT, dtype: torch.dtype) -> ModuleT:
     Returns:
         ``network``.
     """
-    Conversion().convert(network, dtype, keep_batchnorm_fp32=True)
+    kept = Kept(norms=find_norms([network]))
+    Conversion(kept).convert(network, dtype, keep_batchnorm_fp32=True)
     return network
 
 

@@ -4,41 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from preamp.compat.multi_tensor.applier import TensorLists
-from preamp.compat.multi_tensor.arithmetic import Scalar, corrections, store_, wide
 from preamp.compat.multi_tensor.checks import Call, check_mode, checked
 from preamp.core.dtypes import dtype_name, math_dtype
+from preamp.kernels import AdamRule, BiasCorrection, Scalar, Update, backend
 
 LISTS = ("grads", "params", "exp_avgs", "exp_avg_sqs")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamRule:
-    """One Adam step, apart from its tensors.
-
-    Attributes:
-        lr: Step size.
-        betas: Decay of the two moments.
-        eps: Added to the root of the second moment.
-        weight_decay: Added to the gradient, or to the update if ``decoupled``.
-        decoupled: Whether it is AdamW.
-        corrections: ``1 - beta ** step`` for both moments, or ones.
-        inv_scale: Removes the loss scale from the gradients, in place.
-        skip: Scalar; nothing changes where it is true.
-    """
-
-    lr: Scalar
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    decoupled: bool
-    corrections: tuple[Scalar, Scalar]
-    inv_scale: torch.Tensor | None = None
-    skip: torch.Tensor | None = None
 
 
 def _checked(op: str, tensor_lists: TensorLists, mode: int, masters: Sequence[str] = ()) -> Call:
@@ -55,31 +29,40 @@ def _checked(op: str, tensor_lists: TensorLists, mode: int, masters: Sequence[st
     return call
 
 
-def _adam_(
-    lists: Sequence[Sequence[torch.Tensor]],
+def _rule(
+    lr: Scalar,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    mode: int,
+    bias_correction: int,
+) -> AdamRule:
+    return AdamRule(
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=mode == 1,
+        bias_correction=BiasCorrection.MOMENTS if bias_correction else BiasCorrection.NONE,
+    )
+
+
+def _capturable(
+    call: Call,
     rule: AdamRule,
-    copies: Sequence[torch.Tensor | None] | None = None,
+    scalars: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lists: Sequence[Sequence[torch.Tensor]],
+    copies: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Apply ``rule`` to ``(grads, params, exp_avgs, exp_avg_sqs)`` and round params to copies."""
-    copies = copies or [None] * len(lists[0])
-    (beta1, beta2), (c1, c2), skip = rule.betas, rule.corrections, rule.skip
-    for grad, param, exp_avg, exp_avg_sq, copy in zip(*lists, copies, strict=True):
-        g, p = wide(grad), wide(param)
-        if rule.inv_scale is not None:
-            g = g * rule.inv_scale
-            store_(grad, g, skip)
-        if not rule.decoupled:
-            g = g + rule.weight_decay * p
-        m = beta1 * exp_avg + (1 - beta1) * g
-        v = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        update = (m / c1) / ((v / c2).sqrt() + rule.eps)
-        if rule.decoupled:
-            update = update + rule.weight_decay * p
-        p = p - rule.lr * update
-        for target, value in ((exp_avg, m), (exp_avg_sq, v), (param, p)):
-            store_(target, value, skip)
-        if copy is not None:
-            store_(copy, param, skip)
+    """Update, and unscale the gradients in memory as well; neither where the flag is set."""
+    step, scale = call.scalar("step", scalars[0], torch.int32), call.scalar("inv_scale", scalars[1])
+    found_inf = call.found_inf(scalars[2])
+    grads, params, exp_avgs, exp_avg_sqs = lists
+    update = Update(step=step, inv_scale=scale, found_inf=found_inf, halves=copies)
+    ops = backend()
+    ops.adam_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
+    ops.scale_add_(grads, torch.where(found_inf != 0, 1.0, scale), [None] * len(grads))
 
 
 def multi_tensor_adam(
@@ -127,15 +110,9 @@ def multi_tensor_adam(
     del chunk_size
     call = _checked("multi_tensor_adam", tensor_lists, mode)
     call.flag(noop_flag)
-    rule = AdamRule(
-        lr=lr,
-        betas=(beta1, beta2),
-        eps=epsilon,
-        weight_decay=weight_decay,
-        decoupled=mode == 1,
-        corrections=corrections((beta1, beta2), step, bias_correction),
-    )
-    _adam_(call.lists, rule)
+    rule = _rule(lr, (beta1, beta2), epsilon, weight_decay, mode, bias_correction)
+    grads, params, exp_avgs, exp_avg_sqs = call.lists
+    backend().adam_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=Update(step=step))
 
 
 def multi_tensor_adam_capturable(
@@ -178,18 +155,9 @@ def multi_tensor_adam_capturable(
     """
     del chunk_size
     call = _checked("multi_tensor_adam_capturable", tensor_lists, mode)
-    count = call.scalar("step", step, torch.int32)
-    rule = AdamRule(
-        lr=call.scalar("lr", lr),
-        betas=(beta1, beta2),
-        eps=epsilon,
-        weight_decay=weight_decay,
-        decoupled=mode == 1,
-        corrections=corrections((beta1, beta2), count, bias_correction),
-        inv_scale=call.scalar("inv_scale", inv_scale),
-        skip=call.flag(noop_flag) != 0,
-    )
-    _adam_(call.lists, rule)
+    rate = call.scalar("lr", lr)
+    rule = _rule(rate, (beta1, beta2), epsilon, weight_decay, mode, bias_correction)
+    _capturable(call, rule, (step, inv_scale, noop_flag), call.lists)
 
 
 def multi_tensor_adam_capturable_master(
@@ -213,15 +181,15 @@ def multi_tensor_adam_capturable_master(
         noop_flag: int32, shape ``(1,)``; nothing is changed where it is set.
         tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs, masters]``; the values of
             ``params`` are not read.
-        lr: float32, shape ``(1,)``.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        epsilon: Added outside the root.
-        step: int32, shape ``(1,)``; counts from 1.
-        mode: 0 for L2 regularisation, 1 for decoupled decay.
-        bias_correction: Whether to divide by ``c1`` and ``c2``.
-        weight_decay: ``wd``.
-        inv_scale: float32, shape ``(1,)``; gradients are multiplied by it in place.
+        lr: As there, like all that follows.
+        beta1: As there.
+        beta2: As there.
+        epsilon: As there.
+        step: As there.
+        mode: As there.
+        bias_correction: As there.
+        weight_decay: As there.
+        inv_scale: As there.
 
     Raises:
         RuntimeError: An argument does not fit.
@@ -232,16 +200,8 @@ def multi_tensor_adam_capturable_master(
     del chunk_size
     name = "multi_tensor_adam_capturable_master"
     call = _checked(name, tensor_lists, mode, masters=("masters",))
-    count = call.scalar("step", step, torch.int32)
-    rule = AdamRule(
-        lr=call.scalar("lr", lr),
-        betas=(beta1, beta2),
-        eps=epsilon,
-        weight_decay=weight_decay,
-        decoupled=mode == 1,
-        corrections=corrections((beta1, beta2), count, bias_correction),
-        inv_scale=call.scalar("inv_scale", inv_scale),
-        skip=call.flag(noop_flag) != 0,
-    )
-    grads, params, exp_avgs, exp_avg_sqs, wide_params = call.lists
-    _adam_((grads, wide_params, exp_avgs, exp_avg_sqs), rule, copies=params)
+    rate = call.scalar("lr", lr)
+    rule = _rule(rate, (beta1, beta2), epsilon, weight_decay, mode, bias_correction)
+    grads, params, exp_avgs, exp_avg_sqs, masters = call.lists
+    lists = (grads, masters, exp_avgs, exp_avg_sqs)
+    _capturable(call, rule, (step, inv_scale, noop_flag), lists, copies=params)

@@ -9,7 +9,6 @@ Operations work on raw data: they record nothing for autograd, and requiring a g
 nothing. None waits for the device.
 """
 
-from preamp.compat.multi_tensor.adagrad import multi_tensor_adagrad as multi_tensor_adagrad
 from preamp.compat.multi_tensor.adam import multi_tensor_adam as multi_tensor_adam
 from preamp.compat.multi_tensor.adam import (
     multi_tensor_adam_capturable as multi_tensor_adam_capturable,
@@ -20,23 +19,24 @@ from preamp.compat.multi_tensor.adam import (
 from preamp.compat.multi_tensor.hysteresis import update_scale_hysteresis as update_scale_hysteresis
 from preamp.compat.multi_tensor.lamb import multi_tensor_lamb as multi_tensor_lamb
 from preamp.compat.multi_tensor.lamb import multi_tensor_lamb_mp as multi_tensor_lamb_mp
-from preamp.compat.multi_tensor.lamb_stages import (
+from preamp.compat.multi_tensor.lamb import (
     multi_tensor_lamb_stage1_cuda as multi_tensor_lamb_stage1_cuda,
 )
-from preamp.compat.multi_tensor.lamb_stages import (
+from preamp.compat.multi_tensor.lamb import (
     multi_tensor_lamb_stage2_cuda as multi_tensor_lamb_stage2_cuda,
 )
-from preamp.compat.multi_tensor.lars import multi_tensor_lars as multi_tensor_lars
 from preamp.compat.multi_tensor.norms import multi_tensor_l2norm as multi_tensor_l2norm
 from preamp.compat.multi_tensor.norms import multi_tensor_l2norm_mp as multi_tensor_l2norm_mp
 from preamp.compat.multi_tensor.norms import multi_tensor_l2norm_scale as multi_tensor_l2norm_scale
 from preamp.compat.multi_tensor.norms import (
     multi_tensor_unscale_l2norm as multi_tensor_unscale_l2norm,
 )
-from preamp.compat.multi_tensor.novograd import multi_tensor_novograd as multi_tensor_novograd
 from preamp.compat.multi_tensor.scale import multi_tensor_axpby as multi_tensor_axpby
 from preamp.compat.multi_tensor.scale import multi_tensor_scale as multi_tensor_scale
-from preamp.compat.multi_tensor.sgd import multi_tensor_sgd as multi_tensor_sgd
+from preamp.compat.multi_tensor.steps import multi_tensor_adagrad as multi_tensor_adagrad
+from preamp.compat.multi_tensor.steps import multi_tensor_lars as multi_tensor_lars
+from preamp.compat.multi_tensor.steps import multi_tensor_novograd as multi_tensor_novograd
+from preamp.compat.multi_tensor.steps import multi_tensor_sgd as multi_tensor_sgd
 
 __all__ = [
     "multi_tensor_adagrad",

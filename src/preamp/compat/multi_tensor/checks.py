@@ -40,6 +40,16 @@ class Call:
         """Return the no-op flag as a scalar that shares its memory."""
         return self.scalar("noop_flag", noop_flag, torch.int32)
 
+    def found_inf(self, noop_flag: torch.Tensor) -> torch.Tensor:
+        """Return the flag as the update rules take it: nothing changes where it is not 0."""
+        return (self.flag(noop_flag) != 0).float()
+
+    def factor(self, number: float) -> torch.Tensor | None:
+        """Return a factor of the gradients as the update rules take it."""
+        dtypes = {tensors[0].dtype for tensors in self.lists}
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        return None if number == 1 else torch.full((), number, dtype=dtype, device=self.device)
+
     def scalar(
         self, name: str, value: torch.Tensor, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
@@ -120,6 +130,11 @@ def checked(
                 )
     rows = [_aligned(row) for row in zip(*lists, strict=True)]
     return Call(op, tuple(list(column) for column in zip(*rows, strict=True)), first.device)
+
+
+def raise_flag_(flag: torch.Tensor, found: torch.Tensor) -> None:
+    """Set the int32 scalar ``flag`` to 1 if the scalar ``found`` is true; never to 0."""
+    flag.masked_fill_(found, 1)
 
 
 def check_mode(call: Call, mode: int) -> None:

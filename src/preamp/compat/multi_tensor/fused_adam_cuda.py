@@ -3,41 +3,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 
 from preamp.compat.multi_tensor.applier import TensorLists
-from preamp.compat.multi_tensor.arithmetic import store_, wide
 from preamp.compat.multi_tensor.checks import Call, checked
 from preamp.core.dtypes import HALF_DTYPES, dtype_name
+from preamp.kernels import AdamRule, BiasCorrection, Update, backend
 
 LISTS = ("params", "exp_avgs", "exp_avg_sqs", "grads")
 
 __all__ = ["adam", "adam_mt"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EarlyAdamRule:
-    """One step of Apex's first FusedAdam, apart from its tensors.
-
-    Attributes:
-        step_size: ``lr``, with the bias corrections of both moments.
-        betas: Decay of the two moments.
-        eps: Added inside or outside the root.
-        eps_inside: Which of the two.
-        scale: What gradients are divided by.
-        weight_decay: Times the step size.
-    """
-
-    step_size: float
-    betas: tuple[float, float]
-    eps: float
-    eps_inside: bool
-    scale: float
-    weight_decay: float
 
 
 def _check(call: Call, eps_mode: int) -> None:
@@ -60,25 +35,30 @@ def _check(call: Call, eps_mode: int) -> None:
         )
 
 
-def _adam_(lists: Sequence[Sequence[torch.Tensor]], rule: EarlyAdamRule) -> None:
-    """Apply ``rule`` to ``(params, exp_avgs, exp_avg_sqs, grads)`` and perhaps outputs."""
-    beta1, beta2 = rule.betas
-    for param, exp_avg, exp_avg_sq, grad, *outputs in zip(*lists, strict=True):
-        g = wide(grad) / rule.scale
-        m = beta1 * exp_avg + (1 - beta1) * g
-        v = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        denominator = (v + rule.eps).sqrt() if rule.eps_inside else v.sqrt() + rule.eps
-        p = param - rule.step_size * (m / denominator + rule.weight_decay * param)
-        for target, value in ((exp_avg, m), (exp_avg_sq, v), (param, p)):
-            store_(target, value)
-        for output in outputs:
-            store_(output, param)
-
-
-def _step_size(lr: float, betas: tuple[float, float], step: int, bias_correction: int) -> float:
-    if not bias_correction:
-        return lr
-    return lr * math.sqrt(1 - betas[1] ** step) / (1 - betas[0] ** step)
+def _adam_(
+    call: Call,
+    numbers: tuple[float, float, float, float, float],
+    scale: float,
+    step: int,
+    eps_mode: int,
+    bias_correction: int,
+) -> None:
+    _check(call, eps_mode)
+    lr, beta1, beta2, eps, decay = numbers
+    rule = AdamRule(
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=decay,
+        decoupled=True,
+        bias_correction=BiasCorrection.STEP_SIZE if bias_correction else BiasCorrection.NONE,
+        eps_inside_sqrt=eps_mode == 0,
+    )
+    params, exp_avgs, exp_avg_sqs, grads, *outputs = call.lists
+    halves = outputs[0] if outputs else None
+    update = Update(step=step, inv_scale=call.factor(1.0 / scale), halves=halves)
+    backend().adam_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
 
 
 def adam(
@@ -133,16 +113,7 @@ def adam(
     if out_p.numel():
         lists.append([out_p])
     call = checked("adam", lists, LISTS, ("outputs",))
-    _check(call, eps_mode)
-    rule = EarlyAdamRule(
-        step_size=_step_size(lr, (beta1, beta2), step, bias_correction),
-        betas=(beta1, beta2),
-        eps=eps,
-        eps_inside=eps_mode == 0,
-        scale=grad_scale,
-        weight_decay=decay,
-    )
-    _adam_(call.lists, rule)
+    _adam_(call, (lr, beta1, beta2, eps, decay), grad_scale, step, eps_mode, bias_correction)
 
 
 def adam_mt(
@@ -184,13 +155,4 @@ def adam_mt(
     del chunk_size
     call = checked("adam_mt", tensor_lists, LISTS, ("outputs",))
     call.flag(noop_flag)
-    _check(call, eps_mode)
-    rule = EarlyAdamRule(
-        step_size=_step_size(lr, (beta1, beta2), step, bias_correction),
-        betas=(beta1, beta2),
-        eps=eps,
-        eps_inside=eps_mode == 0,
-        scale=grad_scale,
-        weight_decay=decay,
-    )
-    _adam_(call.lists, rule)
+    _adam_(call, (lr, beta1, beta2, eps, decay), grad_scale, step, eps_mode, bias_correction)

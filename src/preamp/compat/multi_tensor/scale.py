@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 
 from preamp.compat.multi_tensor.applier import TensorLists
-from preamp.compat.multi_tensor.arithmetic import raise_flag_
-from preamp.compat.multi_tensor.checks import checked
+from preamp.compat.multi_tensor.checks import checked, raise_flag_
 from preamp.kernels import backend
 
 

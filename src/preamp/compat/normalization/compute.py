@@ -17,20 +17,13 @@ from preamp.core.dtypes import math_dtype
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """What to compute: ``x̂ · weight + bias`` with ``x̂ = (x - mean) / sqrt(mean square + eps)``.
+    """What to compute: ``x̂ · weight + bias`` with ``x̂ = (x - mean) / sqrt(mean square + eps)``."""
 
-    Attributes:
-        shape: The last dimensions of x, which mean and mean square are taken over.
-        eps: Added to the mean square.
-        is_centred: Layer norm; an RMS norm takes 0 in place of the mean and has no bias.
-        is_mixed: Whether the result has the weight's dtype; otherwise it has that of x.
-        memory_efficient: Whether backward starts from the output, so that x need not be kept.
-    """
-
-    shape: tuple[int, ...]
-    eps: float
-    is_centred: bool
-    is_mixed: bool = False
+    shape: tuple[int, ...]  # the last dimensions of x, which mean and mean square are taken over
+    eps: float  # added to the mean square
+    is_centred: bool  # layer norm; an RMS norm takes 0 in place of the mean and has no bias
+    is_mixed: bool = False  # whether the result has the weight's dtype; otherwise it has that of x
+    # Whether backward starts from the output, so that x need not be kept.
     memory_efficient: bool = False
 
 

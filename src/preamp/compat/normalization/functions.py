@@ -16,6 +16,18 @@ from preamp.compat.normalization.compute import Norm, as_shape, normalize
 Shape = int | Sequence[int]
 
 
+def _norm(
+    shape: Shape, eps: float, memory_efficient: bool, *, is_centred: bool, is_mixed: bool = False
+) -> Norm:
+    return Norm(
+        shape=as_shape(shape),
+        eps=eps,
+        is_centred=is_centred,
+        is_mixed=is_mixed,
+        memory_efficient=memory_efficient,
+    )
+
+
 def fused_layer_norm(
     input: torch.Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> torch.Tensor:
@@ -30,12 +42,7 @@ def fused_layer_norm(
         eps: Added to the variance.
         memory_efficient: Keep the output for backward instead of the input.
     """
-    norm = Norm(
-        shape=as_shape(normalized_shape),
-        eps=eps,
-        is_centred=True,
-        memory_efficient=memory_efficient,
-    )
+    norm = _norm(normalized_shape, eps, memory_efficient, is_centred=True)
     return normalize(norm, input, None)
 
 
@@ -49,20 +56,10 @@ def fused_layer_norm_affine(
 ) -> torch.Tensor:
     """Return `fused_layer_norm` of ``input``, times ``weight``, plus ``bias``, in its dtype.
 
-    Args:
-        input: Shape ``(…, *normalized_shape)``.
-        weight: Shape ``normalized_shape``, any floating dtype.
-        bias: Shape ``normalized_shape``, any floating dtype.
-        normalized_shape: The dimensions to normalise over.
-        eps: Added to the variance.
-        memory_efficient: Keep the output for backward instead of the input.
+    ``weight`` and ``bias`` have the shape ``normalized_shape`` and any floating dtype; the other
+    arguments are those of `fused_layer_norm`.
     """
-    norm = Norm(
-        shape=as_shape(normalized_shape),
-        eps=eps,
-        is_centred=True,
-        memory_efficient=memory_efficient,
-    )
+    norm = _norm(normalized_shape, eps, memory_efficient, is_centred=True)
     return normalize(norm, input, weight, bias)
 
 
@@ -76,21 +73,10 @@ def mixed_dtype_fused_layer_norm_affine(
 ) -> torch.Tensor:
     """Return `fused_layer_norm_affine` in the dtype of ``weight``.
 
-    Args:
-        input: Shape ``(…, *normalized_shape)``.
-        weight: Shape ``normalized_shape``, any floating dtype.
-        bias: Shape ``normalized_shape``, any floating dtype.
-        normalized_shape: The dimensions to normalise over.
-        eps: Added to the variance.
-        memory_efficient: Keep the output for backward instead of the input.
+    ``weight`` and ``bias`` have the shape ``normalized_shape`` and any floating dtype; the other
+    arguments are those of `fused_layer_norm`.
     """
-    norm = Norm(
-        shape=as_shape(normalized_shape),
-        eps=eps,
-        is_centred=True,
-        is_mixed=True,
-        memory_efficient=memory_efficient,
-    )
+    norm = _norm(normalized_shape, eps, memory_efficient, is_centred=True, is_mixed=True)
     return normalize(norm, input, weight, bias)
 
 
@@ -107,12 +93,7 @@ def fused_rms_norm(
         eps: Added to the mean square.
         memory_efficient: Keep the output for backward instead of the input.
     """
-    norm = Norm(
-        shape=as_shape(normalized_shape),
-        eps=eps,
-        is_centred=False,
-        memory_efficient=memory_efficient,
-    )
+    norm = _norm(normalized_shape, eps, memory_efficient, is_centred=False)
     return normalize(norm, input, None)
 
 
@@ -125,19 +106,10 @@ def fused_rms_norm_affine(
 ) -> torch.Tensor:
     """Return `fused_rms_norm` of ``input``, times ``weight``, in its dtype.
 
-    Args:
-        input: Shape ``(…, *normalized_shape)``.
-        weight: Shape ``normalized_shape``, any floating dtype.
-        normalized_shape: The dimensions to normalise over.
-        eps: Added to the mean square.
-        memory_efficient: Keep the output for backward instead of the input.
+    ``weight`` has the shape ``normalized_shape`` and any floating dtype; the other arguments are
+    those of `fused_rms_norm`.
     """
-    norm = Norm(
-        shape=as_shape(normalized_shape),
-        eps=eps,
-        is_centred=False,
-        memory_efficient=memory_efficient,
-    )
+    norm = _norm(normalized_shape, eps, memory_efficient, is_centred=False)
     return normalize(norm, input, weight)
 
 
@@ -150,18 +122,8 @@ def mixed_dtype_fused_rms_norm_affine(
 ) -> torch.Tensor:
     """Return `fused_rms_norm_affine` in the dtype of ``weight``.
 
-    Args:
-        input: Shape ``(…, *normalized_shape)``.
-        weight: Shape ``normalized_shape``, any floating dtype.
-        normalized_shape: The dimensions to normalise over.
-        eps: Added to the mean square.
-        memory_efficient: Keep the output for backward instead of the input.
+    ``weight`` has the shape ``normalized_shape`` and any floating dtype; the other arguments are
+    those of `fused_rms_norm`.
     """
-    norm = Norm(
-        shape=as_shape(normalized_shape),
-        eps=eps,
-        is_centred=False,
-        is_mixed=True,
-        memory_efficient=memory_efficient,
-    )
+    norm = _norm(normalized_shape, eps, memory_efficient, is_centred=False, is_mixed=True)
     return normalize(norm, input, weight)

@@ -11,7 +11,7 @@ from torch import nn
 
 from preamp.compat.normalization.compute import Norm, as_shape, normalize
 from preamp.compat.normalization.scripted import ScriptedNorm
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state
 
 
 class _LastDimensionsNorm(nn.Module):
@@ -71,15 +71,10 @@ class _LastDimensionsNorm(nn.Module):
         )
 
 
-class FusedLayerNorm(_LastDimensionsNorm):
-    """Layer norm over the last dimensions; the output has the input's dtype.
+class _FusedNorm(_LastDimensionsNorm):
+    """A layer whose output has the input's dtype."""
 
-    ``(x - mean) / sqrt(var + eps) · weight + bias`` with the biased variance. Statistics are in
-    float32, or float64. Under autocast, input and parameters are cast to its dtype, where torch's
-    own layer norm would go to float32. Ba, Kiros and Hinton, 2016, arXiv:1607.06450.
-    """
-
-    _is_centred, _is_mixed = True, False
+    _is_mixed = False
 
     def __init__(
         self,
@@ -92,46 +87,18 @@ class FusedLayerNorm(_LastDimensionsNorm):
 
         Args:
             normalized_shape: The last dimensions of the input, or the last one.
-            eps: Added to the variance.
-            elementwise_affine: Whether there are ``weight`` and ``bias``.
+            eps: Added to the variance, or to the mean square.
+            elementwise_affine: Whether there are ``weight`` and, in a layer norm, ``bias``.
             memory_efficient: Keep the output for backward instead of the input. Weights that
                 start at zero do not learn then, since the output tells nothing of the input.
         """
         super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient)
 
 
-class FusedRMSNorm(_LastDimensionsNorm):
-    """RMS norm over the last dimensions; the output has the input's dtype.
+class _MixedNorm(_LastDimensionsNorm):
+    """A layer whose output has the weight's dtype."""
 
-    ``x / sqrt(mean(x²) + eps) · weight``. Statistics are in float32, or float64. Under autocast,
-    input and weight are cast to its dtype. Zhang and Sennrich, 2019, arXiv:1910.07467.
-    """
-
-    _is_centred, _is_mixed = False, False
-
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        """Make the layer.
-
-        Args:
-            normalized_shape: The last dimensions of the input, or the last one.
-            eps: Added to the mean square.
-            elementwise_affine: Whether there is a ``weight``.
-            memory_efficient: Keep the output for backward instead of the input. Weights that
-                start at zero do not learn then, since the output tells nothing of the input.
-        """
-        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient)
-
-
-class MixedFusedLayerNorm(_LastDimensionsNorm):
-    """`FusedLayerNorm` whose output has the weight's dtype, whatever the input's."""
-
-    _is_centred, _is_mixed = True, True
+    _is_mixed = True
 
     def __init__(
         self,
@@ -141,11 +108,11 @@ class MixedFusedLayerNorm(_LastDimensionsNorm):
         memory_efficient: bool = False,
         elementwise_affine: bool | None = None,
     ) -> None:
-        """Make the layer, which always has ``weight`` and ``bias``.
+        """Make the layer, which always has its parameters.
 
         Args:
             normalized_shape: The last dimensions of the input, or the last one.
-            eps: Added to the variance.
+            eps: Added to the variance, or to the mean square.
             memory_efficient: See `FusedLayerNorm`.
             elementwise_affine: Superfluous; True warns.
 
@@ -156,43 +123,46 @@ class MixedFusedLayerNorm(_LastDimensionsNorm):
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
 
-class MixedFusedRMSNorm(_LastDimensionsNorm):
+class FusedLayerNorm(_FusedNorm):
+    """Layer norm over the last dimensions; the output has the input's dtype.
+
+    ``(x - mean) / sqrt(var + eps) · weight + bias`` with the biased variance. Statistics are in
+    float32, or float64. Under autocast, input and parameters are cast to its dtype, where torch's
+    own layer norm would go to float32. Ba, Kiros and Hinton, 2016, arXiv:1607.06450.
+    """
+
+    _is_centred = True
+
+
+class FusedRMSNorm(_FusedNorm):
+    """RMS norm over the last dimensions; the output has the input's dtype.
+
+    ``x / sqrt(mean(x²) + eps) · weight``. Statistics are in float32, or float64. Under autocast,
+    input and weight are cast to its dtype. Zhang and Sennrich, 2019, arXiv:1910.07467.
+    """
+
+    _is_centred = False
+
+
+class MixedFusedLayerNorm(_MixedNorm):
+    """`FusedLayerNorm` whose output has the weight's dtype, whatever the input's."""
+
+    _is_centred = True
+
+
+class MixedFusedRMSNorm(_MixedNorm):
     """`FusedRMSNorm` whose output has the weight's dtype, whatever the input's."""
 
-    _is_centred, _is_mixed = False, True
-
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        *,
-        memory_efficient: bool = False,
-        elementwise_affine: bool | None = None,
-    ) -> None:
-        """Make the layer, which always has a ``weight``.
-
-        Args:
-            normalized_shape: The last dimensions of the input, or the last one.
-            eps: Added to the mean square.
-            memory_efficient: See `FusedRMSNorm`.
-            elementwise_affine: Superfluous; True warns.
-
-        Raises:
-            PreampStateError: ``elementwise_affine`` is False; a ``RuntimeError``.
-        """
-        _check_affine(type(self).__name__, elementwise_affine)
-        super().__init__(normalized_shape, eps, True, memory_efficient)
+    _is_centred = False
 
 
 def _check_affine(name: str, elementwise_affine: bool | None) -> None:
     if elementwise_affine is None:
         return
     if not elementwise_affine:
-        raise PreampStateError(
-            message(
-                f"{name} was given elementwise_affine=False",
-                "Its output has the dtype of its weight, so it always has one",
-                f"Use {name.removeprefix('Mixed')} for a norm without weight",
-            )
+        raise bad_state(
+            f"{name} was given elementwise_affine=False",
+            "Its output has the dtype of its weight, so it always has one",
+            f"Use {name.removeprefix('Mixed')} for a norm without weight",
         )
     warnings.warn(f"{name} always has a weight: leave elementwise_affine=True out.", stacklevel=3)

@@ -3,17 +3,139 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from preamp.core.errors import message
-from preamp.distributed.groups import group_is_ready
-from preamp.distributed.sync_batchnorm.function import Normalize
-from preamp.distributed.sync_batchnorm.statistics import Statistics, merged_statistics
+from preamp.core.dtypes import math_dtype
+from preamp.core.errors import bad_value
+from preamp.core.ranks import has_process_group
+from preamp.distributed.groups import collectives
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What a synchronised batch norm normalises with; float32, float64 for float64 inputs."""
+
+    mean: torch.Tensor  # shape ``(channels,)``
+    var: torch.Tensor  # biased variance, shape ``(channels,)``
+    count: torch.Tensor  # values per channel on all ranks together, a scalar tensor
+
+    @property
+    def unbiased_var(self) -> torch.Tensor:
+        """Sum of squared deviations divided by ``count - 1``."""
+        return self.var * self.count / (self.count - 1).clamp(min=1)
+
+
+def over_all_but_channels(x: torch.Tensor) -> list[int]:
+    """The dimensions that statistics are taken over, for a tensor with its channels second."""
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def merged_statistics(x: torch.Tensor, group: dist.ProcessGroup | None) -> Statistics:
+    """Return the statistics of all ranks' ``x`` as of one batch.
+
+    Every rank contributes its count n, mean μ and sum of squared deviations M, all of one
+    all-gather; then, after Chan, Golub and LeVeque (1979),
+
+        n = Σ nᵢ,  μ = μ₀ + Σ nᵢ·(μᵢ - μ₀) / n,  n·σ² = Σ Mᵢ + nᵢ·(μᵢ - μ)²
+
+    which is exact for batches of different sizes, an empty one included. Nothing cancels as in a
+    difference of sums, and where the means are close μ is rounded once.
+
+    Args:
+        x: Shape ``(batch, channels, …)``, any floating dtype; computed on in float32, or float64.
+        group: The ranks; ``None`` for all.
+    """
+    parts = _gather(_local_moments(x), group)
+    counts, means, squares = parts[:, :1], *parts[:, 1:].chunk(2, dim=1)
+    count = counts.sum()
+    mean = means[0] + (counts * (means - means[0])).sum(0) / count
+    deviations = squares + counts * (means - mean).square()
+    return Statistics(mean, deviations.sum(0) / count, count)
+
+
+def _local_moments(x: torch.Tensor) -> torch.Tensor:
+    """``[n, μ…, M…]`` of this rank's batch, shape ``(1 + 2 · channels,)``."""
+    count = x.numel() // x.size(1)
+    if count == 0:  # the mean of nothing is nan, and so would be all that it is merged into
+        return x.new_zeros(1 + 2 * x.size(1), dtype=math_dtype(x.dtype))
+    wide = x.to(math_dtype(x.dtype))
+    var, mean = torch.var_mean(wide, over_all_but_channels(x), correction=0)
+    return torch.cat([mean.new_full((1,), count), mean, var * count])
+
+
+def _gather(own: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    collectives.all_gather(parts, own, group=group)
+    return torch.stack(parts)
+
+
+class Normalize(torch.autograd.Function):
+    """``y = (x - μ) · r · w + b`` with ``r = 1 / sqrt(σ² + eps)``, where μ and σ² depend on x.
+
+    They are those of all ranks, so the gradient of x on one rank has terms of the others. With
+    sums over all ranks, n values per channel, and x̂ = (x - μ)·r:
+
+        dx = w · r · (dy - Σdy / n - x̂ · Σ(dy·x̂) / n)
+        dw = Σ dy·x̂,  db = Σ dy       over this rank alone: averaging them is DDP's business
+
+    Loads x and dy in their own dtype, computes in that of the statistics, rounds once on store.
+    """
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        statistics: Statistics,
+        eps: float,
+        group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
+        dtype = statistics.mean.dtype
+        ctx.save_for_backward(x, weight, bias, statistics.mean, statistics.var, statistics.count)
+        ctx.eps, ctx.group = eps, group
+        return F.batch_norm(
+            x,
+            statistics.mean,
+            statistics.var,
+            None if weight is None else weight.to(dtype),
+            None if bias is None else bias.to(dtype),
+            eps=eps,
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Any
+    ) -> Any:
+        x, weight, bias, mean, var, count = ctx.saved_tensors
+        dims = over_all_but_channels(x)
+        shape = (1, -1, *(1 for _ in dims[1:]))
+        rstd = torch.rsqrt(var + ctx.eps)
+        dy_wide = grad_outputs[0].to(mean.dtype)
+        x_hat = (x.to(mean.dtype) - mean.view(shape)) * rstd.view(shape)
+        sums = torch.stack([dy_wide.sum(dims), (dy_wide * x_hat).sum(dims)])
+        dx = dw = db = None
+        if weight is not None and ctx.needs_input_grad[1]:
+            dw = sums[1].to(weight.dtype)
+        if bias is not None and ctx.needs_input_grad[2]:
+            db = sums[0].to(bias.dtype)
+        if ctx.needs_input_grad[0]:
+            everywhere = sums.clone()
+            collectives.all_reduce(everywhere, group=ctx.group)
+            mean_dy, mean_dy_x_hat = (everywhere / count).unbind()
+            factor = rstd if weight is None else rstd * weight.to(rstd.dtype)
+            centred = dy_wide - mean_dy.view(shape) - x_hat * mean_dy_x_hat.view(shape)
+            dx = (centred * factor.view(shape)).to(x.dtype)
+        return dx, dw, db, None, None, None
+
 
 # The common base of all batch norms has no public name of its own. As one of them this class is
 # kept in float32 at O2 and O5.
@@ -152,42 +274,104 @@ class SyncBatchNorm(_BATCH_NORM):
         return 1.0 if self.num_batches_tracked is None else 1.0 / self.num_batches_tracked
 
     def _world_size(self) -> int:
-        return dist.get_world_size(self.process_group) if group_is_ready() else 1
+        return dist.get_world_size(self.process_group) if has_process_group() else 1
 
     def _check_input(self, x: torch.Tensor, z: torch.Tensor | None) -> None:
         channels = 0
         if x.dim() > 1:
             channels = x.size(-1 if self.channel_last else 1)
         if channels != self.num_features:
-            raise ValueError(
-                message(
-                    f"SyncBatchNorm({self.num_features}) was given an input of shape "
-                    f"{tuple(x.shape)} with channel_last={self.channel_last}",
-                    f"It takes inputs of two dimensions or more with {self.num_features} channels",
-                    "Set num_features and channel_last to what the input is",
-                )
+            raise bad_value(
+                f"SyncBatchNorm({self.num_features}) was given an input of shape "
+                f"{tuple(x.shape)} with channel_last={self.channel_last}",
+                f"It takes inputs of two dimensions or more with {self.num_features} channels",
+                "Set num_features and channel_last to what the input is",
             )
         if z is not None and z.shape != x.shape:
-            raise ValueError(
-                message(
-                    f"SyncBatchNorm was given z of shape {tuple(z.shape)} with an input of shape "
-                    f"{tuple(x.shape)}",
-                    "z must have the shape of the input",
-                    "Bring the residual to that shape first",
-                )
+            raise bad_value(
+                f"SyncBatchNorm was given z of shape {tuple(z.shape)} with an input of shape "
+                f"{tuple(x.shape)}",
+                "z must have the shape of the input",
+                "Bring the residual to that shape first",
             )
 
     def _refuse_one_value(self, x: torch.Tensor) -> None:
         if x.numel() == self.num_features:
-            raise ValueError(
-                message(
-                    f"SyncBatchNorm was given one value per channel, shape {tuple(x.shape)}",
-                    "It needs more than one, since one value has no variance",
-                    "Pass a larger batch, or call eval() on the module",
-                )
+            raise bad_value(
+                f"SyncBatchNorm was given one value per channel, shape {tuple(x.shape)}",
+                "It needs more than one, since one value has no variance",
+                "Pass a larger batch, or call eval() on the module",
             )
 
     def extra_repr(self) -> str:
         """Name the arguments."""
         common = cast("str", super().extra_repr())  # pyright: ignore[reportUnknownMemberType]
         return f"{common}, channel_last={self.channel_last}, fuse_relu={self.fuse_relu}"
+
+
+def convert_syncbn_model(
+    module: nn.Module, process_group: dist.ProcessGroup | None = None, channel_last: bool = False
+) -> nn.Module:
+    """Replace every batch norm in ``module`` by a `SyncBatchNorm` with the same values.
+
+    Weights and biases become new parameters: convert before the optimizer is built, and before
+    ``preamp.initialize``. Running statistics stay the same tensors. Training mode and
+    ``requires_grad`` are carried over, hooks are not. Instance norms stay what they are.
+
+    Args:
+        module: Any model; a batch norm used in several places stays one layer.
+        process_group: The ranks to share statistics with; ``None`` for all.
+        channel_last: Whether the inputs have their channels last.
+
+    Returns:
+        ``module``, or its replacement if it is a batch norm itself.
+
+    Raises:
+        ValueError: A lazy batch norm does not know its number of channels yet; nothing was
+            replaced.
+
+    Mutates:
+        ``module``.
+    """
+    made: dict[int, nn.Module] = {}
+    tree: Any = module
+    for name, old in tree.named_modules():
+        if isinstance(old, _BATCH_NORM):
+            _refuse_lazy(name, old)
+            made[id(old)] = _synchronised(old, process_group, channel_last)
+    for path, old in list(tree.named_modules(remove_duplicate=False)):
+        if path and id(old) in made:
+            tree.set_submodule(path, made[id(old)])
+    return made.get(id(module), module)
+
+
+def _refuse_lazy(name: str, old: Any) -> None:
+    if old.num_features == 0:
+        raise bad_value(
+            f"The batch norm {name!r} does not know its number of channels yet",
+            "Allowed are batch norms with parameters",
+            "Run one forward before convert_syncbn_model",
+        )
+
+
+def _synchronised(
+    old: Any, process_group: dist.ProcessGroup | None, channel_last: bool
+) -> SyncBatchNorm:
+    new = SyncBatchNorm(
+        old.num_features,
+        old.eps,
+        old.momentum,
+        old.affine,
+        old.track_running_stats,
+        process_group,
+        channel_last,
+        getattr(old, "fuse_relu", False),
+    )
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        setattr(new, name, getattr(old, name))
+    for name in ("weight", "bias"):
+        param: torch.Tensor | None = getattr(old, name)
+        if param is not None:
+            copy = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+            setattr(new, name, copy)
+    return new.train(old.training)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Probes on optimizers, schedulers, clipping, and the backward."""
+"""Probes on optimizers, schedulers, loss scalers, clipping, and the backward."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
-from preamp.doctor.gradients import Origin
-from preamp.doctor.places import current_place
 from preamp.doctor.probes.watch import Watch, around
+from preamp.doctor.rule import current_place
+from preamp.doctor.seen import Origin
 from preamp.kernels.graph import leaves_through
+from preamp.scaling import LossScaler
 
 Function = Callable[..., Any]
 _CLIPPING = {
@@ -29,8 +31,7 @@ _CLIPPING = {
 }
 """Functions that clip, with the name of the limit that is their second argument."""
 
-_READ = 64
-"""Backwards whose graph is read; it takes milliseconds for a thousand layers."""
+_READ = 64  # backwards whose graph is read; it takes milliseconds for a thousand layers
 
 
 class TrainingProbes:
@@ -148,11 +149,7 @@ class TrainingProbes:
     def _before_backward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Origin, object, set[int]]:
-        """Find out what kind of backward this is.
-
-        Returns:
-            The kind, the scaler if it is a ``GradScaler``'s, and what is reached through float16.
-        """
+        """The kind of backward, its ``GradScaler`` if any, and what is reached through float16."""
         seen = self._watch.seen
         given = args[0] if args else kwargs.get("tensors")
         seed = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
@@ -200,3 +197,61 @@ def _tensors(given: Any) -> Iterable[torch.Tensor]:
 def _is_multiplied(loss: torch.Tensor) -> bool:
     """Whether the last thing done to the loss was a product, perhaps with a scale."""
     return loss.grad_fn is not None and loss.grad_fn.name().startswith("MulBackward")
+
+
+class ScalerProbes:
+    """Everything that multiplies a loss."""
+
+    def __init__(self, watch: Watch, undo: UndoStack) -> None:
+        """Install the probes; ``undo`` takes them off."""
+        self._watch = watch
+        around(torch.amp.GradScaler, "scale", self._scale, undo)
+        around(torch.amp.GradScaler, "unscale_", self._unscale, undo)
+        around(torch.amp.GradScaler, "step", self._step, undo)
+        around(LossScaler, "scale_loss", self._scale, undo)
+
+    def _scale(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(scaler, *args, **kwargs)
+        losses = args[0] if args else next(iter(kwargs.values()), None)
+        if self._watch.is_active and (isinstance(scaler, LossScaler) or scaler.is_enabled()):
+            for loss in tensors_in(losses):
+                self._watch.tell("loss_made", loss)
+            for scaled in tensors_in(result):
+                # A loss that is not in the graph is scaled for its value only.
+                if scaled.requires_grad:
+                    self._watch.seen.scaled[scaled] = scaler
+        return result
+
+    def _unscale(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(scaler, *args, **kwargs)
+        optimizer = args[0] if args else kwargs.get("optimizer")
+        if self._watch.is_active and isinstance(optimizer, torch.optim.Optimizer):
+            if scaler.is_enabled():
+                seen = self._watch.seen
+                self._watch.attempt(seen.gradients.forget, seen.params(optimizer))
+                seen.facts(optimizer).unscaled = True
+        return result
+
+    def _step(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = args[0] if args else kwargs.get("optimizer")
+        if (
+            not self._watch.is_active
+            or not isinstance(optimizer, torch.optim.Optimizer)
+            or not scaler.is_enabled()
+        ):
+            return function(scaler, *args, **kwargs)
+        seen = self._watch.seen
+        facts = seen.facts(optimizer)
+        begun = facts.begun
+        self._watch.tell("scaler_steps", optimizer)
+        seen.stepping.append(optimizer)
+        try:
+            result = function(scaler, *args, **kwargs)
+        finally:
+            seen.stepping.remove(optimizer)
+            facts.unscaled = False
+        if facts.begun == begun:
+            # A compiled step is not seen to begin, and was perhaps taken.
+            facts.skipped += bool(begun or not seen.compiles)
+            self._watch.step_taken()
+        return result

@@ -44,13 +44,10 @@ class Watch(Protocol):
 
 
 def around(owner: Any, name: str, wrap: Around, undo: UndoStack) -> None:
-    """Put ``wrap(function, *args, **kwargs)`` around ``owner.name``.
+    """Put ``wrap(function, *args, **kwargs)`` around ``owner.name``; ``undo`` takes it off again.
 
-    Args:
-        owner: A module or class.
-        name: An attribute it has; nothing happens if it has not, since torch's versions differ.
-        wrap: Must call ``function`` once, with what it was given, and return what that returned.
-        undo: Gets the step that takes it off again.
+    Nothing happens if the owner has no such attribute, since torch's versions differ. ``wrap`` must
+    call ``function`` once, with what it was given, and return what that returned.
     """
     if not hasattr(owner, name):
         return

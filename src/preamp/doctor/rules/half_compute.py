@@ -10,8 +10,7 @@ from torch import nn
 
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.doctor.detector import Detector, Findings, ModuleCall
-from preamp.doctor.places import current_place
-from preamp.doctor.rule import Place, Rule, Severity
+from preamp.doctor.rule import Place, Rule, Severity, current_place
 from preamp.doctor.seen import Seen
 from preamp.numerics import FORMATS
 
@@ -62,7 +61,6 @@ class BatchNorm(Detector):
     RULES = (HALF_BATCH_NORM,)
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
-        """Start without layers."""
         super().__init__(seen, findings)
         self._layers: dict[int, tuple[str, torch.dtype]] = {}
         self._where: Place | None = None

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,8 +16,64 @@ from preamp.core.tensors import stored_grad
 from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Rule, Severity
 from preamp.doctor.seen import Seen
-from preamp.doctor.weights import WeightRange, weight_range
 from preamp.numerics import FORMATS
+
+_SAMPLE = 4096
+_FEWEST = 256
+_FEWEST_VALUES = 64
+_MOST = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRange:
+    """Of all weights in matrices with the digits of bfloat16."""
+
+    elements: int  # how many there are
+    nonzero: int  # how many are not zero
+    vanishing: int  # how many of those round to zero in float16
+    max_abs: float  # the largest magnitude; infinite if a cast has overflowed already
+
+
+@torch.no_grad()
+def weight_range(params: Iterable[torch.Tensor]) -> WeightRange | None:
+    """Return the range of ``params`` if most of them come from bfloat16. Synchronises.
+
+    Vectors, small tensors and tensors of few different values, such as freshly made ones, say
+    nothing and are left out. ``None`` unless nine tenths of the weights that say something are
+    exact in bfloat16.
+    """
+    matrices = [
+        param.detach()
+        for param in params
+        if param.dim() > 1 and param.numel() >= _FEWEST and param.is_floating_point()
+        if param.layout is torch.strided and param.device.type != "meta"
+    ]
+    telling = [matrix for matrix in matrices if _has_many_values(matrix)]
+    exact = [matrix for matrix in telling if _is_exact(matrix.reshape(-1)[:_SAMPLE])]
+    exact = [matrix for matrix in exact if _is_exact(matrix)]
+    elements = sum(matrix.numel() for matrix in exact)
+    if not elements or elements < _MOST * sum(matrix.numel() for matrix in telling):
+        return None
+    # Half of the smallest positive value rounds to even, which is zero.
+    limit = FORMATS["float16"].smallest_subnormal / 2
+    nonzero = vanishing = 0
+    max_abs = 0.0
+    for matrix in exact:
+        magnitude = matrix.abs()
+        nonzero += int((magnitude > 0).sum())
+        vanishing += int(((magnitude > 0) & (magnitude <= limit)).sum())
+        max_abs = max(max_abs, float(magnitude.max()))
+    return WeightRange(elements, nonzero, vanishing, max_abs)
+
+
+def _has_many_values(matrix: torch.Tensor) -> bool:
+    sample = matrix.reshape(-1)[:_SAMPLE]
+    return len(set(cast("Any", sample.float()).tolist())) >= _FEWEST_VALUES
+
+
+def _is_exact(values: torch.Tensor) -> bool:
+    return bool((values.bfloat16().to(values.dtype) == values).all())
+
 
 EPS_IS_ZERO = Rule(
     id="PA201",
@@ -148,7 +205,6 @@ class LostUpdates(Detector):
     RULES = (UPDATE_IS_LOST,)
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
-        """Start without samples."""
         super().__init__(seen, findings)
         self._watched: dict[int, _Watched] = {}
 
@@ -227,7 +283,6 @@ class BFloat16Weights(Detector):
     RULES = (BFLOAT16_WEIGHTS,)
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
-        """Start without optimizers."""
         super().__init__(seen, findings)
         self._looked_at: set[int] = set()
 

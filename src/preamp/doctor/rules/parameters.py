@@ -70,7 +70,6 @@ class Membership(Detector):
     RULES = (MISSING, REPLACED)
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
-        """Start without parameters."""
         super().__init__(seen, findings)
         self._got_gradient: set[int] = set()
         self._replaced: set[int] = set()

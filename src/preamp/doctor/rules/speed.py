@@ -12,8 +12,7 @@ from torch import nn
 
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.doctor.detector import CastCount, Detector, Findings, ModuleCall
-from preamp.doctor.places import current_place
-from preamp.doctor.rule import Place, Rule, Severity
+from preamp.doctor.rule import Place, Rule, Severity, current_place
 from preamp.doctor.seen import Seen
 
 ODD_SHAPES = Rule(
@@ -88,7 +87,6 @@ class TensorCores(Detector):
     RULES = (ODD_SHAPES,)
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
-        """Start without layers."""
         super().__init__(seen, findings)
         self._layers: dict[int, tuple[str, _Product, Place | None]] = {}
         self._all: dict[int, int] = {}

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.joining import stack
-from preamp.kernels.ops import Census, Tensors
-from preamp.kernels.reference.update import norm
-
-name = "reference"
+from preamp.kernels.ops import Census, Ops, Tensors
+from preamp.kernels.reference.formulas import apply, measured, number_of, order_of
+from preamp.kernels.reference.update import Slot, max_norm, norm, slots
+from preamp.kernels.rules import LambRule, Rule, Update
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
@@ -33,48 +34,6 @@ def _extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return low, high
 
 
-@torch.no_grad()
-def census(
-    grads: Tensors, device: torch.device, *, with_norm: bool = False, with_max_abs: bool = True
-) -> Census:
-    """See `preamp.kernels.ops.Ops.census`."""
-    del with_max_abs  # they are how an overflow is found
-    norm = l2norm(grads, [None] * len(grads), device) if with_norm else None
-    if not grads:
-        zero = torch.zeros((), dtype=torch.float32, device=device)
-        return Census(found_inf=zero, norm=norm, max_abs=zero.new_zeros(0))
-    # Finite float64 values may lie beyond float32's range, so they are judged in float64.
-    has_float64 = any(grad.dtype is torch.float64 for grad in grads)
-    wide = torch.float64 if has_float64 else torch.float32
-    extremes = [value.to(device, wide) for grad in grads for value in _extremes(grad)]
-    max_abs = stack(extremes).abs().reshape(-1, 2).amax(dim=1)
-    found_inf = 1.0 - torch.isfinite(max_abs).all().to(torch.float32)
-    return Census(found_inf=found_inf, norm=norm, max_abs=max_abs.to(torch.float32))
-
-
-@torch.no_grad()
-def scale_add_(
-    grads: Tensors, factor: torch.Tensor | float, addends: Sequence[torch.Tensor | None]
-) -> None:
-    """See `preamp.kernels.ops.Ops.scale_add_`."""
-    factors: dict[tuple[torch.device, torch.dtype], torch.Tensor | float] = {}
-    for grad, addend in zip(grads, addends, strict=True):
-        dtype = math_dtype(grad.dtype)
-        key = (grad.device, dtype)
-        if key not in factors:
-            factors[key] = factor.to(*key) if isinstance(factor, torch.Tensor) else factor
-        by = factors[key]
-        if grad.is_sparse:
-            _scale_add_sparse_(grad, by, addend)
-        elif grad.dtype is dtype or grad.is_complex():
-            grad.mul_(by)
-            if addend is not None:
-                grad.add_(addend)
-        else:
-            wide = grad.to(dtype) * by
-            grad.copy_(wide if addend is None else wide + addend.to(dtype))
-
-
 def _scale_add_sparse_(
     grad: torch.Tensor, factor: torch.Tensor | float, addend: torch.Tensor | None
 ) -> None:
@@ -89,65 +48,149 @@ def _scale_add_sparse_(
     grad.data = result.to(grad.dtype).coalesce()
 
 
-@torch.no_grad()
-def widen_add(
-    halves: Tensors, factors: Sequence[torch.Tensor], addends: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor]:
-    """See `preamp.kernels.ops.Ops.widen_add`."""
-    results: list[torch.Tensor] = []
-    for half, factor, addend in zip(halves, factors, addends, strict=True):
-        wide = half.to(torch.float32, memory_format=torch.preserve_format, copy=True)
-        wide.mul_(factor.to(half.device))
-        results.append(wide if addend is None else addend.add_(wide))
-    return results
-
-
-@torch.no_grad()
-def cast_copy_(sources: Tensors, targets: Tensors) -> None:
-    """See `preamp.kernels.ops.Ops.cast_copy_`."""
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
-
-
-@torch.no_grad()
-def axpby_(
-    targets: Tensors,
-    a: torch.Tensor | float,
-    xs: Tensors,
-    b: torch.Tensor | float,
-    ys: Sequence[torch.Tensor | None],
-) -> None:
-    """See `preamp.kernels.ops.Ops.axpby_`."""
-    for target, x, y in zip(targets, xs, ys, strict=True):
-        wide = x.to(math_dtype(x.dtype)) * a
-        target.copy_(wide if y is None else wide + y.to(math_dtype(y.dtype)) * b)
-
-
 def _norm(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     values = _values(tensor)
     return norm(values, math_dtype(values.dtype)).to(device, torch.float32)
 
 
-@torch.no_grad()
-def l2norms(tensors: Tensors, factor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """See `preamp.kernels.ops.Ops.l2norms`."""
-    if not tensors:
-        return torch.zeros(0, dtype=torch.float32, device=device)
-    if factor is None:
-        return stack([_norm(tensor, device) for tensor in tensors])
-    scaled = (_values(t).to(math_dtype(t.dtype)) * factor.to(t.device) for t in tensors)
-    return stack([_norm(tensor, device) for tensor in scaled])
+def norms_of(slot: Slot, rule: Rule, update: Update) -> tuple[torch.Tensor, ...]:
+    """The norms that ``rule`` needs of one tensor."""
+    measure = norm if order_of(rule) == 2.0 else max_norm
+    return tuple(measure(values) for values in measured(slot, rule, update.step))
 
 
-@torch.no_grad()
-def l2norm(
-    tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
-) -> torch.Tensor:
-    """See `preamp.kernels.ops.Ops.l2norm`."""
-    norms: list[torch.Tensor] = []
-    for tensor, factor in zip(tensors, factors, strict=True):
-        one = _norm(tensor, device)
-        norms.append(one if factor is None else one * factor.to(device))
-    if not norms:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    return norm(stack(norms))
+class Reference(Ops):
+    """Each op on one tensor after the other."""
+
+    name = "reference"
+
+    @torch.no_grad()
+    def census(
+        self,
+        grads: Tensors,
+        device: torch.device,
+        *,
+        with_norm: bool = False,
+        with_max_abs: bool = True,
+    ) -> Census:
+        """See `preamp.kernels.ops.Ops.census`."""
+        del with_max_abs  # they are how an overflow is found
+        norm = self.l2norm(grads, [None] * len(grads), device) if with_norm else None
+        if not grads:
+            zero = torch.zeros((), dtype=torch.float32, device=device)
+            return Census(found_inf=zero, norm=norm, max_abs=zero.new_zeros(0))
+        # Finite float64 values may lie beyond float32's range, so they are judged in float64.
+        has_float64 = any(grad.dtype is torch.float64 for grad in grads)
+        wide = torch.float64 if has_float64 else torch.float32
+        extremes = [value.to(device, wide) for grad in grads for value in _extremes(grad)]
+        max_abs = stack(extremes).abs().reshape(-1, 2).amax(dim=1)
+        found_inf = 1.0 - torch.isfinite(max_abs).all().to(torch.float32)
+        return Census(found_inf=found_inf, norm=norm, max_abs=max_abs.to(torch.float32))
+
+    @torch.no_grad()
+    def scale_add_(
+        self, grads: Tensors, factor: torch.Tensor | float, addends: Sequence[torch.Tensor | None]
+    ) -> None:
+        """See `preamp.kernels.ops.Ops.scale_add_`."""
+        factors: dict[tuple[torch.device, torch.dtype], torch.Tensor | float] = {}
+        for grad, addend in zip(grads, addends, strict=True):
+            dtype = math_dtype(grad.dtype)
+            key = (grad.device, dtype)
+            if key not in factors:
+                factors[key] = factor.to(*key) if isinstance(factor, torch.Tensor) else factor
+            by = factors[key]
+            if grad.is_sparse:
+                _scale_add_sparse_(grad, by, addend)
+            elif grad.dtype is dtype or grad.is_complex():
+                grad.mul_(by)
+                if addend is not None:
+                    grad.add_(addend)
+            else:
+                wide = grad.to(dtype) * by
+                grad.copy_(wide if addend is None else wide + addend.to(dtype))
+
+    @torch.no_grad()
+    def widen_add(
+        self,
+        halves: Tensors,
+        factors: Sequence[torch.Tensor],
+        addends: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor]:
+        """See `preamp.kernels.ops.Ops.widen_add`."""
+        results: list[torch.Tensor] = []
+        for half, factor, addend in zip(halves, factors, addends, strict=True):
+            wide = half.to(torch.float32, memory_format=torch.preserve_format, copy=True)
+            wide.mul_(factor.to(half.device))
+            results.append(wide if addend is None else addend.add_(wide))
+        return results
+
+    @torch.no_grad()
+    def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
+        """See `preamp.kernels.ops.Ops.cast_copy_`."""
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+
+    @torch.no_grad()
+    def axpby_(
+        self,
+        targets: Tensors,
+        a: torch.Tensor | float,
+        xs: Tensors,
+        b: torch.Tensor | float,
+        ys: Sequence[torch.Tensor | None],
+    ) -> None:
+        """See `preamp.kernels.ops.Ops.axpby_`."""
+        for target, x, y in zip(targets, xs, ys, strict=True):
+            wide = x.to(math_dtype(x.dtype)) * a
+            target.copy_(wide if y is None else wide + y.to(math_dtype(y.dtype)) * b)
+
+    @torch.no_grad()
+    def l2norms(
+        self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
+    ) -> torch.Tensor:
+        """See `preamp.kernels.ops.Ops.l2norms`."""
+        if not tensors:
+            return torch.zeros(0, dtype=torch.float32, device=device)
+        if factor is None:
+            return stack([_norm(tensor, device) for tensor in tensors])
+        scaled = (_values(t).to(math_dtype(t.dtype)) * factor.to(t.device) for t in tensors)
+        return stack([_norm(tensor, device) for tensor in scaled])
+
+    @torch.no_grad()
+    def l2norm(
+        self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
+    ) -> torch.Tensor:
+        """See `preamp.kernels.ops.Ops.l2norm`."""
+        norms: list[torch.Tensor] = []
+        for tensor, factor in zip(tensors, factors, strict=True):
+            one = _norm(tensor, device)
+            norms.append(one if factor is None else one * factor.to(device))
+        if not norms:
+            return torch.zeros((), dtype=torch.float32, device=device)
+        return norm(stack(norms))
+
+    @torch.no_grad()
+    def update_(
+        self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
+    ) -> None:
+        """See `preamp.kernels.ops.Ops.update_`."""
+        for place, slot in enumerate(slots(params, grads, *state, update=update)):
+            if update.norms is not None:
+                norms = slot.scalar(update.norms[:, place]).unbind()
+            else:
+                norms = norms_of(slot, rule, update)
+            kept = slot.state[-1] if rule.has_numbers else None
+            number = number_of(rule, slot.scalar(rule.lr), norms, kept)
+            apply(slot, rule, update.step, number)
+            if isinstance(number, torch.Tensor) and rule.has_numbers:
+                slot.keep(number)
+
+    @torch.no_grad()
+    def lamb_norms(
+        self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
+    ) -> torch.Tensor:
+        """See `preamp.kernels.ops.Ops.lamb_norms`."""
+        rule = replace(rule, uses_trust_ratio=True)
+        places = slots(params, grads, *state, update=update)
+        found = [norms_of(slot, rule, update) for slot in places]
+        return torch.stack([torch.stack(row) for row in zip(*found, strict=True)])

@@ -14,7 +14,7 @@ from preamp.kernels.joining import cat
 from preamp.kernels.ops import Tensors
 from preamp.kernels.rules import Scalar, Update
 
-_LONG = 1 << 12
+LONG = 1 << 12
 """Elements whose squares torch's sum on a CPU adds up with an error of a few ulps."""
 _PIECE = 1 << 10
 """Elements of the pieces of a longer sum."""
@@ -88,6 +88,10 @@ class TensorSlot(Slot):
         if self._half is not None:
             self._store_one(self._half, self._targets[0])
 
+    def keep(self, number: torch.Tensor) -> None:
+        """Round ``number`` into the last tensor of the state, which has no other element."""
+        self._store_one(self._targets[-1], number)
+
     def _store_one(self, target: torch.Tensor, value: torch.Tensor) -> None:
         target = target.detach()
         rounded = value.detach().to(target.dtype)
@@ -110,7 +114,7 @@ def norm(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor
     On CPUs torch adds the squares of all elements one after the other, and loses a digit for every
     factor of ten in their number. So it is given pieces, at no cost, and their norms again.
     """
-    if not has_long_sums(tensor):
+    if not has_long_sums(tensor.device, tensor.numel()):
         return _vector_norm(tensor, 2, dtype=dtype)
     flat = tensor.reshape(-1)
     whole = flat.numel() - flat.numel() % _PIECE
@@ -121,9 +125,9 @@ def norm(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor
     return norm(pieces)
 
 
-def has_long_sums(tensor: torch.Tensor) -> bool:
-    """Whether torch would lose digits in the sum of its squares."""
-    return tensor.device.type == "cpu" and tensor.numel() > _LONG
+def has_long_sums(device: torch.device, numel: int) -> bool:
+    """Whether torch would lose digits in the sum of so many squares."""
+    return device.type == "cpu" and numel > LONG
 
 
 def max_norm(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,18 +20,4 @@ their order, which is fixed here, and before Triton 3.6 quotients and roots belo
 range become zero on CUDA.
 """
 
-from preamp.kernels.triton.adagrad import adagrad_ as adagrad_
-from preamp.kernels.triton.adam import adam_ as adam_
-from preamp.kernels.triton.elementwise import axpby_ as axpby_
-from preamp.kernels.triton.elementwise import cast_copy_ as cast_copy_
-from preamp.kernels.triton.elementwise import scale_add_ as scale_add_
-from preamp.kernels.triton.elementwise import widen_add as widen_add
-from preamp.kernels.triton.lamb import lamb_ as lamb_
-from preamp.kernels.triton.lamb import lamb_norms as lamb_norms
-from preamp.kernels.triton.lars import lars_ as lars_
-from preamp.kernels.triton.launch import name as name
-from preamp.kernels.triton.novograd import novograd_ as novograd_
-from preamp.kernels.triton.reductions import census as census
-from preamp.kernels.triton.reductions import l2norm as l2norm
-from preamp.kernels.triton.reductions import l2norms as l2norms
-from preamp.kernels.triton.sgd import sgd_ as sgd_
+from preamp.kernels.triton.ops import Triton as Triton

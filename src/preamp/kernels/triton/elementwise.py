@@ -9,11 +9,10 @@ from typing import cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.kernels import reference
-from preamp.kernels.ops import Tensors
+from preamp.kernels.ops import Ops, Tensors
 from preamp.kernels.triton.device.elementwise import combine_kernel
 from preamp.kernels.triton.device.jit import KINDS
-from preamp.kernels.triton.launch import check_devices, launch, moved, scalar
+from preamp.kernels.triton.launch import REFERENCE, check_devices, launch, moved, scalar
 from preamp.kernels.triton.places import Group, Row, pick, sort
 from preamp.kernels.triton.tables import CHUNK, table
 
@@ -48,59 +47,62 @@ def _run(
     torch.autograd.graph.increment_version(group.rows[0])
 
 
-@torch.no_grad()
-def axpby_(
-    targets: Tensors,
-    a: torch.Tensor | float,
-    xs: Tensors,
-    b: torch.Tensor | float,
-    ys: Row,
-) -> None:
-    """See `preamp.kernels.ops.Ops.axpby_`."""
-    check_devices(targets)
-    groups, others = sort(targets, xs, ys)
-    for group in groups:
-        _run(group, a, b)
-    if others:
-        reference.axpby_(pick(targets, others), a, pick(xs, others), b, pick(ys, others))
+class Elementwise(Ops):
+    """Scaling, adding and casting."""
 
+    @torch.no_grad()
+    def axpby_(
+        self,
+        targets: Tensors,
+        a: torch.Tensor | float,
+        xs: Tensors,
+        b: torch.Tensor | float,
+        ys: Row,
+    ) -> None:
+        """See `preamp.kernels.ops.Ops.axpby_`."""
+        check_devices(targets)
+        groups, others = sort(targets, xs, ys)
+        for group in groups:
+            _run(group, a, b)
+        if others:
+            REFERENCE.axpby_(pick(targets, others), a, pick(xs, others), b, pick(ys, others))
 
-@torch.no_grad()
-def scale_add_(grads: Tensors, factor: torch.Tensor | float, addends: Row) -> None:
-    """See `preamp.kernels.ops.Ops.scale_add_`."""
-    check_devices(grads)
-    groups, others = sort(grads, grads, addends)
-    for group in groups:
-        _run(group, factor, 1.0)
-    if others:
-        reference.scale_add_(pick(grads, others), factor, pick(addends, others))
+    @torch.no_grad()
+    def scale_add_(self, grads: Tensors, factor: torch.Tensor | float, addends: Row) -> None:
+        """See `preamp.kernels.ops.Ops.scale_add_`."""
+        check_devices(grads)
+        groups, others = sort(grads, grads, addends)
+        for group in groups:
+            _run(group, factor, 1.0)
+        if others:
+            REFERENCE.scale_add_(pick(grads, others), factor, pick(addends, others))
 
+    @torch.no_grad()
+    def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
+        """See `preamp.kernels.ops.Ops.cast_copy_`."""
+        check_devices(targets)
+        groups, others = sort(targets, sources, [None] * len(targets))
+        for group in groups:
+            _run(group, 1.0, 0.0)
+        if others:
+            REFERENCE.cast_copy_(pick(sources, others), pick(targets, others))
 
-@torch.no_grad()
-def cast_copy_(sources: Tensors, targets: Tensors) -> None:
-    """See `preamp.kernels.ops.Ops.cast_copy_`."""
-    check_devices(targets)
-    groups, others = sort(targets, sources, [None] * len(targets))
-    for group in groups:
-        _run(group, 1.0, 0.0)
-    if others:
-        reference.cast_copy_(pick(sources, others), pick(targets, others))
-
-
-@torch.no_grad()
-def widen_add(halves: Tensors, factors: Sequence[torch.Tensor], addends: Row) -> list[torch.Tensor]:
-    """See `preamp.kernels.ops.Ops.widen_add`."""
-    check_devices(halves)
-    results = [
-        torch.empty_like(half, dtype=torch.float32) if addend is None else addend
-        for half, addend in zip(halves, addends, strict=True)
-    ]
-    groups, others = sort(results, halves, addends)
-    for group in groups:
-        _run(group, 1.0, 1.0, factors)
-    if others:
-        rest = (pick(halves, others), pick(factors, others), pick(addends, others))
-        made = reference.widen_add(*rest)
-        for position, result in zip(others, made, strict=True):
-            results[position] = result
-    return results
+    @torch.no_grad()
+    def widen_add(
+        self, halves: Tensors, factors: Sequence[torch.Tensor], addends: Row
+    ) -> list[torch.Tensor]:
+        """See `preamp.kernels.ops.Ops.widen_add`."""
+        check_devices(halves)
+        results = [
+            torch.empty_like(half, dtype=torch.float32) if addend is None else addend
+            for half, addend in zip(halves, addends, strict=True)
+        ]
+        groups, others = sort(results, halves, addends)
+        for group in groups:
+            _run(group, 1.0, 1.0, factors)
+        if others:
+            rest = (pick(halves, others), pick(factors, others), pick(addends, others))
+            made = REFERENCE.widen_add(*rest)
+            for position, result in zip(others, made, strict=True):
+                results[position] = result
+        return results

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from preamp.core.errors import PreampUnavailableError, message
+from preamp.kernels.reference import Reference
 from preamp.kernels.rules import Scalar
 from preamp.kernels.triton.device.jit import INTERPRETED
 from preamp.kernels.triton.tables import Table
 
-name = "triton"
+REFERENCE = Reference()
+"""Computes what no kernel can."""
 
 COMPILED_FOR = ("cuda", "xpu")
 """Devices that Triton compiles for; ROCm calls its own cuda."""

@@ -9,12 +9,11 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.kernels import reference
 from preamp.kernels.joining import stack
-from preamp.kernels.ops import Census, Tensors
+from preamp.kernels.ops import Census, Ops, Tensors
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.device.reductions import gather_kernel, measure_chunks
-from preamp.kernels.triton.launch import check_devices, given, launch, moved
+from preamp.kernels.triton.launch import REFERENCE, check_devices, given, launch, moved
 from preamp.kernels.triton.places import Group, pick, sort
 from preamp.kernels.triton.tables import CHUNK, Table, table
 
@@ -98,85 +97,6 @@ def measure(
     return partials
 
 
-@torch.no_grad()
-def census(
-    grads: Tensors, device: torch.device, *, with_norm: bool = False, with_max_abs: bool = True
-) -> Census:
-    """See `preamp.kernels.ops.Ops.census`."""
-    del with_max_abs  # they cost nothing
-    check_devices(grads)
-    groups, others = sort(grads)
-    count = len(grads)
-    found: dict[torch.device, torch.Tensor] = {}
-    for group in groups:
-        if group.device not in found:
-            found[group.device] = torch.zeros(
-                1 + 3 * count, dtype=torch.float32, device=group.device
-            )
-        results = found[group.device]
-        entries = table(group.rows, group.positions)
-        partials = measure(entries, 0, _dtypes(group), largest=True, squares=with_norm, finite=True)
-        finite = (partials[-1], results[1 + count :])
-        gather(entries, partials[0], results[1:], largest=True, found_inf=results, finite=finite)
-        if with_norm:
-            gather(entries, partials[1], results[1 + 2 * count :], largest=False)
-    total = _merge(found, 1 + 3 * count, device)
-    if others:
-        own = pick(grads, others)
-        part = reference.census(own, device)
-        total[0] = torch.maximum(total[0], part.found_inf)
-        _put(total[1:], others, part.max_abs)
-        unknown = torch.full((len(others),), torch.nan, dtype=torch.float32, device=device)
-        _put(total[1 + count :], others, unknown)
-        if with_norm:
-            _put(total[1 + 2 * count :], others, reference.l2norms(own, None, device))
-    norm = _vector_norm(total[1 + 2 * count :], 2) if with_norm else None
-    largest = total[1 : 1 + 2 * count]
-    return Census(
-        found_inf=total[0], norm=norm, max_abs=largest[:count], max_finite=largest[count:]
-    )
-
-
-@torch.no_grad()
-def l2norms(tensors: Tensors, factor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """See `preamp.kernels.ops.Ops.l2norms`."""
-    check_devices(tensors)
-    groups, others = sort(tensors)
-    found: dict[torch.device, torch.Tensor] = {}
-    for group in groups:
-        if group.device not in found:
-            found[group.device] = torch.zeros(
-                len(tensors), dtype=torch.float32, device=group.device
-            )
-        entries = table(group.rows, group.positions)
-        partials = measure(entries, 0, _dtypes(group), largest=False, squares=True, factor=factor)
-        gather(entries, partials, found[group.device], largest=False)
-    total = _merge(found, len(tensors), device)
-    if others:
-        _put(total, others, reference.l2norms(pick(tensors, others), factor, device))
-    return total
-
-
-@torch.no_grad()
-def l2norm(
-    tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
-) -> torch.Tensor:
-    """See `preamp.kernels.ops.Ops.l2norm`."""
-    norms = l2norms(tensors, None, device)
-    distinct = {id(factor): factor for factor in factors}
-    numbers = {
-        key: torch.ones((), dtype=torch.float32, device=device)
-        if by is None
-        else moved(by, device).float()
-        for key, by in distinct.items()
-    }
-    if len(numbers) == 1:  # as a rule: one backward, one factor
-        norms = norms * next(iter(numbers.values()))
-    elif numbers:
-        norms = norms * stack([numbers[id(factor)] for factor in factors])
-    return _vector_norm(norms, 2)
-
-
 def _dtypes(group: Group) -> tuple[torch.dtype, torch.dtype]:
     dtype = cast("torch.dtype", group.dtypes[0])
     return dtype, math_dtype(dtype)
@@ -198,3 +118,96 @@ def _put(total: torch.Tensor, positions: Sequence[int], values: torch.Tensor | N
     if values is not None:
         for position, value in zip(positions, values.unbind(), strict=True):
             total[position] = value
+
+
+class Reductions(Ops):
+    """Census and norms."""
+
+    @torch.no_grad()
+    def census(
+        self,
+        grads: Tensors,
+        device: torch.device,
+        *,
+        with_norm: bool = False,
+        with_max_abs: bool = True,
+    ) -> Census:
+        """See `preamp.kernels.ops.Ops.census`."""
+        del with_max_abs  # they cost nothing
+        check_devices(grads)
+        groups, others = sort(grads)
+        count = len(grads)
+        found: dict[torch.device, torch.Tensor] = {}
+        for group in groups:
+            if group.device not in found:
+                found[group.device] = torch.zeros(
+                    1 + 3 * count, dtype=torch.float32, device=group.device
+                )
+            results = found[group.device]
+            entries = table(group.rows, group.positions)
+            partials = measure(
+                entries, 0, _dtypes(group), largest=True, squares=with_norm, finite=True
+            )
+            finite = (partials[-1], results[1 + count :])
+            gather(
+                entries, partials[0], results[1:], largest=True, found_inf=results, finite=finite
+            )
+            if with_norm:
+                gather(entries, partials[1], results[1 + 2 * count :], largest=False)
+        total = _merge(found, 1 + 3 * count, device)
+        if others:
+            own = pick(grads, others)
+            part = REFERENCE.census(own, device)
+            total[0] = torch.maximum(total[0], part.found_inf)
+            _put(total[1:], others, part.max_abs)
+            unknown = torch.full((len(others),), torch.nan, dtype=torch.float32, device=device)
+            _put(total[1 + count :], others, unknown)
+            if with_norm:
+                _put(total[1 + 2 * count :], others, REFERENCE.l2norms(own, None, device))
+        norm = _vector_norm(total[1 + 2 * count :], 2) if with_norm else None
+        largest = total[1 : 1 + 2 * count]
+        return Census(
+            found_inf=total[0], norm=norm, max_abs=largest[:count], max_finite=largest[count:]
+        )
+
+    @torch.no_grad()
+    def l2norms(
+        self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
+    ) -> torch.Tensor:
+        """See `preamp.kernels.ops.Ops.l2norms`."""
+        check_devices(tensors)
+        groups, others = sort(tensors)
+        found: dict[torch.device, torch.Tensor] = {}
+        for group in groups:
+            if group.device not in found:
+                found[group.device] = torch.zeros(
+                    len(tensors), dtype=torch.float32, device=group.device
+                )
+            entries = table(group.rows, group.positions)
+            partials = measure(
+                entries, 0, _dtypes(group), largest=False, squares=True, factor=factor
+            )
+            gather(entries, partials, found[group.device], largest=False)
+        total = _merge(found, len(tensors), device)
+        if others:
+            _put(total, others, REFERENCE.l2norms(pick(tensors, others), factor, device))
+        return total
+
+    @torch.no_grad()
+    def l2norm(
+        self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
+    ) -> torch.Tensor:
+        """See `preamp.kernels.ops.Ops.l2norm`."""
+        norms = self.l2norms(tensors, None, device)
+        distinct = {id(factor): factor for factor in factors}
+        numbers = {
+            key: torch.ones((), dtype=torch.float32, device=device)
+            if by is None
+            else moved(by, device).float()
+            for key, by in distinct.items()
+        }
+        if len(numbers) == 1:  # as a rule: one backward, one factor
+            norms = norms * next(iter(numbers.values()))
+        elif numbers:
+            norms = norms * stack([numbers[id(factor)] for factor in factors])
+        return _vector_norm(norms, 2)

@@ -47,8 +47,6 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
     _step_supports_amp_scaling = True
     """Tells torch's ``GradScaler`` to hand over what it knows instead of reading it."""
 
-    _states: tuple[Sequence[torch.Tensor], list[dict[str, Any]]] = ((), [])
-
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)
     """Attributes that copies and pickles keep; torch's optimizers carry their groups only."""
 
@@ -150,7 +148,6 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _collect(self) -> list[tuple[Group, Entries]]:
         """All groups that have parameters, with the entries of those that have gradients."""
-        self._states = ((), [])  # of an earlier step, and perhaps loaded anew
         work: list[tuple[Group, Entries]] = []
         for group in self.param_groups:
             if has_sharded(group["params"]):
@@ -186,11 +183,8 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         return found
 
     def _states_of(self, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
-        """The states of ``params``; of the latest list asked for in a step they are known."""
-        if self._states[0] is not params:
-            states: dict[Any, dict[str, Any]] = self.state
-            self._states = (params, [states[param] for param in params])
-        return self._states[1]
+        states: dict[Any, dict[str, Any]] = self.state
+        return [states[param] for param in params]
 
 
 def evaluate(closure: Closure | None) -> Any:

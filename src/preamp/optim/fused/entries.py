@@ -112,7 +112,8 @@ def _consecutive_rows(params: Sequence[Any]) -> Entries | None:
         return None
     grads = [grad for grad in table.grads[start:stop] if grad is not None]
     factors: list[torch.Tensor | None] = [record.factor] * n
-    return Entries([*masters], grads, [*table.halves[start:stop]], factors, table.twins[start:stop])
+    twins: list[Twin | None] = [*table.twins[start:stop]]
+    return Entries([*masters], grads, [*table.halves[start:stop]], factors, twins)
 
 
 def _one_by_one(params: Sequence[Any]) -> Entries:

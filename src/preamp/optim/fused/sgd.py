@@ -145,7 +145,7 @@ class FusedSGD(FusedOptimizer):
             nesterov=group["nesterov"],
             decays_after_momentum=self.wd_after_momentum,
         )
-        is_first = not self._have_momentum(batch.params)[0]
+        is_first = not self._have_momentum(batch.params[:1])[0]
         inv_scale = signals.inv_scale
         if self.most_recent_scale != 1.0:
             param = batch.params[0]

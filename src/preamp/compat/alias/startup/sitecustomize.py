@@ -37,7 +37,7 @@ class WaitingFinder:
     def _hand_over(self) -> Any:
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         try:
-            alias = importlib.import_module("preamp.compat.alias.install")
+            alias = importlib.import_module("preamp.compat.alias.finder")
         except ImportError:  # another environment, whose imports are its own affair
             return None
         alias.install_apex_alias()

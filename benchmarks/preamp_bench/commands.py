@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The command line of the benchmarks: options in, rows and tables out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+import preamp
+from preamp.cli.console import make_console
+from preamp.cli.demo import choose_device
+from preamp.core.errors import PreampUnavailableError, message
+from preamp_bench import distributed, records, step, train
+from preamp_bench.harness import Effort
+from preamp_bench.tables import show_distributed, show_step, show_train
+from preamp_bench.tasks import TASKS, TaskConfig
+
+bench = typer.Typer(
+    name="bench", help="Measure preamp against the same written by hand.", no_args_is_help=True
+)
+
+Value = TypeVar("Value")
+Out = Annotated[Path | None, typer.Option(help="File that rows are appended to, as JSON lines.")]
+Seconds = Annotated[float, typer.Option(help="Time for each comparison; a few rounds always run.")]
+Device = Annotated[str, typer.Option(help="auto (cuda where there is one), cpu, cuda, …")]
+
+
+@bench.command("step")
+def bench_step(
+    params: Annotated[str, typer.Option(help="Numbers of parameters, as 1e6,1e7.")] = "1e6,1e7",
+    tensors: Annotated[str, typer.Option(help="Numbers of tensors.")] = "10,1000,10000",
+    clip: Annotated[bool, typer.Option(help="Clip the norm in every step.")] = True,
+    full: Annotated[
+        bool, typer.Option("--full", help="Add 1e8 parameters, and run with and without clipping.")
+    ] = False,
+    seconds: Seconds = 6.0,
+    device: Device = "auto",
+    out: Out = None,
+) -> None:
+    """Time the optimizer's side of a step: check, unscale, clip, AdamW, round.
+
+    One process, one thread; all variants of a comparison take turns.
+    """
+    console = make_console()
+    try:
+        where = choose_device(device)
+        counts = numbers(params, "--params")
+        counts += [10**8] * (full and 10**8 not in counts)
+        clips = (True, False) if full else (clip,)
+        cases = step.grid(counts, numbers(tensors, "--tensors"), clips, where)
+    except (ValueError, PreampUnavailableError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from None
+    for case in cases:
+        rows = step.run_case(case, Effort(seconds=seconds))
+        show_step(rows, console)
+        keep(rows, out)
+
+
+@bench.command("train")
+def bench_train(
+    levels: Annotated[str, typer.Option(help="Opt levels.")] = ",".join(preamp.OPT_LEVELS),
+    models: Annotated[str, typer.Option(help="What to train.")] = ",".join(TASKS),
+    width: Annotated[int, typer.Option(help="Size of the models.")] = 256,
+    batch: Annotated[int, typer.Option(help="Windows of text, or images, in a step.")] = 8,
+    seconds: Seconds = 15.0,
+    device: Device = "auto",
+    out: Out = None,
+) -> None:
+    """Time whole training steps against loops written by hand with the same numerics.
+
+    Every loop runs in a process of its own, on one thread; the loops of a level take turns.
+    """
+    console = make_console()
+    try:
+        where = str(choose_device(device))
+        names = _names(levels)
+        train.check_levels(names)
+        tasks = [
+            TaskConfig(name=name, width=width, batch=batch, device=where) for name in _names(models)
+        ]
+    except (ValueError, PreampUnavailableError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from None
+    for task in tasks:
+        for level in names:
+            rows = train.run_level(task, level, Effort(seconds=seconds))
+            show_train(rows, console)
+            keep(rows, out)
+
+
+@bench.command("distributed")
+def bench_distributed(
+    width: Annotated[int, typer.Option(help="Of the model's four linear layers.")] = 512,
+    rounds: Annotated[int, typer.Option(help="How often each step is timed.")] = 30,
+    out: Out = None,
+) -> None:
+    """Time steps on two ranks next to plain DDP's and FSDP2's, and small all-reduces.
+
+    Both ranks are processes on this machine, joined by gloo, on one thread each.
+    """
+    try:
+        config = distributed.Config(width=width, rounds=rounds)
+    except ValueError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from None
+    rows = distributed.run(config)
+    show_distributed(rows, make_console())
+    keep(rows, out)
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """Read numbers separated by commas.
+
+    Args:
+        text: Such as ``"1e6,2000"``.
+        option: What it was given for.
+
+    Returns:
+        The numbers.
+
+    Raises:
+        ValueError: One of them is not a whole number above zero.
+    """
+    return [_read(part.strip(), _whole, option) for part in text.split(",")]
+
+
+def keep(rows: list[records.Record], out: Path | None) -> None:
+    """Append rows to the file that was asked for.
+
+    Args:
+        rows: What was measured.
+        out: The file, or nothing.
+    """
+    if out is not None:
+        records.append(out, rows)
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _whole(text: str) -> int:
+    value = float(text)
+    if value < 1 or value != int(value):
+        raise ValueError
+    return int(value)
+
+
+def _read(text: str, kind: Callable[[str], Value], option: str) -> Value:
+    try:
+        return kind(text)
+    except (ValueError, OverflowError):
+        raise ValueError(
+            message(
+                f"{option} got {text!r}",
+                "It takes whole numbers above zero, separated by commas",
+                f"Pass for example {option} 1000,1e6",
+            )
+        ) from None

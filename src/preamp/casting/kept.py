@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What stays float32 in a model that is cast to half, and what a cast would do to the rest.
+
+Three kinds: what ``keep_fp32`` names; buffers that are not persistent, which are constants that a
+reload would compute in float32; and affine batch norms.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from preamp.core.dtypes import is_half
+from preamp.core.errors import PreampPolicyError, message
+from preamp.kernels.buffers import unsaved_buffers
+from preamp.policy import KeepFP32
+
+# Layers whose kernels want inputs and weights of one dtype. Batch norms join them only where they
+# are half themselves: float32 ones take half inputs.
+_SINGLE_DTYPE_LAYERS = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+    nn.PReLU,
+    nn.MultiheadAttention,
+)
+
+# The common base of all batch norms, SyncBatchNorm and user subclasses included, has no public
+# name of its own.
+_BATCH_NORM: type[nn.Module] = nn.BatchNorm1d.__bases__[0]
+
+
+def is_affine_batchnorm(module: nn.Module) -> bool:
+    """Whether ``module`` is a batch norm with weights of its own, of any kind."""
+    return isinstance(module, _BATCH_NORM) and bool(module.affine)
+
+
+def is_single_layer(module: nn.Module) -> bool:
+    """Whether ``module`` is a layer of ``torch.nn`` whose tensors share a dtype."""
+    return isinstance(module, (*_SINGLE_DTYPE_LAYERS, _BATCH_NORM))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Tensors by their ``id``, of some models.
+
+    Attributes:
+        modules: ``id`` of the modules that ``keep_fp32`` names, and of all modules in them: their
+            inputs are brought to float32.
+        named: Parameters and buffers in them, and those named themselves.
+        constants: Buffers that are not persistent, with their names.
+        norms: What only affine batch norms own.
+    """
+
+    modules: frozenset[int] = frozenset()
+    named: frozenset[int] = frozenset()
+    constants: Mapping[int, str] = field(default_factory=dict[int, str])
+    norms: frozenset[int] = frozenset()
+
+    def is_wide(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is float32 where the rest of its model is half."""
+        return id(tensor) in self.named or id(tensor) in self.constants
+
+
+def find_kept(models: Sequence[nn.Module], keep: KeepFP32) -> Kept:
+    """Find in ``models`` what stays float32 if they are cast to half. Changes nothing.
+
+    A layer of ``torch.nn`` stays together: naming its bias keeps its weight too. So does what is
+    tied: a tensor is kept if any of its names is.
+
+    Args:
+        models: Roots; patterns are compared with the names in each.
+        keep: The user's selection.
+
+    Raises:
+        PreampPolicyError: A type or pattern that nothing in the models answers to.
+    """
+    parts = [part for model in models for part in _named_modules(model)]
+    owned = [(f"{name}.{own}".lstrip("."), t) for name, part in parts for own, t in _own(part)]
+    _check_found(keep, parts, [name for name, _ in owned])
+    modules = {
+        id(inner)
+        for name, part in parts
+        if any(_names_module(entry, name, part) for entry in keep)
+        for inner in part.modules()
+    }
+    named = {id(t) for _, part in parts if id(part) in modules for _, t in _own(part)}
+    named |= {id(t) for name, t in owned if any(_names_tensor(entry, name, t) for entry in keep)}
+    layers = [
+        {id(tensor) for tensor in floating_tensors(part)}
+        for _, part in parts
+        if is_single_layer(part)
+    ]
+    while grown := [own for own in layers if own & named and not own <= named]:
+        named.update(*grown)
+    return Kept(
+        modules=frozenset(modules),
+        named=frozenset(named),
+        constants={
+            id(tensor): f"{name}.{own}".lstrip(".")
+            for name, part in parts
+            for own, tensor in _own(part)
+            if own in unsaved_buffers(part) and not is_half(tensor)
+        },
+        norms=find_norms(models),
+    )
+
+
+def find_norms(models: Iterable[nn.Module]) -> frozenset[int]:
+    """``id`` of the tensors that only affine batch norms own."""
+    own: dict[bool, set[int]] = {True: set(), False: set()}
+    for model in models:
+        for module in model.modules():
+            own[is_affine_batchnorm(module)].update(id(tensor) for _, tensor in _own(module))
+    return frozenset(own[True] - own[False])
+
+
+def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return cast("Any", model).named_modules(remove_duplicate=False)
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The floating tensors of one module under its own names for them."""
+    for name, tensor in (
+        *module.named_parameters(recurse=False, remove_duplicate=False),
+        *module.named_buffers(recurse=False, remove_duplicate=False),
+    ):
+        if tensor.is_floating_point():
+            yield name, tensor
+
+
+def floating_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The floating parameters and buffers of ``module`` and what is in it."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_floating_point():
+            yield tensor
+
+
+def _names_module(entry: object, name: str, module: nn.Module) -> bool:
+    if isinstance(entry, str):
+        return fnmatchcase(name, entry)
+    return isinstance(entry, type) and isinstance(module, entry)
+
+
+def _names_tensor(entry: object, name: str, tensor: torch.Tensor) -> bool:
+    if isinstance(entry, str):
+        return fnmatchcase(name, entry)
+    return callable(entry) and not isinstance(entry, type) and bool(entry(name, tensor))
+
+
+def _check_found(
+    keep: KeepFP32, parts: Sequence[tuple[str, nn.Module]], tensors: Iterable[str]
+) -> None:
+    kinds = sorted({type(part).__qualname__ for _, part in parts})
+    names = list(dict.fromkeys([*tensors, *(name for name, _ in parts if name)]))
+    for entry in keep:
+        if isinstance(entry, type):
+            if not any(isinstance(part, entry) for _, part in parts):
+                raise _not_found(
+                    f"keep_fp32 names the type {entry.__qualname__}, and no module is one",
+                    f"The types there are: {_nearest(entry.__qualname__, kinds)}",
+                )
+        elif isinstance(entry, str) and not any(
+            fnmatchcase(name, entry) for name in (*names, *(name for name, _ in parts))
+        ):
+            raise _not_found(
+                f"keep_fp32={entry!r} matches no parameter, buffer or module",
+                f"The nearest names are {_nearest(entry, names)}",
+            )
+
+
+def _nearest(wanted: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.4) or names[:3]
+    return ", ".join(map(repr, near)) or "none"
+
+
+def _not_found(got: str, allowed: str) -> PreampPolicyError:
+    do = "Name something that the models have, or leave it out; * in a pattern stands for any text"
+    return PreampPolicyError(message(got, allowed, do))
+
+
+def changed_by_cast(
+    models: Iterable[nn.Module], kept: Kept, dtype: torch.dtype, *, keep_batchnorm_fp32: bool
+) -> dict[str, str]:
+    """Find persistent buffers that a cast to ``dtype`` would change by more than its rounding.
+
+    That is: a finite value becomes infinite, one that is not zero becomes zero, a buffer of whole
+    numbers gets others, or the buffer as a whole is further off than half a unit in the last place
+    of each of its values (as values too small for the format are). Reads values: synchronises.
+
+    Args:
+        models: Before the cast.
+        kept: What is not cast.
+        dtype: float16 or bfloat16.
+        keep_batchnorm_fp32: Whether affine batch norms are not cast either.
+
+    Returns:
+        What would happen, in words, by the buffers' names. Tensors without memory, sparse and
+        sharded ones are not looked at.
+    """
+    found: dict[str, str] = {}
+    seen: set[int] = set()
+    for model in models:
+        for name, buffer in model.named_buffers():
+            is_norm = keep_batchnorm_fp32 and id(buffer) in kept.norms
+            if id(buffer) in seen or kept.is_wide(buffer) or is_norm:
+                continue
+            seen.add(id(buffer))
+            if _has_values(buffer) and (loss := _loss_by_cast(buffer.detach(), dtype)):
+                found[name] = loss
+    return found
+
+
+def _has_values(buffer: torch.Tensor) -> bool:
+    if not buffer.is_floating_point() or is_half(buffer) or buffer.numel() == 0:
+        return False
+    # Neither fake nor sharded; sparse ones are graphs more often than numbers.
+    return type(buffer) is torch.Tensor and buffer.layout is torch.strided and not buffer.is_meta
+
+
+def _loss_by_cast(value: torch.Tensor, dtype: torch.dtype) -> str:
+    value = value[value.isfinite()]
+    rounded = value.to(dtype).to(value.dtype)
+    off = rounded - value
+    if bool(rounded.isinf().any()):
+        return f"{float(value.abs().max()):.3g} becomes infinite"
+    if bool(((rounded == 0) & (value != 0)).any()):
+        return "values too small for it become 0"
+    if bool((value == value.round()).all()) and bool((off != 0).any()):
+        return f"whole numbers up to {float(value.abs().max()):.0f} become others"
+    if bool(off.abs().sum() > torch.finfo(dtype).eps / 2 * value.abs().sum()):
+        return "values near the smallest it has lose most of their digits"
+    return ""

@@ -1,0 +1,502 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Lists of tensors, cut into blocks.
+
+With thousands of tensors Python is what a step waits for. So lists are handed on to torch as they
+are or as slices, a list is cut only when its shapes are new, and views of the memory that small
+tensors are joined in are made once and kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from preamp.core.errors import message
+from preamp.core.tensors import host_reaches
+from preamp.kernels.joining import cat
+from preamp.kernels.ops import Ops, Tensors
+from preamp.kernels.reference import Reference
+from preamp.kernels.rules import Scalar
+
+Column = Sequence["torch.Tensor | None"]
+"""One list of an op: parameters, gradients, moments … ``None`` where a place has no such tensor."""
+
+REFERENCE = Reference()
+
+_torch: Any = torch
+_is_contiguous = torch.Tensor.is_contiguous
+_layout_of: Callable[[Any], torch.layout] = cast("Any", torch.Tensor).layout.__get__
+dtype_of: Callable[[Any], torch.dtype] = cast("Any", torch.Tensor).dtype.__get__
+"""A bare function of the runtime, for `map`."""
+
+_TOGETHER = 512
+"""Most tensors of a block: with more of them their Python objects no longer stay in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large blocks are, in elements.
+
+    Attributes:
+        small: For each thread of a CPU, where a computation makes several temporaries of a block's
+            size.
+        large: For each thread, where torch's fused kernels make none; larger, since calls cost.
+        large_at_least: For few threads, which have a cache of many to themselves.
+        joined: On other devices: enough to keep any of them busy, few enough for temporaries.
+    """
+
+    small: int = 1 << 16
+    large: int = 1 << 18
+    large_at_least: int = 1 << 19
+    joined: int = 1 << 24
+
+
+class InBlocks(Ops):
+    """What the ops of this back end share.
+
+    Args:
+        sizes: Of the blocks.
+        reads: Whether values on a CPU may be read; else it is treated as any other device.
+    """
+
+    name = "blocks"
+
+    def __init__(self, sizes: Sizes = Sizes(), *, reads: bool = True) -> None:
+        self._sizes = sizes
+        self._reads = reads
+
+    def _is_near(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` has the memory of a CPU, which is read at once."""
+        return self._reads and host_reaches(tensor)
+
+    def _small(self, *, near: bool) -> int:
+        """Elements of a block where a computation makes temporaries."""
+        return self._sizes.small * torch.get_num_threads() if near else self._sizes.joined
+
+    def _large(self, *, near: bool) -> int:
+        """Elements of a block where it makes none."""
+        if not near:
+            return self._sizes.joined
+        return max(self._sizes.large * torch.get_num_threads(), self._sizes.large_at_least)
+
+
+class Workspace:
+    """Memory that small tensors are joined in, one block of a plan after the other.
+
+    Attributes:
+        memory: A vector of a block's elements, on the CPU.
+    """
+
+    __slots__ = ("_views", "memory")
+
+    def __init__(
+        self, shapes: Sequence[Sequence[torch.Size]], elements: int, dtype: torch.dtype
+    ) -> None:
+        """Make views for the tensors of each block, which has no more than ``elements``."""
+        self.memory = torch.empty(elements, dtype=dtype, device="cpu")
+        self._views: list[list[torch.Tensor]] = []
+        for block in shapes:
+            sizes = [shape.numel() for shape in block]
+            parts: Tensors = cast("Any", self.memory[: sum(sizes)]).split(sizes)
+            self._views.append([p.view(shape) for p, shape in zip(parts, block, strict=True)])
+
+    def views(self, block: int) -> list[torch.Tensor]:
+        """The memory in the shapes of the tensors of a block."""
+        return self._views[block]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Several small tensors that make one block, or one large tensor that makes several.
+
+    Attributes:
+        places: Where they stand in the lists.
+        numel: Their elements.
+        index: The number of the block; -1 for a large tensor.
+    """
+
+    places: Sequence[int]
+    numel: int
+    index: int
+
+    def of(self, column: Sequence[Any]) -> Sequence[Any]:
+        """Its tensors in ``column``."""
+        first, last, count = self.places[0], self.places[-1], len(self.places)
+        if last - first + 1 == count:
+            return column[first : last + 1]
+        return operator.itemgetter(*self.places)(column)
+
+
+class Plan:
+    """How lists of tensors of these shapes are cut. Empty tensors are left out.
+
+    Attributes:
+        cuts: In the order in which they are walked through.
+        most: Elements of a block.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], cuts: Sequence[Cut], most: int) -> None:
+        """Keep what was cut."""
+        self.cuts = cuts
+        self.most = most
+        joined = [cut for cut in cuts if cut.index >= 0]
+        sizes = (cut.numel if cut.index >= 0 else min(cut.numel, most) for cut in cuts)
+        self._elements = max(sizes, default=0)
+        self._shapes = [[shapes[place] for place in cut.places] for cut in joined]
+        self._spare: dict[torch.dtype, list[Workspace]] = {}
+
+    @contextlib.contextmanager
+    def workspaces(self, dtype: torch.dtype, count: int = 1) -> Generator[list[Workspace]]:
+        """Lend workspaces to one thread; they are kept for the next call."""
+        spare = self._spare.setdefault(dtype, [])
+        lent: list[Workspace] = []
+        for _ in range(count):
+            try:
+                lent.append(spare.pop())
+            except IndexError:
+                with torch.inference_mode(mode=False):
+                    lent.append(Workspace(self._shapes, self._elements, dtype))
+        yield lent
+        # Not those whose views a mode, such as that of fake tensors, made of its own kind.
+        spare += [space for space in lent if type(space.memory) is torch.Tensor]
+
+
+@functools.lru_cache(maxsize=32)
+def plan_of(shapes: tuple[torch.Size, ...], most: int) -> Plan:
+    """Cut tensors of these shapes into blocks of at most ``most`` elements.
+
+    A block of very small tensors has fewer elements.
+    """
+    cuts: list[Cut] = []
+    together: list[int] = []
+    total = blocks = 0
+
+    def close() -> None:
+        nonlocal total, blocks
+        if together:
+            cuts.append(Cut(tuple(together), total, blocks))
+            blocks += 1
+            together.clear()
+            total = 0
+
+    for place, shape in enumerate(shapes):
+        size = shape.numel()
+        if size > most:
+            cuts.append(Cut((place,), size, -1))
+        elif size:
+            if total + size > most or len(together) == _TOGETHER:
+                close()
+            together.append(place)
+            total += size
+    close()
+    return Plan(shapes, cuts, most)
+
+
+class Block:
+    """Several small tensors, or a piece of a large one, in every column of an op.
+
+    Attributes:
+        columns: The tensors, by column.
+        numel: Elements of one column.
+    """
+
+    __slots__ = ("_index", "_spaces", "columns", "numel")
+
+    def __init__(
+        self,
+        columns: list[Sequence[Any]],
+        numel: int,
+        index: int = -1,
+        spaces: Sequence[Workspace] = (),
+    ) -> None:
+        """Hold what a `Cut` found in the columns; ``spaces``, if there are any, one for each."""
+        self.columns = columns
+        self.numel = numel
+        self._index = index
+        self._spaces = spaces
+
+    def flat(self, column: int, dtype: torch.dtype) -> torch.Tensor:
+        """A column as one vector, which may be a view of its tensor."""
+        tensors = self.columns[column]
+        if len(tensors) > 1 and self._spaces and self._spaces[column].memory.dtype is dtype:
+            space = self._spaces[column]
+            copy_(space.views(self._index), tensors)
+            return space.memory[: self.numel]
+        return flatten(tensors).to(dtype)
+
+    def split(self, values: torch.Tensor, column: int = -1) -> Sequence[torch.Tensor]:
+        """A vector in the shapes of the block's tensors; may overwrite the `flat` ``column``."""
+        like = self.columns[0]
+        if len(like) == 1:
+            return [values.view(like[0].shape)]
+        if self._spaces and self._spaces[column].memory.dtype is values.dtype:
+            self._spaces[column].memory[: self.numel].copy_(values)
+            return self._spaces[column].views(self._index)
+        return _torch._C._nn.unflatten_dense_tensors(values, like)
+
+    def write(self, column: int, values: torch.Tensor) -> None:
+        """Round a vector into a column."""
+        copy_(self.columns[column], self.split(values, column))
+
+    def spread(self, each: Scalar) -> Scalar:
+        """One value for each tensor, or for all, as a factor of `flat` columns."""
+        if not isinstance(each, torch.Tensor):
+            return each
+        if each.numel() == 1:
+            return each.reshape(())
+        sizes = torch.tensor([tensor.numel() for tensor in self.columns[0]], device="cpu")
+        if each.device.type != "cpu":
+            sizes = sizes.pin_memory().to(each.device, non_blocking=True)
+        return torch.repeat_interleave(each, sizes, output_size=self.numel)
+
+
+def blocks_of(
+    plan: Plan, cut: Cut, columns: Sequence[Column], spaces: Sequence[Workspace] = ()
+) -> list[Block]:
+    """The blocks of a cut."""
+    own = [cut.of(column) for column in columns]
+    if cut.index >= 0:
+        return [Block(own, cut.numel, cut.index, spaces)]
+    pieces = [None if t is None else split(t, plan.most) for (t,) in own]
+    return [
+        Block([[None if part is None else part[i]] for part in pieces], leader.numel())
+        for i, leader in enumerate(cast("Tensors", pieces[0]))
+    ]
+
+
+def flatten(tensors: Tensors) -> torch.Tensor:
+    """One vector of all elements; a view of a single contiguous tensor."""
+    if len(tensors) == 1:
+        return tensors[0].view(-1)
+    return cat([tensor.view(-1) for tensor in tensors])
+
+
+def split(tensor: torch.Tensor, size: int) -> Tensors:
+    """Views of a contiguous tensor, as vectors of at most ``size`` elements."""
+    return cast("Any", tensor.view(-1)).split(size)
+
+
+def copy_(targets: Tensors, sources: Tensors) -> None:
+    """``target = source``, each."""
+    _torch._foreach_copy_(targets, sources)
+
+
+def copy_where_wanted(targets: Column, sources: Tensors) -> None:
+    """``target = source``, each, where there is a target."""
+    if type(None) in set(map(type, targets)):
+        pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t is not None]
+        targets, sources = [t for t, _ in pairs], [s for _, s in pairs]
+    if targets:
+        copy_(cast("Tensors", targets), sources)
+
+
+def shapes_of(column: Column) -> tuple[torch.Size, ...]:
+    """The shapes of tensors, as `plan_of` takes them."""
+    return tuple([tensor.shape for tensor in cast("Tensors", column)])
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What is the same of lists whose tensors are all contiguous and of their places' shapes.
+
+    Attributes:
+        shapes: Of each place.
+        dtypes: Of each list.
+        leaders: The dtype of each tensor of the first list, or one for all.
+    """
+
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[set[torch.dtype], ...]
+    leaders: tuple[torch.dtype, ...]
+
+
+class _Known:
+    """Lists that were looked at before; from the second time on with torch's guards on them.
+
+    The guards, which compilers use, compare what each tensor is *now* with what one in its place
+    was: type, dtype, device, sizes and strides, in a tenth of the time that Python takes. They keep
+    no tensor alive.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        """Remember, without guards."""
+        self.geometry = geometry
+        self._guards: Any = None
+
+    def is_of(self, columns: Sequence[Column]) -> bool:
+        """Whether the guards find everything as it was."""
+        if self._guards is None:
+            return False
+        return self._guards.check(*itertools.chain.from_iterable(columns))
+
+    def guard(self, columns: Sequence[Column]) -> None:
+        """Make guards; where this version of torch has none, lists are looked at in Python."""
+        kind = getattr(getattr(_torch._C._dynamo, "guards", None), "TensorGuards", None)
+        if kind is None:
+            return
+        tensors = cast("list[torch.Tensor]", list(itertools.chain.from_iterable(columns)))
+        sizes = [list(tensor.shape) for tensor in tensors]
+        strides = [list(tensor.stride()) for tensor in tensors]
+        with contextlib.suppress(TypeError):
+            self._guards = kind(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+
+_MOST_KNOWN = 64
+_known: dict[tuple[Any, ...], _Known] = {}
+
+
+def geometry_of(*columns: Column) -> Geometry | None:
+    """What lists have in common; ``None`` unless all tensors are there, plain, and contiguous."""
+    leaders = cast("Tensors", columns[0])
+    if not leaders or len(set(map(len, columns))) > 1:
+        return None
+    key = (len(leaders), len(columns), leaders[0].shape, leaders[-1].shape)
+    known = _known.get(key)
+    if known is not None and known.is_of(columns):
+        return known.geometry
+    if any(type(None) in set(map(type, column)) for column in columns):
+        return None
+    shapes = shapes_of(leaders)
+    if not all(shapes_of(column) == shapes for column in columns[1:]):
+        return None
+    if not all(map(_are_contiguous, columns)):
+        return None
+    kinds = tuple(map(dtype_of, leaders))
+    dtypes = tuple(set(map(dtype_of, column)) for column in columns)
+    geometry = Geometry(shapes, dtypes, kinds[:1] if len(dtypes[0]) == 1 else kinds)
+    if known is not None and known.geometry == geometry:
+        known.guard(columns)
+    else:
+        if len(_known) >= _MOST_KNOWN:
+            _known.pop(next(iter(_known)), None)
+        _known[key] = _Known(geometry)
+    return geometry
+
+
+def check_lengths(*columns: Sequence[Any]) -> None:
+    """Refuse lists of other lengths than the first; nothing was changed yet.
+
+    Raises:
+        ValueError: There is one.
+    """
+    lengths = list(map(len, columns))
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            message(
+                f"Lists of {', '.join(map(str, lengths))} tensors were given",
+                "All lists of a call are equally long",
+                "Leave parameters without a gradient out of every list",
+            )
+        )
+
+
+def check_shapes(*columns: Column) -> tuple[torch.Size, ...]:
+    """Refuse tensors of another shape than the first of their place; nothing was changed yet.
+
+    Blocks would pair their elements wrongly, and torch's fused kernels read past their ends.
+
+    Returns:
+        The shapes.
+
+    Raises:
+        ValueError: There is such a tensor.
+    """
+    shapes = [tensor.shape for tensor in cast("Tensors", columns[0])]
+    for column in columns[1:]:
+        found = [None if tensor is None else tensor.shape for tensor in column]
+        if found == shapes:
+            continue
+        for place, (wanted, got) in enumerate(zip(shapes, found, strict=True)):
+            if got is not None and got != wanted:
+                raise ValueError(
+                    message(
+                        f"A gradient or state of shape {tuple(got)} was given for parameter "
+                        f"{place} of shape {tuple(wanted)}",
+                        "Gradients and state have the shapes of their parameters",
+                        "Load a checkpoint of the same model, its parameters in the same order",
+                    )
+                )
+    return tuple(shapes)
+
+
+def regular(*columns: Column) -> tuple[Sequence[Sequence[Any]], list[int]]:
+    """Take out the places whose tensors can be walked through in the order of their memory.
+
+    Returns:
+        The columns, contiguous (dense tensors in another order, such as channels_last, are views
+        of their memory), without the places that are returned next to them. Those that were given
+        if nothing had to be done.
+    """
+    if all(map(_are_contiguous, columns)):
+        return columns, []
+    kept: list[list[Any]] = [[] for _ in columns]
+    odd: list[int] = []
+    for place, row in enumerate(zip(*columns, strict=True)):
+        in_order = _in_memory_order(row)
+        if in_order is None:
+            odd.append(place)
+            continue
+        for column, tensor in zip(kept, in_order, strict=True):
+            column.append(tensor)
+    return kept, odd
+
+
+def by_dtype(*columns: Sequence[Any]) -> list[Sequence[Sequence[Any]]]:
+    """Sort places by the dtypes of their tensors."""
+    if all(_is_of_one_dtype(column) for column in columns):
+        return [columns] if columns[0] else []
+    sorted_: dict[tuple[Any, ...], list[list[Any]]] = {}
+    for row in zip(*columns, strict=True):
+        key = tuple(None if tensor is None else tensor.dtype for tensor in row)
+        for column, tensor in zip(sorted_.setdefault(key, [[] for _ in columns]), row, strict=True):
+            column.append(tensor)
+    return list(sorted_.values())
+
+
+def _is_of_one_dtype(column: Column) -> bool:
+    kinds = set(map(type, column))
+    if type(None) in kinds:
+        return len(kinds) == 1
+    return len(set(map(dtype_of, column))) <= 1
+
+
+def _are_contiguous(column: Column) -> bool:
+    if type(None) in set(map(type, column)):
+        column = [tensor for tensor in column if tensor is not None]
+    return _are_plain(column) and all(map(_is_contiguous, cast("Tensors", column)))
+
+
+def _are_plain(tensors: Column) -> bool:
+    layouts, dtypes = set(map(_layout_of, tensors)), set(map(dtype_of, tensors))
+    return layouts <= {torch.strided} and all(dtype.is_floating_point for dtype in dtypes)
+
+
+def _in_memory_order(row: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None] | None:
+    tensors = [tensor for tensor in row if tensor is not None]
+    if not _are_plain(tensors):
+        return None
+    if all(map(_is_contiguous, tensors)):
+        return row
+    first = tensors[0]
+    if not _is_dense(first) or any(tensor.stride() != first.stride() for tensor in tensors):
+        return None
+    size = (first.numel(),)
+    return [None if t is None else t.as_strided(size, (1,), t.storage_offset()) for t in row]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill a stretch of memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which tests the quick suite runs: every pair of parameters' values, not every combination."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+
+import hypothesis
+import pytest
+
+SUITES = ("quick", "rest", "all")
+"""``rest`` is what ``quick`` leaves out, and the searches of hypothesis, which are longer there."""
+
+
+def select(items: Sequence[pytest.Item], suite: str) -> list[pytest.Item]:
+    """Return the tests of a suite, in the order of ``items``.
+
+    The quick one leaves out what is marked ``full``, and of a function with three parameters or
+    more the cases whose pairs of values all occur in others; of one that is marked ``each``, those
+    whose values do.
+    """
+    if suite == "all":
+        return list(items)
+    functions: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("full"):
+            functions[item.nodeid.partition("[")[0]].append(item)
+    quick = {
+        cases[number]
+        for cases in functions.values()
+        for number in covering(
+            [values_of(item) for item in cases], 1 if cases[0].get_closest_marker("each") else 2
+        )
+    }
+    if suite == "quick":
+        return [item for item in items if item in quick]
+    return [item for item in items if item not in quick or is_search(item)]
+
+
+def examples(count: int) -> int:
+    """How many examples to try in this run where the full suite tries ``count``."""
+    return max(min(count, 10), count * hypothesis.settings().max_examples // 100)
+
+
+def is_search(item: pytest.Item) -> bool:
+    """Whether hypothesis makes the examples of ``item``."""
+    return getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+
+
+def values_of(item: pytest.Item) -> tuple[object, ...]:
+    """What each parameter of ``item`` is here; names that one mark binds are one parameter."""
+    spec = getattr(item, "callspec", None)
+    if spec is None:
+        return ()
+    params = dict(spec.params)
+    values: list[object] = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+        names = names.split(",") if isinstance(names, str) else names
+        values.append(tuple(id(params.pop(name.strip(), None)) for name in names))
+    return (*values, *(id(params[name]) for name in sorted(params)))
+
+
+def covering(rows: Sequence[tuple[object, ...]], size: int) -> list[int]:
+    """Choose rows in which every ``size`` values occur that occur together; their numbers.
+
+    Always the same for equal rows. Rows of at most ``size`` values are all chosen.
+    """
+    if len(rows[0]) <= size:
+        return list(range(len(rows)))
+    sets = [set(itertools.combinations(enumerate(row), size)) for row in rows]
+    missing = set[object]().union(*sets)
+    chosen: list[int] = []
+    while missing:
+        best = max(range(len(rows)), key=lambda number: len(sets[number]))
+        chosen.append(best)
+        missing -= sets[best]
+        for left in sets:
+            left &= missing
+    return chosen

@@ -1,0 +1,621 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What stays float32 in half models: by ``keep_fp32``, and buffers that no checkpoint holds."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import preamp
+from cases.levels import HALF_WEIGHTS, LEVEL_NAMES, WITH_MASTERS
+from engine.harness import HALF
+from engine.harness import engines_closed as engines_closed
+from preamp import amp
+from preamp.numerics import RunRecord
+
+F32 = torch.float32
+
+
+class Gate(nn.Module):
+    """Weights used by hand, beside a layer of torch's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / 4)
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.inner(x) @ self.weight + self.bias)
+
+
+class Model(nn.Module):
+    gain: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.norm = nn.LayerNorm(8)
+        self.gate = Gate(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.recurrent = nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 11)
+        self.register_buffer("gain", torch.tensor([1.0, 3.14159]))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = x * self.gate(self.norm(x)) * self.gain[0]
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(self.recurrent(x)[0])
+
+
+TOKENS = torch.arange(12).reshape(2, 6) % 11
+
+
+def started(level: str, **arguments: Any) -> tuple[Model, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, **arguments)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
+    losses: list[float] = []
+    for _ in range(steps):
+        loss = F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten())
+        with preamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def in_float32(model: nn.Module) -> set[str]:
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name for name, tensor in named if tensor.dtype is F32}
+
+
+GATE = {"gate.weight", "gate.bias", "gate.inner.weight", "gate.inner.bias"}
+ATTENTION = {
+    f"attention.{name}"
+    for name in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
+}
+RECURRENT = {f"recurrent.{kind}_{gate}_l0" for kind in ("weight", "bias") for gate in ("ih", "hh")}
+NORM = {"norm.weight", "norm.bias"}
+HEAD = {"head.weight", "head.bias"}
+
+
+def is_wide_bias(name: str, tensor: torch.Tensor) -> bool:
+    return name.endswith("bias") and tensor.numel() == 11
+
+
+SELECTIONS: dict[str, tuple[Any, set[str]]] = {
+    "a type": (nn.LayerNorm, NORM),
+    "a type of one's own, and all in it": (Gate, GATE),
+    "a module's name": ("gate", GATE),
+    "a pattern for modules": ("gat?", GATE),
+    "a pattern for parameters": ("gate.*", GATE),
+    "one parameter of a module": ("gate.bias", {"gate.bias"}),
+    "one parameter of a layer": ("head.bias", HEAD),
+    "a predicate": (is_wide_bias, HEAD),
+    "a predicate that finds nothing": (lambda name, tensor: False, set()),
+    "a layer of several weights": ("attention.out_proj.bias", ATTENTION),
+    "a recurrent layer": (nn.RNNBase, RECURRENT),
+    "a buffer": ("gain", {"gain"}),
+    "an embedding": (nn.Embedding, {"embed.weight"}),
+    "several": ([nn.LayerNorm, "head", "gain"], NORM | HEAD | {"gain"}),
+    "everything": ("*", NORM | GATE | ATTENTION | RECURRENT | HEAD | {"gain", "embed.weight"}),
+}
+
+
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_what_it_names_is_float32_and_trains(selection: str, level: str) -> None:
+    keep, expected = SELECTIONS[selection]
+    torch.manual_seed(0)
+    before = Model().state_dict()
+    model, optimizer = started(level, keep_fp32=keep)
+    assert in_float32(model) == expected
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in expected)
+    engine = preamp.engine_of(optimizer)
+    named = dict(model.named_parameters())
+    for name in expected & named.keys():
+        assert engine.master_of(named[name]) is None
+        assert any(named[name] is p for g in optimizer.param_groups for p in g["params"])
+
+    torch.manual_seed(0)
+    plain = Model()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.5)
+    wanted: list[float] = []
+    for _ in range(3):
+        loss = F.cross_entropy(plain(TOKENS).flatten(0, 1), TOKENS.flatten())
+        loss.backward()
+        reference.step()
+        reference.zero_grad()
+        wanted.append(loss.item())
+    losses = train(model, optimizer)
+    exact = expected == SELECTIONS["everything"][1]
+    torch.testing.assert_close(losses, wanted, rtol=0 if exact else 0.02, atol=0)
+    assert in_float32(model) == expected
+    moved = {name for name in named if not torch.equal(model.state_dict()[name], before[name])}
+    assert moved == set(named)
+
+
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+@pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
+def test_every_door_has_it(door: Any, level: str) -> None:
+    model = Model()
+    door.initialize(model, opt_level=level, verbosity=0, keep_fp32=nn.LayerNorm)
+    assert in_float32(model) == NORM
+
+
+@pytest.mark.parametrize("level", sorted(set(LEVEL_NAMES) - set(HALF_WEIGHTS)))
+@pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
+def test_levels_that_cast_no_model_refuse_it(door: Any, level: str) -> None:
+    with pytest.raises(preamp.PreampPolicyError, match=r"^keep_fp32=LayerNorm with opt_level="):
+        door.initialize(Model(), opt_level=level, verbosity=0, keep_fp32=nn.LayerNorm)
+
+
+@pytest.mark.parametrize(
+    ("keep", "text"),
+    [
+        (
+            "norm.wieght",
+            "keep_fp32='norm.wieght' matches no parameter, buffer or module. The nearest names "
+            "are 'norm.weight', ",
+        ),
+        ([nn.LayerNorm, "gates.*"], "keep_fp32='gates.*' matches no parameter, buffer or module."),
+        (
+            nn.Conv2d,
+            "keep_fp32 names the type Conv2d, and no module is one. The types there are: ",
+        ),
+        (nn.RMSNorm, "keep_fp32 names the type RMSNorm, and no module is one. The types there "),
+    ],
+)
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+def test_what_the_models_do_not_have_is_refused(level: str, keep: Any, text: str) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(preamp.PreampPolicyError, match=f"^{re.escape(text)}"):
+        preamp.initialize(model, optimizer, opt_level=level, verbosity=0, keep_fp32=keep)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert in_float32(model) == set(state)
+    with pytest.raises(preamp.PreampStateError):
+        preamp.engine_of(model)
+
+
+def test_a_name_in_one_of_several_models_is_enough() -> None:
+    critic, model = nn.Sequential(nn.Linear(3, 3)), Model()
+    seen: list[torch.Tensor] = []
+    critic[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    preamp.initialize([model, critic], opt_level="O5", verbosity=0, keep_fp32=[nn.Sequential])
+    assert in_float32(model) == set()
+    assert in_float32(critic) == {"0.weight", "0.bias"}
+    inputs = torch.full((1, 3), 1 / 3)
+    assert critic(inputs).dtype is F32
+    assert torch.equal(seen[0], inputs)  # a model that is kept gets unrounded inputs
+
+
+def test_tied_weights_are_kept_by_any_name() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    model.head = nn.Linear(8, 11, bias=False)
+    model.head.weight = model.embed.weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, keep_fp32=nn.Embedding)
+    assert in_float32(model) == {"embed.weight"}
+    assert model.head.weight is model.embed.weight
+    assert len({*train(model, optimizer)}) == 3
+
+
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+def test_batch_norms_by_type(level: str) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False))
+    preamp.initialize(
+        model, opt_level=level, verbosity=0, keep_fp32=nn.BatchNorm2d, keep_batchnorm_fp32=False
+    )
+    assert all(name.startswith(("1.", "2.")) for name in in_float32(model))
+    assert {"1.weight", "1.running_var", "2.running_mean"} <= in_float32(model)
+    seen: list[torch.dtype] = []
+    model[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    model(torch.randn(3, 2, 5, 5)).sum().backward()
+    assert seen == [HALF[level]]  # as with keep_batchnorm_fp32
+
+
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+def test_modules_without_weights_compute_in_float32(level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(dim=-1), nn.Linear(4, 4))
+    seen: list[torch.dtype] = []
+    model[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    preamp.initialize(model, opt_level=level, verbosity=0, keep_fp32=nn.Softmax)
+    model(torch.randn(3, 4)).sum().backward()
+    assert seen == [F32]
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_doubles_and_halves_become_float32(level: str) -> None:
+    model = Model()
+    model.norm.double()
+    model.gate.to(HALF[level])
+    exact = model.gate.weight.detach().float()
+    keep = [nn.LayerNorm, "gate"]
+    preamp.initialize(model, opt_level=level, verbosity=0, keep_fp32=keep, allow_half_model=True)
+    assert in_float32(model) == NORM | GATE
+    assert torch.equal(model.gate.weight, exact)
+    model(TOKENS)
+    preamp.engine_of(model).close()
+    assert model.norm.weight.dtype is torch.float64
+    assert model.gate.weight.dtype is HALF[level]
+
+
+# -- there and back ------------------------------------------------------------------------------
+
+KEEP = [nn.LayerNorm, "gate", "gain"]
+
+
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+def test_closing_gives_all_back(level: str) -> None:
+    model, optimizer = started(level, keep_fp32=KEEP)
+    train(model, optimizer)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    hooks = [len(part._forward_pre_hooks) for part in model.modules()]
+    preamp.engine_of(optimizer).close()
+    assert in_float32(model) == set(kept)
+    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+    assert sum(hooks) > 0
+    assert not any(part._forward_pre_hooks for part in model.modules())
+    with pytest.raises(RuntimeError):  # torch's own functions are back
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=HALF[level]))
+
+
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+def test_a_failure_halfway_gives_all_back(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    model.register_buffer("constant", torch.full((2,), 0.1), persistent=False)
+    state = copy.deepcopy(model.state_dict())
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("preamp.engine.optimizer_hooks.OptimizerHooks.attach", fail)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(KeyboardInterrupt):
+        preamp.initialize(model, optimizer, opt_level=level, verbosity=0, keep_fp32=KEEP)
+    assert in_float32(model) == {*state, "constant"}
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert not any(part._forward_pre_hooks for part in model.modules())
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_another_engine_with_another_selection(level: str) -> None:
+    model, optimizer = started(level, keep_fp32="gate")
+    train(model, optimizer)
+    preamp.engine_of(optimizer).close()
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, keep_fp32="norm")
+    assert in_float32(model) == NORM
+    train(model, optimizer)
+
+
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+def test_a_checkpoint_goes_between_selections(level: str, tmp_path: Any) -> None:
+    model, optimizer = started(level, keep_fp32=KEEP)
+    train(model, optimizer)
+    state = model.state_dict()
+    assert all(value.dtype is F32 for value in state.values())
+    other, other_optimizer = started(level, keep_fp32="head")
+    other.load_state_dict(state)
+    found = other.state_dict()
+    exact = set(state) if level in WITH_MASTERS else set(HEAD)
+    for name in exact - {"gain"}:
+        assert torch.equal(found[name], state[name]), name
+    assert torch.equal(other.gain, state["gain"].to(HALF[level]))
+    other_optimizer.load_state_dict(optimizer.state_dict())
+    train(other, other_optimizer)
+
+
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+def test_a_whole_run_resumes_to_the_bit(level: str, tmp_path: Any) -> None:
+    model, optimizer = started(level, keep_fp32=KEEP)
+    train(model, optimizer)
+    preamp.save_checkpoint(tmp_path / "run", model, optimizer)
+    wanted = train(model, optimizer)
+    other, other_optimizer = started(level, keep_fp32=KEEP)
+    preamp.load_checkpoint(tmp_path / "run", other, other_optimizer)
+    assert train(other, other_optimizer) == wanted
+
+
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+def test_the_decision_can_be_read(level: str) -> None:
+    model, optimizer = started(level, keep_fp32=[nn.LayerNorm, "gain"])
+    text = preamp.engine_of(optimizer).explain()
+    assert f"keep_fp32 = LayerNorm, 'gain' (default of {level}: nothing)" in text
+    assert "3 tensors that keep_fp32 names stay float32" in text
+    run = preamp.engine_of(model).history.of(RunRecord)[0]
+    assert run.policy["keep_fp32"] == "LayerNorm, 'gain'"
+
+
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+@pytest.mark.parametrize("keep", [nn.LayerNorm, "gate", ["head.bias", "gain"]])
+def test_memory_is_estimated_with_it(keep: Any, level: str) -> None:
+    policy = preamp.OPT_LEVELS[level].replace(keep_fp32=keep)
+    model = Model()
+    model.register_buffer("constant", torch.full((64,), 0.1), persistent=False)
+    expected = preamp.estimate(model, policy, "Adam")
+    optimizer = torch.optim.Adam(model.parameters())
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, keep_fp32=keep)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+    assert expected.categories["weights"] == weights
+    assert expected.categories["buffers"] == buffers
+    masters = sum(p.numel() for p in preamp.master_params(optimizer) if p.dtype is F32)
+    direct = sum(p.numel() for p in model.parameters() if p.dtype is F32)
+    assert expected.categories["masters"] == 4 * (masters - direct)
+
+
+# -- buffers -------------------------------------------------------------------------------------
+
+
+def rotated(x: torch.Tensor, inv_freq: torch.Tensor, start: int) -> torch.Tensor:
+    positions = torch.arange(start, start + x.shape[-2])
+    angles = torch.outer(positions, inv_freq)
+    cos, sin = angles.cos(), angles.sin()
+    one, two = x.chunk(2, dim=-1)
+    return torch.cat([one * cos - two * sin, one * sin + two * cos], dim=-1)
+
+
+class Rotary(nn.Module):
+    """Attention with rotary position codes, written as if all were of one dtype."""
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, *, by_hand: bool, start: int = 8000) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 16)
+        self.by_hand = by_hand
+        self.start = start
+        inv_freq = 1.0 / 10000.0 ** (torch.arange(0, 8, 2) / 8)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        q, k = (rotated(t, self.inv_freq, self.start) for t in (q, k))
+        if self.by_hand:
+            mixed = torch.softmax(q @ k.mT / 8**0.5, dim=-1) @ v
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Positions(nn.Module):
+    """Position codes that are added before a layer of torch's."""
+
+    codes: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        codes = torch.sin(torch.arange(5.0)[:, None] / 10 ** torch.linspace(0, 3, 16))
+        self.register_buffer("codes", codes, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x + self.codes)
+
+
+class Masked(nn.Module):
+    """A mask that is added to scores; its lowest value is no float16."""
+
+    mask: torch.Tensor
+
+    def __init__(self, *, by_hand: bool) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.by_hand = by_hand
+        mask = torch.full((5, 5), torch.finfo(F32).min).triu(1)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        if self.by_hand:
+            return torch.softmax(q @ k.mT / 4 + self.mask, dim=-1) @ v
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+
+
+class Blurred(nn.Module):
+    """A fixed kernel and a fixed basis in products with activations."""
+
+    kernel: torch.Tensor
+    basis: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.register_buffer("kernel", torch.full((5, 5, 3), 1 / 15), persistent=False)
+        self.register_buffer("basis", torch.randn(16, 16) / 4, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.conv1d(self.first(x), self.kernel, padding=1) @ self.basis
+        return torch.einsum("bij,jk->bik", x, self.basis)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "rotary, fused": lambda: Rotary(by_hand=False),
+    "rotary, by hand": lambda: Rotary(by_hand=True),
+    "positions": Positions,
+    "mask, fused": lambda: Masked(by_hand=False),
+    "mask, by hand": lambda: Masked(by_hand=True),
+    "products": Blurred,
+}
+
+
+def made(kind: str) -> tuple[Any, torch.Tensor]:
+    torch.manual_seed(0)
+    return MODULES[kind](), torch.randn(2, 5, 16)
+
+
+def results(model: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    output = model(x)
+    (output.sin() * torch.arange(1.0, 1 + output.shape[-1])).sum().backward()
+    assert x.grad is not None
+    return [output.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+@pytest.mark.parametrize("kind", MODULES)
+def test_constants_stay_float32_and_mix_with_half(kind: str, level: str) -> None:
+    model, x = made(kind)
+    exact = results(copy.deepcopy(model).double(), x.double())
+    constants = dict(model.named_buffers())
+    before = {name: value.clone() for name, value in constants.items()}
+    preamp.initialize(model, opt_level=level, verbosity=0)
+    assert all(value.dtype is F32 for value in constants.values())
+    assert all(torch.equal(value, before[name]) for name, value in constants.items())
+    eps = torch.finfo(HALF[level]).eps
+    found = results(model, x)
+    assert len(found) == len(exact)
+    for ours, right in zip(found, exact, strict=True):
+        error = (ours.double() - right).norm() / right.norm()
+        assert error < 4 * eps
+    with torch.no_grad():
+        assert (model.eval()(x).double() - exact[0]).norm() < 4 * eps * exact[0].norm()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+@pytest.mark.parametrize("keep", [nn.LayerNorm, "layers.0.*", "*.linear1"])
+def test_nested_tensors_reach_the_attention_of_torch_s_encoder(keep: Any, level: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x, padded = torch.randn(2, 5, 16), torch.tensor([[False] * 4 + [True]] * 2)
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=padded)
+        preamp.initialize(model, opt_level=level, verbosity=0, keep_fp32=keep)
+        found = model(x, src_key_padding_mask=padded)
+    eps = torch.finfo(HALF[level]).eps
+    torch.testing.assert_close(found[:, :4], expected[:, :4], rtol=0, atol=4 * eps)
+
+
+def test_rotary_codes_are_as_exact_as_half_allows() -> None:
+    model, _ = made("rotary, fused")
+    rounded = model.inv_freq.bfloat16().float()
+    angles = 8000 * torch.stack([model.inv_freq.double(), rounded.double()])
+    assert (angles[0].cos() - angles[1].cos()).abs().max() > 0.4  # what rounding them would do
+    preamp.initialize(model, opt_level="O5", verbosity=0)
+    assert torch.equal(model.inv_freq, 1.0 / 10000.0 ** (torch.arange(0, 8, 2) / 8))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+@pytest.mark.parametrize("kind", ["rotary, fused", "mask, by hand"])
+def test_compiled_models_mix_too(kind: str, level: str) -> None:
+    model, x = made(kind)
+    preamp.initialize(model, opt_level=level, verbosity=0)
+    eager = results(model, x)
+    torch._dynamo.reset()
+    compiled = results(torch.compile(model, backend="aot_eager", fullgraph=True), x)
+    torch._dynamo.reset()
+    for ours, wanted in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+def test_kept_weights_widen_products(level: str) -> None:
+    model = Gate(8)
+    preamp.initialize(model, opt_level=level, verbosity=0, keep_fp32="weight")
+    seen: list[Any] = []
+    model.inner.register_forward_hook(lambda _module, _args, out: seen.append(out))
+    output = model(torch.randn(3, 8))
+    right = torch.sigmoid(seen[0].double() @ model.weight.double() + model.bias.double())
+    torch.testing.assert_close(output.double(), right, rtol=1e-6, atol=1e-6)
+
+
+def test_constants_of_another_dtype() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("wide", torch.full((2,), 0.1, dtype=torch.float64), persistent=False)
+    model.register_buffer("narrow", torch.ones(2, dtype=torch.bfloat16), persistent=False)
+    model.register_buffer("whole", torch.arange(2), persistent=False)
+    preamp.initialize(model, opt_level="O5", verbosity=0, allow_half_model=True)
+    found = {name: value.dtype for name, value in model.named_buffers()}
+    assert found == {"wide": F32, "narrow": torch.bfloat16, "whole": torch.int64}
+
+
+# -- buffers that the cast harms -----------------------------------------------------------------
+
+HARMED: dict[str, tuple[torch.Tensor, dict[torch.dtype, str]]] = {
+    "large": (
+        torch.tensor([1e6, 1.5]),
+        {torch.float16: "1e+06 becomes infinite"},
+    ),
+    "whole": (
+        torch.arange(5000.0),
+        {
+            torch.float16: "whole numbers up to 4999 become others",
+            torch.bfloat16: "whole numbers up to 4999 become others",
+        },
+    ),
+    "tiny": (torch.tensor([1e-9, 1.0]), {torch.float16: "values too small for it become 0"}),
+    "small": (
+        torch.linspace(1e-6, 2e-6, 100),
+        {torch.float16: "values near the smallest it has lose most of their digits"},
+    ),
+    "plain": (torch.linspace(0.5, 3, 1001), {}),
+    "exact": (torch.arange(2048.0)[:257], {}),
+    "infinite": (torch.tensor([float("inf"), float("nan"), -0.0, 0.0]), {}),
+    "codes": (torch.sin(torch.arange(1000.0)), {}),
+}
+
+
+@pytest.mark.parametrize("level", HALF_WEIGHTS)
+def test_one_warning_names_the_buffers(level: str) -> None:
+    model = nn.Linear(2, 2)
+    for name, (value, _) in HARMED.items():
+        model.register_buffer(name, value.clone())
+    harm = {name: what[HALF[level]] for name, (_, what) in HARMED.items() if HALF[level] in what}
+    with pytest.warns(UserWarning, match="^The cast to ") as caught:
+        preamp.initialize(model, opt_level=level, verbosity=0)
+    assert [str(one.message) for one in caught] == [
+        f"The cast to {str(HALF[level]).removeprefix('torch.')} changes buffers by more than its "
+        f"rounding: {', '.join(f'{name!r} ({loss})' for name, loss in harm.items())}. Buffers in "
+        "the state_dict are cast as weights are, and have no masters. Pass "
+        f"keep_fp32={list(harm)} to keep them in float32."
+    ]
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_no_warning_where_nothing_is_harmed(level: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for persistent, keep in ((True, "*"), (False, None)):
+            model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+            keep = keep if level in HALF_WEIGHTS else None
+            if level in HALF_WEIGHTS or not persistent:
+                for name, (value, _) in HARMED.items():
+                    model.register_buffer(name, value.clone(), persistent=persistent)
+            preamp.initialize(model, opt_level=level, verbosity=0, keep_fp32=keep)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_statistics_of_batch_norms_count_where_they_are_cast(level: str) -> None:
+    model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2))
+    statistics: Any = model[1].running_var
+    statistics.fill_(1e6)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        preamp.initialize(model, opt_level=level, verbosity=0)
+    assert [("1.running_var" in str(one.message)) for one in caught] == [True] * (level == "O3")

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A new optimizer, op or option of a rule is missed by name in every table that tests run over."""
+
+from __future__ import annotations
+
+import inspect
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+
+from cases import fused
+from cases.optimizers import ALL
+from cases.rule_oracles import ORACLES
+from cases.rules import ROWS
+from checkpoint.runs import FUSED as IN_CHECKPOINTS
+from distributed.sharded_optimizer_checks import BITWISE, WITH_NORMS
+from preamp import optimizers
+from preamp.compat.flat.refusals import check_elementwise
+from preamp.distributed.shard_optimizer import ELEMENTWISE
+from preamp.kernels import OP_NAMES
+from preamp.kernels.ops import Ops
+
+PUBLIC = [name for name in optimizers.__all__ if name != "FP16_Optimizer"]  # a wrapper of others
+UPDATES = [
+    name
+    for name in OP_NAMES
+    if "rule" in inspect.signature(getattr(Ops, name)).parameters
+    if name.endswith("_") and name != "update_"  # which goes by the rule
+]
+
+
+def params() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.arange(1.0, 7.0))]
+
+
+def kinds(*tables: dict[str, Any]) -> set[str]:
+    return {type(make(params())).__name__ for table in tables for make in table.values()}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_optimizer_is_in_every_table(name: str) -> None:
+    assert name in {case.name for case in fused.FUSED}
+    assert name in IN_CHECKPOINTS
+    is_elementwise = getattr(optimizers, name) in ELEMENTWISE
+    assert (name in kinds(BITWISE)) == is_elementwise
+    assert (name in kinds(WITH_NORMS)) >= (not is_elementwise)
+
+
+@pytest.mark.parametrize("op", UPDATES)
+def test_every_update_has_an_oracle_and_rows_for_its_options(op: str) -> None:
+    assert op in ORACLES
+    rules = [row.rule for row in ROWS if row.op == op]
+    for field in type(rules[0]).__slots__:
+        seen = {getattr(rule, field) for rule in rules}
+        kind = type(next(iter(seen)))
+        if issubclass(kind, (bool, Enum)):
+            assert seen == set(kind if issubclass(kind, Enum) else (False, True)), field
+
+
+@pytest.mark.parametrize("case", [*fused.FUSED, *ALL], ids=lambda case: case.name)
+def test_elementwise_is_what_may_be_cut_into_parts(case: Any) -> None:
+    options = {**case.needs, "lr": 0.1} if isinstance(case, fused.FusedCase) else case.options
+    values = torch.tensor([1.0, -2.0, 0.5, 3.0, -0.25, 4.0])
+    whole = [values.clone().requires_grad_()]
+    parts = [part.clone().requires_grad_() for part in values.split([2, 4])]
+    for tensors in (whole, parts):
+        optimizer = case.kind(tensors, **options)
+        for number in range(3):
+            for tensor in tensors:
+                tensor.grad = tensor.detach() - number
+            optimizer.step()
+    is_elementwise = torch.equal(whole[0], torch.cat(parts))
+    assert (case.kind in ELEMENTWISE) == is_elementwise
+    optimizer = case.kind(params(), **options)
+    optimizer.state.clear()  # torch's Adagrad makes it at once
+    if is_elementwise:
+        check_elementwise(optimizer)
+    else:
+        with pytest.raises(TypeError, match="does not update each element by itself"):
+            check_elementwise(optimizer)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The quick suite has every pair of values; quick and rest together are everything."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cases.selection import covering, examples, select
+
+
+@pytest.mark.parametrize("sizes", [(5, 4, 3), (8, 6, 6, 4), (2, 2, 2, 2, 2, 7), (3, 1, 1)])
+def test_every_pair_is_chosen(sizes: tuple[int, ...]) -> None:
+    rows = [row for row in itertools.product(*map(range, sizes)) if sum(row) % 5 != 1]
+
+    def pairs_of(some: list[tuple[int, ...]]) -> set[object]:
+        return {pair for row in some for pair in itertools.combinations(enumerate(row), 2)}
+
+    chosen = [rows[number] for number in covering(rows, 2)]
+    assert pairs_of(chosen) == pairs_of(rows)
+    assert len(set(chosen)) == len(chosen) <= len(rows)
+    assert len(sizes) < 4 or 3 * len(chosen) < len(rows)
+
+
+def test_every_value_is_chosen() -> None:
+    rows = list(itertools.product(range(3), range(6), range(2)))
+    chosen = [rows[number] for number in covering(rows, 1)]
+    assert len(chosen) == 6
+    assert [len(set(values)) for values in zip(*chosen, strict=True)] == [3, 6, 2]
+
+
+@pytest.mark.parametrize("sizes", [(7,), (5, 4), ()])
+def test_one_or_two_parameters_are_taken_whole(sizes: tuple[int, ...]) -> None:
+    rows = list(itertools.product(*map(range, sizes)))
+    assert covering(rows, 2) == list(range(len(rows)))
+
+
+def test_the_suites_share_searches_only(request: pytest.FixtureRequest) -> None:
+    items = [item for item in request.session.items if item.path == request.path]
+    quick, rest = select(items, "quick"), select(items, "rest")
+    assert set(items) == {*quick, *rest} == set(select(items, "all"))
+    assert {item.name for item in {*quick} & {*rest}} <= {"test_a_search"}
+    assert request.node in (*quick, *rest)
+    assert all(item.get_closest_marker("full") is None for item in quick)
+
+
+@given(st.integers())
+def test_a_search(number: int) -> None:
+    assert number is not None
+
+
+@pytest.mark.full
+def test_only_in_the_full_suite(request: pytest.FixtureRequest) -> None:
+    assert request.config.getoption("--suite") != "quick"
+
+
+def test_searches_are_as_long_as_the_profile_says() -> None:
+    most = settings().max_examples
+    assert [examples(100), examples(200), examples(8)] == [most, 2 * most, max(8, most * 8 // 100)]

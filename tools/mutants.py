@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Plant faults one at a time and see whether the tests notice: ``python tools/mutants.py``.
+
+Each fault replaces a text that must stand exactly once in its file, in a copy of the package. The
+tests of its folders run over the copy, the quick ones, and the rest if these pass. What passes
+both survives. Arguments choose faults by a part of their file or text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # as in tests/kernels; read by the import
+
+import pytest
+import torch._dynamo  # noqa: F401 - what every run of pytest would import anew
+import triton  # noqa: F401
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "preamp"
+
+KERNELS = "kernels optim multi_tensor"
+TRITON = "kernels/test_rules.py kernels/test_back_end_rules.py kernels/test_back_ends.py "
+TRITON += "kernels/test_ops.py kernels/triton"
+OPTIM = "optim engine/test_fast_path.py"
+ENGINE = "engine checkpoint optim/test_fused_with_amp.py optim/test_larc.py compat"
+SCALING = "scaling engine/test_step_semantics.py engine/test_matrix.py"
+CASTING = "casting engine/test_initialize.py engine/test_matrix.py"
+
+FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
+    # (file, folders of tests): what stands there, and what a slip would make of it
+    ("kernels/reference/adam.py", KERNELS): (
+        ("v = rule.beta2 * v + (1 - rule.beta2) * g * g", "v = rule.beta2 * v + g * g"),
+        ("size = size * c2**0.5 / c1", "size = size * c2 / c1"),
+        ("if rule.weight_decay != 0 and not rule.decoupled", "if rule.weight_decay != 0"),
+    ),
+    ("kernels/reference/lamb.py", KERNELS): (
+        (
+            "beta3 = 1 - rule.beta1 if rule.grad_averaging",
+            "beta3 = 1 - rule.beta2 if rule.grad_averaging",
+        ),
+        ("ratio = p_norm / u_norm\n", "ratio = p_norm / (u_norm + 1e-3)\n"),
+    ),
+    ("kernels/reference/lars.py", KERNELS): (
+        ("g_norm + rule.weight_decay * p_norm + rule.eps", "g_norm + rule.weight_decay * p_norm"),
+        ("(rule.momentum * m - step if rule.nesterov else m)", "m"),
+    ),
+    ("kernels/reference/novograd.py", KERNELS): (
+        ("torch.where(v < 0, n, blend)", "torch.where(v <= 0, n, blend)"),
+        ("denominator = v / c2**0.5 + rule.eps", "denominator = v / c2 + rule.eps"),
+    ),
+    ("kernels/reference/sgd.py", KERNELS): (
+        ("return first if step == 1 else later", "return later"),
+        ("(1 - rule.dampening) * g", "g"),
+    ),
+    ("kernels/reference/adagrad.py", KERNELS): (
+        ("g / (h.sqrt() + rule.eps)", "g / (h + rule.eps).sqrt()"),
+    ),
+    ("kernels/reference/update.py", KERNELS): (
+        (
+            "return -torch.expm1(self.scalar(step) * log)",
+            "return 1 - torch.exp(self.scalar(step) * log)",
+        ),
+        ("self._store_one(self._half, self._targets[0])", "self._store_one(self._half, p)"),
+        (
+            "rounded = torch.where(skip, target, rounded)",
+            "rounded = rounded * ~skip + target * skip",
+        ),
+        ("if not has_long_sums(tensor):", "if True:"),
+        ("return (a > 0) & (b > 0)", "return a > 0"),
+    ),
+    ("kernels/reference/ops.py", KERNELS): (
+        ("wide = torch.float64 if has_float64 else torch.float32", "wide = torch.float32"),
+        ("torch.isfinite(max_abs).all()", "~torch.isinf(max_abs).any()"),
+        (
+            "grad.copy_(wide if addend is None else wide + addend.to(dtype))",
+            "grad.copy_(wide).add_(0 if addend is None else addend)",
+        ),
+    ),
+    ("kernels/triton/device/adam.py", TRITON): (
+        ("if DECAYS and DECOUPLED:", "if DECOUPLED and not DECAYS:"),
+        (
+            "divide(m, root(v + number(eps, MATH), MATH), MATH)",
+            "divide(m, root(v, MATH) + number(eps, MATH), MATH)",
+        ),
+    ),
+    ("kernels/triton/device/walk.py", TRITON): (
+        ("rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16", "rounded = (bits + 0x8000) >> 16"),
+        ("tl.where(is_nan, 0x7FC0, rounded)", "rounded"),
+        ("narrow(widen(raw, P, p.dtype), H)", "narrow(p, H)"),
+        (
+            "tl.where(tl.load(found_inf_at) != 0, 0, count)",
+            "tl.where(tl.load(found_inf_at) == 1, 0, count)",
+        ),
+    ),
+    ("kernels/triton/device/novograd.py", TRITON): (
+        ("blend = tl.where(v < 0, norm, blend)", "blend = tl.where(v <= 0, norm, blend)"),
+    ),
+    ("kernels/triton/device/reductions.py", TRITON): (
+        (
+            "tl.where(bits < infinity_bits(MATH), bits, 0)",
+            "tl.where(bits <= infinity_bits(MATH), bits, 0)",
+        ),
+    ),
+    ("optim/fused/norms.py", OPTIM): (
+        ("if max_norm == 0 or not entries:", "if not entries:"),
+        ("    norm = norm * scale\n", ""),
+        (
+            "torch.where(norm > max_norm, max_norm / norm, one) * scale",
+            "torch.where(norm > max_norm, max_norm / norm, one)",
+        ),
+    ),
+    ("optim/fused/on_device.py", OPTIM): (
+        ("step += 1 if found_inf is None else", "step += 1 if True else"),
+        ("torch.where(self.found_inf != 0, torch.ones_like(factor), factor)", "factor"),
+    ),
+    ("optim/fused/novograd.py", OPTIM): (
+        ('start = 0.0 if group["init_zero"] else NO_NORM_YET', "start = NO_NORM_YET"),
+        ("self.moment_mode == 0", "self.moment_mode != 0"),
+    ),
+    ("optim/larc.py", "optim engine/test_step_semantics.py"): (
+        ("(norm != 0) & (grad_norm != 0)", "grad_norm != 0"),
+        ("ratio = (ratio / rate_of(group)).clamp(max=1.0)", "ratio = ratio.clamp(max=1.0)"),
+    ),
+    ("optim/masters.py", ENGINE): (
+        ("if original is None else original.float()", ""),
+        ("and value.shape == param.shape\n", ""),
+    ),
+    ("scaling/records.py", SCALING): (
+        (
+            "(state.scale * self.backoff_factor).clamp(min=self.floor)",
+            "state.scale * self.backoff_factor",
+        ),
+        ("grows = tracker >= self.growth_interval", "grows = tracker > self.growth_interval"),
+        ("torch.where(grows, 0, tracker)", "tracker"),
+    ),
+    ("scaling/scaler.py", SCALING): (
+        ("torch.maximum(self.found_inf, found_inf.to(self.device))", "found_inf.to(self.device)"),
+        (
+            "        self.found_inf.zero_()\n        self.generation += 1\n",
+            "        self.found_inf.zero_()\n",
+        ),
+        ("wide = loss if loss.dtype is torch.float64 else loss.float()", "wide = loss.float()"),
+    ),
+    ("casting/wrappers.py", CASTING): (
+        (
+            "tensor.dtype in CASTABLE and tensor.device.type == device_type",
+            "tensor.device.type == device_type",
+        ),
+        ("return has_half and has_float32", "return has_half"),
+        ('kind(*mapped) if hasattr(kind, "_fields") else kind(mapped)', "list(mapped)"),
+    ),
+    ("casting/regions.py", CASTING): (
+        ("if bracket.nesting == around and CASTS.disabled is None:", "if CASTS.disabled is None:"),
+        ("    if CASTS.disabled is None:\n        cache", "    if True:\n        cache"),
+    ),
+    ("casting/thread_casts.py", CASTING): (
+        ("            torch.clear_autocast_cache()\n", ""),
+        ("        _drop_abandoned()\n", "        pass\n"),
+    ),
+    ("casting/autocast_state.py", CASTING): (
+        (
+            'return None if kwargs.get("out") is not None else found\n    for arg',
+            "return found\n    for arg",
+        ),
+    ),
+    ("engine/clip.py", ENGINE): (
+        ("_EPS = 1e-6", "_EPS = 0.0"),
+        ("(max_norm / (norm + _EPS)).clamp(max=1.0)", "max_norm / (norm + _EPS)"),
+    ),
+    ("engine/session.py", ENGINE): (
+        ("self.skips_in_row + 1 if skipped else 0", "self.skips_in_row + int(skipped)"),
+        ("self.found_inf = None  # the overflowed gradients", "pass  # the overflowed gradients"),
+        ("            self.masters.absorb_external_writes()\n", ""),
+    ),
+    ("engine/known_norm.py", ENGINE): (
+        ("return bool(torch.isfinite(norm))", "return True"),
+        ("!= version_of(grad) for grad in grads)", "is None for grad in grads)"),
+    ),
+    ("engine/adjustments.py", ENGINE): (("late.is_due |= is_due", "late.is_due = is_due"),),
+}
+
+
+def text_of(file: str) -> str:
+    """The source of a file of the package; nothing if there is none."""
+    path = PACKAGE / file
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def noticed_by(tests: str, suite: str, folder: Path) -> str:
+    """The first test that fails over the package in ``folder``, in a fork; empty if none does."""
+    output = folder / "output.txt"
+    child = os.fork()
+    if child == 0:
+        status = 3
+        try:
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
+            signal.alarm(3600)
+            os.chdir(ROOT)
+            os.environ["PYTHONPATH"] = str(folder)
+            sys.path.insert(0, str(folder))
+            options = ["-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--suite", suite]
+            status = pytest.main([*options, *(f"tests/{name}" for name in tests.split())])
+        finally:
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    printed = output.read_text("utf-8")
+    if status < 0:
+        return f"signal {-status}"
+    if status > 1:
+        raise SystemExit(printed)
+    return re.findall(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)[-1] if status else ""
+
+
+def chosen(words: Sequence[str]) -> Iterator[tuple[str, str, str, str]]:
+    """File, tests, old and new text of the faults that ``words`` choose; of all without any."""
+    for (file, tests), faults in FAULTS.items():
+        for old, new in faults:
+            if not words or any(word in file or word in old for word in words):
+                yield file, tests, old, new
+
+
+def main(words: Sequence[str]) -> int:
+    """Print what each suite notices; return the number of survivors."""
+    lost = [f"{file}: {old}" for file, _, old, _ in chosen(words) if text_of(file).count(old) != 1]
+    if lost:
+        raise SystemExit("\n".join(["What should stand once in a file does not:", *lost]))
+    survivors = 0
+    for file, tests, old, new in chosen(words):
+        with tempfile.TemporaryDirectory() as name:
+            copy = Path(shutil.copytree(PACKAGE, Path(name, "preamp")))
+            (copy / file).write_text(text_of(file).replace(old, new), encoding="utf-8")
+            quick = noticed_by(tests, "quick", Path(name))
+            rest = "" if quick else noticed_by(tests, "rest", Path(name))
+        survivors += not (quick or rest)
+        print(f"{'quick' if quick else 'rest' if rest else 'SURVIVED'}: {file}")
+        print(f"    {old.strip()!r} → {new.strip()!r}\n    {quick or rest}", flush=True)
+    print(f"{survivors} survived")
+    return survivors
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 1))
