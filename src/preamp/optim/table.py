@@ -866,8 +866,9 @@ class WeightTable(WeightPairs):
         """
         if not self.compares:
             return
+        rounds = rounds and self.is_fresh and not self.is_sharded
         for row in range(len(self)):
-            if rounds and self.is_fresh and row not in self.loaded and not self.is_sharded:
+            if rounds and row not in self.loaded:
                 with torch.no_grad():
                     self.masters[row].copy_(self.halves[row])
                 self.note_written((row,))
