@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from preamp.engine.engine import Engine
-from preamp.engine.lookup import engine_of
+from preamp.engine.engine import Engine, engine_of
 
 
 def _engine(of: Any) -> Engine:

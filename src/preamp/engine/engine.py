@@ -7,17 +7,18 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from preamp.casting import PATCH_LOCK, settle_thread
 from preamp.casting.modules import Conversion
+from preamp.core.errors import PreampStateError, message
 from preamp.core.link import Link
 from preamp.core.undo import UndoStack, run_all
 from preamp.engine import refusals
-from preamp.engine.adjustments import Adjustments
+from preamp.engine.events import Events
 from preamp.engine.joint_findings import Means
 from preamp.engine.ledger import Ledger
 from preamp.engine.names import ParameterNames
@@ -32,11 +33,19 @@ from preamp.engine.sharding import Unreduced
 from preamp.engine.state import load_scalers, make_scaler, scalers_state
 from preamp.engine.teardown import weights_given_back
 from preamp.engine.weights import exact_value, exact_weights, load_exact, trust_masters
+from preamp.optim import LARC
 from preamp.policy import Policy
 from preamp.scaling import LossScaler
+from preamp.scaling.scaler import Adjustments
 
 if TYPE_CHECKING:
     from preamp.numerics import History
+
+
+ATTRIBUTE = "_preamp_link"
+"""Name of the attribute that holds the link, on models and optimizers."""
+
+_WRAPPED_IN = ("module", "_orig_mod")  # DistributedDataParallel and DataParallel; torch.compile
 
 
 class Engine:
@@ -53,6 +62,7 @@ class Engine:
         ledger: What became of the optimizer steps.
         adjustments: When loss scales react.
         order: In which order backwards make gradients.
+        events: Whom to tell what happens.
         tracer: Watches the modules where that was asked for.
         recorder: Makes the records of `history`.
         device: Where loss scales and flags live: that of the first parameter.
@@ -99,7 +109,8 @@ class Engine:
         self.order = BackwardOrder()
         limit, told, names = policy.max_consecutive_skips, recording.verbosity, self.names.of
         self.ledger = Ledger(self.scalers, names, limit=limit, verbosity=told, order=self.order)
-        self.tracer = make_tracer(self.models)
+        self.events = Events()
+        self.tracer = make_tracer(self.models, self.events)
         self.ledger.on_skip.append(self.tracer.told)
         self.sessions = make_sessions(
             self.optimizers, ops, self.names.of, self.reductions, has_masters=policy.master_weights
@@ -278,7 +289,8 @@ class Engine:
 
     def _end_step(self, session: OptimizerSession) -> None:
         self.adjustments.catch_up(session)
-        self.tracer.end_step()
+        for tell in self.events.step_over:
+            tell(session)
 
     def applied_step(self, session: OptimizerSession) -> None:
         """Take note of a step that updated the weights."""
@@ -306,3 +318,48 @@ class Engine:
         """Take note of a step whose outcome the host does not know yet."""
         self._end_step(session)
         self.ledger.decided_on_device(session, found_inf)
+
+
+def bare(optimizer: Any) -> Any:
+    """Return the optimizer inside a `LARC`; anything else as it is."""
+    return optimizer.optim if isinstance(optimizer, LARC) else optimizer
+
+
+def find_engine(thing: Any) -> Engine | None:
+    """Return the open engine of a model or optimizer, or ``None``.
+
+    A model wrapped in DistributedDataParallel, DataParallel or ``torch.compile`` is looked into,
+    and so is `LARC`.
+    """
+    thing = bare(thing)
+    own: dict[str, Any] = getattr(thing, "__dict__", {})
+    if isinstance(own.get(ATTRIBUTE), Link):
+        target = cast("Link[object]", own[ATTRIBUTE]).target
+        if isinstance(target, Engine):
+            return target
+    modules: dict[str, Any] = own.get("_modules", {})
+    for name in _WRAPPED_IN:
+        if modules.get(name) is not None:
+            return find_engine(modules[name])
+    return None
+
+
+def engine_of(thing: Any) -> Engine:
+    """Return the engine that ``preamp.initialize`` made for a model or an optimizer.
+
+    Args:
+        thing: A model or optimizer given to ``initialize``; wrappers are looked through.
+
+    Raises:
+        PreampStateError: It has none: it never had, or its engine was closed.
+    """
+    engine = find_engine(thing)
+    if engine is None:
+        raise PreampStateError(
+            message(
+                f"This {type(thing).__name__} has no engine",
+                "Models and optimizers have one from preamp.initialize until Engine.close",
+                "Pass it to preamp.initialize first, and keep the same object",
+            )
+        )
+    return engine

@@ -14,16 +14,17 @@ from preamp.engine.recording import Recording
 if TYPE_CHECKING:
     from preamp.engine.agreement import RankComparison
     from preamp.engine.engine import Engine
+    from preamp.engine.events import Events
     from preamp.engine.recorder import Recorder
     from preamp.engine.trace import Tracer
     from preamp.numerics import RunRecord
 
 
-def make_tracer(models: Sequence[nn.Module]) -> Tracer:
+def make_tracer(models: Sequence[nn.Module], events: Events) -> Tracer:
     """Return what watches the modules of ``models`` where that is asked for."""
     from preamp.engine.trace import Tracer
 
-    return Tracer(models)
+    return Tracer(models, events)
 
 
 def make_comparison(engine: Engine) -> RankComparison:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 REDUCED = frozenset({True})
 LOCAL = frozenset({False})
+NO_ANSWER: frozenset[bool] = frozenset()
 
 
 class Reductions:
@@ -45,6 +46,7 @@ class Reductions:
     Attributes:
         unreduced: How many forwards or blocks so far were under ``no_sync``; whoever remembers an
             earlier number may hold gradients of this rank alone.
+        unasked: Wrappers that ran in evaluation mode, whose ranks were not compared yet.
         comparison: Called once for each wrapper and each sharded model, on all of its ranks.
         on_forward: Called when a model runs, may refuse it.
         joint: What ranks tell each other that hold parts of the same parameters.
@@ -59,7 +61,7 @@ class Reductions:
         self._around: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._forwards: set[bool] = set()  # since the latest block
         self._agreed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._unasked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self.unasked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self.comparison: RankComparison | None = None
 
     def note(self, model: nn.Module) -> None:
@@ -83,7 +85,7 @@ class Reductions:
             if self._is_new(wrapper):
                 self._compare(wrapper)
             elif wrapper not in self._agreed:
-                self._unasked.add(wrapper)
+                self.unasked.add(wrapper)
             self._around.add(wrapper)
             self._forwards.add(bool(wrapper.require_backward_grad_sync))
             self.unreduced += not wrapper.require_backward_grad_sync
@@ -97,12 +99,12 @@ class Reductions:
         Raises:
             PreampStateError: Ranks differ.
         """
-        if not self._unasked:
+        if not self.unasked:
             return
         own = set(map(id, params()))
-        for wrapper in tuple(self._unasked):
+        for wrapper in tuple(self.unasked):
             if own.intersection(map(id, parameters_in(wrapper))):
-                self._unasked.discard(wrapper)
+                self.unasked.discard(wrapper)
                 if wrapper not in self._agreed:
                     self._compare(wrapper)
 
@@ -120,6 +122,11 @@ class Reductions:
             wrapper.register_forward_pre_hook(_refuse_closed)
 
     @property
+    def splits(self) -> Splits:
+        """Over which ranks parameters are split."""
+        return self.joint.splits
+
+    @property
     def are_by_hand(self) -> bool:
         """Whether there are other ranks, and no wrapper that gives all of them one's weights."""
         if not has_other_ranks() or self.joint.splits.given or self._around:
@@ -129,8 +136,6 @@ class Reductions:
 
     def begin_block(self) -> frozenset[bool]:
         """Return whether the coming backward is reduced: one answer, or both if it may be."""
-        if not has_process_group():
-            return frozenset()
         inside = (part for model in self._models for part in model.modules())
         wrappers = [part for part in inside if isinstance(part, DistributedDataParallel)]
         answers = {bool(w.require_backward_grad_sync) for w in (*wrappers, *self._around)}

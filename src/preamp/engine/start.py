@@ -49,9 +49,7 @@ def make_recorder(engine: Engine, recording: Recording) -> Recorder:
         engine.process_undo.push(audit.stop)
     if recording.numerics != "off":
         recorder.inventory = Inventory(engine, audit)
-    engine.ledger.on_call.append(recorder.step_called)
-    engine.ledger.on_skip.append(recorder.step_skipped)
-    engine.ledger.on_step.append(recorder.step_settled)
+    recorder.listen(engine.events, engine.ledger)
     return recorder
 
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import required
 
 from preamp.core.dtypes import math_dtype
 from preamp.core.splits import Splits
-from preamp.core.tensors import has_sharded
+from preamp.core.tensors import are_same, dtype_of, has_sharded
 from preamp.kernels.shards import place_gradients
 from preamp.optim.fused.checks import check_gradient, check_group
 from preamp.optim.fused.entries import Entries, entries_of
@@ -172,19 +172,35 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         if not params:
             return []
         dtype = math_dtype(params[0].dtype) if key in self._wide_state else params[0].dtype
-        found: list[torch.Tensor] = []
-        for param, state in zip(params, self._states_of(params), strict=True):
-            value = state.get(key)
+        states = self._states_of(params)
+        found: list[Any] = [state.get(key) for state in states]
+        if not any([value is None for value in found]) and set(map(dtype_of, found)) == {dtype}:
+            return found
+        for place, (param, state, value) in enumerate(zip(params, states, found, strict=True)):
             if value is None:
-                value = state[key] = make(param, dtype)
+                found[place] = state[key] = make(param, dtype)
             elif value.dtype is not dtype:  # the model was cast, and the state with it
-                value = state[key] = value.to(dtype)
-            found.append(value)
+                found[place] = state[key] = value.to(dtype)
         return found
 
     def _states_of(self, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
-        states: dict[Any, dict[str, Any]] = self.state
-        return [states[param] for param in params]
+        """The state dicts of ``params``: those of the step before, if all is where it was then.
+
+        To look one up takes a call of Python, which ``torch.Tensor.__hash__`` is.
+        """
+        state: dict[Any, dict[str, Any]] = self.state
+        kept: _KeptStates = vars(self).setdefault("_kept_states", {})
+        ids, every = list(map(id, params)), list(state.values())
+        known = kept.get(ids[0])
+        if known is not None and known[0] == ids and are_same(every, known[1]):
+            return known[2]
+        states = [state[param] for param in params]
+        kept[ids[0]] = (ids, list(state.values()), states)
+        return states
+
+
+_KeptStates = dict[int, tuple[list[int], list[dict[str, Any]], list[dict[str, Any]]]]
+"""By the first parameter: all of the batch, all states of the optimizer then, and the batch's."""
 
 
 def evaluate(closure: Closure | None) -> Any:

@@ -5,19 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
 
-from preamp.core.tensors import stored_grad
+from preamp.core.tensors import device_of, dtype_of, stored_grad
 from preamp.kernels import Update
 from preamp.optim.master_parameter import MASTER_KINDS, leaves_of
 from preamp.optim.table import Twin
-
-_device_of: Callable[[Any], torch.device] = attrgetter("device")
-_dtype_of: Callable[[Any], torch.dtype] = attrgetter("dtype")
-_layout_of: Callable[[Any], torch.layout] = attrgetter("layout")
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +26,7 @@ class Entries:
         halves: What gets the new value rounded as well, or ``None``.
         factors: float32 scalars that unscale gradients, or ``None``.
         twins: Of those that are masters.
+        are_alike: Whether all go into one batch, as far as is known already.
     """
 
     params: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
@@ -37,6 +34,7 @@ class Entries:
     halves: list[torch.Tensor | None] = field(default_factory=list["torch.Tensor | None"])
     factors: list[torch.Tensor | None] = field(default_factory=list["torch.Tensor | None"])
     twins: list[Twin | None] = field(default_factory=list["Twin | None"])
+    are_alike: bool = False
 
     def __len__(self) -> int:
         """How many there are."""
@@ -49,12 +47,7 @@ class Entries:
 
     def kinds(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """A parameter and its gradient for each combination of dtypes and layout."""
-        columns = (
-            map(_dtype_of, self.params),
-            map(_dtype_of, self.grads),
-            map(_layout_of, self.grads),
-        )
-        if all([len(set(column)) == 1 for column in columns]):
+        if self.are_alike:
             return ((self.params[0], self.grads[0]),)
         pairs = zip(self.params, self.grads, strict=True)
         return {(p.dtype, g.dtype, g.layout): (p, g) for p, g in pairs}.values()
@@ -113,7 +106,8 @@ def _consecutive_rows(params: Sequence[Any]) -> Entries | None:
     grads = [grad for grad in table.grads[start:stop] if grad is not None]
     factors: list[torch.Tensor | None] = [record.factor] * n
     twins: list[Twin | None] = [*table.twins[start:stop]]
-    return Entries([*masters], grads, [*table.halves[start:stop]], factors, twins)
+    are_alike = table.are_alike and len(set(map(dtype_of, grads))) == 1
+    return Entries([*masters], grads, [*table.halves[start:stop]], factors, twins, are_alike)
 
 
 def _one_by_one(params: Sequence[Any]) -> Entries:
@@ -215,10 +209,12 @@ def batches(
     """
     if not entries:
         return []
+    if entries.are_alike and apart is None:
+        return [_batch(entries)]
     keys: list[list[Hashable]] = [
-        list(map(_device_of, entries.params)),
-        list(map(_dtype_of, entries.params)),
-        list(map(_dtype_of, entries.grads)),
+        list(map(device_of, entries.params)),
+        list(map(dtype_of, entries.params)),
+        list(map(dtype_of, entries.grads)),
         [None if half is None else half.dtype for half in entries.halves],
         list(map(id, entries.factors)),
     ]
