@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from preamp.engine import overflow, session
 from preamp.kernels import dispatch
-from preamp.optim.fused import on_device
+from preamp.optim.fused import base as on_device
 
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, cast
 
 import torch
@@ -24,9 +24,20 @@ stored_grad: Callable[[torch.Tensor], torch.Tensor | None] = _GRAD_SLOT.__get__
 store_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _GRAD_SLOT.__set__
 """Set the gradient in a parameter itself, past a subclass's ``grad`` property."""
 
-dtype_of: Callable[[Any], torch.dtype] = cast("Any", torch.Tensor).dtype.__get__
-device_of: Callable[[Any], torch.device] = cast("Any", torch.Tensor).device.__get__
-layout_of: Callable[[Any], torch.layout] = cast("Any", torch.Tensor).layout.__get__
+# Faster still: no object is made for the call.
+grad_of: Callable[[Any], torch.Tensor | None] = attrgetter("grad")
+dtype_of: Callable[[Any], torch.dtype] = attrgetter("dtype")
+device_of: Callable[[Any], torch.device] = attrgetter("device")
+layout_of: Callable[[Any], torch.layout] = attrgetter("layout")
+_own_version: Callable[[Any], int] = attrgetter("_version")
+
+
+def kinds_of(kind: Callable[[Any], Any], tensors: Sequence[torch.Tensor | None]) -> set[Any]:
+    """Their dtypes, devices or layouts, whichever `dtype_of` and its like return."""
+    try:
+        return set(map(kind, tensors))
+    except AttributeError:  # there is a None
+        return {kind(tensor) for tensor in tensors if tensor is not None}
 
 
 def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
@@ -92,7 +103,10 @@ def versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
 
 def plain_versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     """`versions_of` tensors of which none is sharded."""
-    return [-1 if tensor is None else tensor._version for tensor in tensors]  # noqa: SLF001
+    try:
+        return list(map(_own_version, tensors))
+    except AttributeError:  # there is a None
+        return [-1 if tensor is None else tensor._version for tensor in tensors]  # noqa: SLF001
 
 
 def host_reaches(tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from preamp.casting import settle_thread
 from preamp.core.errors import PreampStateError, message
 from preamp.core.ranks import has_process_group
+from preamp.core.tensors import dtype_of, has_sharded, kinds_of
 from preamp.engine import refusals
 from preamp.engine.engine import Engine, bare, engine_of, find_engine
 from preamp.engine.order import Watch
@@ -335,7 +336,15 @@ def clip_grad_norm_(
                 owners += halves
                 grads += half_grads
                 factors += own
-            norm = engine.reductions.joint.norm(ops, grads, factors, owners, engine.device)
+            joint = engine.reductions.joint
+            if (
+                joint.splits.given
+                or has_sharded(owners)
+                or torch.float64 in kinds_of(dtype_of, made)
+            ):
+                norm = joint.norm(ops, grads, factors, owners, engine.device)
+            else:
+                norm = ops.l2norm(grads, factors, engine.device)
         for tell in engine.events.norm_taken:
             tell(session, norm)
     else:

@@ -351,7 +351,7 @@ class GradientBooks:
             float32 scalar on the device, 1.0 if any new gradient is infinite or nan; ``None``
             for static scales, which do not look.
         """
-        leaves = self.leaves()
+        leaves = self._leaves
         if self._has_claimed:
             own = {*map(id, self._own), *(id(half) for t in self.tables for half in t.halves)}
             leaves = [leaf for leaf in leaves if id(leaf) in own]
@@ -404,7 +404,7 @@ class GradientBooks:
 
     def marks(self) -> object:
         """What differs once gradients are no longer those that the latest backward has left."""
-        grads = [param.grad for param in self.direct_params()]
+        grads = [param.grad for param in self._direct_params]
         return [(id(t), t.changes) for t in self.tables], list(map(id, grads)), versions_of(grads)
 
     def _holds_earlier(self) -> bool:

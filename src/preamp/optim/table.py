@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from operator import is_
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,7 +29,11 @@ from preamp.core.errors import PreampStateError, message
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import (
     WeightMarks,
+    device_of,
+    grad_of,
     is_sharded,
+    kinds_of,
+    layout_of,
     local_of,
     plain_versions,
     store_grad,
@@ -462,9 +467,12 @@ class WeightTable(WeightPairs):
             PreampStateError: It rewrote one that has a loss scale on it, or that is only a part
                 of what was accumulated. Nothing of that row was taken in.
         """
-        now = list(map(stored_grad, self.halves))
+        now = list(map(grad_of, self.halves))
+        are_same = all(map(is_, now, self.grads))
+        if are_same and all(map(is_, now, repeat(None))):
+            return
         versions = self._versions_of(now)
-        if versions == self.versions and all(map(is_, now, self.grads)):
+        if are_same and versions == self.versions:
             return
         if self._are_multiplied_by_one(now, versions):
             self.versions = versions
@@ -686,7 +694,7 @@ class WeightTable(WeightPairs):
         self.reconcile()  # may refuse before anything is moved
         bases = self.bases()
         self.zeros_aside.clear()
-        if self.records.count(None) < len(self) or _has_any(bases):
+        if self.may_have_bases or _has_any(self.records):
             zeroed = {row for row, record in enumerate(self.records) if record and record.is_zeroed}
             alone = {row for row in zeroed if bases[row] is None}  # nothing is added to zeros
             self.materialize([row for row in self.pending_rows() if row not in alone])
@@ -705,9 +713,11 @@ class WeightTable(WeightPairs):
                     self.halves[row].grad = (base * carry).to(self.halves[row].dtype)
 
     def _forget_half_gradients(self, but: Collection[int] = ()) -> None:
-        for row, half in enumerate(self.halves):
-            if not but or row not in but:
-                half.grad = None
+        kept = [(self.halves[row], stored_grad(self.halves[row])) for row in but]
+        for half in self.halves:
+            half.grad = None
+        for half, grad in kept:
+            half.grad = grad
         self._sample = self._arrived = None
         self.grads, self.records = [None] * len(self), [None] * len(self)
         self.versions = [-1] * len(self)
@@ -718,9 +728,8 @@ class WeightTable(WeightPairs):
         Raises:
             PreampStateError: One is sparse.
         """
-        self._arrived = grads = list(map(stored_grad, self.halves))
-        layouts = {grad.layout for grad in grads if grad is not None}
-        if layouts <= {torch.strided}:
+        self._arrived = grads = list(map(grad_of, self.halves))
+        if kinds_of(layout_of, grads) <= {torch.strided}:
             return grads
         for twin, grad in zip(self.twins, grads, strict=True):
             if grad is not None and grad.is_sparse:
@@ -756,7 +765,7 @@ class WeightTable(WeightPairs):
         if not self.may_have_bases and not self.zeros_aside:
             return
         self._arrived = None
-        without = [row for row, g in enumerate(list(map(stored_grad, self.halves))) if g is None]
+        without = [row for row, g in enumerate(list(map(grad_of, self.halves))) if g is None]
         for row in without:
             if id(self.halves[row]) in self._placeholders.dropped:
                 continue
@@ -781,9 +790,9 @@ class WeightTable(WeightPairs):
         self.end()
         # Sharded ones may have been placed anew since they arrived.
         arrived, self._arrived = None if self.has_sharded else self._arrived, None
-        self.grads = list(map(stored_grad, self.halves)) if arrived is None else arrived
+        self.grads = list(map(grad_of, self.halves)) if arrived is None else arrived
         self.versions = self._versions_of(self.grads)
-        devices = {grad.device for grad in self.grads if grad is not None}
+        devices = kinds_of(device_of, self.grads)
         made = {device: Record(factors(device), is_plain=is_plain) for device in devices}
         if len(made) == 1:
             (record,) = made.values()
@@ -812,7 +821,7 @@ class WeightTable(WeightPairs):
     def note_raw(self) -> None:
         """A block ends that leaves its gradients scaled: remember them as they are."""
         self._forget_dropped()
-        now = list(map(stored_grad, self.halves))
+        now = list(map(grad_of, self.halves))
         versions = self._versions_of(now)
         self.raw = [None if g is None else v for g, v in zip(now, versions, strict=True)]
 
@@ -820,7 +829,7 @@ class WeightTable(WeightPairs):
         """Take in that the script dropped or zeroed gradients left scaled, and so all of them."""
         if self.raw is None:
             return
-        now = list(map(stored_grad, self.halves))
+        now = list(map(grad_of, self.halves))
         versions = self._versions_of(now)
         for row, (raw, grad) in enumerate(zip(self.raw, now, strict=True)):
             if raw is None or (grad is not None and versions[row] == raw):
@@ -879,7 +888,7 @@ class WeightTable(WeightPairs):
             in_backward: Whether a ``scale_loss`` block is under way. What came before it stays
                 noted then, and nothing is hidden.
         """
-        now = list(map(stored_grad, self.halves))
+        now = list(map(grad_of, self.halves))
         for grad in now:
             if grad is not None:
                 if grad.grad_fn is not None:  # of create_graph; a view in DDP's buckets has none

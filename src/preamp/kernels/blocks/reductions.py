@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from preamp.core.dtypes import math_dtype
+from preamp.core.tensors import dtype_of
 from preamp.kernels.blocks.cut import (
     REFERENCE,
     Cut,
     InBlocks,
     Plan,
     copy_,
-    dtype_of,
     geometry_of,
     regular,
     split,

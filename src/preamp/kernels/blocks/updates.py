@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
+from preamp.core.tensors import dtype_of
 from preamp.kernels.blocks.cut import (
     REFERENCE,
     Block,
@@ -23,7 +24,6 @@ from preamp.kernels.blocks.cut import (
     check_shapes,
     copy_,
     copy_where_wanted,
-    dtype_of,
     flatten,
     geometry_of,
     plan_of,
