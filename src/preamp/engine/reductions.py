@@ -49,12 +49,14 @@ class Reductions:
         unasked: Wrappers that ran in evaluation mode, whose ranks were not compared yet.
         comparison: Called once for each wrapper and each sharded model, on all of its ranks.
         on_forward: Called when a model runs, may refuse it.
+        splits: Over which ranks parameters are split.
         joint: What ranks tell each other that hold parts of the same parameters.
     """
 
     def __init__(self, models: Sequence[nn.Module], splits: Splits | None = None) -> None:
         """Look into ``models``, and around them when they run; ``splits`` are their parameters'."""
-        self.joint = JointFindings(splits or Splits())
+        self.splits = splits or Splits()
+        self.joint = JointFindings(self.splits)
         self.on_forward: Callable[[], None] | None = None
         self.unreduced = 0
         self._models = models
@@ -122,14 +124,9 @@ class Reductions:
             wrapper.register_forward_pre_hook(_refuse_closed)
 
     @property
-    def splits(self) -> Splits:
-        """Over which ranks parameters are split."""
-        return self.joint.splits
-
-    @property
     def are_by_hand(self) -> bool:
         """Whether there are other ranks, and no wrapper that gives all of them one's weights."""
-        if not has_other_ranks() or self.joint.splits.given or self._around:
+        if not has_other_ranks() or self.splits.given or self._around:
             return False
         inside = [part for model in self._models for part in model.modules()]
         return not any([isinstance(part, DistributedDataParallel) for part in inside])

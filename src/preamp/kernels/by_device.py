@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from preamp.core.tensors import has_sharded, locals_of
-from preamp.kernels.joining import stack
 from preamp.kernels.ops import Census, Ops, Tensors
 from preamp.kernels.rules import LambRule, Rule, Update
 from preamp.kernels.shards import sharded_as
+from preamp.kernels.vectors import stack
 
 _is_on_cpu: Callable[[Any], bool] = attrgetter("is_cpu")
 

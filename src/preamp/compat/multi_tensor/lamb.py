@@ -17,7 +17,7 @@ from preamp.compat.multi_tensor.applier import TensorLists
 from preamp.compat.multi_tensor.checks import check_mode, checked
 from preamp.core.dtypes import math_dtype
 from preamp.kernels import LambRule, LarsRule, Scalar, Update, backend
-from preamp.kernels.joining import stack
+from preamp.kernels.vectors import stack
 
 Tensors = Sequence[torch.Tensor]
 LISTS = ("grads", "params", "exp_avgs", "exp_avg_sqs")

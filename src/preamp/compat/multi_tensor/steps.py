@@ -9,7 +9,7 @@ from preamp.compat.multi_tensor.applier import TensorLists
 from preamp.compat.multi_tensor.checks import Call, check_mode, checked
 from preamp.core.dtypes import HALF_DTYPES, dtype_name
 from preamp.kernels import AdagradRule, LarsRule, NovoGradRule, SgdRule, Update, backend
-from preamp.kernels.joining import stack
+from preamp.kernels.vectors import stack
 
 
 def _check_dtypes_of_sgd(call: Call) -> None:

@@ -19,11 +19,11 @@ from typing import Any, cast
 import torch
 
 from preamp.core.errors import message
-from preamp.core.tensors import dtype_of, host_reaches, layout_of
-from preamp.kernels.joining import cat
-from preamp.kernels.ops import Ops, Tensors
+from preamp.core.tensors import dtype_of, layout_of
+from preamp.kernels.ops import Tensors
 from preamp.kernels.reference import Reference
 from preamp.kernels.rules import Scalar
+from preamp.kernels.vectors import cat
 
 Column = Sequence["torch.Tensor | None"]
 """One list of an op: parameters, gradients, moments … ``None`` where a place has no such tensor."""
@@ -53,35 +53,6 @@ class Sizes:
     large: int = 1 << 18
     large_at_least: int = 1 << 19
     joined: int = 1 << 24
-
-
-class InBlocks(Ops):
-    """What the ops of this back end share.
-
-    Args:
-        sizes: Of the blocks.
-        reads: Whether values on a CPU may be read; else it is treated as any other device.
-    """
-
-    name = "blocks"
-
-    def __init__(self, sizes: Sizes = Sizes(), *, reads: bool = True) -> None:
-        self._sizes = sizes
-        self._reads = reads
-
-    def _is_near(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` has the memory of a CPU, which is read at once."""
-        return self._reads and host_reaches(tensor)
-
-    def _small(self, *, near: bool) -> int:
-        """Elements of a block where a computation makes temporaries."""
-        return self._sizes.small * torch.get_num_threads() if near else self._sizes.joined
-
-    def _large(self, *, near: bool) -> int:
-        """Elements of a block where it makes none."""
-        if not near:
-            return self._sizes.joined
-        return max(self._sizes.large * torch.get_num_threads(), self._sizes.large_at_least)
 
 
 class Workspace:
