@@ -16,7 +16,7 @@ from preamp.checkpoint.shards import Box, Frame, Shard
 from preamp.core.errors import bad_state, bad_type
 from preamp.core.tensors import stored_grad
 from preamp.engine import Engine, find_engine
-from preamp.engine.engine import bare
+from preamp.engine.loop import bare
 from preamp.kernels import fsdp
 from preamp.optim import MasterParameter, Twin, leaf_of, pair_of
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from preamp.engine.engine import Engine, engine_of
+from preamp.engine.engine import Engine
+from preamp.engine.loop import engine_of
 
 
 def _engine(of: Any) -> Engine:

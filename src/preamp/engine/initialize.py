@@ -29,8 +29,9 @@ from preamp.core.splits import splits_over
 from preamp.core.undo import run_all, set_attribute
 from preamp.engine import checks
 from preamp.engine.announce import announce
-from preamp.engine.engine import ATTRIBUTE, Engine, find_engine
+from preamp.engine.engine import Engine
 from preamp.engine.joint_findings import Means
+from preamp.engine.loop import ATTRIBUTE, find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.engine.params import master_types
 from preamp.engine.parts import make_comparison, run_record

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -32,12 +32,21 @@ from preamp.kernels.data_parallel import (
     uses_reducer,
 )
 
-if TYPE_CHECKING:
-    from preamp.engine.agreement import RankComparison
-
 REDUCED = frozenset({True})
 LOCAL = frozenset({False})
 NO_ANSWER: frozenset[bool] = frozenset()
+
+
+class Comparison(Protocol):
+    """Compares the ranks that train a model; see ``engine/agreement.py``."""
+
+    def of_shards(self, model: nn.Module) -> None:
+        """Of a sharded model."""
+        ...
+
+    def of_wrapper(self, wrapper: DistributedDataParallel) -> None:
+        """Of a wrapped one."""
+        ...
 
 
 class Reductions:
@@ -64,7 +73,7 @@ class Reductions:
         self._forwards: set[bool] = set()  # since the latest block
         self._agreed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.unasked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self.comparison: RankComparison | None = None
+        self.comparison: Comparison | None = None
 
     def note(self, model: nn.Module) -> None:
         """Look at the forward of ``model`` that begins; at the first in training compare ranks.

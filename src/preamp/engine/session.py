@@ -168,7 +168,7 @@ class KnownNorm:
 
 def _is_sound(norm: torch.Tensor, grads: Sequence[torch.Tensor]) -> bool:
     """Whether the squares of scaled gradients cannot have overflowed; float16 ones cannot."""
-    if norm.device.type == "cpu":
+    if host_reaches(norm):
         return bool(torch.isfinite(norm))
     return all(grad.dtype is torch.float16 for grad in grads)
 

@@ -16,8 +16,7 @@ from preamp.compat.wrapper import OptimizerWrapper
 from preamp.core.errors import PreampStateError, message
 from preamp.core.log import say
 from preamp.core.undo import UndoStack, set_attribute
-from preamp.engine.engine import find_engine
-from preamp.engine.loop import check_loss
+from preamp.engine.loop import check_loss, find_engine
 from preamp.engine.optimizer_hooks import SCHEDULER_MARK
 from preamp.kernels import backend
 from preamp.optim import DirectGradients
