@@ -338,6 +338,7 @@ class World:
         self.delayed: list[tuple[int, float] | None] = [None, None]
         self.is_stale = [False, False]  # a skipped step has left its gradients
         self.spent: set[str] = set()
+        self.unscaled: set[str] = set()  # with a master, and a half gradient made outside of blocks
         self.halved = [0, 0]
         self.has_delayed = [False, False]
         self.started = False
@@ -411,6 +412,7 @@ class World:
                 self.read(name)  # or a gradient dropped unseen could not be told from a rewrite
         self.log.append(f"loss({call.parts!r}, {call.index}).backward()")
         loss_of(self.ours, call.parts, call.index).backward()
+        self.unscaled.update(n for n in params if self.master(n) is not None)
         self.master_written, self.started = [False, False], True
         self.drop_spent(owners)
         self.theirs(call.parts, call.index)
@@ -489,6 +491,7 @@ class World:
         """What becomes of earlier gradients."""
         self.drop_spent(owners)
         for i in owners:
+            self.unscaled -= set(self.names(i))
             delayed = self.delayed[i]
             if delayed is not None and not self.grads(i):
                 self.delayed[i], self.overflowed[i] = None, False
@@ -638,29 +641,24 @@ class World:
         fresh = [
             n
             for n in self.grads(i)
-            if self.master(n) is not None and self.both(n)[0].grad is not None
+            if self.master(n) is not None
+            and self.both(n)[0].grad is not None
+            and n not in self.unscaled  # which may be clipped so
         ]
         if not fresh or not self.is_scaled:
             return
-        if max_norm == math.inf:
-            if self.avoids("the norm of scaled gradients"):
+        before = {n: self.both(n)[0].grad.clone() for n in fresh}  # type: ignore[union-attr]
+        self.log.append(f"torch.clip_grad_norm_(parameters of opt{i}, {max_norm})")
+        nn.utils.clip_grad_norm_(held, max_norm)
+        if all(torch.equal(self.both(n)[0].grad, was) for n, was in before.items()):  # type: ignore[arg-type]
+            if any(bool(was.any()) for was in before.values()):
+                return  # multiplied by one
+            # Zeros where earlier gradients are, multiplied by whatever: may be refused.
+            if not self.refused(lambda: [p.grad for p in preamp.master_params(self.opts[i])]):
                 return
-            self.log.append(f"torch.clip_grad_norm_(parameters of opt{i}, inf)")
-            norm = nn.utils.clip_grad_norm_(held, max_norm)
-            if norm.isfinite():
-                return
-        else:
-            if self.avoids("clip of scaled gradients to nothing"):
-                return
-            if not any(bool(self.both(n)[0].grad.any()) for n in fresh):  # type: ignore[union-attr]
-                return
-            self.log.append(f"torch.clip_grad_norm_(parameters of opt{i}, {max_norm})")
-            nn.utils.clip_grad_norm_(held, max_norm)
         self.log.append(f"opt{i}.step()  # refused")
-        before = [p.detach().clone() for p in preamp.master_params(self.opts[i])]
         assert self.refused(self.opts[i].step), "a step on gradients clipped while scaled"
-        for param, was in zip(preamp.master_params(self.opts[i]), before, strict=True):
-            assert torch.equal(param, was)
+        self.check(i)  # what the script wrote to half weights may have been taken in
         self.zero(i, to_none=True)
 
     def read(self, name: str) -> None:
