@@ -11,6 +11,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,38 @@ def test_asking_for_the_norm_changes_nothing(level: str, scale: Any, read: bool)
     pair.check_grads()
     pair.step()
     pair.check()
+
+
+@with_masters
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_clip_of_zeros_in_place_of_earlier_gradients_drops_nothing(
+    level: str, scale: float, failing: bool
+) -> None:
+    """They lie there where a block brought nothing new, and would stay zeros."""
+    pair = Pair(level, loss_scale=scale)
+    pair.backward(0, "a")
+    with suppress(KeyError), preamp.scale_loss(pair.loss(1, "b"), pair.optimizer) as scaled:
+        scaled.backward()
+        if failing:
+            raise KeyError
+    clip_grad_norm_(pair.model.get_submodule("a").parameters(), 2.0**-12)
+    with pytest.raises(preamp.PreampStateError, match="was changed in place"):
+        pair.optimizer.step()
+
+
+@with_masters
+@pytest.mark.parametrize("door", ["zeros", "None"])
+@pytest.mark.parametrize("read", [False, True])
+def test_asking_for_the_norm_after_one_gradient_went(level: str, door: str, read: bool) -> None:
+    """Others than that one were multiplied by one."""
+    pair = Pair(level, loss_scale=128.0)
+    pair.backward(0)
+    zero_both(pair, f"some, {door}")
+    if read:
+        pair.check_grads()
+    assert clip_grad_norm_(pair.model.parameters(), math.inf).isfinite()
+    finish(pair)
 
 
 @with_masters

@@ -667,7 +667,8 @@ class WeightTable(WeightPairs):
         """Give rows that got no new gradient zeros for one, if they have an earlier one.
 
         The earlier one is in the master; without anything on the model's side, a script that
-        drops the model's gradients could not reach it.
+        drops the model's gradients could not reach it. The zeros are negative: zeroed by a script
+        they are not, while a clip that saw no more of the gradient leaves them so, and is refused.
         """
         without = [row for row, g in enumerate(list(map(stored_grad, self.halves))) if g is None]
         for row in without:
@@ -676,7 +677,7 @@ class WeightTable(WeightPairs):
             is_stored = self.base(row) is not None
             if is_stored or (row in self.zeros_aside and not self.is_open):
                 half = self.halves[row]
-                half.grad = zeros = torch.zeros_like(half)
+                half.grad = zeros = torch.full_like(half, -0.0)
                 if not self.is_open:
                     record = Record(None) if is_stored else self.zeroed(zeros)
                     self.note(row, zeros, record)
