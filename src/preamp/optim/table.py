@@ -375,7 +375,7 @@ class WeightTable(WeightPairs):
         self.loaded: set[int] = set()
         self._placeholders = Placeholders()
         self._plain: dict[torch.device, Record] = {}
-        self._sample: tuple[list[int], list[torch.Tensor]] | None = None  # rows, values
+        self._sample: dict[int, torch.Tensor] = {}  # values of a few rows
 
     def add(self, twin: Twin) -> None:
         """Add a row whose half weight is its rounded master."""
@@ -401,7 +401,7 @@ class WeightTable(WeightPairs):
 
     def note(self, row: int, grad: torch.Tensor | None, record: Record | None = None) -> None:
         """Note the half gradient of one row."""
-        self._sample = None
+        self._sample.pop(row, None)
         self.grads[row], self.records[row] = grad, record
         self.versions[row] = -1 if grad is None else version_of(grad)
 
@@ -427,41 +427,39 @@ class WeightTable(WeightPairs):
         versions = versions_of(now)
         if versions == self.versions and all(map(is_, now, self.grads)):
             return
-        if self._are_multiplied_by_one(now, versions):
-            self.versions = versions
-            return
+        for row in self._multiplied_by_one(now, versions):
+            self.versions[row] = versions[row]
         seen = zip(now, self.grads, versions, self.versions, strict=True)
         for row in [row for row, (a, b, v, w) in enumerate(seen) if a is not b or v != w]:
             self._take_in(row, now[row])
 
-    def _are_multiplied_by_one(
+    def _multiplied_by_one(
         self, now: Sequence[torch.Tensor | None], versions: Sequence[int]
-    ) -> bool:
-        """Whether all gradients were written to alike, and those in the sample kept their values.
+    ) -> list[int]:
+        """The rows that were written to as often as all were, if those sampled kept their values.
 
         So it is after ``torch.nn.utils.clip_grad_norm_`` with a norm that no gradient exceeds,
         which multiplies by one. Synchronises, where they were written to at all.
         """
-        if self._sample is None or not all(map(is_, now, self.grads)):
-            return False
-        pairs = zip(versions, self.versions, strict=True)
-        if len({v - w for v, w in pairs if v >= 0}) != 1:
-            return False
-        rows, values = self._sample
-        pairs_of_values = zip(values, self._values_of(rows), strict=True)
-        return any([bool(value.any()) for value in values]) and all(
-            [torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs_of_values]
-        )
-
-    def _values_of(self, rows: Sequence[int]) -> list[torch.Tensor]:
-        grads = [grad for grad in map(self.grads.__getitem__, rows) if grad is not None]
-        return [local_of(grad).detach().reshape(-1)[:_SAMPLED].clone() for grad in grads]
+        pairs = enumerate(zip(now, self.grads, versions, self.versions, strict=True))
+        writes = {row: v - w for row, (a, b, v, w) in pairs if a is not None and a is b}
+        least = min(writes.values(), default=0)
+        if least == 0:
+            return []
+        sample = [
+            (was, _few_of(grad))
+            for row, was in self._sample.items()
+            if (grad := now[row]) is not None and writes.get(row) == least
+        ]
+        same = [torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in sample]
+        if not all(same) or not any([bool(was.any()) for was, _ in sample]):
+            return []
+        return [row for row, count in writes.items() if count == least]
 
     def _take_sample(self) -> None:
         """Remember a few values, to tell later whether a write to all gradients changed any."""
-        rows = [row for row, grad in enumerate(self.grads) if grad is not None]
-        rows = rows[:: max(1, len(rows) // 4)][:4]
-        self._sample = (rows, self._values_of(rows)) if rows else None
+        seen = [(row, grad) for row, grad in enumerate(self.grads) if grad is not None]
+        self._sample = {row: _few_of(grad) for row, grad in seen[:: max(1, len(seen) // 4)][:4]}
 
     def _take_in(self, row: int, now: torch.Tensor | None) -> None:
         record = self.records[row]
@@ -639,7 +637,7 @@ class WeightTable(WeightPairs):
         for row, grad in enumerate(list(map(stored_grad, self.halves))):
             if grad is not None and row not in but:
                 self.halves[row].grad = None
-        self._sample = None
+        self._sample = {}
         self.grads, self.records = [None] * len(self), [None] * len(self)
         self.versions = [-1] * len(self)
 
@@ -703,7 +701,7 @@ class WeightTable(WeightPairs):
             self.records = [None if grad is None else record for grad in self.grads]
         else:
             self.records = [None if grad is None else made[grad.device] for grad in self.grads]
-        self._sample = None
+        self._sample = {}
         if not is_plain or self.has_bases:
             self._take_sample()
 
@@ -753,7 +751,7 @@ class WeightTable(WeightPairs):
         if len(self.owners) > 1:
             return
         self._drop_bases()
-        self._sample = None
+        self._sample = {}
         self.grads = list(map(stored_grad, self.halves))
         self.versions = versions_of(self.grads)
         self.records = [
@@ -900,6 +898,10 @@ def _has_any(column: Sequence[object]) -> bool:
 
 
 def _is_zeroed(grad: torch.Tensor) -> bool:
+def _few_of(grad: torch.Tensor) -> torch.Tensor:
+    return local_of(grad).detach().reshape(-1)[:_SAMPLED].clone()
+
+
     """Whether somebody zeroed ``grad``. Synchronises.
 
     Multiplied by zero, as by a clip whose norm overflowed, negative values become minus zero.
