@@ -751,6 +751,18 @@ def test_quiet_writes_before_the_first_block(
     pair.check()
 
 
+@levels
+@pytest.mark.parametrize("write", QUIET_WRITES)
+def test_quiet_writes_before_a_step_without_a_block(
+    level: str, write: Callable[[nn.Module], None]
+) -> None:
+    """The first block may be of another optimizer."""
+    pair = Pair(level)
+    expect_written(pair, write)
+    pair.step()
+    pair.check()
+
+
 @with_masters
 @pytest.mark.parametrize("write", QUIET_WRITES)
 @pytest.mark.parametrize("loaded", ["model", "optimizer", "engine", "amp"])

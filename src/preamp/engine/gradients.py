@@ -96,13 +96,18 @@ class GradientBooks:
                 may_be_overwritten=plan.may_reduce,
             )
             self.is_open = True
+            self.compare_weights()
             for table in self.tables:
-                if table.compares:  # mostly not, and who reduces is a walk over all modules
-                    table.compare(rounds=self._reductions.are_by_hand)
                 table.begin(carry)
         else:
             self._reconcile_raw()
         self.is_open = True
+
+    def compare_weights(self) -> None:
+        """Take in what was written without a trace after weights were made or loaded."""
+        for table in self.tables:
+            if table.compares:  # mostly not, and who reduces is a walk over all modules
+                table.compare(rounds=self._reductions.are_by_hand)
 
     def _reconcile_raw(self) -> None:
         """Take in what the script dropped or zeroed of gradients left scaled."""

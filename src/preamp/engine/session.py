@@ -228,6 +228,7 @@ class OptimizerSession:
         self.check_unscaled()
         if self.masters is not None:
             self.masters.adopt()
+            self.gradients.compare_weights()  # there may have been no block of this optimizer
             for table in self.masters.tables:
                 table.absorb()
 
