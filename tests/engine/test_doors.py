@@ -898,6 +898,17 @@ def test_what_is_zeroed_beside_scaled_gradients_is_zeros(level: str, how: str, t
 
 
 @levels
+def test_what_is_dropped_beside_scaled_gradients_is_not_zeroed_later(level: str) -> None:
+    for scale in SCALES:
+        pair = Pair(level, loss_scale=scale)
+        pair.backward(0)
+        pair.backward(1, delay_unscale=True)
+        zero_both(pair, "some, None")
+        zero_both(pair, "optimizer, zeros")
+        finish(pair)
+
+
+@levels
 @zeroing
 def test_zeroing_inside_a_block_reaches_what_came_before(level: str, how: str) -> None:
     if how.endswith("zeros"):

@@ -788,6 +788,7 @@ class WeightTable(WeightPairs):
             in_backward: Whether a ``scale_loss`` block is under way. What came before it stays
                 noted then, and nothing is hidden.
         """
+        self.reconcile_raw()  # what was dropped is not zeros
         now = list(map(stored_grad, self.halves))
         for grad in now:
             if grad is not None:
@@ -897,11 +898,11 @@ def _has_any(column: Sequence[object]) -> bool:
     return any([value is not None for value in column])
 
 
-def _is_zeroed(grad: torch.Tensor) -> bool:
 def _few_of(grad: torch.Tensor) -> torch.Tensor:
     return local_of(grad).detach().reshape(-1)[:_SAMPLED].clone()
 
 
+def _is_zeroed(grad: torch.Tensor) -> bool:
     """Whether somebody zeroed ``grad``. Synchronises.
 
     Multiplied by zero, as by a clip whose norm overflowed, negative values become minus zero.
