@@ -451,7 +451,7 @@ class World:
             f"{', delay_overflow_check=True' if call.checks_late else ''}) as scaled: "
             f"scaled.backward()" + ("; raise" if fails else "")
         )
-        scale = self.engine.loss_scale(call.loss_id)
+        scale = self.engine.scaler(call.loss_id).generation  # after a block it may be another one
         self.begin(owners, call.loss_id, scale)
         # What was left scaled and is not finite is found by this block, and belongs to all its
         # optimizers; so may be what had overflowed before anything was left scaled.
@@ -483,11 +483,13 @@ class World:
         if self.is_dynamic and not keeps_scale:
             for i in owners:
                 if poison or raw:
-                    self.overflowed[i] = True
+                    # Whether zeros from before are fresh gradients later is nobody's business.
+                    zeros = bool(self.grads(i)) and not self.holds(i)
+                    self.overflowed[i] = "maybe" if zeros else True
                 elif mixed:
                     self.overflowed[i] = self.overflowed[i] or "maybe"
 
-    def begin(self, owners: list[int], loss_id: int, scale: float) -> None:
+    def begin(self, owners: list[int], loss_id: int, scale: int) -> None:
         """What becomes of earlier gradients."""
         self.drop_spent(owners)
         for i in owners:
@@ -499,8 +501,10 @@ class World:
                 self.delayed[i] = None
                 if self.is_dynamic and not _finite(self.grads(i)):
                     self.overflowed[i] = True
-            elif delayed is None and self.overflowed[i] and not self.holds(i):
-                self.overflowed[i] = False
+            elif delayed is None:
+                maybe = self.overflowed[i] == "maybe"
+                if not (self.grads(i) if maybe else self.holds(i)):
+                    self.overflowed[i] = False
 
     # -- steps ---------------------------------------------------------------------------------
 
