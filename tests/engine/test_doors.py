@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 import preamp
 from cases.levels import BY_NAME, LEVEL_NAMES, WITH_MASTERS
-from cases.models import values
+from cases.models import Parts, values
 from cases.pair import Pair, adam, sgd
 from cases.ranks import run_ranks
 from cases.tolerances import assert_same
@@ -983,6 +983,26 @@ def test_one_overflow_halves_the_scale_once(level: str, dropped: bool) -> None:
         assert pair.engine.last_step_skipped
         for now, was in zip(values(pair.optimizer), before, strict=True):
             assert_same(now, was)
+
+@levels
+def test_one_overflow_left_scaled_in_two_optimizers_halves_the_scale_once(level: str) -> None:
+    """Found in one of them first, at the next block of its own."""
+    model = Parts()
+    opts = [sgd(part.parameters()) for part in (model.a, model.b)]
+    preamp.initialize(model, opts, opt_level=level, loss_scale="dynamic", verbosity=0)
+    for factor, parts, owners, delays in (
+        (math.inf, "ab", opts, True),
+        (2.0**-10, "a", opts[:1], False),
+        (2.0**-10, "ab", opts, False),
+    ):
+        loss = model(torch.ones(2, 3), parts).float().sum() * factor
+        with preamp.scale_loss(loss, owners, delay_unscale=delays) as scaled:
+            scaled.backward()
+    assert engine_of(model).loss_scale() == 2.0**15
+    for opt in opts:
+        opt.step()
+        assert engine_of(model).last_step_skipped
+
 
 
 # -- the older wrappers (11) -------------------------------------------------------------------

@@ -140,7 +140,9 @@ class OptimizerSession:
             if books.may_be_local:  # other ranks do not know of an overflow here yet
                 adjustments.later(delayed.scaler, [self], settled[0], is_due=False)
             else:
-                delayed.scaler.record(self.unheard(settled[0]))
+                # Of a scale that has fallen since it says nothing new.
+                is_news = delayed.scaler.scale >= delayed.note.scale
+                delayed.scaler.record(self.unheard(settled[0]) * is_news)
         self.backwards += 1
 
     def begin_backward(self, plan: Plan, claimed: set[int]) -> None:
