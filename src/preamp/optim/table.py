@@ -37,7 +37,7 @@ from preamp.core.tensors import (
 )
 from preamp.kernels import Ops
 from preamp.kernels.shards import set_data
-from preamp.optim.direct import Placeholders
+from preamp.optim.direct import Placeholders, is_zeroed
 from preamp.optim.master_parameter import master_parameter
 from preamp.optim.part import Holding, Part
 
@@ -482,7 +482,7 @@ class WeightTable(WeightPairs):
                 self.keep(row, None)
             self.note(row, now, self.plain(now))
             return
-        if now is not self.grads[row] or not _is_zeroed(now):
+        if now is not self.grads[row] or not is_zeroed(now):
             raise _changed_in_place(now, self.twins[row].name, is_plain=record.is_plain)
         # Zeros are a gradient, as in plain torch: momentum and weight decay stay in effect.
         self.keep(row, None)
@@ -736,7 +736,7 @@ class WeightTable(WeightPairs):
         for row, (raw, grad) in enumerate(zip(self.raw, now, strict=True)):
             if raw is None or (grad is not None and versions[row] == raw):
                 continue
-            if grad is None or _is_zeroed(grad):
+            if grad is None or is_zeroed(grad):
                 self.keep(row, None)
                 self.zeros_aside.discard(row)
                 self.raw[row] = None if grad is None else versions[row]
@@ -900,15 +900,6 @@ def _has_any(column: Sequence[object]) -> bool:
 
 def _few_of(grad: torch.Tensor) -> torch.Tensor:
     return local_of(grad).detach().reshape(-1)[:_SAMPLED].clone()
-
-
-def _is_zeroed(grad: torch.Tensor) -> bool:
-    """Whether somebody zeroed ``grad``. Synchronises.
-
-    Multiplied by zero, as by a clip whose norm overflowed, negative values become minus zero.
-    """
-    local = local_of(grad)
-    return not bool(local.any()) and not bool(torch.signbit(local).any())
 
 
 def _changed_in_place(tensor: torch.Tensor, name: str, *, is_plain: bool) -> PreampStateError:
