@@ -138,6 +138,7 @@ class Backward(Call):
         poison: Whether the loss is infinite; at dynamic scales only.
         fails: Whether the body raises after its backward.
         checks_late: Whether a later block adjusts the loss scale, by ``delay_overflow_check``.
+        zeroes: Whether the body zeroes the model's gradients first.
     """
 
     parts: str
@@ -149,6 +150,7 @@ class Backward(Call):
     fails: bool = False
     outside: bool = False
     checks_late: bool = False
+    zeroes: bool = False
 
     def run(self, world: World) -> None:
         if self.outside:
@@ -469,6 +471,8 @@ class World:
                 delay_unscale=call.delay,
                 delay_overflow_check=call.checks_late,
             ) as scaled:
+                if call.zeroes and not fails and len(owners) == len(self.opts):
+                    self.zero("model", to_none=False)
                 scaled.backward()
                 if fails:
                     raise Left

@@ -56,6 +56,7 @@ backwards = st.builds(
     fails=rarely,
     outside=rarely,
     checks_late=rarely,
+    zeroes=rarely,
 )
 zeros = st.builds(Zero, st.sampled_from([0, 1, "model"]), booleans)
 clips = st.builds(
