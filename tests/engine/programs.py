@@ -471,7 +471,7 @@ class World:
                 delay_unscale=call.delay,
                 delay_overflow_check=call.checks_late,
             ) as scaled:
-                if call.zeroes and not fails and len(owners) == len(self.opts):
+                if call.zeroes and not fails and len(owners) == 2 and not any(self.delayed):
                     self.zero("model", to_none=False)
                 scaled.backward()
                 if fails:
@@ -649,10 +649,10 @@ class World:
         fresh = [
             n
             for n in self.grads(i)
-            if self.master(n) is not None
-            and self.both(n)[0].grad is not None
-            and n not in self.unscaled  # which may be clipped so
+            if self.master(n) is not None and self.both(n)[0].grad is not None
         ]
+        if not self.unscaled.isdisjoint(fresh):  # which may be clipped so
+            return
         if not fresh or not self.is_scaled:
             return
         before = {n: self.both(n)[0].grad.clone() for n in fresh}  # type: ignore[union-attr]
