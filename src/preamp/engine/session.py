@@ -263,13 +263,18 @@ class GradientBooks:
                 may_be_overwritten=plan.may_reduce,
             )
             self.is_open = True
+            self.compare_weights()
             for table in self.tables:
-                if table.compares:  # mostly not, and who reduces is a walk over all modules
-                    table.compare(rounds=self._reductions.are_by_hand)
                 table.begin(carry)
         else:
             self._reconcile_raw()
         self.is_open = True
+
+    def compare_weights(self) -> None:
+        """Take in what was written without a trace after weights were made or loaded."""
+        for table in self.tables:
+            if table.compares:  # mostly not, and who reduces is a walk over all modules
+                table.compare(rounds=self._reductions.are_by_hand)
 
     def _reconcile_raw(self) -> None:
         """Take in what the script dropped or zeroed of gradients left scaled."""
@@ -645,7 +650,9 @@ class OptimizerSession:
             if books.may_be_local:  # other ranks do not know of an overflow here yet
                 adjustments.later(delayed.scaler, [self], settled[0], is_due=False)
             else:
-                delayed.scaler.record(self.unheard(settled[0]))
+                # Of a scale that has fallen since it says nothing new.
+                is_news = delayed.scaler.scale >= delayed.note.scale
+                delayed.scaler.record(self.unheard(settled[0]) * is_news)
         self.backwards += 1
 
     def begin_backward(self, plan: Plan, claimed: set[int]) -> None:
@@ -733,6 +740,7 @@ class OptimizerSession:
         self.check_unscaled()
         if self.masters is not None:
             self.masters.adopt()
+            self.gradients.compare_weights()  # there may have been no block of this optimizer
             for table in self.masters.tables:
                 table.absorb()
 

@@ -43,7 +43,7 @@ from preamp.core.tensors import (
 )
 from preamp.kernels import Ops
 from preamp.kernels.shards import set_data
-from preamp.optim.direct import Placeholders
+from preamp.optim.direct import Placeholders, is_zeroed
 from preamp.optim.master_parameter import master_parameter
 from preamp.optim.part import Holding, Part
 
@@ -410,7 +410,7 @@ class WeightTable(WeightPairs):
         self.loaded: set[int] = set()
         self._placeholders = Placeholders()
         self._plain: dict[torch.device, Record] = {}
-        self._sample: tuple[list[int], list[torch.Tensor]] | None = None  # rows, values
+        self._sample: dict[int, torch.Tensor] = {}  # values of a few rows
 
     def add(self, twin: Twin) -> None:
         """Add a row whose half weight is its rounded master."""
@@ -437,7 +437,7 @@ class WeightTable(WeightPairs):
 
     def note(self, row: int, grad: torch.Tensor | None, record: Record | None = None) -> None:
         """Note the half gradient of one row."""
-        self._sample = None
+        self._sample.pop(row, None)
         self.changes += 1
         self.grads[row], self.records[row] = grad, record
         self.versions[row] = -1 if grad is None else version_of(grad)
@@ -474,41 +474,39 @@ class WeightTable(WeightPairs):
         versions = self._versions_of(now)
         if are_same and versions == self.versions:
             return
-        if self._are_multiplied_by_one(now, versions):
-            self.versions = versions
-            return
+        for row in self._multiplied_by_one(now, versions):
+            self.versions[row] = versions[row]
         seen = zip(now, self.grads, versions, self.versions, strict=True)
         for row in [row for row, (a, b, v, w) in enumerate(seen) if a is not b or v != w]:
             self._take_in(row, now[row])
 
-    def _are_multiplied_by_one(
+    def _multiplied_by_one(
         self, now: Sequence[torch.Tensor | None], versions: Sequence[int]
-    ) -> bool:
-        """Whether all gradients were written to alike, and those in the sample kept their values.
+    ) -> list[int]:
+        """The rows that were written to as often as all were, if those sampled kept their values.
 
         So it is after ``torch.nn.utils.clip_grad_norm_`` with a norm that no gradient exceeds,
         which multiplies by one. Synchronises, where they were written to at all.
         """
-        if self._sample is None or not all(map(is_, now, self.grads)):
-            return False
-        pairs = zip(versions, self.versions, strict=True)
-        if len({v - w for v, w in pairs if v >= 0}) != 1:
-            return False
-        rows, values = self._sample
-        pairs_of_values = zip(values, self._values_of(rows), strict=True)
-        return any([bool(value.any()) for value in values]) and all(
-            [torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs_of_values]
-        )
-
-    def _values_of(self, rows: Sequence[int]) -> list[torch.Tensor]:
-        grads = [grad for grad in map(self.grads.__getitem__, rows) if grad is not None]
-        return [local_of(grad).detach().reshape(-1)[:_SAMPLED].clone() for grad in grads]
+        pairs = enumerate(zip(now, self.grads, versions, self.versions, strict=True))
+        writes = {row: v - w for row, (a, b, v, w) in pairs if a is not None and a is b}
+        least = min(writes.values(), default=0)
+        if least == 0:
+            return []
+        sample = [
+            (was, _few_of(grad))
+            for row, was in self._sample.items()
+            if (grad := now[row]) is not None and writes.get(row) == least
+        ]
+        same = [torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in sample]
+        if not all(same) or not any([bool(was.any()) for was, _ in sample]):
+            return []
+        return [row for row, count in writes.items() if count == least]
 
     def _take_sample(self) -> None:
         """Remember a few values, to tell later whether a write to all gradients changed any."""
-        rows = [row for row, grad in enumerate(self.grads) if grad is not None]
-        rows = rows[:: max(1, len(rows) // 4)][:4]
-        self._sample = (rows, self._values_of(rows)) if rows else None
+        seen = [(row, grad) for row, grad in enumerate(self.grads) if grad is not None]
+        self._sample = {row: _few_of(grad) for row, grad in seen[:: max(1, len(seen) // 4)][:4]}
 
     def _take_in(self, row: int, now: torch.Tensor | None) -> None:
         record = self.records[row]
@@ -531,7 +529,7 @@ class WeightTable(WeightPairs):
                 self.keep(row, None)
             self.note(row, now, self.plain(now))
             return
-        if now is not self.grads[row] or not _is_zeroed(now):
+        if now is not self.grads[row] or not is_zeroed(now):
             raise _changed_in_place(now, self.twins[row].name, is_plain=record.is_plain)
         # Zeros are a gradient, as in plain torch: momentum and weight decay stay in effect.
         self.keep(row, None)
@@ -718,7 +716,7 @@ class WeightTable(WeightPairs):
             half.grad = None
         for half, grad in kept:
             half.grad = grad
-        self._sample = self._arrived = None
+        self._sample, self._arrived = {}, None
         self.grads, self.records = [None] * len(self), [None] * len(self)
         self.versions = [-1] * len(self)
 
@@ -760,7 +758,8 @@ class WeightTable(WeightPairs):
         """Give rows that got no new gradient zeros for one, if they have an earlier one.
 
         The earlier one is in the master; without anything on the model's side, a script that
-        drops the model's gradients could not reach it.
+        drops the model's gradients could not reach it. The zeros are negative: zeroed by a script
+        they are not, while a clip that saw no more of the gradient leaves them so, and is refused.
         """
         if not self.may_have_bases and not self.zeros_aside:
             return
@@ -772,7 +771,7 @@ class WeightTable(WeightPairs):
             is_stored = self.base(row) is not None
             if is_stored or (row in self.zeros_aside and not self.is_open):
                 half = self.halves[row]
-                half.grad = zeros = torch.zeros_like(half)
+                half.grad = zeros = torch.full_like(half, -0.0)
                 if not self.is_open:
                     record = Record(None) if is_stored else self.zeroed(zeros)
                     self.note(row, zeros, record)
@@ -799,7 +798,7 @@ class WeightTable(WeightPairs):
             self.records = [None if grad is None else record for grad in self.grads]
         else:
             self.records = [None if grad is None else made[grad.device] for grad in self.grads]
-        self._sample = None
+        self._sample = {}
         if not is_plain or self.has_bases:
             self._take_sample()
 
@@ -834,7 +833,7 @@ class WeightTable(WeightPairs):
         for row, (raw, grad) in enumerate(zip(self.raw, now, strict=True)):
             if raw is None or (grad is not None and versions[row] == raw):
                 continue
-            if grad is None or _is_zeroed(grad):
+            if grad is None or is_zeroed(grad):
                 self.keep(row, None)
                 self.zeros_aside.discard(row)
                 self.raw[row] = None if grad is None else versions[row]
@@ -849,7 +848,7 @@ class WeightTable(WeightPairs):
         if len(self.owners) > 1:
             return
         self._drop_bases()
-        self._sample = None
+        self._sample = {}
         self.versions = self._versions_of(self.grads)
         if (record := self.shared_record) is not None:
             self.records = [_SPENT[record.is_plain]] * len(self)
@@ -888,6 +887,7 @@ class WeightTable(WeightPairs):
             in_backward: Whether a ``scale_loss`` block is under way. What came before it stays
                 noted then, and nothing is hidden.
         """
+        self.reconcile_raw()  # what was dropped is not zeros
         now = list(map(grad_of, self.halves))
         for grad in now:
             if grad is not None:
@@ -997,13 +997,8 @@ def _has_any(column: Sequence[object]) -> bool:
     return any([value is not None for value in column])
 
 
-def _is_zeroed(grad: torch.Tensor) -> bool:
-    """Whether somebody zeroed ``grad``. Synchronises.
-
-    Multiplied by zero, as by a clip whose norm overflowed, negative values become minus zero.
-    """
-    local = local_of(grad)
-    return not bool(local.any()) and not bool(torch.signbit(local).any())
+def _few_of(grad: torch.Tensor) -> torch.Tensor:
+    return local_of(grad).detach().reshape(-1)[:_SAMPLED].clone()
 
 
 def _sparse(name: str) -> PreampStateError:
