@@ -20,7 +20,7 @@ from preamp.casting.op_lists import OP_TABLE
 from preamp.casting.patches import PATCHES, Rank, Wrapper, wrap_raw
 from preamp.casting.reports import wrap_report
 from preamp.casting.wrappers import AnyFunction, wrap_float, wrap_half, wrap_promote
-from preamp.core.errors import message
+from preamp.core.errors import bad_type, bad_value
 from preamp.kernels import wide_half
 
 Fn = TypeVar("Fn")
@@ -56,24 +56,20 @@ def _promote(fn: AnyFunction) -> AnyFunction:
 def _register(module: Any, name: str, caller: str, wrap: Wrapper, report: Wrapper) -> None:
     if not hasattr(module, name):
         label = getattr(module, "__name__", type(module).__name__)
-        raise ValueError(
-            message(
-                f"{caller}({label}, {name!r}): there is no such attribute",
-                f"the name must be one that {label} has now",
-                "Check the spelling, and that the module that defines it has been imported",
-            )
+        raise bad_value(
+            f"{caller}({label}, {name!r}): there is no such attribute",
+            f"the name must be one that {label} has now",
+            "Check the spelling, and that the module that defines it has been imported",
         )
     try:  # now, since what cannot be wrapped would fail every later engine
         if not callable(getattr(module, name)):
             raise TypeError("it is not callable")
         PATCHES.add(module, name, Rank.REGISTERED, wrap).remove()
     except (AttributeError, TypeError) as error:
-        raise TypeError(
-            message(
-                f"{caller}({module!r}, {name!r}): this attribute cannot be replaced ({error})",
-                "it must be a function in a Python module, class or instance",
-                "Register it where your program looks it up, such as torch or torch.Tensor",
-            )
+        raise bad_type(
+            f"{caller}({module!r}, {name!r}): this attribute cannot be replaced ({error})",
+            "it must be a function in a Python module, class or instance",
+            "Register it where your program looks it up, such as torch or torch.Tensor",
         ) from error
     for install, rank, layer in (
         (FUNCTION_CASTS, Rank.REGISTERED, wrap),

@@ -15,7 +15,7 @@ from preamp.compat.amp_state import amp_state
 from preamp.compat.handle import AmpHandle
 from preamp.compat.stash import attach_stashes
 from preamp.compat.wrapper import OptimizerWrapper
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state
 from preamp.core.log import say
 from preamp.policy import Scope
 
@@ -126,12 +126,10 @@ def _number(verbosity: Any) -> int:
 def _refuse_fp16_optimizers(optimizers: Any) -> None:
     given = cast("list[Any]", optimizers) if isinstance(optimizers, list) else [optimizers]
     if any(isinstance(optimizer, OptimizerWrapper) for optimizer in given):
-        raise PreampStateError(
-            message(
-                "There is an FP16_Optimizer in optimizers",
-                "It keeps masters and a loss scale of its own, and so would amp",
-                "Pass the optimizer inside it, or leave amp out",
-            )
+        raise bad_state(
+            "There is an FP16_Optimizer in optimizers",
+            "It keeps masters and a loss scale of its own, and so would amp",
+            "Pass the optimizer inside it, or leave amp out",
         )
 
 
@@ -196,13 +194,11 @@ def scale_loss(
             yield loss
             return
         if amp_state.engine is None:
-            raise PreampStateError(
-                message(
-                    "amp.scale_loss was called before amp.initialize",
-                    "It takes optimizers that went through amp.initialize",
-                    "Call model, optimizer = amp.initialize(model, optimizer, opt_level=…) "
-                    "before the training loop; enabled=False turns amp off",
-                )
+            raise bad_state(
+                "amp.scale_loss was called before amp.initialize",
+                "It takes optimizers that went through amp.initialize",
+                "Call model, optimizer = amp.initialize(model, optimizer, opt_level=…) "
+                "before the training loop; enabled=False turns amp off",
             )
     with rooms.scale_loss(
         loss, members, loss_id, model, delay_unscale, delay_overflow_check
@@ -246,21 +242,17 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if not state_dict or amp_state.is_off:
         return
     if engine is None:
-        raise PreampStateError(
-            message(
-                "amp.load_state_dict was called before amp.initialize",
-                "Loss scalers exist from amp.initialize on",
-                "Load models and optimizers in any order, but amp's state after amp.initialize",
-            )
+        raise bad_state(
+            "amp.load_state_dict was called before amp.initialize",
+            "Loss scalers exist from amp.initialize on",
+            "Load models and optimizers in any order, but amp's state after amp.initialize",
         )
     unknown = [key for key in state_dict if not _is_scaler_key(key)]
     if unknown:
-        raise PreampStateError(
-            message(
-                f"The state has unknown keys {unknown}",
-                f"Allowed are {_PREFIX}0, {_PREFIX}1, …",
-                "Pass what amp.state_dict() returned; nothing was loaded",
-            )
+        raise bad_state(
+            f"The state has unknown keys {unknown}",
+            f"Allowed are {_PREFIX}0, {_PREFIX}1, …",
+            "Pass what amp.state_dict() returned; nothing was loaded",
         )
     if len(state_dict) != len(engine.scalers):
         say(

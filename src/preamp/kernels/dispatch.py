@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from preamp.core.errors import PreampUnavailableError, message
+from preamp.core.errors import unavailable
 from preamp.kernels.by_device import ByDevice
 from preamp.kernels.ops import Ops
 
@@ -63,20 +63,16 @@ def backend(name: str = "auto") -> Ops:
     if name == "auto":
         return ByDevice(name, lambda device: _load(choose(device)[0]))
     if name not in (*BACKENDS, *_ALIASES):
-        raise PreampUnavailableError(
-            message(
-                f"backend={name!r} is not known",
-                f"Choose 'auto' or one of {', '.join(map(repr, BACKENDS))}",
-                "Leave the argument out to let preamp choose",
-            )
+        raise unavailable(
+            f"backend={name!r} is not known",
+            f"Choose 'auto' or one of {', '.join(map(repr, BACKENDS))}",
+            "Leave the argument out to let preamp choose",
         )
     if name == "triton" and not has_triton():
-        raise PreampUnavailableError(
-            message(
-                "backend='triton' was asked for, but the package triton is not installed",
-                "It comes with torch for CUDA, ROCm and XPU",
-                "Install triton, or leave the argument out to let preamp choose",
-            )
+        raise unavailable(
+            "backend='triton' was asked for, but the package triton is not installed",
+            "It comes with torch for CUDA, ROCm and XPU",
+            "Install triton, or leave the argument out to let preamp choose",
         )
     return ByDevice(name, lambda device: _load_for(name, device))
 
@@ -102,12 +98,10 @@ def choose(device: torch.device) -> tuple[str, str]:
 
 def _load_for(name: str, device: torch.device) -> Ops:
     if name == "cpu" and device.type != "cpu":
-        raise PreampUnavailableError(
-            message(
-                f"backend='cpu' was given a tensor on {device}",
-                "It computes on the CPU only",
-                "Leave the argument out to let preamp choose, or take 'blocks' or 'reference'",
-            )
+        raise unavailable(
+            f"backend='cpu' was given a tensor on {device}",
+            "It computes on the CPU only",
+            "Leave the argument out to let preamp choose, or take 'blocks' or 'reference'",
         )
     return _load(_ALIASES.get(name, name))
 

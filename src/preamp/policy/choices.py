@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 
 _CHOICES = {
     "scope": {
@@ -22,6 +22,6 @@ def parse_choice(name: str, value: object) -> str:
     if isinstance(value, str) and value in _CHOICES[name]:
         return value
     allowed = " and ".join(f"{choice!r} ({why})" for choice, why in _CHOICES[name].items())
-    raise ValueError(
-        message(f"{name}={value!r} is not known", f"Allowed are {allowed}", "Choose one of the two")
+    raise bad_value(
+        f"{name}={value!r} is not known", f"Allowed are {allowed}", "Choose one of the two"
     )

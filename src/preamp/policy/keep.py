@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_type
 
 KeepPredicate = Callable[[str, torch.Tensor], bool]
 KeepEntry = type[nn.Module] | str | KeepPredicate
@@ -74,15 +74,12 @@ def parse_keep(value: object) -> KeepFP32:
     for entry in given:
         is_type = isinstance(entry, type)
         if not (issubclass(entry, nn.Module) if is_type else _is_pattern_or_predicate(entry)):
-            raise TypeError(
-                message(
-                    f"keep_fp32 contains {entry!r}",
-                    "Allowed are module types, patterns for the names of parameters, buffers or "
-                    "modules, and functions of (name, tensor) that return a bool; one of them or "
-                    "a list",
-                    "Pass for example torch.nn.LayerNorm, 'rotary.*', or "
-                    "[torch.nn.LayerNorm, 'head']",
-                )
+            raise bad_type(
+                f"keep_fp32 contains {entry!r}",
+                "Allowed are module types, patterns for the names of parameters, buffers or "
+                "modules, and functions of (name, tensor) that return a bool; one of them or "
+                "a list",
+                "Pass for example torch.nn.LayerNorm, 'rotary.*', or [torch.nn.LayerNorm, 'head']",
             )
     return KeepFP32(given)
 

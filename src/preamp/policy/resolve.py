@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import torch
 
 from preamp.core.dtypes import HALF_DTYPES
-from preamp.core.errors import PreampPolicyError, message
+from preamp.core.errors import PreampPolicyError, bad_type, bad_value, message
 from preamp.policy.choices import parse_choice
 from preamp.policy.keep import parse_keep
 from preamp.policy.levels import OPT_LEVELS
@@ -99,13 +99,11 @@ def _cast_model_type(policy: Policy, value: object, refuse: _Refusal) -> dict[st
     if value is False:  # the documented way to say "do not cast the model at all"
         return {"cast_model_type": None}
     if not (isinstance(value, torch.dtype) and value.is_floating_point):
-        raise TypeError(
-            message(
-                f"cast_model_type={value!r} is not a floating-point dtype",
-                "Allowed are torch.float16, torch.bfloat16, torch.float32, torch.float64, "
-                "or False for no cast",
-                "Pass the dtype itself, or leave the argument out for the level's default",
-            )
+        raise bad_type(
+            f"cast_model_type={value!r} is not a floating-point dtype",
+            "Allowed are torch.float16, torch.bfloat16, torch.float32, torch.float64, "
+            "or False for no cast",
+            "Pass the dtype itself, or leave the argument out for the level's default",
         )
     if _is_function_level(policy):
         if value is torch.float32:
@@ -179,12 +177,10 @@ def _min_loss_scale(_: Policy, value: object, __: _Refusal) -> dict[str, object]
 def _cast_outputs(_: Policy, value: object, __: _Refusal) -> dict[str, object]:
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return {"cast_model_outputs": value}
-    raise TypeError(
-        message(
-            f"cast_model_outputs={value!r} is not a floating-point dtype",
-            "Allowed is a dtype such as torch.float32 or torch.float16",
-            "Pass the dtype itself, or leave the argument out for float32 outputs",
-        )
+    raise bad_type(
+        f"cast_model_outputs={value!r} is not a floating-point dtype",
+        "Allowed is a dtype such as torch.float32 or torch.float16",
+        "Pass the dtype itself, or leave the argument out for float32 outputs",
     )
 
 
@@ -217,12 +213,10 @@ def parse_bool(name: str, value: object) -> bool:
         return value
     if value in ("True", "False"):
         return value == "True"
-    raise TypeError(
-        message(
-            f"{name}={value!r} is not a truth value",
-            "Allowed are True, False, 'True' and 'False'",
-            "Pass one of them, or leave the argument out for the level's default",
-        )
+    raise bad_type(
+        f"{name}={value!r} is not a truth value",
+        "Allowed are True, False, 'True' and 'False'",
+        "Pass one of them, or leave the argument out for the level's default",
     )
 
 
@@ -240,12 +234,10 @@ def parse_number(name: str, value: object, *, positive: bool = False) -> float:
     if math.isfinite(number) and (number > 0 if positive else number >= 0):
         return number
     choices = "'dynamic' or a positive number" if name == "loss_scale" else "a positive number"
-    raise ValueError(
-        message(
-            f"{name}={value!r} cannot be used",
-            f"Allowed is {choices}, also as a string such as '128.0'",
-            "Pass a power of two if in doubt: scaling by it is exact",
-        )
+    raise bad_value(
+        f"{name}={value!r} cannot be used",
+        f"Allowed is {choices}, also as a string such as '128.0'",
+        "Pass a power of two if in doubt: scaling by it is exact",
     )
 
 
@@ -253,12 +245,10 @@ def _check_scale_range(policy: Policy) -> Policy:
     """Check what only the whole policy shows: the range of a dynamic scale, and the limits."""
     limit = policy.max_consecutive_skips
     if limit is not None and (type(limit) is not int or limit < 1):
-        raise ValueError(
-            message(
-                f"max_consecutive_skips={limit!r} cannot be used",
-                "Allowed is a whole number from 1, or None for no limit",
-                "Pass the number of skipped steps in a row after which training should stop",
-            )
+        raise bad_value(
+            f"max_consecutive_skips={limit!r} cannot be used",
+            "Allowed is a whole number from 1, or None for no limit",
+            "Pass the number of skipped steps in a row after which training should stop",
         )
     if not policy.is_dynamic and policy.overflow == "trace":
         raise PreampPolicyError(
@@ -271,22 +261,18 @@ def _check_scale_range(policy: Policy) -> Policy:
     if not policy.is_dynamic:
         return policy
     if policy.max_loss_scale is None:
-        raise TypeError(
-            message(
-                "max_loss_scale=None with a dynamic loss scale",
-                "A dynamic scale needs a ceiling, or it grows to infinity on a tiny loss",
-                "Leave max_loss_scale out (2**24) or pass a number",
-            )
+        raise bad_type(
+            "max_loss_scale=None with a dynamic loss scale",
+            "A dynamic scale needs a ceiling, or it grows to infinity on a tiny loss",
+            "Leave max_loss_scale out (2**24) or pass a number",
         )
     ceiling = parse_number("max_loss_scale", policy.max_loss_scale, positive=True)
     floor = policy.min_loss_scale
     if floor is not None and floor > ceiling:
-        raise ValueError(
-            message(
-                f"min_loss_scale={floor} is above max_loss_scale={ceiling}",
-                "The floor of the loss scale must not be above its ceiling",
-                "Lower min_loss_scale or raise max_loss_scale",
-            )
+        raise bad_value(
+            f"min_loss_scale={floor} is above max_loss_scale={ceiling}",
+            "The floor of the loss scale must not be above its ceiling",
+            "Lower min_loss_scale or raise max_loss_scale",
         )
     return policy.replace(max_loss_scale=ceiling)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.scaling.records import DynamicScale, ScaleRule, ScaleState, StaticScale
 
 
@@ -118,12 +118,10 @@ class LossScaler:
                 raise ValueError("out of range")
             return scale, unskipped
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                message(
-                    f"A loss scaler's state {state!r} cannot be read",
-                    "Needed are the numbers 'loss_scale' (above 0) and 'unskipped' (from 0)",
-                    "Pass what state_dict() returned",
-                )
+            raise bad_value(
+                f"A loss scaler's state {state!r} cannot be read",
+                "Needed are the numbers 'loss_scale' (above 0) and 'unskipped' (from 0)",
+                "Pass what state_dict() returned",
             ) from error
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:

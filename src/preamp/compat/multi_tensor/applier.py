@@ -8,7 +8,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from preamp.core.errors import PreampUnavailableError, message
+from preamp.core.errors import unavailable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,12 +46,10 @@ class MultiTensorApply:
             PreampUnavailableError: It was; a ``RuntimeError``, as in Apex.
         """
         if not self.available:
-            raise PreampUnavailableError(
-                message(
-                    "MultiTensorApply.available is False",
-                    "preamp's operations are available everywhere unless a program says otherwise",
-                    "Set MultiTensorApply.available = True, or test it before calling",
-                )
+            raise unavailable(
+                "MultiTensorApply.available is False",
+                "preamp's operations are available everywhere unless a program says otherwise",
+                "Set MultiTensorApply.available = True, or test it before calling",
             )
 
     def __call__(
