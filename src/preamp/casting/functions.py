@@ -154,20 +154,14 @@ def install_function_casts(*, allow_banned: bool = False, verbose: bool = False)
     """Wrap the functions of the op table, process-wide, while anybody holds the result.
 
     The wrappers act only where torch's autocast is enabled on the calling thread for the device
-    of the tensors, so threads and devices without casts are not affected.
+    of the tensors, so threads and devices without casts are not affected. After the last holder
+    is removed, every attribute is exactly what it was before the first.
 
-    Args:
-        allow_banned: Cast the arguments of banned functions to float32 instead of refusing them,
-            as long as this holder lives.
-        verbose: Print every cast, as long as this holder lives; see `say_cast`.
+    As long as its holder lives, ``allow_banned`` casts the arguments of banned functions to
+    float32 instead of refusing them, and ``verbose`` prints every cast; see `say_cast`.
 
-    Returns:
-        The handle of this holder. After the last one is removed, every attribute is exactly what
-        it was before the first.
-
-    Mutates:
-        ``torch``, ``torch.Tensor``, ``torch.nn.functional``, ``torch.linalg``, ``torch.autograd``
-        and the namespace of the recurrent layers.
+    Mutates ``torch``, ``torch.Tensor``, ``torch.nn.functional``, ``torch.linalg``,
+    ``torch.autograd`` and the namespace of the recurrent layers.
     """
     handles = [FUNCTION_CASTS.acquire()]
     if verbose:
@@ -193,12 +187,6 @@ def install_wide_half() -> Removable:
     """Run float16 products on the CPU in float32, while anybody holds the result.
 
     Worth it where ``preamp.kernels.wide_half.cpu_lacks_fp16_matmul()``; results keep the contract
-    stated there. Composes with ``install_function_casts`` in any order.
-
-    Returns:
-        The handle of this holder.
-
-    Mutates:
-        The same namespaces as ``install_function_casts``.
+    stated there. Composes with ``install_function_casts`` in any order, and mutates the same.
     """
     return WIDE_HALF.acquire()

@@ -72,16 +72,7 @@ class MatchWeightDtype(EngineHook):
 def attach_io_casts(
     module: torch.nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None
 ) -> list[Removable]:
-    """Hook the casts of one engine onto a model.
-
-    Args:
-        module: Root of the model; mutated.
-        inputs: dtype for floating arguments, or ``None``.
-        outputs: dtype for floating results, or ``None``.
-
-    Returns:
-        Handles that take the hooks away.
-    """
+    """Hook the casts of one engine's floating arguments and results onto a model's root."""
     handles: list[Removable] = []
     if inputs is not None:
         handles.append(module.register_forward_pre_hook(CastInputs(inputs), with_kwargs=True))

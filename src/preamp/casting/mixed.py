@@ -91,11 +91,6 @@ def install_mixed_products() -> Removable:
     """Let products take float32 and half tensors together, while anybody holds the result.
 
     Process-wide; a call whose tensors share a dtype, or that autocast casts, is not touched.
-
-    Returns:
-        The handle of this holder.
-
-    Mutates:
-        The same namespaces as `install_wide_half`.
+    Mutates the same namespaces as `install_wide_half`.
     """
     return MIXED_PRODUCTS.acquire()

@@ -92,23 +92,11 @@ class PatchTable:
         self._patched: dict[tuple[int, str], _Patched] = {}
 
     def add(self, owner: Any, name: str, rank: Rank, wrap: Wrapper) -> Removable:
-        """Put a layer on ``owner.name``.
+        """Put a layer on ``owner.name``, made by ``wrap`` from the callable below it.
 
-        Args:
-            owner: A module, class or instance.
-            name: An attribute that ``owner`` has, perhaps by inheritance.
-            rank: Where among the layers it goes; of equal ranks the newer is outside.
-            wrap: Makes the replacement from the callable below it.
-
-        Returns:
-            The handle that takes this layer off again.
-
-        Raises:
-            AttributeError: ``owner`` has no such attribute, or none that can be set.
-            TypeError: ``owner`` is a type of C's, or has no attributes of its own.
-
-        Mutates:
-            ``owner``.
+        ``owner`` is a module, class or instance that has the attribute, perhaps by inheritance.
+        Of equal ranks the newer layer is outside. What cannot be set raises ``AttributeError``,
+        and ``TypeError`` if ``owner`` is a type of C's or has no attributes of its own.
         """
         token = object()
         key = (id(owner), name)

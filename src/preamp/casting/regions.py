@@ -117,16 +117,7 @@ def attach_cast_region(
 ) -> list[Removable]:
     """Run the forwards of ``module`` in an autocast region with its weight cache.
 
-    Args:
-        module: The model; only hooks are added, which copy and pickle with it.
-        device_types: Device types whose tensors are cast.
-        dtype: The half dtype.
-
-    Returns:
-        The hooks' handles.
-
-    Mutates:
-        The hooks of ``module``.
+    Only hooks are added, which copy and pickle with it; so in `attach_plain_region`.
     """
     know_device_types(device_types)
     return _attach(module, _EnterCasts(tuple(sorted(device_types)), dtype))
@@ -136,14 +127,5 @@ def attach_plain_region(module: nn.Module) -> list[Removable]:
     """Run the forwards of ``module`` untouched by other engines' casts on the thread.
 
     A ``torch.autocast`` region that the user opens around the call is respected.
-
-    Args:
-        module: The model; only hooks are added.
-
-    Returns:
-        The hooks' handles.
-
-    Mutates:
-        The hooks of ``module``.
     """
     return _attach(module, _EnterPlain())

@@ -25,19 +25,12 @@ _NAMES: Final = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """One tensor that is about to be cast.
+    """One tensor that is about to be cast."""
 
-    Attributes:
-        function: Whose argument it is.
-        source: Its dtype.
-        target: The dtype that the function gets.
-        elements: How many there are.
-    """
-
-    function: str
-    source: torch.dtype
-    target: torch.dtype
-    elements: int
+    function: str  # whose argument it is
+    source: torch.dtype  # its dtype
+    target: torch.dtype  # the dtype that the function gets
+    elements: int  # how many there are
 
 
 Listener = Callable[[Cast], None]
@@ -67,11 +60,8 @@ def wrap_report(rule: CastRule, dtype: torch.dtype | None = None) -> Wrapper:
     """Tell the listeners of each tensor that the function below will cast; casts nothing itself.
 
     A weight is told of in each call, also where autocast's cache holds its cast already. Compiled
-    code tells nothing: what it casts was decided when it was compiled.
-
-    Args:
-        rule: The rule of the function, from the op table or a registration.
-        dtype: What a ``half`` rule casts to; ``None`` means the dtype active where it is called.
+    code tells nothing: what it casts was decided when it was compiled. Without ``dtype`` a
+    ``half`` rule casts to the dtype active where it is called.
     """
 
     def wrap(fn: AnyFunction) -> AnyFunction:

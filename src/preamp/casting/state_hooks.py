@@ -60,11 +60,7 @@ class LoadMasters(EngineHook):
         metadata: dict[str, Any],
         *_: Any,
     ) -> None:
-        """Mutates the masters, and ``state_dict`` so that the half weight is the rounded master.
-
-        Raises:
-            PreampStateError: ``load_state_dict(assign=True)`` would replace the parameters.
-        """
+        """Mutates the masters, and ``state_dict`` so that the half weight is the rounded master."""
         lookup = self.link.target
         if lookup is None or not lookup.has_masters:
             return

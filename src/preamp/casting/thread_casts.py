@@ -114,9 +114,7 @@ def _drop_abandoned() -> None:
 def open_bracket(module: nn.Module | None) -> Bracket:
     """Begin a bracket on this thread; the autocast state is not changed yet.
 
-    Args:
-        module: The model whose forward it is; ``None`` for code that closes it itself, whatever
-            happens.
+    It is of a forward of ``module``, or, with ``None``, of code that closes it whatever happens.
     """
     _settle()
     frame = None
@@ -163,15 +161,9 @@ def push_thread_casts(device_types: Iterable[str], dtype: torch.dtype) -> Remova
     torch's count of nested regions is not raised, so the weight cache of a model's forward is
     still cleared when that forward ends; out here the cache is off.
 
-    Args:
-        device_types: Device types whose tensors are cast.
-        dtype: The half dtype.
-
-    Returns:
-        A handle to remove in any order with other handles, on any thread. After the last one the
-        thread's autocast state is what it was before the first: at once if ``remove`` is called
-        on this thread and outside ``torch.autocast`` blocks opened since, else when this thread
-        next enters or leaves preamp.
+    Handles may be removed in any order, on any thread. After the last one the thread's autocast
+    state is what it was before the first: at once if ``remove`` is called on this thread and
+    outside ``torch.autocast`` blocks opened since, else when it next enters or leaves preamp.
     """
     types = frozenset(device_types)
     know_device_types(types)

@@ -76,12 +76,9 @@ def wrap_half(
     is_closed: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Wrapper:
-    """Rule ``half``.
+    """Rule ``half``, which leaves casting to autocast on ``native`` device types.
 
-    Args:
-        native: Device types on which autocast casts by itself.
-        is_closed: Run the function with autocast off.
-        dtype: The half dtype; ``None`` means the one that is active where the call happens.
+    A closed function runs with autocast off. Without ``dtype`` the one active at the call counts.
     """
 
     def wrap(fn: AnyFunction) -> AnyFunction:

@@ -10,13 +10,8 @@ from preamp.core.pytree import map_leaves
 
 
 def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """Return ``value`` with ``fn`` applied to every tensor in it.
+    """Return ``value`` with ``fn`` applied to every tensor in it, and to each object with ``to``.
 
-    Args:
-        value: A tensor, a container or anything else; containers keep their type.
-        fn: Called with each tensor, and with each object that has a ``to`` method.
-
-    Returns:
-        The mapped value; see `preamp.core.pytree.map_leaves`.
+    Containers keep their type; see `preamp.core.pytree.map_leaves`.
     """
     return map_leaves(fn, value)

@@ -123,11 +123,8 @@ class _Backward:
     def post(self, scaler: LossScaler) -> None:
         """Unscale the gradients of the backward and add the earlier ones.
 
-        Args:
-            scaler: One of ``amp._amp_state.loss_scalers``, by whose scale the loss was multiplied.
-
-        Mutates:
-            Gradients; the overflow flag that ``scaler.update_scale()`` looks at.
+        ``scaler`` is the one of ``amp._amp_state.loss_scalers`` by whose scale the loss was
+        multiplied. Mutates gradients, and the flag that its ``update_scale()`` looks at.
         """
         core = scaler.core
         note = GradientNote(

@@ -36,15 +36,9 @@ class LossScaleError(PreampError):
 
 
 def message(got: str, allowed: str, do: str) -> str:
-    """Join the three parts of an error message into sentences.
+    """Join the three parts of an error message into sentences, separated by single spaces.
 
-    Args:
-        got: What the caller passed or did.
-        allowed: What would have been accepted.
-        do: The way out.
-
-    Returns:
-        The three parts, each ending in a full stop, separated by single spaces.
+    They say what the caller passed or did, what would have been accepted, and the way out.
     """
     return " ".join(f"{part.strip().rstrip('.')}." for part in (got, allowed, do))
 

@@ -50,15 +50,11 @@ _TRITON_DEVICES = ("cuda", "xpu")
 
 @functools.cache
 def backend(name: str = "auto") -> Ops:
-    """Return the back end called ``name``.
+    """Return the back end called ``name``, which is used or refused, never replaced.
 
-    Args:
-        name: ``"auto"`` for the fastest one on the device of the tensors given to each op, or one
-            of `BACKENDS`, which then is used or refused, never replaced. ``"cpu"`` and
-            ``"foreach"`` are earlier names of ``"blocks"``.
-
-    Raises:
-        PreampUnavailableError: There is no such back end, or it does not run here.
+    ``"auto"`` is the fastest one on the device of the tensors given to each op. ``"cpu"`` and
+    ``"foreach"`` are earlier names of ``"blocks"``. One that does not exist, or does not run here,
+    raises ``PreampUnavailableError``.
     """
     if name == "auto":
         return ByDevice(name, lambda device: _load(choose(device)[0]))
@@ -112,11 +108,7 @@ def _load(name: str) -> Ops:
 
 
 def explain(name: str = "auto", device: torch.device | str = "cpu") -> str:
-    """Say in one line which back end ``name`` stands for on ``device``, and why.
-
-    Raises:
-        PreampUnavailableError: There is no such back end, or it does not run here.
-    """
+    """Say in one line which back end ``name`` stands for on ``device``, and why."""
     if name != "auto":
         return f"kernels: {backend(name).name} (asked for by name)"
     chosen, why = choose(torch.device(device))

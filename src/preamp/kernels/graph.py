@@ -15,10 +15,7 @@ def leaves_through(roots: Iterable[torch.Tensor], dtype: torch.dtype) -> set[int
 
     A gradient that has been of ``dtype`` anywhere on its way counts, the leaf's own dtype
     included. What a node computes inside, as that of a compiled region does, is not seen.
-
-    Args:
-        roots: Tensors with a graph. Neither they nor the graph are changed; nothing synchronises.
-        dtype: Dtype of gradients to look for.
+    Nothing is changed, and nothing synchronises.
     """
     found: set[int] = set()
     passed: dict[Node, bool] = {}

@@ -111,14 +111,7 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wide(fn: AnyFunction) -> AnyFunction:
-    """Wrap ``fn`` so that calls torch would compute in float16 on the CPU run wide.
-
-    Args:
-        fn: A function that multiplies tensors.
-
-    Returns:
-        A function with the same arguments; any other call passes through unchanged.
-    """
+    """Wrap ``fn``, a product, so that calls torch would compute in float16 on the CPU run wide."""
 
     @functools.wraps(fn)
     def run_wide(*args: Any, **kwargs: Any) -> Any:

@@ -63,11 +63,7 @@ def describe_entry(entry: KeepEntry) -> str:
 
 
 def parse_keep(value: object) -> KeepFP32:
-    """Return what ``value`` names, one entry or a list or tuple of them.
-
-    Raises:
-        TypeError: Something else is among them.
-    """
+    """Return what ``value`` names, one entry or a list or tuple of them."""
     if isinstance(value, KeepFP32):
         return value
     given = cast("Sequence[Any]", value if isinstance(value, (list, tuple)) else [value])

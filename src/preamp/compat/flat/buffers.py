@@ -17,25 +17,15 @@ DTYPES = (*HALF_DTYPES, torch.float32)
 
 
 class FlatGroup:
-    """A parameter group in two buffers of shape ``(n,)``.
-
-    Attributes:
-        params: The model's parameters; their data are views of ``flat``.
-        flat: Their values, in their dtype.
-        master: float32 parameter, what the optimizer updates.
-    """
+    """A parameter group in two buffers of shape ``(n,)``."""
 
     def __init__(self, params: Sequence[torch.Tensor], ops: Ops) -> None:
-        """Lay ``params`` out in one buffer. Mutates their ``data``.
-
-        Args:
-            params: Of one dtype and device, see `check_group`; may be empty.
-            ops: Back end for the arithmetic.
-        """
-        self.params = list(params)
+        """Lay ``params``, which `check_group` lets through, out in one buffer. Mutates them."""
+        self.params = list(params)  # the model's parameters; their data are views of ``flat``
         self._ops = ops
         pieces = [param.detach().reshape(-1) for param in self.params]
-        self.flat = torch.cat(pieces) if pieces else torch.zeros(0)
+        self.flat = torch.cat(pieces) if pieces else torch.zeros(0)  # their values, in their dtype
+        # float32 parameter, what the optimizer updates
         self.master = torch.nn.Parameter(self.flat.to(torch.float32, copy=True))
         self._starts: list[int] = []
         start = 0
@@ -58,11 +48,7 @@ class FlatGroup:
     # -- writes from outside -------------------------------------------------------------------
 
     def check_bound(self) -> None:
-        """Refuse parameters that left for another dtype or device.
-
-        Raises:
-            PreampStateError: One did.
-        """
+        """Refuse parameters that left for another dtype or device."""
         for param in self.params:
             if (param.dtype, param.device) != (self.flat.dtype, self.flat.device):
                 raise bad_state(
@@ -93,10 +79,9 @@ class FlatGroup:
     # -- gradients -----------------------------------------------------------------------------
 
     def flat_gradient(self) -> torch.Tensor | None:
-        """Return all gradients as one tensor ``(n,)``, still scaled.
+        """Return all gradients, still scaled, as one tensor ``(n,)``, with zeros for those missing.
 
-        Returns:
-            Zeros where a parameter has none; ``None`` if none has any.
+        ``None`` if no parameter has any.
         """
         if all(param.grad is None for param in self.params):
             return None
@@ -117,11 +102,7 @@ def _dense(param: torch.Tensor) -> torch.Tensor:
 
 
 def check_group(params: Sequence[torch.Tensor], index: int) -> None:
-    """Refuse a group that does not fit into one buffer.
-
-    Raises:
-        TypeError: Dtypes or devices differ, or the dtype cannot be trained.
-    """
+    """Refuse a group that does not fit into one buffer."""
     kinds = sorted({f"{param.dtype} on {param.device}" for param in params})
     if len(kinds) > 1 or any(param.dtype not in DTYPES for param in params):
         raise bad_type(

@@ -25,12 +25,7 @@ from preamp.scaling import LossScaler
 
 
 def check_owner(optimizer: Any) -> None:
-    """Refuse what a handle cannot scale for.
-
-    Raises:
-        TypeError: Not an optimizer.
-        PreampStateError: It scales by itself.
-    """
+    """Refuse what a handle cannot scale for."""
     if not hasattr(optimizer, "param_groups"):
         raise bad_type(
             f"scale_loss of a handle got a {type(optimizer).__name__} for an optimizer",

@@ -23,18 +23,13 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Checked lists of one call.
+    """Checked lists of one call."""
 
-    Attributes:
-        op: Name of the operation, for messages.
-        lists: Detached tensors that share their memory with the caller's. Those of one element
-            have equal shapes.
-        device: Where all of them lie.
-    """
-
-    op: str
+    op: str  # name of the operation, for messages
+    # Detached tensors that share their memory with the caller's. Those of one element have equal
+    # shapes.
     lists: tuple[Tensors, ...]
-    device: torch.device
+    device: torch.device  # where all of them lie
 
     def flag(self, noop_flag: torch.Tensor) -> torch.Tensor:
         """Return the no-op flag as a scalar that shares its memory."""
@@ -99,17 +94,9 @@ def checked(
     """Check the lists of a call and return what the arithmetic works on.
 
     Tensors are paired by index where their shapes agree, whatever their strides. Where only
-    their sizes agree, both are taken as flat memory.
-
-    Args:
-        op: Name of the operation.
-        tensor_lists: As the user passed them.
-        names: What each list holds.
-        optional: Names of lists that may follow.
-
-    Raises:
-        RuntimeError: A tensor or a list does not fit the others.
-        TypeError: A list holds something other than tensors.
+    their sizes agree, both are taken as flat memory. ``names`` say what each list holds, those in
+    ``optional`` may follow. A list that does not fit raises ``RuntimeError``; one that holds
+    something other than tensors, ``TypeError``.
     """
     lists = [list(tensors) for tensors in tensor_lists]
     every = (*names, *optional)

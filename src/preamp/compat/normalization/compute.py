@@ -37,16 +37,11 @@ def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
 def normalize(
     norm: Norm, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the norm of ``x``.
+    """Return the norm of ``x``, of shape ``(…, *norm.shape)`` and any floating dtype.
 
     Statistics are in float32 (float64 for float64). Under autocast the arguments are first cast
-    to its dtype, float64 ones excepted, which then is also the result's.
-
-    Args:
-        norm: What to compute.
-        x: Shape ``(…, *norm.shape)``, any floating dtype.
-        weight: Shape ``norm.shape``, or ``None`` for ones.
-        bias: Shape ``norm.shape``, or ``None`` for zeros.
+    to its dtype, float64 ones excepted, which then is also the result's. ``None`` stands for a
+    weight of ones, and a bias of zeros.
     """
     device = x.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):

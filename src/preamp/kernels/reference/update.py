@@ -23,16 +23,11 @@ _vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_nor
 
 
 class Slot:
-    """One place of the lists: a parameter with its gradient, loaded for the computation.
+    """One place of the lists: a parameter with its gradient, loaded for the computation."""
 
-    Attributes:
-        p: The parameter, widened.
-        g: The gradient, widened and multiplied by ``inv_scale``.
-        state: The state tensors, widened, in the order of the op's arguments.
-    """
-
-    p: torch.Tensor
-    g: torch.Tensor
+    p: torch.Tensor  # the parameter, widened
+    g: torch.Tensor  # the gradient, widened and multiplied by ``inv_scale``
+    # the state tensors, widened, in the order of the op's arguments
     state: tuple[torch.Tensor, ...]
 
     def scalar(self, value: Any) -> Any:

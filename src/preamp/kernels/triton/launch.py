@@ -24,11 +24,7 @@ COMPILED_FOR = ("cuda", "xpu")
 
 
 def check_devices(tensors: Iterable[torch.Tensor | None]) -> None:
-    """Refuse tensors on devices that kernels cannot run on.
-
-    Raises:
-        PreampUnavailableError: There is such a tensor.
-    """
+    """Refuse tensors on devices that kernels cannot run on."""
     runs_on = ("cpu",) if INTERPRETED else COMPILED_FOR
     for tensor in tensors:
         if tensor is not None and tensor.device.type not in runs_on:

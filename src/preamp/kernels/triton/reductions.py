@@ -67,16 +67,10 @@ def measure(
     finite: bool = False,
     factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return per chunk what is asked for, a row of each in the order of the arguments.
+    """Return per chunk of list ``row`` what is asked for, a row of each in this order.
 
-    Args:
-        entries: The table.
-        row: Which of its lists to read.
-        dtypes: That of the list, and that of the computation.
-        largest: Take the largest magnitude.
-        squares: Take the sum of squares.
-        finite: Take the largest finite magnitude.
-        factor: Multiplies every value before anything else.
+    ``dtypes`` are that of the list and that of the computation; ``factor`` multiplies every value
+    before anything else.
     """
     shape = (largest + squares + finite, entries.chunks)
     partials = torch.empty(shape, dtype=dtypes[1], device=entries.layout.device)

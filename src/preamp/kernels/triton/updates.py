@@ -39,22 +39,15 @@ from preamp.kernels.triton.tables import CHUNK, Table, table
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Places of an update that one launch takes.
+    """Places of an update that one launch takes."""
 
-    Attributes:
-        entries: Rows: parameters, gradients, state, and halves if there are any.
-        dtypes: By the names that kernels know: ``P`` and ``G``, ``M`` and ``V`` for the state,
-            ``H`` for the halves or ``None``, ``N`` for 0-dim state.
-        math: That of the computation.
-        update: As given.
-        written: The tensors that change.
-    """
-
-    entries: Table
+    entries: Table  # rows: parameters, gradients, state, and halves if there are any
+    # by the names that kernels know: ``P`` and ``G``, ``M`` and ``V`` for the state, ``H`` for
+    # the halves or ``None``, ``N`` for 0-dim state
     dtypes: dict[str, torch.dtype | None]
-    math: torch.dtype
-    update: Update
-    written: list[torch.Tensor]
+    math: torch.dtype  # that of the computation
+    update: Update  # as given
+    written: list[torch.Tensor]  # the tensors that change
 
     def numbers(self, **values: float) -> dict[str, int]:
         """Keyword arguments: the bits of each value."""
@@ -127,12 +120,7 @@ def places(
 ) -> tuple[list[Places], list[int]]:
     """Sort the lists into launches, and name the places that only the reference can take.
 
-    Args:
-        params: As the op was given them, like the other lists.
-        grads: Same.
-        state: Lists of the parameters' shapes.
-        update: As given.
-        numbers: A list of state of 0-dim tensors, or none; the last row of the table.
+    ``numbers`` may be one list of 0-dim state; it is the last row of the table.
     """
     check_devices(params)
     halves: Sequence[torch.Tensor | None] = update.halves or [None] * len(params)
