@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from preamp.core.dtypes import is_half
-from preamp.core.errors import PreampPolicyError, message
+from preamp.core.errors import PreampPolicyError, worded
 from preamp.kernels.buffers import unsaved_buffers
 from preamp.policy import KeepFP32
 
@@ -185,7 +185,7 @@ def _nearest(wanted: str, names: Sequence[str]) -> str:
 
 def _not_found(got: str, allowed: str) -> PreampPolicyError:
     do = "Name something that the models have, or leave it out; * in a pattern stands for any text"
-    return PreampPolicyError(message(got, allowed, do))
+    return worded(PreampPolicyError, got, allowed, do)
 
 
 def changed_by_cast(

@@ -17,7 +17,7 @@ import torch
 from preamp.casting.autocast_state import casting_device, is_casting
 from preamp.casting.patches import Wrapper
 from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
-from preamp.core.errors import message
+from preamp.core.errors import worded
 
 AnyFunction = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -183,18 +183,17 @@ def wrap_banned() -> Wrapper:
                 return fn(*args, **kwargs)
             halves = [a for a in (*args, *kwargs.values()) if _is_half_tensor(a)]
             if halves:
-                raise NotImplementedError(
-                    message(
-                        f"{fn.__name__} got a {dtype_name(halves[0].dtype)} tensor while casts "
-                        "are active",
-                        "it takes float32 here, because the logarithm of a half-precision "
-                        "probability is infinite once the probability rounds to 0 or 1",
-                        "Use torch.nn.BCEWithLogitsLoss on the logits, or call "
-                        "register_float_function(torch, 'sigmoid') so that the probabilities "
-                        "are float32, or, where they stay clear of 0 and 1, "
-                        f"register_float_function(torch.nn.functional, {fn.__name__!r}) to have "
-                        "them cast here",
-                    )
+                raise worded(
+                    NotImplementedError,
+                    f"{fn.__name__} got a {dtype_name(halves[0].dtype)} tensor while casts "
+                    "are active",
+                    "it takes float32 here, because the logarithm of a half-precision "
+                    "probability is infinite once the probability rounds to 0 or 1",
+                    "Use torch.nn.BCEWithLogitsLoss on the logits, or call "
+                    "register_float_function(torch, 'sigmoid') so that the probabilities "
+                    "are float32, or, where they stay clear of 0 and 1, "
+                    f"register_float_function(torch.nn.functional, {fn.__name__!r}) to have "
+                    "them cast here",
                 )
             return _run(fn, (args, kwargs), device)
 
@@ -225,14 +224,13 @@ def wrap_in_place(*, refuse_half: bool) -> Wrapper:
                 return fn(*args, **kwargs)
             if refuse_half and is_half(target):
                 name = fn.__name__
-                raise NotImplementedError(
-                    message(
-                        f"{name} got a {dtype_name(target.dtype)} target while casts are active",
-                        f"it runs in float32, as {name.rstrip('_')} does, and cannot store its "
-                        "result in a half tensor",
-                        f"Use {name.rstrip('_')}, which returns a new float32 tensor, or call it "
-                        "on tensor.float(), or inside disable_casts()",
-                    )
+                raise worded(
+                    NotImplementedError,
+                    f"{name} got a {dtype_name(target.dtype)} target while casts are active",
+                    f"it runs in float32, as {name.rstrip('_')} does, and cannot store its "
+                    "result in a half tensor",
+                    f"Use {name.rstrip('_')}, which returns a new float32 tensor, or call it "
+                    "on tensor.float(), or inside disable_casts()",
                 )
             if target.dtype not in CASTABLE:
                 return fn(*args, **kwargs)

@@ -27,7 +27,7 @@ from preamp.checkpoint.storage import (
     write,
 )
 from preamp.checkpoint.subjects import Subjects
-from preamp.core.errors import CheckpointError, bad_value, message
+from preamp.core.errors import CheckpointError, bad_value, message, worded
 from preamp.core.log import say
 
 
@@ -155,10 +155,9 @@ def read_or_refuse(path: Path, reader: Reader | None = None) -> Loaded:
         )
         raise FileNotFoundError(errno.ENOENT, text) from error
     except CheckpointError as error:
-        raise CheckpointError(
-            message(
-                f"{path} is not loaded: {error}",
-                "Complete and unchanged files of preamp.save_checkpoint are loaded; nothing was",
-                instead_of(path),
-            )
+        raise worded(
+            CheckpointError,
+            f"{path} is not loaded: {error}",
+            "Complete and unchanged files of preamp.save_checkpoint are loaded; nothing was",
+            instead_of(path),
         ) from error

@@ -31,7 +31,7 @@ import torch
 from preamp.checkpoint.codec import Found, ManifestEntry, Stored, decode, describe, verified
 from preamp.checkpoint.reader import cause_of
 from preamp.checkpoint.shards import Box
-from preamp.core.errors import CheckpointError, PreampError, message, unavailable
+from preamp.core.errors import CheckpointError, PreampError, message, unavailable, worded
 from preamp.core.files import remove_leftovers, replacing
 from preamp.core.version import __version__
 
@@ -76,13 +76,12 @@ def check_shared_folder(folder: Path, member: ShardFile) -> None:
         return
     except FileNotFoundError:
         pass
-    raise PreampError(
-        message(
-            f"Rank {member.rank} does not find {folder.absolute()}, which rank 0 has made",
-            "The files of a sharded checkpoint are in one folder that all ranks reach by the "
-            "same path; nothing that can be loaded was saved",
-            "Save to a file system that all nodes share, and under one name on all ranks",
-        )
+    raise worded(
+        PreampError,
+        f"Rank {member.rank} does not find {folder.absolute()}, which rank 0 has made",
+        "The files of a sharded checkpoint are in one folder that all ranks reach by the "
+        "same path; nothing that can be loaded was saved",
+        "Save to a file system that all nodes share, and under one name on all ranks",
     )
 
 

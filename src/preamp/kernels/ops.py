@@ -30,16 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
-from preamp.kernels.rules import (
-    AdagradRule,
-    AdamRule,
-    LambRule,
-    LarsRule,
-    NovoGradRule,
-    Rule,
-    SgdRule,
-    Update,
-)
+from preamp.kernels.rules import LambRule, Rule, Update
 
 Tensors = Sequence[torch.Tensor]
 
@@ -169,76 +160,13 @@ class Ops(ABC):
     ) -> torch.Tensor:
         """The ``|p|`` and ``|u|`` that `update_` would take, ``(2, n)``; mutates nothing."""
 
-    # -- `update_` with lists that have names, for who knows the rule ---------------------------
-
-    def adam_(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        exp_avgs: Tensors,
-        exp_avg_sqs: Tensors,
-        *,
-        rule: AdamRule,
-        update: Update,
+    def _update(
+        self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
     ) -> None:
-        """See `AdamRule`."""
-        self.update_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
+        """`update_` under the name of a rule."""
+        self.update_(params, grads, *state, rule=rule, update=update)
 
-    def lamb_(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        exp_avgs: Tensors,
-        exp_avg_sqs: Tensors,
-        *,
-        rule: LambRule,
-        update: Update,
-    ) -> None:
-        """See `LambRule`."""
-        self.update_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
-
-    def sgd_(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        momentum_buffers: Tensors,
-        *,
-        rule: SgdRule,
-        update: Update,
-    ) -> None:
-        """See `SgdRule`."""
-        self.update_(params, grads, momentum_buffers, rule=rule, update=update)
-
-    def novograd_(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        exp_avgs: Tensors,
-        norms: Tensors,
-        *,
-        rule: NovoGradRule,
-        update: Update,
-    ) -> None:
-        """See `NovoGradRule`."""
-        self.update_(params, grads, exp_avgs, norms, rule=rule, update=update)
-
-    def adagrad_(
-        self, params: Tensors, grads: Tensors, sums: Tensors, *, rule: AdagradRule, update: Update
-    ) -> None:
-        """See `AdagradRule`."""
-        self.update_(params, grads, sums, rule=rule, update=update)
-
-    def lars_(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        momentum_buffers: Tensors,
-        *,
-        rule: LarsRule,
-        update: Update,
-    ) -> None:
-        """See `LarsRule`."""
-        self.update_(params, grads, momentum_buffers, rule=rule, update=update)
+    adam_ = lamb_ = sgd_ = novograd_ = adagrad_ = lars_ = _update
 
 
 OP_NAMES = tuple(sorted(Ops.__abstractmethods__))

@@ -15,7 +15,7 @@ from typing import ClassVar, NoReturn
 
 import torch
 
-from preamp.core.errors import message
+from preamp.core.errors import worded
 
 Scalar = float | torch.Tensor
 """A number, or a 0-dim tensor that a back end reads on the device, without synchronising."""
@@ -217,10 +217,9 @@ Rule = AdamRule | LambRule | SgdRule | NovoGradRule | AdagradRule | LarsRule
 
 def left_out(rule: NoReturn) -> NoReturn:
     """Refuse a rule that a back end has no formula or kernel for; for the end of a ``match``."""
-    raise NotImplementedError(
-        message(
-            f"There is no formula or kernel for {type(rule).__name__} here",
-            "Every back end has all rules of preamp.kernels.rules.Rule",
-            "Add it where this was raised; docs/design.md lists the places",
-        )
+    raise worded(
+        NotImplementedError,
+        f"There is no formula or kernel for {type(rule).__name__} here",
+        "Every back end has all rules of preamp.kernels.rules.Rule",
+        "Add it where this was raised; docs/design.md lists the places",
     )

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import torch
 
 from preamp.core.dtypes import HALF_DTYPES
-from preamp.core.errors import PreampPolicyError, bad_type, bad_value, message
+from preamp.core.errors import PreampPolicyError, bad_type, bad_value, message, worded
 from preamp.policy.choices import parse_choice
 from preamp.policy.keep import parse_keep
 from preamp.policy.levels import OPT_LEVELS
@@ -68,12 +68,11 @@ def level_defaults(opt_level: object) -> Policy:
         return OPT_LEVELS[opt_level]
     meant = f"O{str(opt_level).lstrip('0oO') or '0'}"
     hint = f"; here {meant!r} was probably meant" if meant in OPT_LEVELS else ""
-    raise PreampPolicyError(
-        message(
-            f"opt_level={opt_level!r} is not known",
-            f"Choose one of {_LEVEL_NAMES}",
-            f"Levels are strings that begin with the letter O, not the digit zero{hint}",
-        )
+    raise worded(
+        PreampPolicyError,
+        f"opt_level={opt_level!r} is not known",
+        f"Choose one of {_LEVEL_NAMES}",
+        f"Levels are strings that begin with the letter O, not the digit zero{hint}",
     )
 
 
@@ -251,12 +250,11 @@ def _check_scale_range(policy: Policy) -> Policy:
             "Pass the number of skipped steps in a row after which training should stop",
         )
     if not policy.is_dynamic and policy.overflow == "trace":
-        raise PreampPolicyError(
-            message(
-                f"overflow='trace' with the static loss scale {policy.loss_scale}",
-                "Overflows are looked for with a dynamic loss scale only",
-                "Pass loss_scale='dynamic', or leave overflow out",
-            )
+        raise worded(
+            PreampPolicyError,
+            f"overflow='trace' with the static loss scale {policy.loss_scale}",
+            "Overflows are looked for with a dynamic loss scale only",
+            "Pass loss_scale='dynamic', or leave overflow out",
         )
     if not policy.is_dynamic:
         return policy

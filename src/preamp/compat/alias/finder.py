@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 
 from preamp.compat.alias.table import NEEDS_DISTRIBUTED, REFUSED, RUNNABLE, SUPPLIED
-from preamp.core.errors import bad_state, message
+from preamp.core.errors import bad_state, worded
 
 ROOT = "apex"
 
@@ -205,13 +205,12 @@ def refuse_missing(name: str) -> None:
         return
     do = f"Use {REFUSED[name]}" if name in REFUSED else "Use a torch built with torch.distributed"
     # No name= on the error: with it, `from apex import mlp` would replace the text by its own.
-    raise ModuleNotFoundError(
-        message(
-            f"{name} is not supplied under the alias for Apex",
-            "preamp has apex.amp, apex.fp16_utils, apex.optimizers, apex.contrib.optimizers, "
-            "apex.multi_tensor_apply, apex.parallel, apex.normalization, amp_C and apex_C",
-            do,
-        )
+    raise worded(
+        ModuleNotFoundError,
+        f"{name} is not supplied under the alias for Apex",
+        "preamp has apex.amp, apex.fp16_utils, apex.optimizers, apex.contrib.optimizers, "
+        "apex.multi_tensor_apply, apex.parallel, apex.normalization, amp_C and apex_C",
+        do,
     )
 
 

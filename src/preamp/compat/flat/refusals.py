@@ -9,13 +9,7 @@ from typing import Any
 
 import torch
 
-from preamp.core.errors import (
-    LossScaleError,
-    bad_state,
-    bad_type,
-    bad_value,
-    message,
-)
+from preamp.core.errors import LossScaleError, bad_state, bad_type, bad_value, worded
 from preamp.optim import LARC
 from preamp.optim.fused.every import FusedLAMB, FusedLARS, FusedMixedPrecisionLamb, FusedNovoGrad
 
@@ -108,14 +102,13 @@ def endless_overflow(
         if param.grad is not None and not bool(torch.isfinite(_dense(param.grad)).all())
     ]
     more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-    return LossScaleError(
-        message(
-            f"{skips} optimizer steps in a row skipped; gradients overflow in "
-            f"{where[0] if where else 'their sum'}{more} at loss scale {scale}",
-            "Training needs a step without overflow now and then",
-            "Check that the loss is finite, call zero_grad() after each step, lower a static "
-            "scale or the learning rate, or train in bfloat16",
-        )
+    return worded(
+        LossScaleError,
+        f"{skips} optimizer steps in a row skipped; gradients overflow in "
+        f"{where[0] if where else 'their sum'}{more} at loss scale {scale}",
+        "Training needs a step without overflow now and then",
+        "Check that the loss is finite, call zero_grad() after each step, lower a static "
+        "scale or the learning rate, or train in bfloat16",
     )
 
 

@@ -30,7 +30,7 @@ from preamp.compat.handle.backward import check_owner, scaled_backward, skip_nex
 from preamp.compat.handle.noop import NoOpHandle
 from preamp.compat.handle.optim_wrapper import OptimWrapper
 from preamp.core.dtypes import HALF_DTYPES
-from preamp.core.errors import bad_state, bad_value, message
+from preamp.core.errors import bad_state, bad_value, worded
 from preamp.core.undo import UndoStack
 from preamp.engine.params import first_device
 from preamp.kernels import cpu_lacks_fp16_matmul
@@ -249,12 +249,11 @@ def init(
         Apex called ``_deactivate``; ``_amp_state.handle``.
     """
     if patch_type not in HALF_DTYPES:
-        raise RuntimeError(
-            message(
-                f"patch_type={patch_type!r} is not possible",
-                "Casts go to torch.float16 or torch.bfloat16",
-                "Leave it out for torch.float16",
-            )
+        raise worded(
+            RuntimeError,
+            f"patch_type={patch_type!r} is not possible",
+            "Casts go to torch.float16 or torch.bfloat16",
+            "Leave it out for torch.float16",
         )
     handle = AmpHandle(loss_scale, enable_caching, verbose) if enabled else NoOpHandle()
     if _Current.handle is not None:

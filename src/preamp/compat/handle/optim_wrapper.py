@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from preamp.compat.handle.backward import scaled_backward, skip_next_step
-from preamp.core.errors import bad_state, bad_value, message
+from preamp.core.errors import bad_state, bad_value, worded
 from preamp.engine.params import first_device
 from preamp.scaling import LossScaler
 
@@ -105,12 +105,11 @@ class OptimWrapper:
         if not self._handle.scales_losses():
             return self._optimizer.step() if closure is None else self._optimizer.step(closure)
         if closure is not None:
-            raise NotImplementedError(
-                message(
-                    "step() of a wrapped optimizer was given a closure",
-                    "It takes none",
-                    "Use amp.initialize and amp.scale_loss, which run closures",
-                )
+            raise worded(
+                NotImplementedError,
+                "step() of a wrapped optimizer was given a closure",
+                "It takes none",
+                "Use amp.initialize and amp.scale_loss, which run closures",
             )
         overflows, self._overflows, self._loss_idx = self._overflows, [], 0
         for group in self._optimizer.param_groups:

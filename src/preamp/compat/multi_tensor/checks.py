@@ -14,7 +14,7 @@ import torch
 
 from preamp.compat.multi_tensor.applier import TensorLists
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import bad_type, message
+from preamp.core.errors import bad_type, worded
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -62,12 +62,10 @@ class Call:
         if not isinstance(value, torch.Tensor):
             return value
         if value.numel() != 1:
-            raise RuntimeError(
-                message(
-                    f"{self.op}: {name} has {value.numel()} elements",
-                    f"{name} is a number or a tensor of one element",
-                    "Call the op once for each factor",
-                )
+            raise self.refuse(
+                f"{name} has {value.numel()} elements",
+                f"{name} is a number or a tensor of one element",
+                "Call the op once for each factor",
             )
         return value.detach().reshape(())
 
@@ -81,11 +79,15 @@ class Call:
         got = f"{dtype_name(value.dtype)} of shape {tuple(value.shape)} on {value.device}"
         fits = value.dtype is dtype and value.numel() == count and value.is_contiguous()
         if not fits or value.device != self.device:
-            raise RuntimeError(message(f"{self.op}: {name} is {got}", wanted, do))
+            raise self.refuse(f"{name} is {got}", wanted, do)
 
     def refuse(self, got: str, allowed: str, do: str) -> RuntimeError:
         """Return the error for an argument of this call."""
-        return RuntimeError(message(f"{self.op}: {got}", allowed, do))
+        return _refused(f"{self.op}: {got}", allowed, do)
+
+
+def _refused(got: str, allowed: str, do: str) -> RuntimeError:
+    return worded(RuntimeError, got, allowed, do)
 
 
 def checked(
@@ -107,13 +109,11 @@ def checked(
             _check_element(op, f"{name}[{index}]", tensor, tensors[0])
             _check_pair(op, f"{name}[{index}]", tensor, (f"{names[0]}[{index}]", lists[0][index]))
             if tensor.device != first.device:
-                raise RuntimeError(
-                    message(
-                        f"{op}: A tensor was not on the same device as the first tensor: "
-                        f"{name}[{index}] is on {tensor.device}, {names[0]}[0] on {first.device}",
-                        "All tensors of a call lie on one device",
-                        "Call the op once for each device",
-                    )
+                raise _refused(
+                    f"{op}: A tensor was not on the same device as the first tensor: "
+                    f"{name}[{index}] is on {tensor.device}, {names[0]}[0] on {first.device}",
+                    "All tensors of a call lie on one device",
+                    "Call the op once for each device",
                 )
     rows = [_aligned(row) for row in zip(*lists, strict=True)]
     return Call(op, tuple(list(column) for column in zip(*rows, strict=True)), first.device)
@@ -139,29 +139,23 @@ def _check_counts(
 ) -> None:
     if not len(names) <= len(lists) <= len(names) + len(optional):
         more = "".join(f", and optionally {name}" for name in optional)
-        raise RuntimeError(
-            message(
-                f"{op} got {len(lists)} tensor lists",
-                f"It takes {len(names)}: {', '.join(names)}{more}",
-                "Pass them in this order as one list of lists",
-            )
+        raise _refused(
+            f"{op} got {len(lists)} tensor lists",
+            f"It takes {len(names)}: {', '.join(names)}{more}",
+            "Pass them in this order as one list of lists",
         )
     lengths = [len(tensors) for tensors in lists]
     if len(set(lengths)) > 1:
-        raise RuntimeError(
-            message(
-                f"{op} got tensor lists of {', '.join(map(str, lengths))} tensors",
-                "The lists of a call are equally long",
-                "Pass one tensor in every list for each element",
-            )
+        raise _refused(
+            f"{op} got tensor lists of {', '.join(map(str, lengths))} tensors",
+            "The lists of a call are equally long",
+            "Pass one tensor in every list for each element",
         )
     if not lengths[0]:
-        raise RuntimeError(
-            message(
-                f"{op} got empty tensor lists",
-                "Each list holds at least one tensor",
-                "Leave the call out when there is nothing to do",
-            )
+        raise _refused(
+            f"{op} got empty tensor lists",
+            "Each list holds at least one tensor",
+            "Leave the call out when there is nothing to do",
         )
 
 
@@ -173,21 +167,17 @@ def _check_element(op: str, where: str, tensor: object, first: torch.Tensor) -> 
             "Leave parameters without a gradient out of every list",
         )
     if tensor.dtype not in FLOATING:
-        raise RuntimeError(
-            message(
-                f"{op}: {where} is {dtype_name(tensor.dtype)}",
-                f"Tensors are {', '.join(map(dtype_name, FLOATING))}",
-                "Leave other tensors out of every list",
-            )
+        raise _refused(
+            f"{op}: {where} is {dtype_name(tensor.dtype)}",
+            f"Tensors are {', '.join(map(dtype_name, FLOATING))}",
+            "Leave other tensors out of every list",
         )
     if tensor.dtype is not first.dtype:
-        raise RuntimeError(
-            message(
-                f"{op}: {where} is {dtype_name(tensor.dtype)}, the first of its list "
-                f"{dtype_name(first.dtype)}",
-                "The tensors of one list share a dtype",
-                "Call the op once for each dtype",
-            )
+        raise _refused(
+            f"{op}: {where} is {dtype_name(tensor.dtype)}, the first of its list "
+            f"{dtype_name(first.dtype)}",
+            "The tensors of one list share a dtype",
+            "Call the op once for each dtype",
         )
     if not _is_dense(tensor):
         layout = f"shape {tuple(tensor.shape)}"
@@ -195,25 +185,21 @@ def _check_element(op: str, where: str, tensor: object, first: torch.Tensor) -> 
             layout += f" and strides {tensor.stride()}"
         else:
             layout += f" and layout {tensor.layout}"
-        raise RuntimeError(
-            message(
-                f"{op}: {where} is not contiguous: it has {layout}",
-                "Tensors are dense and contiguous, channels_last or channels_last_3d",
-                "Pass its contiguous() and copy back what the op changes",
-            )
+        raise _refused(
+            f"{op}: {where} is not contiguous: it has {layout}",
+            "Tensors are dense and contiguous, channels_last or channels_last_3d",
+            "Pass its contiguous() and copy back what the op changes",
         )
 
 
 def _check_pair(op: str, where: str, tensor: torch.Tensor, other: tuple[str, torch.Tensor]) -> None:
     name, partner = other
     if tensor.numel() != partner.numel():
-        raise RuntimeError(
-            message(
-                f"{op} got a size mismatch: {where} has {tensor.numel()} elements, "
-                f"{name} has {partner.numel()}",
-                "Tensors at the same place of each list have equally many elements",
-                "Check the order of the lists",
-            )
+        raise _refused(
+            f"{op} got a size mismatch: {where} has {tensor.numel()} elements, "
+            f"{name} has {partner.numel()}",
+            "Tensors at the same place of each list have equally many elements",
+            "Check the order of the lists",
         )
 
 

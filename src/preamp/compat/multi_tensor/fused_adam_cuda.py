@@ -103,9 +103,6 @@ def adam(
         bias_correction: Whether ``s`` is corrected, or else ``lr``.
         decay: ``wd``.
 
-    Raises:
-        RuntimeError: The tensors do not fit.
-
     Mutates:
         ``p``, ``m``, ``v`` and ``out_p``.
     """
@@ -133,26 +130,11 @@ def adam_mt(
     """As `adam`, on lists. Does not synchronise.
 
     Args:
-        chunk_size: Has no effect.
-        noop_flag: int32, shape ``(1,)``; neither read nor set.
         tensor_lists: ``[params, exp_avgs, exp_avg_sqs, grads]``, and optionally ``outputs``.
-        lr: Step size.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        eps: Added to the denominator.
-        grad_scale: What gradients are divided by.
-        step: Counts from 1.
-        eps_mode: 0 for ``sqrt(v + eps)``, 1 for ``sqrt(v) + eps``.
-        bias_correction: Whether the step size is corrected.
-        decay: Weight decay.
-
-    Raises:
-        RuntimeError: The lists do not fit.
 
     Mutates:
         Parameters, moments and outputs.
     """
-    del chunk_size
     call = checked("adam_mt", tensor_lists, LISTS, ("outputs",))
     call.flag(noop_flag)
     _adam_(call, (lr, beta1, beta2, eps, decay), grad_scale, step, eps_mode, bias_correction)

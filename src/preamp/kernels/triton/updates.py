@@ -24,13 +24,16 @@ from preamp.kernels.rules import (
     Update,
     left_out,
 )
-from preamp.kernels.triton.device.adagrad import adagrad_kernel
-from preamp.kernels.triton.device.adam import adam_kernel
 from preamp.kernels.triton.device.jit import KINDS
-from preamp.kernels.triton.device.lamb import lamb_kernel
-from preamp.kernels.triton.device.lars import lars_kernel
-from preamp.kernels.triton.device.novograd import average_norms, novograd_kernel
-from preamp.kernels.triton.device.sgd import sgd_kernel
+from preamp.kernels.triton.device.updates import (
+    adagrad_kernel,
+    adam_kernel,
+    average_norms,
+    lamb_kernel,
+    lars_kernel,
+    novograd_kernel,
+    sgd_kernel,
+)
 from preamp.kernels.triton.launch import REFERENCE, check_devices, given, launch, number, scalar
 from preamp.kernels.triton.places import pick, sort
 from preamp.kernels.triton.reductions import gather, gathered, measure
