@@ -22,7 +22,7 @@ from preamp.casting.functions import (
 )
 from preamp.casting.op_lists import OP_TABLE, OpRow
 from preamp.casting.thread_casts import push_thread_casts
-from preamp.casting.wrappers import map_tensors
+from preamp.core.pytree import map_tensors
 from preamp.kernels.wide_half import WIDE_FUNCTIONS
 
 # Some rows are functions that torch itself deprecates, or warns about in general.

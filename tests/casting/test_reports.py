@@ -23,7 +23,7 @@ from preamp.casting.functions import (
 from preamp.casting.op_lists import OP_TABLE
 from preamp.casting.registry import register_float_function, register_half_function
 from preamp.casting.thread_casts import push_thread_casts
-from preamp.casting.wrappers import map_tensors
+from preamp.core.pytree import map_tensors
 
 HALVES = {"O1": (torch.float16, "Half"), "O4": (torch.bfloat16, "BFloat16")}
 Lines = Callable[[], list[str]]

@@ -35,7 +35,6 @@ class CastAudit:
     """
 
     def __init__(self) -> None:
-        """Count nothing yet."""
         self.calls: Counter[CastSite] = Counter()  # tensors cast, by site
         self.elements: Counter[CastSite] = Counter()  # their elements, by site
         self._undo = UndoStack()

@@ -17,7 +17,6 @@ import torch
 
 from preamp.casting.op_lists import OP_TABLE, Namespace, OpRow
 from preamp.casting.patches import PATCHES, Rank, Wrapper
-from preamp.casting.removable import UndoOnce
 from preamp.casting.reports import listen, say_cast, wrap_report
 from preamp.casting.shared_install import SharedInstall
 from preamp.casting.thread_casts import autocast_off
@@ -30,7 +29,7 @@ from preamp.casting.wrappers import (
     wrap_promote,
     wrap_sequence_promote,
 )
-from preamp.core.undo import Removable
+from preamp.core.undo import Removable, UndoOnce
 from preamp.kernels.recurrent import recurrent_functions
 from preamp.kernels.wide_half import WIDE_FUNCTIONS, wide
 

@@ -24,7 +24,6 @@ class CastInputs(EngineHook):
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments to call ``forward`` with."""
-        del module
         if not self.is_on:  # the weights are exact for the moment
             return args, kwargs
         cast_kwargs = {name: cast_floating(value, self.dtype) for name, value in kwargs.items()}
@@ -40,7 +39,6 @@ class CastOutputs(EngineHook):
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return the result to hand to the caller."""
-        del module, args
         return cast_floating(output, self.dtype)
 
 

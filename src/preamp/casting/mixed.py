@@ -20,9 +20,9 @@ from preamp.casting.autocast_state import casting_device
 from preamp.casting.functions import namespace_owner
 from preamp.casting.patches import PATCHES, Rank
 from preamp.casting.shared_install import SharedInstall
-from preamp.casting.wrappers import AnyFunction, is_mixed, map_tensors
+from preamp.casting.wrappers import AnyFunction, is_mixed
 from preamp.core.dtypes import HALF_DTYPES
-from preamp.core.pytree import tensors_in
+from preamp.core.pytree import map_tensors, tensors_in
 from preamp.core.undo import Removable
 from preamp.kernels.wide_half import WIDE_FUNCTIONS
 

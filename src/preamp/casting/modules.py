@@ -25,7 +25,6 @@ class Conversion:
     """The casts of one engine's models, and how to take them back."""
 
     def __init__(self, kept: Kept | None = None, changed: str = "") -> None:
-        """Start with nothing converted."""
         self.kept = kept or Kept()  # what a cast to half leaves in float32
         # what to warn of: buffers that the cast changes by more than its rounding
         self.changed = changed

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from preamp.casting.lock import PATCH_LOCK
-from preamp.casting.removable import UndoOnce
-from preamp.core.undo import Removable
+from preamp.core.undo import Removable, UndoOnce
 from preamp.kernels.scripting import scriptable
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]

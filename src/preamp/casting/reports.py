@@ -6,17 +6,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 import torch
 
 from preamp.casting.autocast_state import casting_device
 from preamp.casting.lock import PATCH_LOCK
 from preamp.casting.patches import Wrapper
-from preamp.casting.removable import UndoOnce
 from preamp.casting.wrappers import CASTABLE, AnyFunction, is_mixed
 from preamp.core.log import say
-from preamp.core.undo import Removable
+from preamp.core.pytree import tensors_in
+from preamp.core.undo import Removable, UndoOnce
 
 CastRule = Literal["half", "float", "promote", "sequence_promote"]
 
@@ -98,15 +98,6 @@ def _casts(
         values = args[0] if args else kwargs.get("tensors", ())
     if rule in ("promote", "sequence_promote") and not is_mixed(values):
         return
-    for tensor in _floating(values):
+    for tensor in tensors_in(values):
         if tensor.dtype in CASTABLE and tensor.dtype is not target and tensor.device.type == device:
             yield Cast(function, tensor.dtype, target, tensor.numel())
-
-
-def _floating(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            if value.is_floating_point():
-                yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _floating(cast("Sequence[Any]", value))

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from preamp.casting.lock import PATCH_LOCK
-from preamp.casting.removable import UndoOnce
-from preamp.core.undo import Removable
+from preamp.core.undo import Removable, UndoOnce
 from preamp.kernels.scripting import forget_traced_names, know_traced_names
 
 Builder = Callable[[], Removable]
@@ -17,7 +16,6 @@ class SharedInstall:
     """Patches that are on while anybody holds them."""
 
     def __init__(self, build: Callable[[], list[Removable]]) -> None:
-        """Remember how to patch; nothing happens yet."""
         self._build = build
         self._holders = 0
         self._handles: list[Removable] = []

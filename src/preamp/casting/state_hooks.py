@@ -31,7 +31,6 @@ class SaveFloat32(EngineHook):
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
         """Mutates ``state_dict``; the new entries share no memory with the model."""
-        del metadata
         lookup = self.link.target
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state_dict.get(prefix + name)

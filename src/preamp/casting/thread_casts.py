@@ -25,8 +25,7 @@ from torch import nn
 
 from preamp.casting import autocast_state
 from preamp.casting.autocast_state import AutocastState, know_device_types, nesting, untraced
-from preamp.casting.removable import UndoOnce
-from preamp.core.undo import Removable
+from preamp.core.undo import Removable, UndoOnce
 
 
 @dataclass(frozen=True, slots=True, eq=False)

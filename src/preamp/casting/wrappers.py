@@ -18,28 +18,12 @@ from preamp.casting.autocast_state import casting_device, is_casting
 from preamp.casting.patches import Wrapper
 from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
 from preamp.core.errors import worded
+from preamp.core.pytree import map_tensors
 
 AnyFunction = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 CASTABLE: Final = (*HALF_DTYPES, torch.float32)
-
-
-def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply ``fn`` to floating tensors in ``value`` and in (nested) lists and tuples.
-
-    Whatever holds nothing that changed is returned itself.
-    """
-    if isinstance(value, torch.Tensor):
-        return fn(value) if value.is_floating_point() else value
-    if isinstance(value, (list, tuple)):
-        items = cast("Sequence[Any]", value)
-        mapped = [map_tensors(fn, item) for item in items]
-        if all(new is old for new, old in zip(mapped, items, strict=True)):
-            return items
-        kind = type(items)
-        return kind(*mapped) if hasattr(kind, "_fields") else kind(mapped)  # pyright: ignore[reportCallIssue]
-    return value
 
 
 def cast_arguments(

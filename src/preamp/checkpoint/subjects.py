@@ -185,7 +185,6 @@ class MasterShards:
     """Everything of which `shard_optimizer` has left a part on this rank."""
 
     def __init__(self, subjects: Subjects) -> None:
-        """Look at the optimizers. Not mutated."""
         self._of: dict[int, MasterShard] = {}
         self._twins: dict[int, Twin] = {}
         for engine in subjects.engines:

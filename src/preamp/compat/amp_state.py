@@ -17,7 +17,6 @@ class AmpState:
     handle: Any  # of the latest ``amp.initialize`` at O1 or O4, or ``amp.init``; not there before
 
     def __init__(self) -> None:
-        """Nothing is initialized."""
         self.hard_override = False  # warn instead of refusing contradictory overrides
         self.allow_incoming_model_not_fp32 = False  # accept models that are half already
         # whether the latest ``amp.initialize`` was called with ``enabled=False``

@@ -24,7 +24,6 @@ class AmpStash:
     """Apex's view of an optimizer's half parameters and masters; lists are made when read."""
 
     def __init__(self, session: OptimizerSession) -> None:
-        """Show ``session``."""
         self._session = session
         self.lazy_init_called = True
         self.process_zero_grad = True

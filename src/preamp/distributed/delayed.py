@@ -148,7 +148,6 @@ class _Note:
         self._index = index
 
     def __call__(self, param: torch.Tensor) -> None:
-        del param
         reduction = self._reduction()
         if reduction is not None:
             reduction.note(self._index)

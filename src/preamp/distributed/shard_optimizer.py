@@ -92,7 +92,6 @@ class Sharing:
     """
 
     def __init__(self, session: OptimizerSession, group: dist.ProcessGroup) -> None:
-        """Share nothing yet; see `share_out`."""
         self.group = group
         self._session = session
         self._gate = Gate()
@@ -372,7 +371,6 @@ class _TakePart:
         self._sharing = sharing
 
     def __call__(self, optimizer: optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        del optimizer
         saved = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
         places = {number: place for place, number in enumerate(saved)}
         own = {

@@ -48,6 +48,12 @@ class Rule:
             raise ValueError(f"{self.id!r} is not PA and three digits")
 
 
+def define_rule(*, id: str, severity: Severity, title: str, why: str, how: str, do: str) -> Rule:
+    """Make a rule of texts in which lines may end anywhere."""
+    why, how, do = (" ".join(text.split()) for text in (why, how, do))
+    return Rule(id=id, severity=severity, title=title, why=why, how=how, do=do)
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A line of the script, or of a library that it calls."""

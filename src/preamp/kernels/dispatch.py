@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, cast
 
 import torch
 
@@ -15,35 +16,17 @@ from preamp.core.errors import unavailable
 from preamp.kernels.by_device import ByDevice
 from preamp.kernels.ops import Ops
 
-
-def _triton() -> Ops:
-    from preamp.kernels.triton import Triton
-
-    return Triton()
-
-
-def _blocks() -> Ops:
-    from preamp.kernels.blocks import Blocks
-
-    return Blocks()
-
-
-def _reference() -> Ops:
-    from preamp.kernels.reference import Reference
-
-    return Reference()
-
-
-_LOADERS: Final[Mapping[str, Callable[[], Ops]]] = {
-    "triton": _triton,
-    "blocks": _blocks,
-    "reference": _reference,
+_CLASSES: Final[Mapping[str, str]] = {
+    "triton": "Triton",
+    "blocks": "Blocks",
+    "reference": "Reference",
 }
+"""Back ends that exist: folders beside this file, and the class in each."""
+
 _ALIASES: Final[Mapping[str, str]] = {"cpu": "blocks", "foreach": "blocks"}
 """What `blocks` were when they were two; ``"cpu"`` still takes tensors on the CPU only."""
 
-BACKENDS = tuple(_LOADERS)
-"""Back ends that exist."""
+BACKENDS = tuple(_CLASSES)
 
 _TRITON_DEVICES = ("cuda", "xpu")
 
@@ -104,7 +87,8 @@ def _load_for(name: str, device: torch.device) -> Ops:
 
 @functools.cache
 def _load(name: str) -> Ops:
-    return _LOADERS[name]()
+    module = importlib.import_module(f"preamp.kernels.{name}")
+    return cast("Ops", getattr(module, _CLASSES[name])())
 
 
 def explain(name: str = "auto", device: torch.device | str = "cpu") -> str:

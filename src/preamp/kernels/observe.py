@@ -30,7 +30,6 @@ class ObservedOps(_python_dispatch.TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, observer: Observer) -> None:
-        """Begin with ``with``, or with `start`."""
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self._observer = observer
 

@@ -48,7 +48,6 @@ class Traffic:
     def _see(
         self, op: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> None:
-        del op
         ours = {id(tensor) for tensor in inputs}
         held = {id(tensor.untyped_storage()) for tensor in inputs if _has_storage(tensor)}
         is_view = bool(outputs)

@@ -18,10 +18,15 @@ smaller scale could not bring any gradient back into range."""
 
 
 class ScaleState(NamedTuple):
-    """What a rule changes: tensors, so that adjusting needs no host synchronisation."""
+    """What a rule changes: tensors, so that adjusting needs no host synchronisation.
 
-    scale: torch.Tensor  # float32 scalar, the factor of the loss
-    growth_tracker: torch.Tensor  # int32 scalar, clean updates since the last overflow or growth
+    Attributes:
+        scale: float32 scalar, the factor of the loss.
+        growth_tracker: int32 scalar, clean updates since the last overflow or growth.
+    """
+
+    scale: torch.Tensor
+    growth_tracker: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +44,23 @@ class StaticScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicScale:
-    """Back off on overflow, grow after a run of clean updates."""
+    """Back off on overflow, grow after a run of clean updates.
 
-    init_scale: float = 2.0**16  # factor to start with
-    growth_factor: float = 2.0  # multiplier when ``growth_interval`` updates in a row were clean
-    backoff_factor: float = 0.5  # multiplier on overflow
-    growth_interval: int = 2000  # clean updates before growth
-    # floor that backing off never goes below; ``None`` for `SMALLEST_SCALE`
+    Attributes:
+        init_scale: Factor to start with.
+        growth_factor: Multiplier when ``growth_interval`` updates in a row were clean.
+        backoff_factor: Multiplier on overflow.
+        growth_interval: Clean updates before growth.
+        min_scale: Floor that backing off never goes below; ``None`` for `SMALLEST_SCALE`.
+        max_scale: Ceiling that growth never goes above.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
     min_scale: float | None = None
-    max_scale: float = 2.0**24  # ceiling that growth never goes above
+    max_scale: float = 2.0**24
     is_dynamic: bool = True
 
     @property
@@ -56,7 +69,12 @@ class DynamicScale:
         return SMALLEST_SCALE if self.min_scale is None else self.min_scale
 
     def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> ScaleState:
-        """Return the state after an update, clean where the float32 scalar ``found_inf`` is 0."""
+        """Return the state after one update.
+
+        Args:
+            state: Scale and tracker before.
+            found_inf: float32 scalar, not zero if any gradient was infinite or nan.
+        """
         overflow = found_inf != 0
         # A scale set by hand below the floor is not raised by an overflow.
         lower = torch.minimum(

@@ -8,28 +8,37 @@ from collections.abc import Mapping
 
 import torch
 
-from preamp.core.errors import bad_value
+from preamp.core.errors import message
 from preamp.scaling.records import DynamicScale, ScaleRule, ScaleState, StaticScale
 
 
 class LossScaler:
-    """Scale of one loss, with all state in device tensors."""
+    """Scale of one loss, with all state in device tensors.
+
+    Attributes:
+        rule: How the scale reacts; replaceable, the record itself is frozen.
+        scale: float32 scalar tensor.
+        growth_tracker: int32 scalar tensor, clean updates since the last overflow or growth.
+        found_inf: float32 scalar tensor; set by `record`, consumed by `update`. It stays set
+            until an update looks at it, so a delayed check loses nothing.
+        generation: Counts changes of the scale as far as the host knows of them.
+    """
 
     def __init__(self, rule: ScaleRule, device: torch.device | str = "cpu") -> None:
-        """Start at the rule's initial scale."""
-        # how the scale reacts; replaceable, the record itself is frozen
+        """Start at the rule's initial scale.
+
+        Args:
+            rule: `StaticScale` or `DynamicScale`.
+            device: Where the three tensors live.
+        """
         self.rule: ScaleRule = rule
         start = rule.init_scale
         if isinstance(rule, DynamicScale):
             start = max(min(start, rule.max_scale), rule.min_scale or 0.0)
-        # float32 scalar tensor
         self.scale = torch.tensor(start, dtype=torch.float32, device=device)
-        # int32 scalar tensor, clean updates since the last overflow or growth
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
-        # float32 scalar tensor; set by `record`, consumed by `update`. It stays set until an
-        # update looks at it, so a delayed check loses nothing.
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
-        self.generation = 0  # counts changes of the scale as far as the host knows of them
+        self.generation = 0
 
     @property
     def device(self) -> torch.device:
@@ -49,7 +58,10 @@ class LossScaler:
     def scale_loss(self, loss: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``loss`` in float32 (float64 stays) times the scale; differentiable.
 
-        ``scale`` is a copy of it that nobody changes before the backward, made here if left out.
+        Args:
+            loss: Floating tensor.
+            scale: A copy of the scale that nobody changes before the backward, which keeps it;
+                made here if left out.
         """
         wide = loss if loss.dtype is torch.float64 else loss.float()
         if self.is_identity:
@@ -65,9 +77,10 @@ class LossScaler:
         self.found_inf.copy_(torch.maximum(self.found_inf, found_inf.to(self.device)))
 
     def update(self) -> torch.Tensor:
-        """Adjust the scale to what was recorded since the last update. Does not synchronise.
+        """Adjust the scale to what was recorded since the last update.
 
-        Returns a float32 scalar, 1.0 if the step must be skipped.
+        Returns:
+            float32 scalar tensor, 1.0 if the step must be skipped. Does not synchronise.
         """
         found_inf = self.found_inf.clone()
         state = self.rule.adjust(ScaleState(self.scale, self.growth_tracker), found_inf)
@@ -94,23 +107,32 @@ class LossScaler:
 
     @staticmethod
     def read_state(state: Mapping[str, float | int]) -> tuple[float, int]:
-        """Return the scale and the counter in ``state``, or raise ``ValueError``."""
+        """Return the scale and the counter in ``state``.
+
+        Raises:
+            ValueError: ``state`` lacks an entry or has one that is no usable number.
+        """
         try:
             scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
             if not (math.isfinite(scale) and scale > 0 and unskipped >= 0):
                 raise ValueError("out of range")
             return scale, unskipped
         except (KeyError, TypeError, ValueError) as error:
-            raise bad_value(
-                f"A loss scaler's state {state!r} cannot be read",
-                "Needed are the numbers 'loss_scale' (above 0) and 'unskipped' (from 0)",
-                "Pass what state_dict() returned",
+            raise ValueError(
+                message(
+                    f"A loss scaler's state {state!r} cannot be read",
+                    "Needed are the numbers 'loss_scale' (above 0) and 'unskipped' (from 0)",
+                    "Pass what state_dict() returned",
+                )
             ) from error
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """Take over scale and counter; nothing changes if an entry is missing or unusable.
 
         A static scale stays what it was told to be; only its counter is taken.
+
+        Raises:
+            ValueError: ``state`` lacks an entry or has one that is no usable number.
         """
         scale, unskipped = self.read_state(state)
         if self.is_dynamic:

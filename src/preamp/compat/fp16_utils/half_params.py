@@ -22,7 +22,6 @@ class HalfParams:
     """Parameters by what becomes of them; all lists run parallel to ``param_groups``."""
 
     def __init__(self, optimizer: Any, ops: Ops) -> None:
-        """Make masters for what is trainable now."""
         self._optimizer = optimizer
         self._known: set[int] = set()
         self._pairs = WeightPairs(ops)

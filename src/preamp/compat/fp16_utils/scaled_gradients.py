@@ -21,7 +21,6 @@ class ScaledGradients:
     """
 
     def __init__(self, params: HalfParams, ops: Ops) -> None:
-        """Start without gradients."""
         self._params = params
         self._ops = ops
         self._direct = DirectGradients(ops)

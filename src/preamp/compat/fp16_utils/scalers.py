@@ -35,7 +35,6 @@ class _Scaling:
         Returns:
             ``grad_in`` times the scale.
         """
-        del module, grad_out
         return tuple(None if grad is None else self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
@@ -71,7 +70,6 @@ class LossScaler(_Scaling):
         Args:
             params: Ignored.
         """
-        del params
         return False
 
     def update_scale(self, overflow: bool) -> None:

@@ -24,7 +24,6 @@ class Skips:
     """Counts steps, tells of those not taken, and gives up where scaling cannot go on."""
 
     def __init__(self, optimizer: Any) -> None:
-        """Start counting for ``optimizer``."""
         self._optimizer = optimizer
         self._name_of = ParameterNames((), (optimizer,)).of
         self._steps = 0

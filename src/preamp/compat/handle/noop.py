@@ -38,7 +38,6 @@ class NoOpHandle:
         self, loss: torch.Tensor, optimizer: torch.optim.Optimizer
     ) -> AbstractContextManager[torch.Tensor]:
         """Yield ``loss`` itself."""
-        del optimizer
         return nullcontext(loss)
 
     @property

@@ -5,34 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from preamp.compat.handle.backward import scaled_backward, skip_next_step
 from preamp.core.errors import bad_state, bad_value, worded
 from preamp.engine.params import first_device
-from preamp.scaling import LossScaler
 
-
-class Handle(Protocol):
-    """What the wrapper needs of a handle."""
-
-    def scales_losses(self) -> bool:
-        """Whether losses are scaled at all."""
-        ...
-
-    def new_scaler(self, device: torch.device) -> LossScaler:
-        """Make a scaler with the handle's rule."""
-        ...
-
-    def remove_cache(self, param: torch.Tensor) -> None:
-        """Forget the cached cast of ``param``."""
-        ...
-
-    def clear_cache(self) -> None:
-        """Forget all cached casts."""
-        ...
+if TYPE_CHECKING:
+    from preamp.compat.handle.handle import AmpHandle
+    from preamp.compat.handle.noop import NoOpHandle
 
 
 class OptimWrapper:
@@ -42,7 +25,10 @@ class OptimWrapper:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, amp_handle: Handle, num_loss: int = 1
+        self,
+        optimizer: torch.optim.Optimizer,
+        amp_handle: AmpHandle | NoOpHandle,
+        num_loss: int = 1,
     ) -> None:
         """Wrap ``optimizer``, which stays as it is.
 

@@ -19,7 +19,6 @@ class ScriptedNorm(nn.Module):
     bias: torch.Tensor | None
 
     def __init__(self, norm: Norm, weight: nn.Parameter | None, bias: nn.Parameter | None) -> None:
-        """Share ``weight`` and ``bias``."""
         super().__init__()
         self.shape = list(norm.shape)
         self.eps = norm.eps

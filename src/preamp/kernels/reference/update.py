@@ -66,7 +66,6 @@ class TensorSlot(Slot):
         half: torch.Tensor | None,
         update: Update,
     ) -> None:
-        """Load; nothing is written before `store`."""
         self._targets = (param, *state)
         self._half = half
         self._found_inf = update.found_inf
