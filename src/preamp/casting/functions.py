@@ -11,6 +11,7 @@ run every function once on a device that the program may not even use.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -128,10 +129,13 @@ def _install_reports() -> list[Removable]:
     return handles
 
 
-def _install_wide() -> list[Removable]:
-    return [
-        PATCHES.add(namespace_owner(namespace), name, Rank.WIDE, wide)
-        for namespace, name in WIDE_FUNCTIONS
+def patch_all(
+    rows: Iterable[tuple[str, str]], rank: Rank, wrap: Wrapper
+) -> Callable[[], list[Removable]]:
+    """What puts ``wrap`` over the functions that this version of torch has."""
+    return lambda: [
+        PATCHES.add(namespace_owner(namespace), name, rank, wrap)
+        for namespace, name in rows
         if hasattr(namespace_owner(namespace), name)
     ]
 
@@ -145,7 +149,7 @@ CAST_REPORTS: Final = SharedInstall(_install_reports)
 CAST_LINES: Final = SharedInstall(lambda: [CAST_REPORTS.acquire(), listen(say_cast)])
 """The printing of casts."""
 
-WIDE_HALF: Final = SharedInstall(_install_wide)
+WIDE_HALF: Final = SharedInstall(patch_all(WIDE_FUNCTIONS, Rank.WIDE, wide))
 """The installation of wide float16 products on the CPU."""
 
 

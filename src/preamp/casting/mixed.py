@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from preamp.casting.autocast_state import casting_device
-from preamp.casting.functions import namespace_owner
-from preamp.casting.patches import PATCHES, Rank
+from preamp.casting.functions import patch_all
+from preamp.casting.patches import Rank
 from preamp.casting.shared_install import SharedInstall
 from preamp.casting.wrappers import AnyFunction, is_mixed
 from preamp.core.dtypes import HALF_DTYPES
@@ -75,15 +75,7 @@ def _mixed(fn: AnyFunction) -> AnyFunction:
     return product
 
 
-def _install() -> list[Removable]:
-    return [
-        PATCHES.add(namespace_owner(namespace), name, Rank.MIXED, _mixed)
-        for namespace, name in FUNCTIONS
-        if hasattr(namespace_owner(namespace), name)
-    ]
-
-
-MIXED_PRODUCTS: Final = SharedInstall(_install)
+MIXED_PRODUCTS: Final = SharedInstall(patch_all(FUNCTIONS, Rank.MIXED, _mixed))
 """The installation of mixed products."""
 
 

@@ -97,26 +97,17 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
-    """Run ``module.name`` in bfloat16 wherever casts are active; else ``register_half_function``.
-
-    Raises:
-        ValueError: ``module`` has no attribute ``name``.
-        TypeError: The attribute is no function, or cannot be replaced, as those of C's types.
-    """
+    """Run ``module.name`` in bfloat16; otherwise as ``register_half_function``."""
     _register(
         module, name, "register_bfloat16_function", _bfloat16, wrap_report("half", torch.bfloat16)
     )
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Run ``module.name`` in float32 wherever casts are active; else ``register_half_function``.
+    """Run ``module.name`` in float32; otherwise as ``register_half_function``.
 
     Example:
         >>> register_float_function(torch, "sigmoid")
-
-    Raises:
-        ValueError: ``module`` has no attribute ``name``.
-        TypeError: The attribute is no function, or cannot be replaced, as those of C's types.
     """
     _register(module, name, "register_float_function", _float, wrap_report("float"))
 
@@ -124,9 +115,7 @@ def register_float_function(module: Any, name: str) -> None:
 def register_promote_function(module: Any, name: str) -> None:
     """Cast half arguments of ``module.name`` to float32 where they are mixed with float32.
 
-    Raises:
-        ValueError: ``module`` has no attribute ``name``.
-        TypeError: The attribute is no function, or cannot be replaced, as those of C's types.
+    Otherwise as ``register_half_function``.
     """
     _register(module, name, "register_promote_function", _promote, wrap_report("promote"))
 

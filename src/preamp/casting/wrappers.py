@@ -165,7 +165,9 @@ def wrap_banned() -> Wrapper:
             device = casting_device(args, kwargs)
             if device is None:
                 return fn(*args, **kwargs)
-            halves = [a for a in (*args, *kwargs.values()) if _is_half_tensor(a)]
+            halves = [
+                a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and is_half(a)
+            ]
             if halves:
                 raise worded(
                     NotImplementedError,
@@ -184,10 +186,6 @@ def wrap_banned() -> Wrapper:
         return banned
 
     return wrap
-
-
-def _is_half_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and is_half(value)
 
 
 def _cast_rest(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Arguments:

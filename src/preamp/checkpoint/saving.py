@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 from preamp.checkpoint.background import LATEST, Saving
 from preamp.checkpoint.capture import capture
-from preamp.checkpoint.gathering import Encoded, encoded, gather
+from preamp.checkpoint.codec import encode
+from preamp.checkpoint.gathering import Encoded, gather
 from preamp.checkpoint.placing import placed
 from preamp.checkpoint.ranks import check_same, rank, together, world_size
 from preamp.checkpoint.restore import owned, restore
@@ -46,7 +47,7 @@ def save(path: Path, subjects: Subjects, extra: Any, options: Options) -> Saving
     def content() -> Encoded:
         check_format(path)
         check_keep_last(path, options.keep_last)
-        return encoded(capture(subjects, extra))
+        return encode(capture(subjects, extra), "the checkpoint", world_size())
 
     collect = gather(content, path, subjects.buffer_names())
     saving = Saving(path)

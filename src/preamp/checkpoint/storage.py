@@ -52,10 +52,6 @@ class ShardFile:
         suffix = ".safetensors" if folder.suffix == ".safetensors" else ".pt"
         return folder / f"{self.number}-rank{self.rank}-of{self.ranks}{suffix}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
-
 
 def next_number(folder: Path) -> int:
     """The number of the next save into ``folder``, which need not exist."""
@@ -250,7 +246,7 @@ def write(draft: Draft, path: Path, *, alone: bool = False) -> None:
             "preamp": __version__,
             "torch": str(torch.__version__),
             "trees": draft.trees,
-            "parts": {name: part.to_json() for name, part in parts.items()},
+            "parts": {name: asdict(part) for name, part in parts.items()},
             **_membership(draft),
         },
         allow_nan=False,
@@ -268,7 +264,7 @@ def _membership(draft: Draft) -> dict[str, Any]:
     if draft.member is None:
         return {}
     boxes = {name: box.to_json() for name, box in draft.boxes.items()}
-    return {"member": draft.member.to_json(), "boxes": boxes}
+    return {"member": asdict(draft.member), "boxes": boxes}
 
 
 def _write_safetensors(

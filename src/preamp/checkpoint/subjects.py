@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -242,15 +242,11 @@ class MasterShards:
         own: dict[int, Any] = dict(state["state"])
         for number, share in enumerate(shares):  # the numbers that state_dict gives
             if share is not None and number in own:
-                own[number] = _with_pieces(own[number], share)
+                own[number] = {
+                    key: share.piece(value) if share.is_of(key, value) else value
+                    for key, value in own[number].items()
+                }
         return {**state, "state": own}
-
-
-def _with_pieces(entries: Mapping[str, Any], share: MasterShard) -> dict[str, Any]:
-    return {
-        key: share.piece(value) if share.is_of(key, value) else value
-        for key, value in entries.items()
-    }
 
 
 def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,10 +49,6 @@ class Summary:
     # Of the first rank's tensors, sharded ones in whole, by category; what is referred to twice
     # counts once.
     bytes: dict[str, int]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
 
 
 def summarize_checkpoint(path: Path) -> Summary:

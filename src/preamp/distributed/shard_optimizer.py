@@ -164,10 +164,6 @@ class Sharing:
             for key, value in state.items()
         }
 
-    def gather(self, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """See `gather_parts`."""
-        return gather_parts(part, like, self.group)
-
     def _part_of(self, param: torch.Tensor) -> Part | None:
         twin = pair_of(param)
         if twin is not None:
@@ -343,14 +339,14 @@ def full_state_dicts(
     Raises:
         PreampStateError: ``optimizer`` has no engine.
     """
-    sharing = _session_of(optimizer).sharing
+    sharing = engine_of(optimizer).sessions[id(bare(optimizer))].sharing
     if not isinstance(sharing, Sharing):  # as with one process
         is_mine = not has_process_group() or default_group().rank() == to
         return (model.state_dict(), optimizer.state_dict()) if is_mine else None
     is_mine = sharing.group.rank() == to
     for twin in sharing.twins():
         twin.settle()
-        whole = sharing.gather(twin.master.detach(), twin.half)
+        whole = gather_parts(twin.master.detach(), twin.half, sharing.group)
         twin.held.gathered = whole.cpu() if is_mine else None
     try:
         weights: dict[str, Any] = model.state_dict() if is_mine else {}
@@ -378,10 +374,6 @@ class _TakePart:
             for number, entry in state["state"].items()
         }
         return {**state, "state": own}
-
-
-def _session_of(optimizer: optim.Optimizer) -> OptimizerSession:
-    return engine_of(optimizer).sessions[id(bare(optimizer))]
 
 
 def _check_elementwise(optimizer: Any, *, is_elementwise: bool) -> None:

@@ -260,7 +260,7 @@ class History:
         Those that a later `ResumeRecord` made void are left out.
         """
         with self._lock:
-            return [r for r in self._records.get(_kind_of(kind), ()) if isinstance(r, kind)]
+            return [r for r in self._records.get(cast("Any", kind).kind, ()) if isinstance(r, kind)]
 
     def close(self) -> None:
         """Close the file and the listeners; what is in memory stays. A second call does nothing.
@@ -311,10 +311,6 @@ def _size_of(record: Record) -> int:
         return 0
     with_histogram = sum(tensor.histogram is not None for tensor in record.tensors)
     return len(record.tensors) + _HISTOGRAM * with_histogram
-
-
-def _kind_of(kind: type[Any]) -> str:
-    return str(kind.kind)
 
 
 def read_history(path: str | os.PathLike[str]) -> list[Record]:

@@ -122,7 +122,10 @@ def _slots_in(model: nn.Module, keep: KeepFP32) -> Iterator[Slot]:
     names: dict[int, str] = {}
     tensors: dict[int, torch.Tensor] = {}
     for prefix, module in named_modules(model):
-        for name, tensor in _own_tensors(module):
+        for name, tensor in (
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ):
             tensors.setdefault(id(tensor), tensor)
             names.setdefault(id(tensor), f"{prefix}.{name}" if prefix else name)
     for key, tensor in tensors.items():
@@ -139,11 +142,6 @@ def _slots_in(model: nn.Module, keep: KeepFP32) -> Iterator[Slot]:
             is_norm=key in kept.norms,
             is_kept=kept.is_wide(tensor),
         )
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

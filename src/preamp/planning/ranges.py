@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -282,13 +282,10 @@ def _record_step(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: R
     optimizer.step()
     for name, param in graded.items():
         recorder.add_update(name, before[name], param.detach())
-    for name, buffer in _buffers(model):
-        recorder.add(name, "weight", buffer)
+    for name, buffer in model.named_buffers():
+        if is_measurable(buffer):
+            recorder.add(name, "weight", buffer)
     optimizer.zero_grad()
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, b) for name, b in model.named_buffers() if is_measurable(b))
 
 
 def in_bfloat16(policy: Policy) -> Policy:

@@ -338,7 +338,7 @@ def _exponents(run: Run, prefix: str) -> Section:
         )
         for index, item in enumerate(chosen)
     ]
-    from_legend = exponents.legend(with_outline=exponents.uses_scale(chosen))
+    from_legend = exponents.legend(with_outline=any(item.tensor.scale != 1 for item in chosen))
     return Section(
         name=prefix, title=title, lead=lead, blocks=[Gallery(figures=figures, legend=from_legend)]
     )

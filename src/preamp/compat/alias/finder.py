@@ -270,7 +270,8 @@ def remove_apex_alias() -> None:
     sys.meta_path[:] = other_finders()
     for name in reversed(SUPPLIED):
         module = sys.modules.get(name)
-        if module is not None and isinstance(_loader(module), AliasLoader):
+        loader = getattr(getattr(module, "__spec__", None), "loader", None)
+        if module is not None and isinstance(loader, AliasLoader):
             del sys.modules[name]
             _forget_child(name, module)
     entries = _entries()
@@ -310,10 +311,6 @@ def _forget_child(name: str, module: ModuleType) -> None:
     holder = sys.modules.get(parent)
     if holder is not None and vars(holder).get(child) is module:
         delattr(holder, child)
-
-
-def _loader(module: ModuleType) -> object:
-    return getattr(getattr(module, "__spec__", None), "loader", None)
 
 
 def _entries() -> list[str]:
