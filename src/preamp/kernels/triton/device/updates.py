@@ -33,40 +33,13 @@ from preamp.kernels.triton.device.walk import (
 
 @kernel
 def adam_kernel(
-    pointers,
-    layout,
-    n: tl.int64,
-    lr: tl.int64,
-    lr_at,
-    step: tl.int64,
-    step_at,
-    beta1: tl.int64,
-    beta1_left: tl.int64,
-    beta2: tl.int64,
-    beta2_left: tl.int64,
-    eps: tl.int64,
-    weight_decay: tl.int64,
-    correction1: tl.int64,
-    correction2: tl.int64,
-    inv_scale_at,
+    pointers, layout, n: tl.int64, lr: tl.int64, lr_at, step: tl.int64, step_at, beta1: tl.int64,
+    beta1_left: tl.int64, beta2: tl.int64, beta2_left: tl.int64, eps: tl.int64,
+    weight_decay: tl.int64, correction1: tl.int64, correction2: tl.int64, inv_scale_at,
     found_inf_at,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    V: tl.constexpr,
-    H: tl.constexpr,
-    MATH: tl.constexpr,
-    LR_AT: tl.constexpr,
-    STEP_AT: tl.constexpr,
-    INV_SCALE_AT: tl.constexpr,
-    FOUND_INF_AT: tl.constexpr,
-    DECAYS: tl.constexpr,
-    DECOUPLED: tl.constexpr,
-    MOMENTS: tl.constexpr,
-    STEP_SIZE: tl.constexpr,
-    EPS_INSIDE_SQRT: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    P, G, M, V, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, DECAYS, DECOUPLED, MOMENTS,
+    STEP_SIZE, EPS_INSIDE_SQRT, CHUNK,
+):  # fmt: skip
     """One chunk of an Adam update."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
     count = spared(count, found_inf_at, FOUND_INF_AT)
@@ -122,41 +95,13 @@ def trusted(rate, norms, n, MATH: tl.constexpr):
 
 @kernel
 def lamb_kernel(
-    pointers,
-    layout,
-    n: tl.int64,
-    norms,
-    lr: tl.int64,
-    lr_at,
-    step: tl.int64,
-    step_at,
-    beta1: tl.int64,
-    beta3: tl.int64,
-    beta2: tl.int64,
-    beta2_left: tl.int64,
-    eps: tl.int64,
-    weight_decay: tl.int64,
-    correction1: tl.int64,
-    correction2: tl.int64,
-    inv_scale_at,
+    pointers, layout, n: tl.int64, norms, lr: tl.int64, lr_at, step: tl.int64, step_at,
+    beta1: tl.int64, beta3: tl.int64, beta2: tl.int64, beta2_left: tl.int64, eps: tl.int64,
+    weight_decay: tl.int64, correction1: tl.int64, correction2: tl.int64, inv_scale_at,
     found_inf_at,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    V: tl.constexpr,
-    H: tl.constexpr,
-    MATH: tl.constexpr,
-    LR_AT: tl.constexpr,
-    STEP_AT: tl.constexpr,
-    INV_SCALE_AT: tl.constexpr,
-    FOUND_INF_AT: tl.constexpr,
-    DECAYS: tl.constexpr,
-    DECOUPLED: tl.constexpr,
-    CORRECTS: tl.constexpr,
-    TRUST_RATIO: tl.constexpr,
-    MEASURE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    P, G, M, V, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, DECAYS, DECOUPLED, CORRECTS,
+    TRUST_RATIO, MEASURE, CHUNK,
+):  # fmt: skip
     """Write sums of squares of a chunk's parameters and steps to ``norms``, or take the steps.
 
     Measuring stores nothing else: steps that are computed twice from the same state are equal,
@@ -216,33 +161,11 @@ def lamb_kernel(
 
 @kernel
 def sgd_kernel(
-    pointers,
-    layout,
-    n: tl.int64,
-    lr: tl.int64,
-    lr_at,
-    step: tl.int64,
-    step_at,
-    momentum: tl.int64,
-    share: tl.int64,
-    weight_decay: tl.int64,
-    inv_scale_at,
-    found_inf_at,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    H: tl.constexpr,
-    MATH: tl.constexpr,
-    LR_AT: tl.constexpr,
-    STEP_AT: tl.constexpr,
-    INV_SCALE_AT: tl.constexpr,
-    FOUND_INF_AT: tl.constexpr,
-    HAS_MOMENTUM: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    DECAYS_BEFORE: tl.constexpr,
-    DECAYS_AFTER: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    pointers, layout, n: tl.int64, lr: tl.int64, lr_at, step: tl.int64, step_at, momentum: tl.int64,
+    share: tl.int64, weight_decay: tl.int64, inv_scale_at, found_inf_at,
+    P, G, M, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, HAS_MOMENTUM, NESTEROV,
+    DECAYS_BEFORE, DECAYS_AFTER, CHUNK,
+):  # fmt: skip
     """One chunk of a step of gradient descent."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
     count = spared(count, found_inf_at, FOUND_INF_AT)
@@ -281,31 +204,10 @@ def sgd_kernel(
 
 @kernel
 def lars_kernel(
-    pointers,
-    layout,
-    n: tl.int64,
-    p_norms,
-    g_norms,
-    lr: tl.int64,
-    lr_at,
-    momentum: tl.int64,
-    weight_decay: tl.int64,
-    trust_coefficient: tl.int64,
-    eps: tl.int64,
-    inv_scale_at,
-    found_inf_at,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    H: tl.constexpr,
-    MATH: tl.constexpr,
-    LR_AT: tl.constexpr,
-    INV_SCALE_AT: tl.constexpr,
-    FOUND_INF_AT: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    TRUST_RATIO: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    pointers, layout, n: tl.int64, p_norms, g_norms, lr: tl.int64, lr_at, momentum: tl.int64,
+    weight_decay: tl.int64, trust_coefficient: tl.int64, eps: tl.int64, inv_scale_at, found_inf_at,
+    P, G, M, H, MATH, LR_AT, INV_SCALE_AT, FOUND_INF_AT, NESTEROV, TRUST_RATIO, CHUNK,
+):  # fmt: skip
     """One chunk of a LARS update; the norms are those of whole tensors."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
     count = spared(count, found_inf_at, FOUND_INF_AT)
@@ -342,27 +244,10 @@ def lars_kernel(
 
 @kernel
 def adagrad_kernel(
-    pointers,
-    layout,
-    n: tl.int64,
-    lr: tl.int64,
-    lr_at,
-    eps: tl.int64,
-    weight_decay: tl.int64,
-    inv_scale_at,
-    found_inf_at,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    H: tl.constexpr,
-    MATH: tl.constexpr,
-    LR_AT: tl.constexpr,
-    INV_SCALE_AT: tl.constexpr,
-    FOUND_INF_AT: tl.constexpr,
-    DECAYS: tl.constexpr,
-    DECOUPLED: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    pointers, layout, n: tl.int64, lr: tl.int64, lr_at, eps: tl.int64, weight_decay: tl.int64,
+    inv_scale_at, found_inf_at,
+    P, G, M, H, MATH, LR_AT, INV_SCALE_AT, FOUND_INF_AT, DECAYS, DECOUPLED, CHUNK,
+):  # fmt: skip
     """One chunk of an Adagrad update."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
     count = spared(count, found_inf_at, FOUND_INF_AT)
@@ -395,20 +280,10 @@ def adagrad_kernel(
 
 @kernel
 def average_norms(
-    pointers,
-    layout,
-    n: tl.int64,
-    norms,
-    averages,
-    beta2: tl.int64,
-    beta2_left: tl.int64,
+    pointers, layout, n: tl.int64, norms, averages, beta2: tl.int64, beta2_left: tl.int64,
     found_inf_at,
-    N: tl.constexpr,
-    ROW: tl.constexpr,
-    MATH: tl.constexpr,
-    FOUND_INF_AT: tl.constexpr,
-    USES_MAX: tl.constexpr,
-):
+    N, ROW, MATH, FOUND_INF_AT, USES_MAX,
+):  # fmt: skip
     """Blend the norm of one gradient into its average, unrounded for the update that follows."""
     tensor = tl.program_id(0).to(tl.int64)
     at = address(pointers, n, ROW, tensor)
@@ -427,34 +302,11 @@ def average_norms(
 
 @kernel
 def novograd_kernel(
-    pointers,
-    layout,
-    n: tl.int64,
-    averages,
-    lr: tl.int64,
-    lr_at,
-    step: tl.int64,
-    step_at,
-    beta1: tl.int64,
-    beta3: tl.int64,
-    eps: tl.int64,
-    weight_decay: tl.int64,
-    correction1: tl.int64,
-    correction2: tl.int64,
-    inv_scale_at,
-    found_inf_at,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    H: tl.constexpr,
-    MATH: tl.constexpr,
-    LR_AT: tl.constexpr,
-    STEP_AT: tl.constexpr,
-    INV_SCALE_AT: tl.constexpr,
-    FOUND_INF_AT: tl.constexpr,
-    INSIDE_MOMENT: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    pointers, layout, n: tl.int64, averages, lr: tl.int64, lr_at, step: tl.int64, step_at,
+    beta1: tl.int64, beta3: tl.int64, eps: tl.int64, weight_decay: tl.int64, correction1: tl.int64,
+    correction2: tl.int64, inv_scale_at, found_inf_at,
+    P, G, M, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, INSIDE_MOMENT, CHUNK,
+):  # fmt: skip
     """One chunk of a NovoGrad update; ``averages`` is what `average_norms` wrote."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
     count = spared(count, found_inf_at, FOUND_INF_AT)
