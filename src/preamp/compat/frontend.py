@@ -44,39 +44,14 @@ def initialize(
 ) -> Any:
     """Put models and optimizers into mixed precision; see `preamp.initialize`.
 
-    On top of that the new engine becomes the current one, which ``amp.state_dict()``,
-    ``amp.load_state_dict()`` and ``amp._amp_state`` refer to. ``_amp_state.hard_override`` and
-    ``_amp_state.allow_incoming_model_not_fp32`` are honoured.
-
-    Args:
-        models: A module or a list of modules.
-        optimizers: An optimizer, a list of them, or ``None``.
-        enabled: False turns this and everything after it into a pass-through.
-        opt_level: ``"O0"`` to ``"O5"``.
-        cast_model_type: See `preamp.initialize`.
-        patch_torch_functions: See `preamp.initialize`.
-        keep_batchnorm_fp32: See `preamp.initialize`.
-        master_weights: See `preamp.initialize`.
-        loss_scale: See `preamp.initialize`.
-        cast_model_outputs: See `preamp.initialize`.
-        num_losses: How many losses have a scale of their own.
-        verbosity: 0 prints nothing, 2 also each cast of a function's argument.
-        min_loss_scale: Floor of a dynamic scale.
-        max_loss_scale: Ceiling of a dynamic scale.
-        patch_torch_functions_type: ROCm's argument; keyword-only, since its fork inserted it in
-            the middle of the positional ones.
-        scope: See `preamp.initialize`.
-        keep_fp32: See `preamp.initialize`.
-
-    Returns:
-        The objects passed in, in the shape they were passed in.
+    Arguments, result and errors are described there. On top of that the new engine becomes the
+    current one, which ``amp.state_dict()``, ``amp.load_state_dict()`` and ``amp._amp_state`` refer
+    to. ``_amp_state.hard_override`` and ``_amp_state.allow_incoming_model_not_fp32`` are honoured.
+    ``patch_torch_functions_type`` is ROCm's argument; keyword-only, since its fork inserted it in
+    the middle of the positional ones.
 
     Raises:
-        PreampPolicyError: Unknown level or contradictory override; a ``RuntimeError``.
-        PreampStateError: A model is half, wrapped or lazy, or an optimizer is taken or an
-            ``FP16_Optimizer``; likewise.
-        TypeError: Wrong kind of argument.
-        ValueError: Right kind, wrong value.
+        PreampStateError: Also for an ``FP16_Optimizer``.
     """
     if enabled:
         _refuse_fp16_optimizers(optimizers)
@@ -168,16 +143,7 @@ def scale_loss(
 ) -> Generator[torch.Tensor]:
     """Scale the loss for the backward in the body; see `preamp.scale_loss`.
 
-    Args:
-        loss: Floating tensor.
-        optimizers: One optimizer or a sequence of them.
-        loss_id: Which loss scaler.
-        model: Ignored.
-        delay_unscale: Leave gradients scaled.
-        delay_overflow_check: Check, but adjust the loss scale later.
-
-    Yields:
-        The scaled loss, or ``loss`` itself where amp is off.
+    Where amp is off the loss itself is yielded. ``model`` is ignored.
 
     Raises:
         PreampStateError: ``amp.initialize`` was never called, or not for these optimizers.

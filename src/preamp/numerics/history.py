@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import os
@@ -12,20 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import RLock
-from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from preamp.core.errors import bad_state, bad_value
+from preamp.core.files import lock, unlock
 from preamp.core.undo import run_all
 from preamp.numerics.records import NumericsRecord, Record, ResumeRecord, from_json, to_line
-
-locks: ModuleType | None
-try:
-    import fcntl as locks
-except ImportError:  # a system without
-    locks = None
-
-_TAKEN = (errno.EACCES, errno.EAGAIN)
 
 
 class Journal:
@@ -111,7 +102,7 @@ def _open(path: Path) -> tuple[int, bool]:
         except FileExistsError:
             file, is_new = os.open(path, flags, 0o666), False
         try:
-            _lock(file, path)
+            _take(file, path)
             if _is_at(file, path):
                 return file, is_new
         except BaseException:
@@ -130,30 +121,20 @@ def _is_at(file: int, path: Path) -> bool:
 
 def _release(file: int, owner: int) -> None:
     # Processes forked meanwhile share the lock: they would keep it, and must not give it up.
-    if locks is not None and os.getpid() == owner:
-        locks.flock(file, locks.LOCK_UN)
+    if os.getpid() == owner:
+        unlock(file)
     os.close(file)
 
 
-def _lock(file: int, path: Path) -> None:
-    if _is_locked(file):
+def _take(file: int, path: Path) -> None:
+    if lock(file) is False:
         gc.collect()  # an engine that is gone may be in a reference cycle, its file still open
-        if _is_locked(file):
+        if lock(file) is False:
             raise bad_state(
                 f"The history {path} is being written already, by another engine or process",
                 "Each engine has a file of its own",
                 "Pass another path, or call close() on the engine that writes to it",
             )
-
-
-def _is_locked(file: int) -> bool:
-    if locks is None:
-        return False
-    try:
-        locks.flock(file, locks.LOCK_EX | locks.LOCK_NB)
-    except OSError as error:
-        return error.errno in _TAKEN  # other errors: a file system without locks
-    return False
 
 
 def _remove_partial_line(file: int) -> int:

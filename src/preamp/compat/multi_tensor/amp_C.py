@@ -7,6 +7,9 @@ says so. Tensors at the same place of each list have equally many elements; thos
 a dtype; all are dense, contiguous or channels_last, and lie on one device with the flag. What does
 not fit raises ``RuntimeError`` before anything is changed. Operations work on raw data: they record
 nothing for autograd, and requiring a gradient changes nothing. None waits for the device.
+
+In formulas ``lr`` is the step size, ``beta1`` and ``beta2`` are the decays of the moments, ``eps``
+is ``epsilon``, ``wd`` the weight decay and ``tc`` the trust coefficient.
 """
 
 from __future__ import annotations

@@ -93,15 +93,11 @@ def adam(
         m: First moment, as ``p``.
         v: Second moment, as ``p``.
         g: Gradient: as ``p``, float16 or bfloat16.
-        lr: Step size.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
         eps: Added to the denominator.
         grad_scale: ``c``: the loss scale, and what clips.
         step: Counts from 1.
         eps_mode: 0 for ``sqrt(v + eps)``, 1 for ``sqrt(v) + eps``.
         bias_correction: Whether ``s`` is corrected, or else ``lr``.
-        decay: ``wd``.
 
     Mutates:
         ``p``, ``m``, ``v`` and ``out_p``.

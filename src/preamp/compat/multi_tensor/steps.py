@@ -82,11 +82,7 @@ def multi_tensor_sgd(
         tensor_lists: ``[grads, params, momentum_buffers]`` of one dtype, or the same with a
             fourth list ``copies`` of half parameters, where params and buffers are float32 and
             gradients float32 or of the copies' dtype.
-        weight_decay: ``wd``.
         momentum: 0 leaves the buffers alone.
-        dampening: See the formula.
-        learning_rate: ``lr``.
-        nesterov: Whether to look ahead.
         first_run: Whether the buffers are yet to be filled.
         weight_decay_after_momentum: Whether the decay is added to the step instead of ``g``.
         scale: Gradients are multiplied by it; not written back.
@@ -149,13 +145,7 @@ def multi_tensor_lars(
             optionally ``copies`` that receive the rounded parameters.
         grad_norms: float32, one for each tensor: norms of the gradients as they are.
         param_norms: float32, one for each tensor.
-        lr: Step size.
-        trust_coefficient: ``tc``.
-        epsilon: See the formula.
-        weight_decay: ``wd``.
-        momentum: See the formula.
         dampening: Has no effect, as in Apex.
-        nesterov: Whether to look ahead.
         first_run: Has no effect, as in Apex.
         weight_decay_after_momentum: Has no effect, as in Apex.
         scale: Has no effect, as in Apex.
@@ -206,10 +196,8 @@ def multi_tensor_adagrad(
 
     Args:
         tensor_lists: ``[grads, params, sums]``, each of any floating dtype.
-        lr: Step size.
         epsilon: Added outside the root.
         mode: 0 for L2 regularisation, 1 for decoupled decay.
-        weight_decay: ``wd``.
 
     Mutates:
         Parameters and sums.
@@ -263,13 +251,9 @@ def multi_tensor_novograd(
         tensor_lists: ``[grads, params, exp_avgs]``, each of any floating dtype.
         grad_norms: ``v``: float32, one running norm (not its square) for each tensor, whose sign
             does not matter. What it holds before the first step is the caller's choice.
-        lr: Step size.
-        beta1: Decay of the moment.
-        beta2: Decay of the norms.
         epsilon: Added to the norm.
         step: Counts from 1.
         bias_correction: Whether to divide by ``c1`` and by the root in ``d``.
-        weight_decay: ``wd``.
         grad_averaging: Whether ``beta3`` is ``1 - beta1``.
         moment_mode: 0 normalises and decays inside the moment, 1 outside.
         norm_type: 2 for the L2 norm, 0 for the largest magnitude.
@@ -386,14 +370,10 @@ def multi_tensor_adam(
     Args:
         tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``. Both moments are float32
             (float64 for float64 parameters).
-        lr: Step size.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
         epsilon: Added outside the root.
         step: Counts from 1.
         mode: 0 for L2 regularisation, 1 for decoupled decay.
         bias_correction: Whether to divide by ``c1`` and ``c2``.
-        weight_decay: ``wd``.
 
     Mutates:
         Parameters and moments.
@@ -587,13 +567,9 @@ def multi_tensor_lamb(
 
     Args:
         tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``, each of any floating dtype.
-        lr: Step size.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
         epsilon: Added outside the root.
         step: Counts from 1.
         bias_correction: Whether to divide by ``c1`` and ``c2``.
-        weight_decay: ``wd``.
         grad_averaging: Whether ``beta3`` is ``1 - beta1``.
         mode: 0 for L2 regularisation, 1 for decoupled decay.
         global_grad_norm: ``|G|``: float32, one element.
@@ -686,8 +662,6 @@ def multi_tensor_lamb_stage1_cuda(
             dtype.
         per_tensor_decay: float32, one weight decay for each tensor.
         step: Counts from 0.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
         epsilon: Added outside the root.
         global_grad_norm: Number, or a tensor of one element on the CPU, where Apex wants it, or
             on the tensors' device.
@@ -732,7 +706,6 @@ def multi_tensor_lamb_stage2_cuda(
         tensor_lists: ``[params, updates]``, each of any floating dtype.
         per_tensor_param_norm: ``|p|``: float32, one for each tensor.
         per_tensor_update_norm: ``|u|``: float32, one for each tensor.
-        lr: Step size.
         weight_decay: Only whether it is 0 matters.
         use_nvlamb: Whether tensors without decay have a rate of their own too.
 
