@@ -10,10 +10,10 @@ from preamp.casting.functions import install_wide_half as install_wide_half
 from preamp.casting.io import attach_io_casts as attach_io_casts
 from preamp.casting.kept import changed_by_cast as changed_by_cast
 from preamp.casting.kept import find_kept as find_kept
-from preamp.casting.lock import PATCH_LOCK as PATCH_LOCK
 from preamp.casting.mixed import install_mixed_products as install_mixed_products
 from preamp.casting.modules import Conversion as Conversion
 from preamp.casting.modules import attach_layer_casts as attach_layer_casts
+from preamp.casting.patches import PATCH_LOCK as PATCH_LOCK
 from preamp.casting.regions import attach_cast_region as attach_cast_region
 from preamp.casting.regions import attach_plain_region as attach_plain_region
 from preamp.casting.registry import bfloat16_function as bfloat16_function

@@ -17,9 +17,8 @@ from typing import Any, Final
 import torch
 
 from preamp.casting.op_lists import OP_TABLE, Namespace, OpRow
-from preamp.casting.patches import PATCHES, Rank, Wrapper
+from preamp.casting.patches import PATCHES, Rank, SharedInstall, Wrapper
 from preamp.casting.reports import listen, say_cast, wrap_report
-from preamp.casting.shared_install import SharedInstall
 from preamp.casting.thread_casts import autocast_off
 from preamp.casting.wrappers import (
     AnyFunction,
@@ -31,7 +30,7 @@ from preamp.casting.wrappers import (
     wrap_sequence_promote,
 )
 from preamp.core.undo import Removable, UndoOnce
-from preamp.kernels.recurrent import recurrent_functions
+from preamp.kernels.modules import recurrent_functions
 from preamp.kernels.wide_half import WIDE_FUNCTIONS, wide
 
 

@@ -18,8 +18,7 @@ from torch import nn
 
 from preamp.casting.autocast_state import casting_device
 from preamp.casting.functions import patch_all
-from preamp.casting.patches import Rank
-from preamp.casting.shared_install import SharedInstall
+from preamp.casting.patches import Rank, SharedInstall
 from preamp.casting.wrappers import AnyFunction, is_mixed
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.pytree import map_tensors, tensors_in

@@ -11,8 +11,7 @@ from typing import Any, Final, Literal
 import torch
 
 from preamp.casting.autocast_state import casting_device
-from preamp.casting.lock import PATCH_LOCK
-from preamp.casting.patches import Wrapper
+from preamp.casting.patches import PATCH_LOCK, Wrapper
 from preamp.casting.wrappers import CASTABLE, AnyFunction, is_mixed
 from preamp.core.log import say
 from preamp.core.pytree import tensors_in

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from preamp.distributed.groups import collectives
-from preamp.kernels.backward import after_backward, backward_under_way
+from preamp.kernels.autograd import after_backward, backward_under_way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

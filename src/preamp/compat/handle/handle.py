@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from preamp.casting import (
 from preamp.casting.autocast_state import is_casting
 from preamp.compat.amp_state import amp_state
 from preamp.compat.handle.backward import check_owner, scaled_backward, skip_next_step
-from preamp.compat.handle.noop import NoOpHandle
 from preamp.compat.handle.optim_wrapper import OptimWrapper
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import bad_state, bad_value, worded
@@ -208,6 +207,61 @@ class AmpHandle:
     def verbose(self) -> bool:
         """Whether casts are printed."""
         return self._verbose
+
+
+class NoOpHandle:
+    """The handle of ``init(enabled=False)``: the same methods, without effect."""
+
+    has_cache = False
+    verbose = False
+
+    def is_active(self) -> bool:
+        """Return False."""
+        return False
+
+    def scales_losses(self) -> bool:
+        """Return False."""
+        return False
+
+    def new_scaler(self, device: torch.device) -> LossScaler:
+        """Make the null object of scalers."""
+        return LossScaler(StaticScale(), device)
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """Wrap ``optimizer`` so that ``scale_loss`` exists; losses pass through unchanged."""
+        return OptimWrapper(optimizer, self, num_loss)
+
+    def scale_loss(
+        self, loss: torch.Tensor, optimizer: torch.optim.Optimizer
+    ) -> AbstractContextManager[torch.Tensor]:
+        """Yield ``loss`` itself."""
+        return nullcontext(loss)
+
+    @property
+    def cache(self) -> dict[torch.Tensor, torch.Tensor]:
+        """A new empty dict."""
+        return {}
+
+    def remove_cache(self, param: torch.Tensor) -> None:
+        """Do nothing."""
+
+    def clear_cache(self) -> None:
+        """Do nothing."""
+
+    def _clear_cache(self) -> None:
+        pass
+
+    def _disable_casts(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _save_func(self, mod: Any, fn: str, func: Any) -> None:
+        pass
+
+    def deactivate(self) -> None:
+        """Do nothing."""
+
+    def _deactivate(self) -> None:
+        pass
 
 
 class _Current:

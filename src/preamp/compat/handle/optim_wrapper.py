@@ -14,8 +14,7 @@ from preamp.core.errors import bad_state, bad_value, worded
 from preamp.engine.params import first_device
 
 if TYPE_CHECKING:
-    from preamp.compat.handle.handle import AmpHandle
-    from preamp.compat.handle.noop import NoOpHandle
+    from preamp.compat.handle.handle import AmpHandle, NoOpHandle
 
 
 class OptimWrapper:

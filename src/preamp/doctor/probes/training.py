@@ -20,7 +20,7 @@ from preamp.core.undo import UndoStack
 from preamp.doctor.probes.watch import around
 from preamp.doctor.rule import current_place
 from preamp.doctor.seen import Origin
-from preamp.kernels.graph import leaves_through
+from preamp.kernels.autograd import leaves_through
 from preamp.scaling import LossScaler
 
 if TYPE_CHECKING:

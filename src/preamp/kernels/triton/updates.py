@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The update rules: what each kernel is started with."""
+"""The update rules: what each kernel is started with. With them the back end is complete."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.kernels.ops import Ops, Tensors
+from preamp.kernels.ops import Tensors
 from preamp.kernels.rules import (
     AdagradRule,
     AdamRule,
@@ -34,9 +34,10 @@ from preamp.kernels.triton.device.updates import (
     novograd_kernel,
     sgd_kernel,
 )
+from preamp.kernels.triton.elementwise import Elementwise
 from preamp.kernels.triton.launch import REFERENCE, check_devices, given, launch, number, scalar
 from preamp.kernels.triton.places import pick, sort
-from preamp.kernels.triton.reductions import gather, gathered, measure
+from preamp.kernels.triton.reductions import Reductions, gather, gathered, measure
 from preamp.kernels.triton.tables import CHUNK, Table, table
 
 
@@ -141,8 +142,10 @@ def places(
     ], others
 
 
-class Updates(Ops):
-    """The update rules."""
+class Triton(Elementwise, Reductions):
+    """Every op in Triton's kernels."""
+
+    name = "triton"
 
     @torch.no_grad()
     def update_(
