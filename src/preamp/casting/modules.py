@@ -9,12 +9,7 @@ import torch
 from torch import nn
 
 from preamp.casting.io import CastInputs, MatchWeightDtype
-from preamp.casting.kept import (
-    Kept,
-    floating_tensors,
-    is_affine_batchnorm,
-    is_single_layer,
-)
+from preamp.casting.kept import Kept, floating_tensors, is_affine_batchnorm, is_single_layer
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.undo import Removable
 from preamp.kernels.fsdp import renew, reshard

@@ -19,11 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from preamp.casting.autocast_state import (
-    know_device_types,
-    untraced,
-    weight_cache_keeps_gradients,
-)
+from preamp.casting.autocast_state import know_device_types, untraced, weight_cache_keeps_gradients
 from preamp.casting.thread_casts import CASTS, FORWARDS_OPEN, open_bracket, unwind_to
 from preamp.core.link import EngineHook
 from preamp.core.undo import Removable

@@ -27,10 +27,7 @@ CASTABLE: Final = (*HALF_DTYPES, torch.float32)
 
 
 def cast_arguments(
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    dtype: torch.dtype,
-    device_type: str,
+    args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype, device_type: str
 ) -> Arguments:
     """The arguments with half and float32 tensors on ``device_type`` cast to ``dtype``."""
 

@@ -174,12 +174,7 @@ def fingerprints(tensors: Mapping[str, torch.Tensor | Shard]) -> dict[str, Print
     return {
         name: (str(kept.dtype), tuple(kept.shape), of(kept))
         if isinstance(kept, torch.Tensor)
-        else (
-            kept.box,
-            kept.frame,
-            str(kept.data.dtype),
-            None if kept.is_alone else of(kept.data),
-        )
+        else (kept.box, kept.frame, str(kept.data.dtype), None if kept.is_alone else of(kept.data))
         for name, kept in tensors.items()
     }
 

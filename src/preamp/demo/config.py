@@ -93,7 +93,5 @@ class DemoConfig:
 def _require_at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise bad_value(
-            f"Got {name}={value}",
-            f"The smallest possible is {least}",
-            f"Pass {least} or more",
+            f"Got {name}={value}", f"The smallest possible is {least}", f"Pass {least} or more"
         )

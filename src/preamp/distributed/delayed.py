@@ -78,11 +78,7 @@ class DelayedReduction:
     """
 
     def __init__(
-        self,
-        wrapper: DistributedDataParallel,
-        averaging: Averaging,
-        *,
-        makes_views: bool,
+        self, wrapper: DistributedDataParallel, averaging: Averaging, *, makes_views: bool
     ) -> None:
         """Hook the parameters that require grad; the hooks do nothing once this object is gone.
 

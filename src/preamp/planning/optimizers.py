@@ -86,9 +86,7 @@ def parse_call(text: str) -> Call:
 
 def _malformed(text: str) -> ValueError:
     return bad_value(
-        f"{text!r} does not name a factory",
-        _FORM,
-        'Write for example "torch.nn:Linear(10, 20)"',
+        f"{text!r} does not name a factory", _FORM, 'Write for example "torch.nn:Linear(10, 20)"'
     )
 
 
@@ -260,9 +258,7 @@ def _small_parameter(tensor: Updated) -> torch.nn.Parameter:
 
 
 def _stepped(
-    make: Make,
-    small: Mapping[Updated, torch.nn.Parameter],
-    options: Sequence[Mapping[str, Any]],
+    make: Make, small: Mapping[Updated, torch.nn.Parameter], options: Sequence[Mapping[str, Any]]
 ) -> torch.optim.Optimizer:
     groups: list[dict[str, Any]] = [
         {"params": [p for t, p in small.items() if t.group == index], **own}

@@ -280,10 +280,7 @@ def _expected(task: _Task, steps: int) -> tuple[float, ...]:
 
 
 def _verify(
-    task: _Task,
-    policies: dict[str, Policy],
-    found: dict[str, LevelPlan],
-    expected: Sequence[float],
+    task: _Task, policies: dict[str, Policy], found: dict[str, LevelPlan], expected: Sequence[float]
 ) -> dict[str, LevelPlan]:
     """Try the best levels until two of them hold, or none is left."""
     found = dict(found)

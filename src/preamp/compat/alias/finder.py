@@ -140,10 +140,7 @@ class AliasFinder(DistributionFinder):
         refuse_missing(fullname)
         loader = AliasLoader(SUPPLIED[fullname])
         return ModuleSpec(
-            fullname,
-            loader,
-            origin=SUPPLIED[fullname],
-            is_package=loader.is_package(fullname),
+            fullname, loader, origin=SUPPLIED[fullname], is_package=loader.is_package(fullname)
         )
 
     def find_distributions(

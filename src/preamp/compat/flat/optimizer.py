@@ -34,13 +34,7 @@ from preamp.kernels import backend
 
 Grads = list[torch.Tensor | None]
 
-_KEYS = (
-    "dynamic_loss_scale",
-    "cur_scale",
-    "cur_iter",
-    "optimizer_state_dict",
-    "fp32_groups_flat",
-)
+_KEYS = ("dynamic_loss_scale", "cur_scale", "cur_iter", "optimizer_state_dict", "fp32_groups_flat")
 _DYNAMIC_KEYS = ("last_overflow_iter", "scale_factor", "scale_window")
 
 

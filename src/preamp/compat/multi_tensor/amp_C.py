@@ -161,10 +161,7 @@ def multi_tensor_unscale_l2norm(
 
 
 def multi_tensor_scale(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    scale: torch.Tensor | float,
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, scale: torch.Tensor | float
 ) -> None:
     """``out = in * scale``, rounded once. Does not synchronise.
 

@@ -124,11 +124,7 @@ class TrainingProbes:
         return result
 
     def _before_clipping(
-        self,
-        name: str,
-        params: list[torch.Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, name: str, params: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[torch.Tensor]:
         """Tell of it unless the limit is infinite, which only asks for the norm."""
         limit = args[1] if len(args) > 1 else kwargs.get(_CLIPPING[name])

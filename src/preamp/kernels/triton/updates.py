@@ -238,9 +238,7 @@ def _sgd_arguments(part: Places, rule: SgdRule) -> dict[str, Any]:
     return {
         **part.corrections(False),
         **part.numbers(
-            momentum=rule.momentum,
-            share=1 - rule.dampening,
-            weight_decay=rule.weight_decay,
+            momentum=rule.momentum, share=1 - rule.dampening, weight_decay=rule.weight_decay
         ),
         "HAS_MOMENTUM": rule.momentum != 0,
         "NESTEROV": rule.nesterov,
