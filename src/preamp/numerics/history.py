@@ -102,7 +102,7 @@ def _open(path: Path) -> tuple[int, bool]:
         except FileExistsError:
             file, is_new = os.open(path, flags, 0o666), False
         try:
-            _take(file, path)
+            _lock(file, path)
             if _is_at(file, path):
                 return file, is_new
         except BaseException:
@@ -126,7 +126,7 @@ def _release(file: int, owner: int) -> None:
     os.close(file)
 
 
-def _take(file: int, path: Path) -> None:
+def _lock(file: int, path: Path) -> None:
     if lock(file) is False:
         gc.collect()  # an engine that is gone may be in a reference cycle, its file still open
         if lock(file) is False:
