@@ -13,10 +13,8 @@ from preamp.compat.fp16_utils.checks import (
     check_loss,
     check_mapping,
     check_optimizer,
-    closure_without_backward,
     mark_wrapped,
     missing_entries,
-    not_updated,
     shape_mismatch,
 )
 from preamp.compat.fp16_utils.half_params import HalfParams
@@ -25,6 +23,7 @@ from preamp.compat.fp16_utils.scaling import make_scaler, scaler_from, set_scale
 from preamp.compat.fp16_utils.skips import Skips, excuse_scheduler
 from preamp.compat.scaler import LossScaler
 from preamp.compat.wrapper import OptimizerWrapper
+from preamp.core.errors import bad_state
 from preamp.core.log import say
 from preamp.kernels import backend
 
@@ -236,7 +235,12 @@ class FP16_Optimizer(OptimizerWrapper):
 
     def _check_updated(self, what: str) -> None:
         if self._gradients.is_pending:
-            raise not_updated(what)
+            raise bad_state(
+                f"{what} was called while gradients had not reached the masters",
+                "A backward with update_master_grads=False, or one that failed, is followed by "
+                "update_master_grads() or zero_grad()",
+                "Call optimizer.update_master_grads() after the last backward",
+            )
 
     # -- step ------------------------------------------------------------------------------------
 
@@ -289,7 +293,11 @@ class FP16_Optimizer(OptimizerWrapper):
         updates = self._updates
         loss = closure()
         if updates == self._updates:
-            raise closure_without_backward()
+            raise bad_state(
+                "The closure given to FP16_Optimizer.step made no gradients",
+                "It calls optimizer.backward(loss), with update_master_grads left on",
+                "Replace loss.backward() in it by optimizer.backward(loss)",
+            )
         return loss
 
     # -- checkpoints -----------------------------------------------------------------------------

@@ -25,15 +25,9 @@ class _Scaling:
     def scale_gradient(
         self, module: Any, grad_in: tuple[torch.Tensor | None, ...], grad_out: Any
     ) -> tuple[torch.Tensor | None, ...]:
-        """Multiply the gradients at a module's inputs; a backward hook.
+        """Return ``grad_in``, the gradients at a module's inputs, times the scale; a backward hook.
 
-        Args:
-            module: Ignored.
-            grad_in: Gradients; ``None`` stays.
-            grad_out: Ignored.
-
-        Returns:
-            ``grad_in`` times the scale.
+        ``None`` among them stays; the other arguments are ignored.
         """
         return tuple(None if grad is None else self.loss_scale * grad for grad in grad_in)
 
@@ -57,27 +51,15 @@ class LossScaler(_Scaling):
     """
 
     def __init__(self, scale: float = 1) -> None:
-        """Start.
-
-        Args:
-            scale: Factor of the loss.
-        """
+        """Start with ``scale``, the factor of the loss."""
         super().__init__(scale)
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """Return False: a constant scale does not look for overflow.
-
-        Args:
-            params: Ignored.
-        """
+        """Return False: a constant scale does not look for overflow. ``params`` is ignored."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
-        """Change nothing.
-
-        Args:
-            overflow: Ignored.
-        """
+        """Change nothing. ``overflow`` is ignored."""
 
 
 class DynamicLossScaler(_Scaling):
@@ -127,11 +109,7 @@ class DynamicLossScaler(_Scaling):
         return bool(backend().census([x], x.device).found_inf.item())
 
     def update_scale(self, overflow: bool) -> None:
-        """Adjust the scale.
-
-        Args:
-            overflow: Whether the latest gradients overflowed.
-        """
+        """Adjust the scale to whether the latest gradients overflowed."""
         if overflow:
             self.cur_scale = max(self.cur_scale / self.scale_factor, 1)
             self.last_overflow_iter = self.cur_iter

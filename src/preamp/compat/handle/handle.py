@@ -111,8 +111,7 @@ class AmpHandle:
         self._undo.unwind()
         self.clear_cache()
 
-    def _deactivate(self) -> None:
-        self.deactivate()
+    _deactivate = deactivate  # Apex's name
 
     # -- losses ------------------------------------------------------------------------------
 
@@ -200,8 +199,7 @@ class AmpHandle:
         """Forget all cached casts."""
         self._cache.clear()
 
-    def _clear_cache(self) -> None:
-        self.clear_cache()
+    _clear_cache = clear_cache  # Apex's name
 
     @property
     def verbose(self) -> bool:
@@ -248,8 +246,7 @@ class NoOpHandle:
     def clear_cache(self) -> None:
         """Do nothing."""
 
-    def _clear_cache(self) -> None:
-        pass
+    _clear_cache = clear_cache
 
     def _disable_casts(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -260,8 +257,7 @@ class NoOpHandle:
     def deactivate(self) -> None:
         """Do nothing."""
 
-    def _deactivate(self) -> None:
-        pass
+    _deactivate = deactivate
 
 
 class _Current:

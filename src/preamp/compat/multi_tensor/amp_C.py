@@ -219,15 +219,10 @@ def multi_tensor_axpby(
 
 
 def update_scale_hysteresis(
-    current_scale: torch.Tensor,
-    growth_tracker: torch.Tensor,
-    hysteresis_tracker: torch.Tensor,
-    found_inf: torch.Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
+    current_scale: torch.Tensor, growth_tracker: torch.Tensor, hysteresis_tracker: torch.Tensor,
+    found_inf: torch.Tensor, growth_factor: float, backoff_factor: float, growth_interval: int,
     hysteresis: int,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Adjust a loss scale that shrinks only after several overflows. Does not synchronise.
 
     An overflow takes one from ``hysteresis_tracker``, and only where none is left is the scale

@@ -62,21 +62,10 @@ def _adam_(
 
 
 def adam(
-    p: torch.Tensor,
-    out_p: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    grad_scale: float,
-    step: int,
-    eps_mode: int,
-    bias_correction: int,
-    decay: float,
-) -> None:
+    p: torch.Tensor, out_p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
+    lr: float, beta1: float, beta2: float, eps: float, grad_scale: float, step: int, eps_mode: int,
+    bias_correction: int, decay: float,
+) -> None:  # fmt: skip
     """One step of Apex's first FusedAdam on one parameter. Does not synchronise.
 
         m = beta1 * m + (1 - beta1) * g / c
@@ -110,19 +99,10 @@ def adam(
 
 
 def adam_mt(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    grad_scale: float,
-    step: int,
-    eps_mode: int,
-    bias_correction: int,
-    decay: float,
-) -> None:
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    lr: float, beta1: float, beta2: float, eps: float, grad_scale: float, step: int, eps_mode: int,
+    bias_correction: int, decay: float,
+) -> None:  # fmt: skip
     """As `adam`, on lists. Does not synchronise.
 
     Args:

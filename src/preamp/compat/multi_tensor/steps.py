@@ -4,6 +4,8 @@
 Apex's LAMB leaves the updates in the gradients, or in a list of their own. So they are made first,
 as what a step of size -1 from zero arrives at, and then applied by a step of LARS without momentum:
 that is, with a rate for each tensor.
+
+Signatures are Apex's, and have several arguments on a line.
 """
 
 from __future__ import annotations
@@ -53,18 +55,10 @@ def _check_dtypes_of_sgd(call: Call) -> None:
 
 
 def multi_tensor_sgd(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    weight_decay: float,
-    momentum: float,
-    dampening: float,
-    learning_rate: float,
-    nesterov: bool,
-    first_run: bool,
-    weight_decay_after_momentum: bool,
-    scale: float,
-) -> None:
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    weight_decay: float, momentum: float, dampening: float, learning_rate: float, nesterov: bool,
+    first_run: bool, weight_decay_after_momentum: bool, scale: float,
+) -> None:  # fmt: skip
     """One SGD step. Does not synchronise.
 
         g = scale * grad + wd * p
@@ -112,23 +106,11 @@ def multi_tensor_sgd(
 
 
 def multi_tensor_lars(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    grad_norms: torch.Tensor,
-    param_norms: torch.Tensor,
-    lr: float,
-    trust_coefficient: float,
-    epsilon: float,
-    weight_decay: float,
-    momentum: float,
-    dampening: float,
-    nesterov: bool,
-    first_run: bool,
-    weight_decay_after_momentum: bool,
-    scale: float,
-    is_skipped: bool,
-) -> None:
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    grad_norms: torch.Tensor, param_norms: torch.Tensor, lr: float, trust_coefficient: float,
+    epsilon: float, weight_decay: float, momentum: float, dampening: float, nesterov: bool,
+    first_run: bool, weight_decay_after_momentum: bool, scale: float, is_skipped: bool,
+) -> None:  # fmt: skip
     """One LARS step. Does not synchronise.
 
         s = lr * tc * |p| / (|g| + wd * |p| + eps)
@@ -179,14 +161,9 @@ def multi_tensor_lars(
 
 
 def multi_tensor_adagrad(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    lr: float,
-    epsilon: float,
-    mode: int,
-    weight_decay: float,
-) -> None:
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    lr: float, epsilon: float, mode: int, weight_decay: float,
+) -> None:  # fmt: skip
     """One Adagrad step. Does not synchronise.
 
         h = h + g²
@@ -211,21 +188,11 @@ def multi_tensor_adagrad(
 
 
 def multi_tensor_novograd(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    grad_norms: torch.Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    moment_mode: int,
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    grad_norms: torch.Tensor, lr: float, beta1: float, beta2: float, epsilon: float, step: int,
+    bias_correction: int, weight_decay: float, grad_averaging: int, moment_mode: int,
     norm_type: int,
-) -> None:
+) -> None:  # fmt: skip
     """One NovoGrad step. Does not synchronise.
 
     With the norm ``n`` of each gradient,
@@ -346,18 +313,10 @@ def _capturable(
 
 
 def multi_tensor_adam(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    lr: float, beta1: float, beta2: float, epsilon: float, step: int, mode: int,
+    bias_correction: int, weight_decay: float,
+) -> None:  # fmt: skip
     """One Adam or AdamW step. Does not synchronise.
 
         m = beta1 * m + (1 - beta1) * g
@@ -386,19 +345,10 @@ def multi_tensor_adam(
 
 
 def multi_tensor_adam_capturable(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    lr: torch.Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: torch.Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: torch.Tensor,
-) -> None:
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    lr: torch.Tensor, beta1: float, beta2: float, epsilon: float, step: torch.Tensor, mode: int,
+    bias_correction: int, weight_decay: float, inv_scale: torch.Tensor,
+) -> None:  # fmt: skip
     """As `multi_tensor_adam`, with step size, step and loss scale on the device.
 
     Does not synchronise, so it can be captured in a CUDA graph.
@@ -419,19 +369,10 @@ def multi_tensor_adam_capturable(
 
 
 def multi_tensor_adam_capturable_master(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    lr: torch.Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: torch.Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: torch.Tensor,
-) -> None:
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    lr: torch.Tensor, beta1: float, beta2: float, epsilon: float, step: torch.Tensor, mode: int,
+    bias_correction: int, weight_decay: float, inv_scale: torch.Tensor,
+) -> None:  # fmt: skip
     """As `multi_tensor_adam_capturable` on float32 masters, which parameters are rounded from.
 
     Args:
@@ -537,22 +478,11 @@ def _lamb_(
 
 
 def multi_tensor_lamb(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    mode: int,
-    global_grad_norm: torch.Tensor,
-    max_grad_norm: float,
-    use_nvlamb: bool | None = False,
-) -> None:
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    lr: float, beta1: float, beta2: float, epsilon: float, step: int, bias_correction: int,
+    weight_decay: float, grad_averaging: int, mode: int, global_grad_norm: torch.Tensor,
+    max_grad_norm: float, use_nvlamb: bool | None = False,
+) -> None:  # fmt: skip
     """One LAMB step, which leaves the updates in the gradients. Does not synchronise.
 
         g = grad / max(1, |G| / max)
@@ -590,24 +520,12 @@ def multi_tensor_lamb(
 
 
 def multi_tensor_lamb_mp(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    lr: torch.Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: torch.Tensor,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    mode: int,
-    global_grad_norm: torch.Tensor,
-    max_grad_norm: torch.Tensor,
-    use_nvlamb: bool | None,
-    found_inf: torch.Tensor,
-    inv_scale: torch.Tensor,
-) -> None:
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    lr: torch.Tensor, beta1: float, beta2: float, epsilon: float, step: torch.Tensor,
+    bias_correction: int, weight_decay: float, grad_averaging: int, mode: int,
+    global_grad_norm: torch.Tensor, max_grad_norm: torch.Tensor, use_nvlamb: bool | None,
+    found_inf: torch.Tensor, inv_scale: torch.Tensor,
+) -> None:  # fmt: skip
     """As `multi_tensor_lamb` on scaled gradients, with all that varies on the device.
 
     Does not synchronise, so it can be captured in a CUDA graph.
@@ -641,17 +559,10 @@ def multi_tensor_lamb_mp(
 
 
 def multi_tensor_lamb_stage1_cuda(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    per_tensor_decay: torch.Tensor,
-    step: int,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    global_grad_norm: torch.Tensor | float,
-    max_global_grad_norm: float,
-) -> None:
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    per_tensor_decay: torch.Tensor, step: int, beta1: float, beta2: float, epsilon: float,
+    global_grad_norm: torch.Tensor | float, max_global_grad_norm: float,
+) -> None:  # fmt: skip
     """Write LAMB's updates; see `multi_tensor_lamb` for the formula. Does not synchronise.
 
     Decay is decoupled, gradients are averaged, and moments are corrected with the exponent
@@ -689,15 +600,10 @@ def multi_tensor_lamb_stage1_cuda(
 
 
 def multi_tensor_lamb_stage2_cuda(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    per_tensor_param_norm: torch.Tensor,
-    per_tensor_update_norm: torch.Tensor,
-    lr: float,
-    weight_decay: float,
-    use_nvlamb: bool | None = False,
-) -> None:
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    per_tensor_param_norm: torch.Tensor, per_tensor_update_norm: torch.Tensor, lr: float,
+    weight_decay: float, use_nvlamb: bool | None = False,
+) -> None:  # fmt: skip
     """``p = p - lr * |p| / |u| * u``. Does not synchronise.
 
     The rate is ``lr`` where either norm is 0, and wherever the decay is 0 unless ``use_nvlamb``.
