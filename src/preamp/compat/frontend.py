@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
@@ -17,6 +17,7 @@ from preamp.compat.stash import attach_stashes
 from preamp.compat.wrapper import OptimizerWrapper
 from preamp.core.errors import bad_state
 from preamp.core.log import say
+from preamp.core.pytree import map_leaves
 from preamp.policy import Scope
 
 _PREFIX = "loss_scaler"
@@ -237,3 +238,11 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 def _is_scaler_key(key: Any) -> bool:
     return isinstance(key, str) and key.removeprefix(_PREFIX).isdigit() and key.startswith(_PREFIX)
+
+
+def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
+    """Return ``value`` with ``fn`` applied to every tensor in it, and to each object with ``to``.
+
+    Containers keep their type; see `preamp.core.pytree.map_leaves`.
+    """
+    return map_leaves(fn, value)

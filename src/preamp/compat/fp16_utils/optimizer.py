@@ -17,8 +17,7 @@ from preamp.compat.fp16_utils.checks import (
     missing_entries,
     shape_mismatch,
 )
-from preamp.compat.fp16_utils.half_params import HalfParams
-from preamp.compat.fp16_utils.scaled_gradients import ScaledGradients
+from preamp.compat.fp16_utils.half_params import HalfParams, ScaledGradients
 from preamp.compat.fp16_utils.scaling import make_scaler, scaler_from, set_scale, state_of
 from preamp.compat.fp16_utils.skips import Skips, excuse_scheduler
 from preamp.compat.scaler import LossScaler

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from preamp.compat.normalization.compute import Norm
+from preamp.compat.normalization.functions import Norm
 
 
 class ScriptedNorm(nn.Module):
