@@ -269,8 +269,7 @@ def _name_of(content: Any) -> str:
 def to_plain(content: Any) -> Any:
     """Return what `read_apex_checkpoint` returned with records of loss scalers as plain data.
 
-    Containers in which nothing changed are the same ones; nothing is mutated. Raises `ValueError`
-    if a record cannot be read, or is where a dict cannot be, or if ``content`` contains itself.
+    Containers in which nothing changed are the same ones; nothing is mutated.
     """
     try:
         return _to_plain(content, {})
@@ -376,10 +375,7 @@ def convert_apex_checkpoint(
 
 
 def write_atomically(content: Any, target: Path) -> None:
-    """Save plain data so that ``target`` is either what it was or complete.
-
-    Raises `OSError` if the file cannot be written.
-    """
+    """Save plain data so that ``target`` is either what it was or complete."""
     with replacing(target) as file:
         torch.save(content, file)
         file.flush()

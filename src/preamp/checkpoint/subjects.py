@@ -32,11 +32,7 @@ class Subjects:
 
     @classmethod
     def of(cls, models: Any, optimizers: Any, schedulers: Any) -> Subjects:
-        """Take single objects, sequences, or ``None`` for none.
-
-        Raises `TypeError` for one of another kind, `PreampStateError` if an engine's optimizer is
-        missing.
-        """
+        """Take single objects, sequences, or ``None`` for none."""
         found = cls(
             models=[_bare_model(model) for model in _listed(models, nn.Module, "models")],
             optimizers=[

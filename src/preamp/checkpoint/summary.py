@@ -52,11 +52,7 @@ class Summary:
 
 
 def summarize_checkpoint(path: Path) -> Summary:
-    """Read and verify a checkpoint, a file or the folder of a sharded one; tell what is in it.
-
-    Raises `FileNotFoundError`; `CheckpointError` if it is damaged, incomplete, foreign, or of a
-    newer version; `PreampUnavailableError` if the package of the format is missing.
-    """
+    """Read and verify a checkpoint, a file or the folder of a sharded one; tell what is in it."""
     LATEST.join()
     loaded = read_or_refuse(path)
     content = whole(loaded.content)

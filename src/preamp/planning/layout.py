@@ -62,8 +62,7 @@ def slots_of(model: object, keep: KeepFP32 | None = None) -> list[Slot]:
     The model is a module on any device, ``"meta"`` included; a function without arguments that
     makes one, called with ``torch.device("meta")``; or a number of parameters, which become one
     float32 tensor. Returns parameters and buffers in the order of ``model.modules()``, each tensor
-    once. Raises `TypeError` for anything else, and `ValueError` if the number is not a whole one
-    from 1 to 1e18, the function raised, or a parameter is half already.
+    once.
     """
     if isinstance(model, (int, float)) and not isinstance(model, bool):
         return [_flat_slot(model)]
@@ -80,10 +79,7 @@ def slots_of(model: object, keep: KeepFP32 | None = None) -> list[Slot]:
 
 
 def made(model: object) -> nn.Module:
-    """Return the module itself, or the one that a factory makes on the meta device.
-
-    Raises `TypeError` if there is no module, `ValueError` if the function raised.
-    """
+    """Return the module itself, or the one that a factory makes on the meta device."""
     if isinstance(model, nn.Module):
         return model
     if callable(model):

@@ -100,8 +100,7 @@ class Pass:
 def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -> Pass:
     """Run ``loss_fn`` and its backward at a policy on a copy without memory.
 
-    A model on the meta device is traced as if on the CPU; it is not changed. Raises `ValueError` if
-    the forward looks at values, which such tensors do not have.
+    A model on the meta device is traced as if on the CPU; it is not changed.
     """
     mode = fake_tensors()
     with mode:

@@ -39,11 +39,7 @@ from preamp.policy import OPT_LEVELS, Policy, level_defaults
 
 
 def check_model(model: object) -> nn.Module:
-    """Return the model, which has something to train and no engine.
-
-    Raises `TypeError` for what is no module, `ValueError` if it is half already or has nothing to
-    train, `PreampStateError` if it has an engine.
-    """
+    """Return the model, which has something to train and no engine."""
     if not isinstance(model, nn.Module):
         raise bad_type(
             f"Got {type(model).__name__} in place of a model",

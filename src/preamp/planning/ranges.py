@@ -212,11 +212,7 @@ class Recorder:
 def record_ranges(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, steps: int
 ) -> Recording:
-    """Train ``steps`` steps and watch. Mutates model and optimizer, which are copies in float32.
-
-    Raises `ValueError` if the loss is no finite scalar, or no parameter gets a gradient other than
-    zero.
-    """
+    """Train ``steps`` steps and watch. Mutates model and optimizer, which are copies in float32."""
     recorder, losses = Recorder(), list[float]()
 
     def watch_gradient(name: str, output: torch.Tensor) -> None:

@@ -92,8 +92,7 @@ def multi_tensor_l2norm(
         The norm, float32 of shape ``(1,)``, and the norms of the tensors, float32 of shape
         ``(n,)``, or ``(0,)`` unless ``per_tensor``.
 
-    Mutates:
-        ``noop_flag``.
+    Mutates ``noop_flag``.
     """
     call = checked("multi_tensor_l2norm", tensor_lists, ("x",))
     return _chosen(_norms(call, call.flag(noop_flag), None), per_tensor)
@@ -127,8 +126,7 @@ def multi_tensor_l2norm_scale(
         tensor_lists: ``[in, out]``; ``out`` may be ``in``.
         scale: Number, or a tensor of one element.
 
-    Mutates:
-        ``out``, also where the flag is set, and ``noop_flag``.
+    Mutates ``out``, also where the flag is set, and ``noop_flag``.
     """
     call = checked("multi_tensor_l2norm_scale", tensor_lists, ("in", "out"))
     flag, factor = call.flag(noop_flag), call.number("scale", scale)
@@ -152,8 +150,7 @@ def multi_tensor_unscale_l2norm(
         tensor_lists: ``[x]``; not mutated.
         inv_scale: float32, shape ``(1,)``: what removes the loss scale.
 
-    Mutates:
-        ``noop_flag``.
+    Mutates ``noop_flag``.
     """
     call = checked("multi_tensor_unscale_l2norm", tensor_lists, ("x",))
     flag, factor = call.flag(noop_flag), call.scalar("inv_scale", inv_scale)
@@ -171,8 +168,7 @@ def multi_tensor_scale(
             ``in``.
         scale: Number, or a tensor of one element.
 
-    Mutates:
-        ``out``, also where the flag is set, and ``noop_flag``.
+    Mutates ``out``, also where the flag is set, and ``noop_flag``.
     """
     call = checked("multi_tensor_scale", tensor_lists, ("in", "out"))
     flag, factor = call.flag(noop_flag), call.number("scale", scale)
@@ -200,8 +196,7 @@ def multi_tensor_axpby(
         b: As ``a``.
         arg_to_check: 0 checks ``x``, 1 checks ``y``, -1 both.
 
-    Mutates:
-        ``out``, also where the flag is set, and ``noop_flag``.
+    Mutates ``out``, also where the flag is set, and ``noop_flag``.
     """
     call = checked("multi_tensor_axpby", tensor_lists, ("x", "y", "out"))
     flag, by_x, by_y = call.flag(noop_flag), call.number("a", a), call.number("b", b)
@@ -246,8 +241,7 @@ def update_scale_hysteresis(
     Raises:
         RuntimeError: A tensor has another dtype, size or device.
 
-    Mutates:
-        ``current_scale``, ``growth_tracker`` and ``hysteresis_tracker``.
+    Mutates ``current_scale``, ``growth_tracker`` and ``hysteresis_tracker``.
     """
     call = Call("update_scale_hysteresis", (), current_scale.device)
     scale = call.scalar("current_scale", current_scale)

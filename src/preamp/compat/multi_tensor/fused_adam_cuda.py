@@ -88,8 +88,7 @@ def adam(
         eps_mode: 0 for ``sqrt(v + eps)``, 1 for ``sqrt(v) + eps``.
         bias_correction: Whether ``s`` is corrected, or else ``lr``.
 
-    Mutates:
-        ``p``, ``m``, ``v`` and ``out_p``.
+    Mutates ``p``, ``m``, ``v`` and ``out_p``.
     """
     lists = [[p], [m], [v], [g]]
     if out_p.numel():
@@ -108,8 +107,7 @@ def adam_mt(
     Args:
         tensor_lists: ``[params, exp_avgs, exp_avg_sqs, grads]``, and optionally ``outputs``.
 
-    Mutates:
-        Parameters, moments and outputs.
+    Mutates parameters, moments and outputs.
     """
     call = checked("adam_mt", tensor_lists, LISTS, ("outputs",))
     call.flag(noop_flag)

@@ -81,8 +81,7 @@ def multi_tensor_sgd(
         weight_decay_after_momentum: Whether the decay is added to the step instead of ``g``.
         scale: Gradients are multiplied by it; not written back.
 
-    Mutates:
-        Parameters, buffers and copies.
+    Mutates parameters, buffers and copies.
     """
     names = ("grads", "params", "momentum_buffers")
     call = checked("multi_tensor_sgd", tensor_lists, names, ("copies",))
@@ -133,8 +132,7 @@ def multi_tensor_lars(
         scale: Has no effect, as in Apex.
         is_skipped: Whether these tensors take plain steps of size ``lr``.
 
-    Mutates:
-        Parameters, buffers and copies.
+    Mutates parameters, buffers and copies.
     """
     names = ("grads", "params", "momentum_buffers")
     call = checked("multi_tensor_lars", tensor_lists, names, ("copies",))
@@ -176,8 +174,7 @@ def multi_tensor_adagrad(
         epsilon: Added outside the root.
         mode: 0 for L2 regularisation, 1 for decoupled decay.
 
-    Mutates:
-        Parameters and sums.
+    Mutates parameters and sums.
     """
     call = checked("multi_tensor_adagrad", tensor_lists, ("grads", "params", "sums"))
     call.flag(noop_flag)
@@ -225,8 +222,7 @@ def multi_tensor_novograd(
         moment_mode: 0 normalises and decays inside the moment, 1 outside.
         norm_type: 2 for the L2 norm, 0 for the largest magnitude.
 
-    Mutates:
-        Parameters, moments and ``grad_norms``.
+    Mutates parameters, moments and ``grad_norms``.
     """
     call = checked("multi_tensor_novograd", tensor_lists, ("grads", "params", "exp_avgs"))
     call.flag(noop_flag)
@@ -334,8 +330,7 @@ def multi_tensor_adam(
         mode: 0 for L2 regularisation, 1 for decoupled decay.
         bias_correction: Whether to divide by ``c1`` and ``c2``.
 
-    Mutates:
-        Parameters and moments.
+    Mutates parameters and moments.
     """
     call = _checked_adam("multi_tensor_adam", tensor_lists, mode)
     call.flag(noop_flag)
@@ -359,8 +354,7 @@ def multi_tensor_adam_capturable(
         step: int32, shape ``(1,)``; counts from 1.
         inv_scale: float32, shape ``(1,)``; gradients are multiplied by it in place.
 
-    Mutates:
-        Gradients, parameters and moments.
+    Mutates gradients, parameters and moments.
     """
     call = _checked_adam("multi_tensor_adam_capturable", tensor_lists, mode)
     rate = call.scalar("lr", lr)
@@ -379,8 +373,7 @@ def multi_tensor_adam_capturable_master(
         tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs, masters]``; the values of
             ``params`` are not read.
 
-    Mutates:
-        Gradients, parameters, moments and masters.
+    Mutates gradients, parameters, moments and masters.
     """
     name = "multi_tensor_adam_capturable_master"
     call = _checked_adam(name, tensor_lists, mode, masters=("masters",))
@@ -506,8 +499,7 @@ def multi_tensor_lamb(
         max_grad_norm: ``max``; 0 clips nothing, where Apex would zero the gradients.
         use_nvlamb: Whether tensors without decay have a rate of their own too.
 
-    Mutates:
-        Gradients, parameters and moments.
+    Mutates gradients, parameters and moments.
     """
     call = checked("multi_tensor_lamb", tensor_lists, LISTS)
     call.flag(noop_flag)
@@ -541,8 +533,7 @@ def multi_tensor_lamb_mp(
         found_inf: float32, shape ``(1,)``; nothing is changed where it is not 0.
         inv_scale: float32, shape ``(1,)``: what removes the loss scale.
 
-    Mutates:
-        Gradients, parameters, moments and copies.
+    Mutates gradients, parameters, moments and copies.
     """
     call = checked("multi_tensor_lamb_mp", tensor_lists, LISTS, ("copies",))
     check_mode(call, mode)
@@ -579,8 +570,7 @@ def multi_tensor_lamb_stage1_cuda(
         max_global_grad_norm: Larger norms are clipped to it; 0 clips nothing, where Apex would
             zero the gradients.
 
-    Mutates:
-        Moments and updates.
+    Mutates moments and updates.
     """
     names = ("grads", "params", "exp_avgs", "exp_avg_sqs", "updates")
     call = checked("multi_tensor_lamb_stage1_cuda", tensor_lists, names)
@@ -615,8 +605,7 @@ def multi_tensor_lamb_stage2_cuda(
         weight_decay: Only whether it is 0 matters.
         use_nvlamb: Whether tensors without decay have a rate of their own too.
 
-    Mutates:
-        Parameters.
+    Mutates parameters.
     """
     call = checked("multi_tensor_lamb_stage2_cuda", tensor_lists, ("params", "updates"))
     call.flag(noop_flag)
