@@ -79,12 +79,22 @@ class _AnyRule:
     """What every rule has."""
 
     lr: Scalar  # learning rate
+    weight_decay: float
     # whether the last list of its state has a 0-dim tensor for each parameter
     has_numbers: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamRule(_AnyRule):
+class _MomentsRule(_AnyRule):
+    """What rules with two moments have."""
+
+    beta1: float  # decay of the first moment
+    beta2: float  # decay of the second moment, or of the norm
+    eps: float  # added to the denominator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamRule(_MomentsRule):
     """Adam and AdamW; state ``exp_avgs``, ``exp_avg_sqs``.
 
     ``g += weight_decay * p`` unless decoupled; ``m = beta1 * m + (1 - beta1) * g``;
@@ -97,17 +107,13 @@ class AdamRule(_AnyRule):
     Decay Regularization" (arXiv:1711.05101).
     """
 
-    beta1: float  # decay of the first moment
-    beta2: float  # decay of the second moment
-    eps: float  # added to the denominator
-    weight_decay: float  # weight decay
     decoupled: bool  # decay the parameter (AdamW) rather than add the decay to the gradient
     bias_correction: BiasCorrection  # where moments are corrected
     eps_inside_sqrt: bool = False  # add eps to the second moment rather than to its root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LambRule(_AnyRule):
+class LambRule(_MomentsRule):
     """LAMB; state ``exp_avgs``, ``exp_avg_sqs``. A global norm clips through ``inv_scale``.
 
     Moments as in `AdamRule`, with ``beta3 = 1 - beta1`` or 1 in front of ``g``;
@@ -118,10 +124,6 @@ class LambRule(_AnyRule):
     Source: You et al., "Large Batch Optimization for Deep Learning" (arXiv:1904.00962).
     """
 
-    beta1: float  # decay of the first moment
-    beta2: float  # decay of the second moment
-    eps: float  # added to the denominator
-    weight_decay: float  # weight decay
     decoupled: bool  # add the decay to the update (AdamW) rather than to the gradient
     bias_correction: bool  # divide the moments by ``1 - beta**step``
     grad_averaging: bool  # weigh a new gradient by ``1 - beta1`` rather than by 1
@@ -142,13 +144,12 @@ class SgdRule(_AnyRule):
 
     momentum: float  # decay of the momentum; 0 for none
     dampening: float  # A new gradient enters the momentum with weight ``1 - dampening``
-    weight_decay: float  # weight decay
     nesterov: bool  # look ahead along the momentum
     decays_after_momentum: bool = False  # add the decay after the momentum rather than before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NovoGradRule(_AnyRule):
+class NovoGradRule(_MomentsRule):
     """NovoGrad: Adam with one second moment per tensor, kept as a norm.
 
     State ``exp_avgs``, ``norms``. With ``n`` the norm of ``g``:
@@ -164,10 +165,6 @@ class NovoGradRule(_AnyRule):
     Descent" (arXiv:1905.11286).
     """
 
-    beta1: float  # decay of the first moment
-    beta2: float  # decay of the norm
-    eps: float  # added to the denominator
-    weight_decay: float  # weight decay
     bias_correction: bool  # correct moment and norm for the number of steps
     grad_averaging: bool  # weigh a new gradient by ``1 - beta1`` rather than by 1
     # normalise the gradient and add the decay before the moment rather than after
@@ -187,7 +184,6 @@ class AdagradRule(_AnyRule):
     """
 
     eps: float  # added to the denominator
-    weight_decay: float  # weight decay
     decoupled: bool  # decay the parameter rather than add the decay to the gradient
 
 
@@ -204,7 +200,6 @@ class LarsRule(_AnyRule):
     """
 
     momentum: float  # decay of the momentum
-    weight_decay: float  # weight decay, added to the gradient
     nesterov: bool  # look ahead along the momentum
     trust_coefficient: float  # factor of the trust ratio
     eps: float  # added to the denominator of the trust ratio
