@@ -159,6 +159,8 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
             "tensor.device.type == device_type",
         ),
         ("return has_half and has_float32", "return has_half"),
+    ),
+    ("core/pytree.py", CASTING): (
         ('kind(*mapped) if hasattr(kind, "_fields") else kind(mapped)', "list(mapped)"),
     ),
     ("casting/regions.py", CASTING): (

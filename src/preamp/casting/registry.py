@@ -123,11 +123,7 @@ def register_promote_function(module: Any, name: str) -> None:
 def half_function(fn: Fn) -> Fn:
     """Decorate ``fn`` so that its tensor arguments are cast to the half dtype where casts are on.
 
-    Args:
-        fn: A function, method, C function, or static or class method.
-
-    Returns:
-        The wrapped function; a plain call wherever casts are not active.
+    ``fn`` is a function, method, C function, or static or class method.
     """
     return cast("Fn", wrap_raw(fn, _half))
 

@@ -174,10 +174,7 @@ def scale_loss(
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the current engine's loss scalers in Apex's format.
-
-    Args:
-        destination: Filled and returned, if given.
+    """Return the current engine's loss scalers in Apex's format, in ``destination`` if given.
 
     Returns:
         ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, …}``, empty where amp is off.
@@ -196,9 +193,6 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
     Entries are matched by the number in their key. As in Apex, entries without a scaler and
     scalers without an entry are told of and left; static scales keep their value.
-
-    Args:
-        state_dict: What `state_dict` returned, here or in Apex.
 
     Raises:
         PreampStateError: amp was never initialized and there is something to load, or a key is

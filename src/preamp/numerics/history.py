@@ -295,14 +295,10 @@ def _size_of(record: Record) -> int:
 
 
 def read_history(path: str | os.PathLike[str]) -> list[Record]:
-    """Read a file of records.
+    """Read a file of records, in their order, also those that a `ResumeRecord` made void.
 
-    Args:
-        path: What a `History` wrote. A half-written last line, as a killed process leaves it, is
-            left out, and so are kinds of records that this version does not know.
-
-    Returns:
-        All records, in the order of the file, also those that a `ResumeRecord` made void.
+    A half-written last line, as a killed process leaves it, is left out, and so are kinds of
+    records that this version does not know.
 
     Raises:
         ValueError: A line is not a record.

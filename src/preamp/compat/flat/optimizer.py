@@ -122,11 +122,7 @@ class FP16_Optimizer(OptimizerWrapper):
             self.cur_scale = float(static_loss_scale)
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:
-        """Clear the gradients of the model's parameters.
-
-        Args:
-            set_grads_to_None: Drop them instead of filling them with zeros.
-        """
+        """Fill the gradients of the model's parameters with zeros, or drop them."""
         for param in (param for group in self._groups for param in group.params):
             if set_grads_to_None:
                 param.grad = None
@@ -135,9 +131,6 @@ class FP16_Optimizer(OptimizerWrapper):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward on ``loss``, in float32 (float64 stays), times ``cur_scale``.
-
-        Args:
-            loss: Scalar tensor.
 
         Raises:
             TypeError: ``loss`` is not a floating tensor.
@@ -269,9 +262,6 @@ class FP16_Optimizer(OptimizerWrapper):
         """Take over what `state_dict` returned, here or in Apex.
 
         The model's parameters are rounded from the loaded masters, so that it need not be loaded.
-
-        Args:
-            state_dict: Plain data.
 
         Raises:
             TypeError: ``state_dict`` is not a mapping.

@@ -142,11 +142,7 @@ class FP16_Optimizer(OptimizerWrapper):
     # -- gradients -------------------------------------------------------------------------------
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
-        """Clear the gradients of masters, half and float32 parameters.
-
-        Args:
-            set_grads_to_None: Drop them instead of filling them with zeros.
-        """
+        """Fill the gradients of masters, half and float32 parameters with zeros, or drop them."""
         for param in (*self._optimizer_params(), *self._params.halves):
             if set_grads_to_None:
                 param.grad = None

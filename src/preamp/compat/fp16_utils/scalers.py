@@ -95,9 +95,7 @@ class DynamicLossScaler(_Scaling):
         """Return whether a gradient has an infinite or nan value. Synchronises once.
 
         Values are looked at, not their sum, which may overflow where they do not.
-
-        Args:
-            params: Parameters; those without a gradient are passed over.
+        Parameters without a gradient are passed over.
         """
         grads = [param.grad for param in params if param.grad is not None]
         if not grads:

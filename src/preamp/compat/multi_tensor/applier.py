@@ -32,11 +32,7 @@ class MultiTensorApply:
     import_err: ImportError | None = None
 
     def __init__(self, chunk_size: int) -> None:
-        """Remember the chunk size that operations are to be given.
-
-        Args:
-            chunk_size: Elements per block; any number gives the same results.
-        """
+        """Remember the elements per block; any number gives the same results."""
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
