@@ -52,7 +52,8 @@ def _draft_of(path: Path) -> Generator[str]:
     """Make a draft and hold its lock, without which it would pass for that of a dead process."""
     is_ours = False
     while not is_ours:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=_prefix(path), suffix=".part")
+        prefix = f".{path.name[:_NAME_KEPT]}."
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=".part")
         if fcntl is None:
             os.close(handle)  # Windows moves no open file
             yield name
@@ -76,10 +77,6 @@ def remove_leftovers(folder: Path, is_meant: Callable[[str], bool]) -> None:
             with contextlib.suppress(OSError), draft.open("rb") as file:
                 if lock(file.fileno()):  # the system has released its writer's
                     draft.unlink()
-
-
-def _prefix(path: Path) -> str:
-    return f".{path.name[:_NAME_KEPT]}."
 
 
 def lock(handle: int) -> bool | None:

@@ -131,9 +131,6 @@ def _is_below(frame: FrameType) -> bool:
 def _shown(code: CodeType, line: int) -> Place:
     """The place with its file relative to the working directory where it lies inside."""
     file = os.path.abspath(code.co_filename)
-    relative = os.path.relpath(file) if os.path.splitdrive(file)[0] == _drive() else file
+    is_near = os.path.splitdrive(file)[0] == os.path.splitdrive(os.getcwd())[0]
+    relative = os.path.relpath(file) if is_near else file
     return Place(file if relative.startswith("..") else relative, line)
-
-
-def _drive() -> str:
-    return os.path.splitdrive(os.getcwd())[0]

@@ -105,7 +105,7 @@ def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) ->
     mode = fake_tensors()
     with mode:
         memo = {id(t): _fake(t) for t in (*model.parameters(), *model.buffers())}
-        fake_batch = map_leaves(_fake_leaf, batch)
+        fake_batch = map_leaves(lambda x: _fake(x) if isinstance(x, torch.Tensor) else x, batch)
     twin = copy.deepcopy(model, cast("dict[int, Any]", memo))
     with untouched_random(), mode:
         engine = create_engine(twin, None, policy)
@@ -135,7 +135,3 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(like, tensor.requires_grad)
     return like.requires_grad_(tensor.requires_grad)
-
-
-def _fake_leaf(leaf: Any) -> Any:
-    return _fake(leaf) if isinstance(leaf, torch.Tensor) else leaf

@@ -162,7 +162,9 @@ class TrainingProbes:
             return (Origin.GRAD_SCALER, scaler, half) if is_torchs else (Origin.OTHER, None, half)
         for root in roots:
             self._watch.tell("loss_made", root)
-        if seed is not None or any(map(_is_multiplied, roots)):
+        # The last thing done to a loss that was scaled by hand is a product.
+        last = (root.grad_fn.name() for root in roots if root.grad_fn is not None)
+        if seed is not None or any(name.startswith("MulBackward") for name in last):
             return Origin.OTHER, None, half
         return Origin.PLAIN, None, half
 
@@ -188,11 +190,6 @@ def _read_twice(given: Any) -> tuple[Any, list[torch.Tensor]]:
 def _tensors(given: Any) -> Iterable[torch.Tensor]:
     items = cast("Iterable[Any]", given) if isinstance(given, Iterable) else ()
     return (item for item in items if isinstance(item, torch.Tensor))
-
-
-def _is_multiplied(loss: torch.Tensor) -> bool:
-    """Whether the last thing done to the loss was a product, perhaps with a scale."""
-    return loss.grad_fn is not None and loss.grad_fn.name().startswith("MulBackward")
 
 
 class ScalerProbes:

@@ -48,7 +48,9 @@ def weight_range(params: Iterable[torch.Tensor]) -> WeightRange | None:
         if param.dim() > 1 and param.numel() >= _FEWEST and param.is_floating_point()
         if param.layout is torch.strided and param.device.type != "meta"
     ]
-    telling = [matrix for matrix in matrices if _has_many_values(matrix)]
+    samples = (cast("Any", matrix.reshape(-1)[:_SAMPLE].float()).tolist() for matrix in matrices)
+    pairs = zip(matrices, map(set, samples), strict=True)
+    telling = [matrix for matrix, values in pairs if len(values) >= _FEWEST_VALUES]
     exact = [matrix for matrix in telling if _is_exact(matrix.reshape(-1)[:_SAMPLE])]
     exact = [matrix for matrix in exact if _is_exact(matrix)]
     elements = sum(matrix.numel() for matrix in exact)
@@ -64,11 +66,6 @@ def weight_range(params: Iterable[torch.Tensor]) -> WeightRange | None:
         vanishing += int(((magnitude > 0) & (magnitude <= limit)).sum())
         max_abs = max(max_abs, float(magnitude.max()))
     return WeightRange(elements, nonzero, vanishing, max_abs)
-
-
-def _has_many_values(matrix: torch.Tensor) -> bool:
-    sample = matrix.reshape(-1)[:_SAMPLE]
-    return len(set(cast("Any", sample.float()).tolist())) >= _FEWEST_VALUES
 
 
 def _is_exact(values: torch.Tensor) -> bool:
@@ -148,7 +145,8 @@ class Eps(Detector):
             eps = group.get("eps")
             if group.get("fused") or not isinstance(eps, float | int):
                 continue
-            half = [p for p in group["params"] if _has_half_gradient(p)]
+            params: list[torch.Tensor] = group["params"]
+            half = [p for p in params if p.dtype is torch.float16 and stored_grad(p) is not None]
             smallest = FORMATS["float16"].smallest_subnormal
             zero = smallest / 2  # and what is smaller; half of the smallest value rounds to even
             if half and 0 <= eps <= zero and group.get("initial_accumulator_value", 0) <= zero:
@@ -162,10 +160,6 @@ class Eps(Detector):
                     smallest_positive=smallest,
                     weights=count,
                 )
-
-
-def _has_half_gradient(param: torch.Tensor) -> bool:
-    return param.dtype is torch.float16 and stored_grad(param) is not None
 
 
 @dataclass(slots=True)

@@ -126,7 +126,6 @@ class Reductions(Ops):
         with_norm: bool = False,
         with_max_abs: bool = True,
     ) -> Census:
-        """See `preamp.kernels.ops.Ops.census`."""
         del with_max_abs  # they cost nothing
         check_devices(grads)
         groups, others = sort(grads)
@@ -168,7 +167,6 @@ class Reductions(Ops):
     def l2norms(
         self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor:
-        """See `preamp.kernels.ops.Ops.l2norms`."""
         check_devices(tensors)
         groups, others = sort(tensors)
         found: dict[torch.device, torch.Tensor] = {}
@@ -191,7 +189,6 @@ class Reductions(Ops):
     def l2norm(
         self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
     ) -> torch.Tensor:
-        """See `preamp.kernels.ops.Ops.l2norm`."""
         norms = self.l2norms(tensors, None, device)
         distinct = {id(factor): factor for factor in factors}
         numbers = {

@@ -151,7 +151,6 @@ class Triton(Elementwise, Reductions):
     def update_(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
     ) -> None:
-        """See `preamp.kernels.ops.Ops.update_`."""
         shaped = len(state) - rule.has_numbers
         taken, others = places(
             params, grads, *state[:shaped], update=update, numbers=state[shaped:]
@@ -166,7 +165,6 @@ class Triton(Elementwise, Reductions):
     def lamb_norms(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
     ) -> torch.Tensor:
-        """See `preamp.kernels.ops.Ops.lamb_norms`."""
         taken, others = places(params, grads, *state, update=update)
         if others or len(taken) != 1:
             return REFERENCE.lamb_norms(params, grads, *state, rule=rule, update=update)
