@@ -82,7 +82,7 @@ def test_recurrent_layer(level: str, lines: Lines) -> None:
 
 
 def test_what_is_not_cast_is_not_printed(lines: Lines) -> None:
-    _initialize(nn.Linear(4, 2), "O1", lines)
+    _model = _initialize(nn.Linear(4, 2), "O1", lines)  # the casts end with it
     half, single, double = (
         torch.ones(2, 2, dtype=d) for d in (torch.half, torch.float, torch.double)
     )
@@ -121,7 +121,7 @@ def test_registered_functions_are_printed_by_their_own_rule(lines: Lines) -> Non
 
     made.probe = probe
     register_half_function(made, "probe")
-    _initialize(nn.Linear(4, 2), "O1", lines)
+    _model = _initialize(nn.Linear(4, 2), "O1", lines)  # the casts end with it
     register_float_function(torch, "mm")
 
     made.probe(torch.ones(1))
@@ -150,7 +150,7 @@ def test_printing_ends_with_the_engine_that_asked(lines: Lines) -> None:
 
 @pytest.mark.apex("1.1 only the first rank prints")
 def test_lines_come_from_the_first_rank_only(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    _initialize(nn.Linear(4, 2), "O1", lines)
+    _model = _initialize(nn.Linear(4, 2), "O1", lines)  # the casts end with it
     monkeypatch.setattr("preamp.core.log.is_first_rank", lambda: False)
 
     torch.exp(torch.ones(1, dtype=torch.half))
