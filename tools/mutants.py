@@ -121,7 +121,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
             "torch.where(norm > max_norm, max_norm / norm, one)",
         ),
     ),
-    ("optim/fused/on_device.py", OPTIM): (
+    ("optim/fused/base.py", OPTIM): (
         ("step += 1 if found_inf is None else", "step += 1 if True else"),
         ("torch.where(self.found_inf != 0, torch.ones_like(factor), factor)", "factor"),
     ),

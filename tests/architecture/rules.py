@@ -7,6 +7,7 @@ They read syntax only, so they can be pointed at a folder with a planted violati
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,6 +46,7 @@ ONLY_UNDER = {
 }
 """Modules that may be imported below the named packages only."""
 
+WITHOUT_CIRCLES = ("engine",)
 PRIVATE_TORCH_UNDER = ("preamp.kernels",)
 LATE_IMPORTS_IN = (
     "preamp.engine.casts",  # records
@@ -168,6 +170,27 @@ def _room_of(item: Import) -> str:
     if len(item.module.split(".")) > 1 or (len(parts) > 1 and parts[1] in known):
         return parts[1]
     return ""
+
+
+def import_circles(sources: list[Source]) -> list[str]:
+    """Files of a room that import each other in a circle, for the sake of types included."""
+    own = [source for source in sources if source.room in WITHOUT_CIRCLES]
+    names = {source.module for source in own}
+    imported = {
+        source.module: {
+            name
+            for item in imports_of(source)
+            for name in (item.module, item.target)
+            if name in names and name != source.module
+        }
+        for source in own
+        if source.path.name != "__init__.py"
+    }
+    try:
+        graphlib.TopologicalSorter(imported).prepare()
+    except graphlib.CycleError as error:
+        return [" imports ".join(reversed(error.args[1]))]
+    return []
 
 
 def forbidden_imports(sources: list[Source]) -> list[str]:

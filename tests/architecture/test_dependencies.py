@@ -16,6 +16,7 @@ Rule = Callable[[list[rules.Source]], list[str]]
 
 RULES: tuple[Rule, ...] = (
     rules.dependency_violations,
+    rules.import_circles,
     rules.forbidden_imports,
     rules.late_imports,
     rules.private_torch,
@@ -77,6 +78,15 @@ def test_planted_violation_is_found(
     found = rule(plant(tmp_path, file, text))
     assert len(found) == 1
     assert expected in found[0]
+
+
+def test_a_circle_of_imports_is_found(tmp_path: Path) -> None:
+    plant(tmp_path, "engine/a.py", "from preamp.engine.b import f")
+    (tmp_path / "preamp/engine/b.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import preamp.engine.a"
+    )
+    (found,) = rules.import_circles(rules.read_package(tmp_path / "preamp"))
+    assert "preamp.engine.a imports preamp.engine.b" in found
 
 
 ALLOWED = [

@@ -10,8 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from preamp.engine import overflow, session
-from preamp.kernels import dispatch
-from preamp.optim.fused import on_device
+from preamp.kernels import Ops, backend
+from preamp.kernels.reference import Reference
+from preamp.optim.fused import base as on_device
 
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
 
@@ -37,12 +38,14 @@ class NoHostReads(TorchDispatchMode):
 
 def far_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The back end for CPUs may read: it waits for nobody. So CPUs take another one here."""
-    chosen = dispatch.choose
+    reference = Reference()
+    for ops in (backend(), backend("auto")):  # two objects, since the choice is remembered by call
+        chosen = ops._of
 
-    def choose(device: torch.device) -> tuple[str, str]:
-        return ("reference", "a test") if device.type == "cpu" else chosen(device)
+        def choose(device: torch.device, chosen: Any = chosen) -> Ops:
+            return reference if device.type == "cpu" else chosen(device)
 
-    monkeypatch.setattr(dispatch, "choose", choose)
+        monkeypatch.setattr(ops, "_of", choose)
     monkeypatch.setattr(on_device, "host_reaches", lambda _: False)
     monkeypatch.setattr(session, "host_reaches", lambda _: False)
     monkeypatch.setattr(overflow, "host_reaches", lambda _: False)

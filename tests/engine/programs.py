@@ -138,6 +138,7 @@ class Backward(Call):
         poison: Whether the loss is infinite; at dynamic scales only.
         fails: Whether the body raises after its backward.
         checks_late: Whether a later block adjusts the loss scale, by ``delay_overflow_check``.
+        zeroes: Whether the body zeroes the model's gradients first.
     """
 
     parts: str
@@ -149,6 +150,7 @@ class Backward(Call):
     fails: bool = False
     outside: bool = False
     checks_late: bool = False
+    zeroes: bool = False
 
     def run(self, world: World) -> None:
         if self.outside:
@@ -338,6 +340,7 @@ class World:
         self.delayed: list[tuple[int, float] | None] = [None, None]
         self.is_stale = [False, False]  # a skipped step has left its gradients
         self.spent: set[str] = set()
+        self.unscaled: set[str] = set()  # with a master, and a half gradient made outside of blocks
         self.halved = [0, 0]
         self.has_delayed = [False, False]
         self.started = False
@@ -411,6 +414,7 @@ class World:
                 self.read(name)  # or a gradient dropped unseen could not be told from a rewrite
         self.log.append(f"loss({call.parts!r}, {call.index}).backward()")
         loss_of(self.ours, call.parts, call.index).backward()
+        self.unscaled.update(n for n in params if self.master(n) is not None)
         self.master_written, self.started = [False, False], True
         self.drop_spent(owners)
         self.theirs(call.parts, call.index)
@@ -449,7 +453,7 @@ class World:
             f"{', delay_overflow_check=True' if call.checks_late else ''}) as scaled: "
             f"scaled.backward()" + ("; raise" if fails else "")
         )
-        scale = self.engine.loss_scale(call.loss_id)
+        scale = self.engine.scaler(call.loss_id).generation  # after a block it may be another one
         self.begin(owners, call.loss_id, scale)
         # What was left scaled and is not finite is found by this block, and belongs to all its
         # optimizers; so may be what had overflowed before anything was left scaled.
@@ -467,6 +471,8 @@ class World:
                 delay_unscale=call.delay,
                 delay_overflow_check=call.checks_late,
             ) as scaled:
+                if call.zeroes and not fails and len(owners) == 2 and not any(self.delayed):
+                    self.zero("model", to_none=False)
                 scaled.backward()
                 if fails:
                     raise Left
@@ -481,14 +487,17 @@ class World:
         if self.is_dynamic and not keeps_scale:
             for i in owners:
                 if poison or raw:
-                    self.overflowed[i] = True
+                    # Whether zeros from before are fresh gradients later is nobody's business.
+                    zeros = bool(self.grads(i)) and not self.holds(i)
+                    self.overflowed[i] = "maybe" if zeros else True
                 elif mixed:
                     self.overflowed[i] = self.overflowed[i] or "maybe"
 
-    def begin(self, owners: list[int], loss_id: int, scale: float) -> None:
+    def begin(self, owners: list[int], loss_id: int, scale: int) -> None:
         """What becomes of earlier gradients."""
         self.drop_spent(owners)
         for i in owners:
+            self.unscaled -= set(self.names(i))
             delayed = self.delayed[i]
             if delayed is not None and not self.grads(i):
                 self.delayed[i], self.overflowed[i] = None, False
@@ -496,8 +505,10 @@ class World:
                 self.delayed[i] = None
                 if self.is_dynamic and not _finite(self.grads(i)):
                     self.overflowed[i] = True
-            elif delayed is None and self.overflowed[i] and not self.holds(i):
-                self.overflowed[i] = False
+            elif delayed is None:
+                maybe = self.overflowed[i] == "maybe"
+                if not (self.grads(i) if maybe else self.holds(i)):
+                    self.overflowed[i] = False
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -640,27 +651,22 @@ class World:
             for n in self.grads(i)
             if self.master(n) is not None and self.both(n)[0].grad is not None
         ]
+        if not self.unscaled.isdisjoint(fresh):  # which may be clipped so
+            return
         if not fresh or not self.is_scaled:
             return
-        if max_norm == math.inf:
-            if self.avoids("the norm of scaled gradients"):
+        before = {n: self.both(n)[0].grad.clone() for n in fresh}  # type: ignore[union-attr]
+        self.log.append(f"torch.clip_grad_norm_(parameters of opt{i}, {max_norm})")
+        nn.utils.clip_grad_norm_(held, max_norm)
+        if all(torch.equal(self.both(n)[0].grad, was) for n, was in before.items()):  # type: ignore[arg-type]
+            if any(bool(was.any()) for was in before.values()):
+                return  # multiplied by one
+            # Zeros where earlier gradients are, multiplied by whatever: may be refused.
+            if not self.refused(lambda: [p.grad for p in preamp.master_params(self.opts[i])]):
                 return
-            self.log.append(f"torch.clip_grad_norm_(parameters of opt{i}, inf)")
-            norm = nn.utils.clip_grad_norm_(held, max_norm)
-            if norm.isfinite():
-                return
-        else:
-            if self.avoids("clip of scaled gradients to nothing"):
-                return
-            if not any(bool(self.both(n)[0].grad.any()) for n in fresh):  # type: ignore[union-attr]
-                return
-            self.log.append(f"torch.clip_grad_norm_(parameters of opt{i}, {max_norm})")
-            nn.utils.clip_grad_norm_(held, max_norm)
         self.log.append(f"opt{i}.step()  # refused")
-        before = [p.detach().clone() for p in preamp.master_params(self.opts[i])]
         assert self.refused(self.opts[i].step), "a step on gradients clipped while scaled"
-        for param, was in zip(preamp.master_params(self.opts[i]), before, strict=True):
-            assert torch.equal(param, was)
+        self.check(i)  # what the script wrote to half weights may have been taken in
         self.zero(i, to_none=True)
 
     def read(self, name: str) -> None:

@@ -11,6 +11,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 import preamp
 from cases.levels import BY_NAME, LEVEL_NAMES, WITH_MASTERS
-from cases.models import values
+from cases.models import Parts, values
 from cases.pair import Pair, adam, sgd
 from cases.ranks import run_ranks
 from cases.tolerances import assert_same
@@ -124,6 +125,38 @@ def test_asking_for_the_norm_changes_nothing(level: str, scale: Any, read: bool)
     pair.check_grads()
     pair.step()
     pair.check()
+
+
+@with_masters
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_clip_of_zeros_in_place_of_earlier_gradients_drops_nothing(
+    level: str, scale: float, failing: bool
+) -> None:
+    """They lie there where a block brought nothing new, and would stay zeros."""
+    pair = Pair(level, loss_scale=scale)
+    pair.backward(0, "a")
+    with suppress(KeyError), preamp.scale_loss(pair.loss(1, "b"), pair.optimizer) as scaled:
+        scaled.backward()
+        if failing:
+            raise KeyError
+    clip_grad_norm_(pair.model.get_submodule("a").parameters(), 2.0**-12)
+    with pytest.raises(preamp.PreampStateError, match="was changed in place"):
+        pair.optimizer.step()
+
+
+@with_masters
+@pytest.mark.parametrize("door", ["zeros", "None"])
+@pytest.mark.parametrize("read", [False, True])
+def test_asking_for_the_norm_after_one_gradient_went(level: str, door: str, read: bool) -> None:
+    """Others than that one were multiplied by one."""
+    pair = Pair(level, loss_scale=128.0)
+    pair.backward(0)
+    zero_both(pair, f"some, {door}")
+    if read:
+        pair.check_grads()
+    assert clip_grad_norm_(pair.model.parameters(), math.inf).isfinite()
+    finish(pair)
 
 
 @with_masters
@@ -718,6 +751,18 @@ def test_quiet_writes_before_the_first_block(
     pair.check()
 
 
+@levels
+@pytest.mark.parametrize("write", QUIET_WRITES)
+def test_quiet_writes_before_a_step_without_a_block(
+    level: str, write: Callable[[nn.Module], None]
+) -> None:
+    """The first block may be of another optimizer."""
+    pair = Pair(level)
+    expect_written(pair, write)
+    pair.step()
+    pair.check()
+
+
 @with_masters
 @pytest.mark.parametrize("write", QUIET_WRITES)
 @pytest.mark.parametrize("loaded", ["model", "optimizer", "engine", "amp"])
@@ -853,18 +898,28 @@ def test_what_is_zeroed_beside_scaled_gradients_is_zeros(level: str, how: str, t
 
 
 @levels
-@zeroing
-def test_zeroing_inside_a_block_reaches_what_came_before(level: str, how: str) -> None:
-    if how.endswith("zeros"):
-        pytest.skip("zeros that are written within the block are those of a backward")
+def test_what_is_dropped_beside_scaled_gradients_is_not_zeroed_later(level: str) -> None:
     for scale in SCALES:
         pair = Pair(level, loss_scale=scale)
         pair.backward(0)
-        with preamp.scale_loss(pair.loss(1), pair.optimizer) as scaled:
-            zero_both(pair, how)
-            scaled.backward()
-        pair.theirs(1)
+        pair.backward(1, delay_unscale=True)
+        zero_both(pair, "some, None")
+        zero_both(pair, "optimizer, zeros")
         finish(pair)
+
+
+@levels
+@zeroing
+def test_zeroing_inside_a_block_reaches_what_came_before(level: str, how: str) -> None:
+    for scale in SCALES:
+        for parts in ("ab", "a"):
+            pair = Pair(level, loss_scale=scale)
+            pair.backward(0)
+            with preamp.scale_loss(pair.loss(1, parts), pair.optimizer) as scaled:
+                zero_both(pair, how)
+                scaled.backward()
+            pair.theirs(1, parts)
+            finish(pair)
 
 
 # -- clipping by other norms, failing blocks, the scale after an overflow (10) -----------------
@@ -927,6 +982,26 @@ def test_one_overflow_halves_the_scale_once(level: str, dropped: bool) -> None:
         assert pair.engine.last_step_skipped
         for now, was in zip(values(pair.optimizer), before, strict=True):
             assert_same(now, was)
+
+
+@levels
+def test_one_overflow_left_scaled_in_two_optimizers_halves_the_scale_once(level: str) -> None:
+    """Found in one of them first, at the next block of its own."""
+    model = Parts()
+    opts = [sgd(part.parameters()) for part in (model.a, model.b)]
+    preamp.initialize(model, opts, opt_level=level, loss_scale="dynamic", verbosity=0)
+    for factor, parts, owners, delays in (
+        (math.inf, "ab", opts, True),
+        (2.0**-10, "a", opts[:1], False),
+        (2.0**-10, "ab", opts, False),
+    ):
+        loss = model(torch.ones(2, 3), parts).float().sum() * factor
+        with preamp.scale_loss(loss, owners, delay_unscale=delays) as scaled:
+            scaled.backward()
+    assert engine_of(model).loss_scale() == 2.0**15
+    for opt in opts:
+        opt.step()
+        assert engine_of(model).last_step_skipped
 
 
 # -- the older wrappers (11) -------------------------------------------------------------------

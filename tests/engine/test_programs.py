@@ -13,6 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from cases.levels import LEVEL_NAMES
+from cases.selection import examples
 from engine.programs import (
     NAMES,
     OPTIMIZERS,
@@ -31,9 +32,6 @@ from engine.programs import (
     Zero,
     run,
 )
-
-EXAMPLES = 600 if settings.get_current_profile_name() == "explore" else 50
-"""Programs for each level; thousands by ``pytest --hypothesis-profile=explore``."""
 
 indices, booleans, which = st.integers(0, 5), st.booleans(), st.integers(0, 1)
 names = st.sampled_from(NAMES)
@@ -58,6 +56,7 @@ backwards = st.builds(
     fails=rarely,
     outside=rarely,
     checks_late=rarely,
+    zeroes=rarely,
 )
 zeros = st.builds(Zero, st.sampled_from([0, 1, "model"]), booleans)
 clips = st.builds(
@@ -120,7 +119,7 @@ programs = st.lists(iterations, min_size=1, max_size=5).map(
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @settings(
-    max_examples=EXAMPLES,
+    max_examples=examples(340),
     phases=[Phase.generate, Phase.shrink],
     print_blob=False,
     report_multiple_bugs=False,

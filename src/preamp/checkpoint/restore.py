@@ -7,6 +7,7 @@ import contextlib
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -371,7 +372,7 @@ def _keeper(tensor: torch.Tensor) -> Callable[[torch.Tensor | None], None]:
     """Return what stores a whole gradient, also where the master has a part of the weight."""
     twin = pair_of(tensor)
     if twin is not None:
-        return twin.held.keep
+        return partial(twin.table.keep, twin.row)
     return lambda grad: store_grad(tensor, grad)
 
 

@@ -16,7 +16,7 @@ from preamp.checkpoint.shards import Box, Frame, Shard
 from preamp.core.errors import bad_state, bad_type
 from preamp.core.tensors import stored_grad
 from preamp.engine import Engine, find_engine
-from preamp.engine.lookup import bare
+from preamp.engine.loop import bare
 from preamp.kernels import fsdp
 from preamp.optim import MasterParameter, Twin, leaf_of, pair_of
 
@@ -185,7 +185,7 @@ class MasterShards:
         self._twins: dict[int, Twin] = {}
         for engine in subjects.engines:
             for session in engine.sessions.values():
-                for param, weight, span in session.sharing.shared():
+                for param, weight, span in session.sharing.shared() if session.sharing else ():
                     frame = Frame(tuple(weight.shape), _memory_order(weight))
                     share = MasterShard(frame, Box((span.start,), (span.stop - span.start,)))
                     self._of[id(param)] = share

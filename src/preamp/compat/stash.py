@@ -11,10 +11,9 @@ import torch
 from preamp.compat.scaler import LossScaler
 from preamp.core.undo import set_attribute
 from preamp.engine import Engine
+from preamp.engine.loop import unscale_and_commit
 from preamp.engine.overflow import GradientNote
-from preamp.engine.scale_loss import unscale_and_commit
-from preamp.engine.session import OptimizerSession
-from preamp.engine.stage import Plan, Stage
+from preamp.engine.session import OptimizerSession, Plan, Stage
 from preamp.optim import is_master
 
 Params = list[torch.Tensor]
@@ -131,7 +130,7 @@ class _Backward:
             loss_finite=torch.ones((), dtype=torch.bool, device=core.device),
             scale=core.scale.clone(),
         )
-        self._engine.recorder.gradients_made([self._session], note)
+        self._engine.recorder.measure([self._session], note)
         found_inf = unscale_and_commit([self._session], core, note)
         if found_inf is not None:
             core.record(found_inf)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -14,6 +16,7 @@ def is_half(tensor: torch.Tensor) -> bool:
     return tensor.dtype in HALF_DTYPES
 
 
+@functools.cache  # every op asks
 def math_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype arithmetic on ``dtype`` is done in: float64 for itself, float32 for the rest.
 

@@ -58,20 +58,3 @@ class StepSharing(Protocol):
     def shared(self) -> Iterable[tuple[torch.Tensor, torch.Tensor, Span]]:
         """What is shared: what the optimizer has, the weight, and this rank's part of it."""
         ...
-
-
-class Unshared:
-    """Every rank does all of it."""
-
-    def begin(self, *, has_closure: bool) -> None:
-        """Do nothing."""
-
-    def end(self) -> None:
-        """Do nothing."""
-
-    def exchange(self) -> None:
-        """Do nothing."""
-
-    def shared(self) -> Iterable[tuple[torch.Tensor, torch.Tensor, Span]]:
-        """Nothing."""
-        return ()

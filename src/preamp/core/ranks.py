@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +12,8 @@ import torch.distributed as dist
 _collectives: Any = dist  # no complete types
 
 
-def has_process_group() -> bool:
-    """Whether ``torch.distributed`` is initialized, and gradients may thus be reduced by hooks."""
-    return dist.is_available() and dist.is_initialized()
+has_process_group: Callable[[], bool] = dist.is_initialized if dist.is_available() else bool
+"""Whether ``torch.distributed`` is initialized, and gradients may thus be reduced by hooks."""
 
 
 def has_other_ranks() -> bool:

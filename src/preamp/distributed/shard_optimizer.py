@@ -15,7 +15,7 @@ from preamp.core.errors import bad_state
 from preamp.core.ranks import broadcast_from_first, has_process_group, share_of
 from preamp.distributed.groups import collectives, default_group, require_group
 from preamp.engine.agreement import compare_ranks
-from preamp.engine.lookup import bare, engine_of
+from preamp.engine.loop import bare, engine_of
 from preamp.engine.session import OptimizerSession
 from preamp.optim import LARC, Twin, leaf_of, pair_of
 from preamp.optim.fused.every import FusedAdagrad, FusedAdam, FusedSGD

@@ -25,7 +25,7 @@ from preamp.engine.params import twin_of
 from preamp.kernels import fsdp
 
 if TYPE_CHECKING:
-    from preamp.engine.engine import Engine
+    from preamp.engine.core import EngineCore
 
 Facts = Mapping[str, str]
 _SHOWN = 4  # differences in a message
@@ -35,7 +35,7 @@ _ABSENT = "missing"
 class RankComparison:
     """Compares the ranks that train one model; does not keep the engine alive."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineCore) -> None:
         """Compare what is known of ``engine``."""
         self._engine = weakref.ref(engine)
 
@@ -77,7 +77,7 @@ class RankComparison:
             raise _refusal(details[0], "fully_shard")
 
 
-def compare_ranks(engine: Engine | None, module: nn.Module, group: Group) -> None:
+def compare_ranks(engine: EngineCore | None, module: nn.Module, group: Group) -> None:
     """Check that all ranks of ``group`` train ``module`` alike; make its masters equal.
 
     Args:
@@ -129,7 +129,7 @@ def _sharded_parts(model: nn.Module) -> str:
     return ", ".join(repr(name) for name, part in parts if fsdp.is_fully_sharded(part))
 
 
-def _facts(engine: Engine, module: nn.Module) -> Facts:
+def _facts(engine: EngineCore, module: nn.Module) -> Facts:
     """What must be the same on all ranks, by a name for each."""
     policy = engine.policy
     facts = {
@@ -160,7 +160,7 @@ def _facts(engine: Engine, module: nn.Module) -> Facts:
     return facts
 
 
-def _masters(engine: Engine, module: nn.Module) -> list[torch.Tensor]:
+def _masters(engine: EngineCore, module: nn.Module) -> list[torch.Tensor]:
     twins = (twin_of(param, engine.sessions.values()) for param in module.parameters())
     found = [twin for twin in twins if twin is not None and twin.held.part is None]
     for twin in found:

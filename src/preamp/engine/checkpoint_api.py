@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from preamp.engine.engine import Engine
-from preamp.engine.lookup import engine_of
+from preamp.engine.loop import engine_of
 
 
 def _engine(of: Any) -> Engine:

@@ -15,7 +15,7 @@ from preamp.casting.kept import Kept, find_norms
 from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
 from preamp.core.errors import PreampStateError, message
 from preamp.engine import refusals
-from preamp.engine.lookup import bare, find_engine
+from preamp.engine.loop import bare, find_engine
 from preamp.kernels.data_parallel import uses_reducer
 from preamp.optim import LARC
 from preamp.policy import Policy

@@ -3,62 +3,44 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from preamp.casting import PATCH_LOCK, settle_thread
-from preamp.casting.modules import Conversion
 from preamp.core.link import Link
 from preamp.core.undo import UndoStack, run_all
 from preamp.engine import refusals
-from preamp.engine.adjustments import Adjustments
+from preamp.engine.core import EngineCore
 from preamp.engine.joint_findings import Means
-from preamp.engine.ledger import Ledger
-from preamp.engine.names import ParameterNames
-from preamp.engine.order import BackwardOrder
 from preamp.engine.overflow import OverflowCause
-from preamp.engine.params import first_device, twin_of
+from preamp.engine.params import twin_of
 from preamp.engine.parts import explain_engine, make_recorder, make_tracer, write_report
 from preamp.engine.recording import Recording
-from preamp.engine.reductions import Reductions
-from preamp.engine.session import OptimizerSession, make_sessions
-from preamp.engine.sharding import Unreduced
-from preamp.engine.state import load_scalers, make_scaler, scalers_state
+from preamp.engine.state import load_scalers, scalers_state
 from preamp.engine.teardown import weights_given_back
 from preamp.engine.weights import exact_value, exact_weights, load_exact, trust_masters
 from preamp.policy import Policy
-from preamp.scaling import LossScaler
 
 if TYPE_CHECKING:
     from preamp.numerics import History
 
 
-class Engine:
+class Engine(EngineCore):
     """Mixed precision for some models and optimizers.
 
     Made by ``preamp.initialize``; found again with ``preamp.engine_of``. Any number of engines
     live side by side in a process.
 
     Attributes:
-        policy: The frozen decisions.
-        models: The models, as given.
-        optimizers: The optimizers, as given.
-        scalers: One `LossScaler` per loss.
-        ledger: What became of the optimizer steps.
-        adjustments: When loss scales react.
-        order: In which order backwards make gradients.
+        link: Leads here until the engine is closed.
         tracer: Watches the modules where that was asked for.
         recorder: Makes the records of `history`.
-        device: Where loss scales and flags live: that of the first parameter.
-        closed: Whether `close` was called.
-        casts_functions: Whether functions are cast one by one (O1, O4).
-        cast_undo: Ends these casts; scaling goes on.
     """
 
     def __init__(
@@ -71,44 +53,22 @@ class Engine:
         num_losses: int,
         recording: Recording,
     ) -> None:
-        """Collect the parts; ``initialize`` does the converting and hooking."""
-        self.policy = policy
-        self.models = tuple(models)
-        self.reductions = Reductions(self.models, means.splits)
-        self.optimizers = tuple(optimizers)
-        self.names = ParameterNames(self.models, self.optimizers)
-        self.casts_functions = policy.enabled and policy.patch_torch_functions
-        self.closed = False
-        self.link: Link[Engine] = Link(self)
-        self.undo = UndoStack()
+        """See `EngineCore`."""
+        super().__init__(
+            policy, models, optimizers, means, num_losses=num_losses, recording=recording
+        )
         self._model_undo = {id(model): UndoStack() for model in self.models}
         # Casts of torch's functions outlive nobody: an engine that is dropped without close()
         # takes them back when it is collected. The stack must not refer to the engine.
-        self.process_undo = UndoStack()
-        # The part of it that ends function casts, for those who stop these and nothing else.
-        self.cast_undo = UndoStack()
-        self.process_undo.push(self.cast_undo.unwind)
         self._when_dropped = weakref.finalize(
             self, PATCH_LOCK.run_or_leave, self.process_undo.unwind
         )
         self._when_dropped.atexit = False
-        self.conversion = Conversion()
-        self.ops = ops = means.ops
-        self.device = first_device(self.models, self.optimizers)
-        self.scalers = [make_scaler(policy, self.device) for _ in range(num_losses)]
-        self.order = BackwardOrder()
-        limit, told, names = policy.max_consecutive_skips, recording.verbosity, self.names.of
-        self.ledger = Ledger(self.scalers, names, limit=limit, verbosity=told, order=self.order)
-        self.tracer = make_tracer(self.models)
-        self.ledger.on_skip.append(self.tracer.told)
-        self.sessions = make_sessions(
-            self.optimizers, ops, self.names.of, self.reductions, has_masters=policy.master_weights
-        )
-        self.unreduced = Unreduced(self.models, self.optimizers, self.reductions)
-        self.recorder = make_recorder(self, recording)
+        self.link: Link[Engine] = Link(self)
         self._on_close: list[Callable[[], None]] = []
-        self._has_scaled = False
-        self.adjustments = Adjustments()
+        self.tracer = make_tracer(self.models, self.events)
+        self.ledger.on_skip.append(self.tracer.told)
+        self.recorder = make_recorder(self, recording)
 
     # -- what users ask ----------------------------------------------------------------------
 
@@ -119,16 +79,6 @@ class Engine:
             IndexError: There is no such loss.
         """
         return self.scaler(loss_id).value()
-
-    def scaler(self, loss_id: int) -> LossScaler:
-        """Return the scaler of loss ``loss_id``.
-
-        Raises:
-            IndexError: There is no such loss.
-        """
-        if 0 <= loss_id < len(self.scalers):
-            return self.scalers[loss_id]
-        raise refusals.no_such_loss(loss_id, len(self.scalers))
 
     @property
     def steps_applied(self) -> int:
@@ -188,22 +138,6 @@ class Engine:
     def verbosity(self, value: int) -> None:
         self.ledger.verbosity = value
 
-    @property
-    def scales_losses(self) -> bool:
-        """Whether any loss has a scale other than the static 1."""
-        return not all(scaler.is_identity for scaler in self.scalers)
-
-    def updated_params(self) -> frozenset[int]:
-        """``id`` of everything that an optimizer of the engine updates."""
-        return frozenset(
-            id(param) for session in self.sessions.values() for param in session.gradients.params()
-        )
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether any parameter has a float32 master."""
-        return any(session.masters for session in self.sessions.values())
-
     def master_of(self, half: torch.Tensor) -> torch.Tensor | None:
         """Return the float32 master of the model parameter ``half``, or ``None``."""
         twin = twin_of(half, self.sessions.values())
@@ -232,7 +166,22 @@ class Engine:
         for session in self.sessions.values():
             session.compare_weights()
 
-    report = write_report
+    def report(self, path: str | Path, *, title: str = "Training report") -> None:
+        """Write what is known of the run so far as one HTML page.
+
+        What is on it follows from `initialize`'s ``numerics`` and ``history``; parts that were not
+        recorded name what to switch on. Changes nothing; may synchronise. Open or closed;
+        ``preamp report`` does the same for files.
+
+        Args:
+            path: The page; replaced as a whole or not at all.
+            title: Its heading.
+
+        Raises:
+            PreampUnavailableError: jinja2 is missing; it comes with ``preamp[report]``.
+            OSError: The page cannot be written.
+        """
+        write_report(self.history, Path(path), title=title)
 
     def undo_of(self, model: nn.Module) -> UndoStack:
         """The steps that take back what was done to ``model`` alone."""
@@ -273,36 +222,3 @@ class Engine:
                 stacks = (self.undo, *self._model_undo.values(), self.process_undo)
                 ends = (self.tracer.disarm, self.link.cut, self.recorder.close)
                 run_all((*(stack.unwind for stack in stacks), *ends))
-
-    # -- what blocks and hooks report (engine-internal) --------------------------------------
-
-    def _end_step(self, session: OptimizerSession) -> None:
-        self.adjustments.catch_up(session)
-        self.tracer.end_step()
-
-    def applied_step(self, session: OptimizerSession) -> None:
-        """Take note of a step that updated the weights."""
-        is_dynamic = any([scaler.is_dynamic for scaler in self.scalers])
-        if is_dynamic and not self._has_scaled and session.gradients.holds_raw():
-            self._has_scaled = True  # or has been told once
-            warnings.warn(refusals.never_scaled(), stacklevel=2)
-        self._end_step(session)
-        self.ledger.applied(session)
-
-    def block_begins(self) -> None:
-        """Take note of a ``scale_loss`` block."""
-        self._has_scaled = True
-
-    def skip_step(self, session: OptimizerSession) -> OverflowCause:
-        """Take note of a step not taken; see `Ledger.skipped`."""
-        self._end_step(session)
-        return self.ledger.skipped(session)
-
-    def settle_steps(self) -> None:
-        """Count steps of that kind whose outcome is known by now."""
-        self.ledger.settle(wait=False)
-
-    def step_decided_on_device(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
-        """Take note of a step whose outcome the host does not know yet."""
-        self._end_step(session)
-        self.ledger.decided_on_device(session, found_inf)

@@ -11,10 +11,10 @@ from preamp.kernels import explain
 from preamp.policy import describe_overrides
 
 if TYPE_CHECKING:
-    from preamp.engine.engine import Engine
+    from preamp.engine.core import EngineCore
 
 
-def explain_engine(engine: Engine) -> str:
+def explain_engine(engine: EngineCore) -> str:
     """Return the text of `Engine.explain`."""
     policy = engine.policy
     if not policy.enabled:
@@ -48,7 +48,7 @@ def explain_engine(engine: Engine) -> str:
     return "\n".join(lines)
 
 
-def _casts(engine: Engine) -> str:
+def _casts(engine: EngineCore) -> str:
     policy = engine.policy
     if engine.casts_functions:
         where = "in the whole thread" if policy.scope == "thread" else "inside the models"

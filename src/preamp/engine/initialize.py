@@ -31,7 +31,7 @@ from preamp.engine import checks
 from preamp.engine.announce import announce
 from preamp.engine.engine import Engine
 from preamp.engine.joint_findings import Means
-from preamp.engine.lookup import ATTRIBUTE, find_engine
+from preamp.engine.loop import ATTRIBUTE, find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.engine.params import master_types
 from preamp.engine.parts import make_comparison, run_record

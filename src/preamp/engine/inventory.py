@@ -18,7 +18,7 @@ from preamp.kernels.sparse import stored_parts
 from preamp.optim import is_master
 
 if TYPE_CHECKING:
-    from preamp.engine.engine import Engine
+    from preamp.engine.core import EngineCore
     from preamp.numerics import CastsRecord, MemoryRecord
 
 CATEGORIES = ("weights", "buffers", "masters", "gradients", "optimizer state", "loss scaler")
@@ -48,7 +48,7 @@ class _Seen:
         return total
 
 
-def count_memory(engine: Engine) -> dict[str, int]:
+def count_memory(engine: EngineCore) -> dict[str, int]:
     """Count the bytes that an engine's models and optimizers hold now, by category.
 
     Storages are counted, each once, in the order of the categories: tied weights do not count
@@ -101,7 +101,7 @@ class Inventory:
     It does not keep the engine alive.
     """
 
-    def __init__(self, engine: Engine, audit: CastAudit | None) -> None:
+    def __init__(self, engine: EngineCore, audit: CastAudit | None) -> None:
         """Look at ``engine``, and at what ``audit`` counts."""
         self._engine = weakref.ref(engine)
         self._audit = audit

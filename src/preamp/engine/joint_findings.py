@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from preamp.core.splits import Splits
-from preamp.engine.overflow import GradientNote
 from preamp.kernels import Census, Ops
 from preamp.optim.rank_norms import norm_of_order, total_norm
 
@@ -40,29 +39,6 @@ class JointFindings:
     def __init__(self, splits: Splits) -> None:
         """Ask ``splits`` what is split."""
         self.splits = splits
-
-    def look(
-        self,
-        ops: Ops,
-        params: Tensors,
-        device: torch.device,
-        note: GradientNote,
-        *,
-        with_norm: bool,
-    ) -> tuple[list[torch.Tensor], Census]:
-        """Read the gradients of ``params`` once; note what is found on this rank.
-
-        Returns:
-            The gradients, and what all ranks found together.
-        """
-        # No pairs: thousands of new tuples make Python's cycle collector look at everything.
-        with_grad = [param for param in params if param.grad is not None]
-        grads = [param.grad for param in with_grad if param.grad is not None]
-        census = ops.census(grads, device, with_norm=with_norm, with_max_abs=False)
-        note.add(with_grad, grads, census)
-        census = self.on(census, params, with_grad)
-        note.found_inf.append(census.found_inf)
-        return grads, census
 
     def on(self, census: Census, params: Tensors, with_grad: Tensors) -> Census:
         """Return ``census`` as it is of all ranks together. Does not wait for the device.

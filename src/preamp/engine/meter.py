@@ -16,7 +16,7 @@ from preamp.engine.session import OptimizerSession
 from preamp.numerics import FORMATS, Measured, NumberFormat, TensorStatistics, measure
 from preamp.numerics.records import What
 from preamp.numerics.statistics import blocks_of
-from preamp.optim.fused.entries import entries_of
+from preamp.optim.fused.base import entries_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

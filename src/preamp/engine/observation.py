@@ -13,7 +13,7 @@ import torch
 
 from preamp.core.dtypes import dtype_name
 from preamp.kernels.extremes import extremes
-from preamp.kernels.joining import stack
+from preamp.kernels.vectors import stack
 from preamp.numerics import TraceRecord
 
 _KEPT = 1 << 16  # calls of modules, and as many of their backwards, in one step

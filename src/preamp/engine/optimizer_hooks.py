@@ -10,10 +10,11 @@ schedulers take ``optimizer.step.__func__``.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,20 +25,13 @@ from preamp.casting import (
     thread_has_casts,
 )
 from preamp.core.undo import UndoStack, set_attribute
-from preamp.engine.optimizer_methods import (
-    SCHEDULER_MARK,
-    copy_identity,
-    find_closure,
-    previous_method,
-    replace_closure,
-)
+from preamp.engine.events import Events
 from preamp.engine.order import BackwardOrder
 from preamp.engine.overflow import OverflowCause
+from preamp.engine.reductions import Reductions
 from preamp.engine.session import OptimizerSession
 
-if TYPE_CHECKING:
-    from preamp.engine.recorder import Recorder
-    from preamp.engine.reductions import Reductions
+SCHEDULER_MARK = "_wrapped_by_lr_sched"
 
 
 class StepOwner(Protocol):
@@ -46,7 +40,7 @@ class StepOwner(Protocol):
     casts_functions: bool
     closed: bool
     order: BackwardOrder
-    recorder: Recorder
+    events: Events
     reductions: Reductions
 
     @property
@@ -131,7 +125,7 @@ class OptimizerHooks:
                 ):
                     return inner(optimizer, *args, **kwargs)
             except BaseException:
-                self._session.sharing.end()
+                self._end_sharing()
                 if self._stepping:
                     self._session.write_halves()  # some masters may have been updated
                 raise
@@ -148,14 +142,17 @@ class OptimizerHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Runs for every way of calling ``step``, twice where a subclass calls ``super().step``."""
         del optimizer
-        self._owner.reductions.compare_late(self._session.model_params)
+        if self._owner.reductions.unasked:
+            self._owner.reductions.compare_late(self._session.model_params)
         self._session.prepare_step()
         closure = find_closure(args, kwargs)
-        self._owner.recorder.before_update(self._session, has_closure=closure is not None)
+        for tell in self._owner.events.update_begins:
+            tell(self._session, closure is not None)
         # Reached through a method bound before initialize?
         if closure is None and self._unread is None and self._session.overflowed():
             self._withhold_gradients()
-        self._session.sharing.begin(has_closure=closure is not None)
+        if self._session.sharing is not None:
+            self._session.sharing.begin(has_closure=closure is not None)
         self._stepping = True
         if closure is None or isinstance(closure, _Rerun):
             return None
@@ -165,11 +162,12 @@ class OptimizerHooks:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         del optimizer, args, kwargs
-        self._session.sharing.end()
+        self._end_sharing()
         withheld = self._give_back_gradients()
         if not withheld:
             self._session.write_halves()
-            self._session.sharing.exchange()
+            if self._session.sharing is not None:
+                self._session.sharing.exchange()
         if self._stepping:
             self._stepping = False
             if withheld:
@@ -179,6 +177,10 @@ class OptimizerHooks:
             else:
                 self._owner.applied_step(self._session)
             self._unread = None
+
+    def _end_sharing(self) -> None:
+        if self._session.sharing is not None:
+            self._session.sharing.end()
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         del optimizer
@@ -231,6 +233,7 @@ class OptimizerHooks:
 
     def _make_zero_grad(self) -> Callable[..., Any]:
         inner = previous_method(self._optimizer, "zero_grad")
+        is_own = "zero_grad" not in vars(self._optimizer)  # the class's
 
         def zero_grad(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             def original() -> Any:
@@ -238,11 +241,19 @@ class OptimizerHooks:
 
             if self._owner.closed:
                 return original()
-            self._owner.recorder.gradients_dropped(self._session)
+            for tell in self._owner.events.gradients_dropped:
+                tell(self._session)
             to_none = args[0] if args else kwargs.get("set_to_none")
             if to_none is None:  # fused optimizers say it at construction
                 to_none = getattr(optimizer, "set_grad_none", True)
-            return self._session.zero_grad(original, set_to_none=bool(to_none))
+            if not to_none:
+                return self._session.fill_with_zeros(original)
+            self._session.drop_gradients()
+            if not (is_own and _only_drops(type(optimizer).zero_grad)):
+                return original()
+            for param in self._session.direct_params():
+                param.grad = None
+            return None
 
         copy_identity(inner, zero_grad)
         return zero_grad
@@ -266,6 +277,17 @@ class OptimizerHooks:
 
         copy_identity(inner, add_param_group)
         return add_param_group
+
+
+def _only_drops(zero_grad: Any) -> bool:
+    """Whether it sets gradients to ``None`` and does nothing else.
+
+    Masters' are gone by then, and to ask thousands of them is a call for each.
+    """
+    if zero_grad is torch.optim.Optimizer.zero_grad:
+        return True
+    name = f"{zero_grad.__module__}.{zero_grad.__qualname__}"
+    return name == "preamp.optim.fused.base.FusedOptimizer.zero_grad"
 
 
 @contextmanager
@@ -294,3 +316,54 @@ class _Rerun:
 
     def __call__(self) -> Any:
         return self._hooks.run_closure(self._closure)
+
+
+# -- methods put on an optimizer's instance, and the arguments they are called with -------------
+
+
+def previous_method(optimizer: torch.optim.Optimizer, name: str) -> Callable[..., Any]:
+    """The method as a function of the optimizer: the instance's own if it has one."""
+    if name in vars(optimizer) or not hasattr(type(optimizer), name):  # mocks make theirs up
+        own = getattr(optimizer, name)
+
+        def call_own(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return own(*args, **kwargs)
+
+        copy_identity(own, call_own)
+        return call_own
+
+    def call_class(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(optimizer), name)(optimizer, *args, **kwargs)
+
+    copy_identity(getattr(type(optimizer), name), call_class)
+    return call_class
+
+
+def copy_identity(source: Any, target: Callable[..., Any]) -> None:
+    """Give ``target`` the name, text and signature of ``source``, and the scheduler's mark."""
+    for attribute in ("__name__", "__qualname__", "__doc__"):
+        if hasattr(source, attribute):
+            setattr(target, attribute, getattr(source, attribute))
+    try:
+        setattr(target, "__signature__", inspect.signature(source))  # noqa: B010
+    except (TypeError, ValueError):  # some callables have none
+        pass
+    if getattr(source, SCHEDULER_MARK, False):
+        setattr(target, SCHEDULER_MARK, True)
+
+
+def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The closure among the arguments of ``step``; hooks see the optimizer itself first."""
+    positional = [arg for arg in args if not isinstance(arg, torch.optim.Optimizer)]
+    closure = kwargs.get("closure", positional[0] if positional else None)
+    return closure if callable(closure) else None
+
+
+def replace_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of ``step``, as hooks see them, with another closure."""
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure}
+    optimizer, _, *rest = args
+    return (optimizer, closure, *rest), kwargs

@@ -40,12 +40,15 @@ class BackwardOrder:
 
     It is learned from the first backward of each loss, and again after a parameter of unknown
     place was asked for or parameters were added. Other backwards carry no hooks.
+
+    Attributes:
+        known: Losses whose order is known.
     """
 
     def __init__(self) -> None:
         """Start without knowledge."""
         self._places: dict[int, dict[int, int]] = {}
-        self._is_known: set[int] = set()
+        self.known: set[int] = set()
 
     def watch(self, loss_id: int, params: Callable[[], Iterable[torch.Tensor]]) -> Watch:
         """Learn from the coming backward if there is something to learn.
@@ -57,7 +60,7 @@ class BackwardOrder:
         Returns:
             What must be ended when the backward is over, whether or not it worked.
         """
-        if loss_id in self._is_known:
+        if loss_id in self.known:
             return _NOTHING
         seen: dict[int, int] = {}
 
@@ -70,7 +73,7 @@ class BackwardOrder:
             self._places[loss_id] = {key: place for place, key in enumerate((*seen, *late))}
             # Also if nothing was seen, as where a script sets gradients itself: hooks on every
             # parameter cost more than the rest of a block's books.
-            self._is_known.add(loss_id)
+            self.known.add(loss_id)
 
         handles: list[RemovableHandle] = [
             cast("Any", param).register_post_accumulate_grad_hook(note)
@@ -81,7 +84,7 @@ class BackwardOrder:
 
     def learn_again(self) -> None:
         """There are new parameters: watch the next backward of each loss."""
-        self._is_known.clear()
+        self.known.clear()
 
     def sort(
         self, loss_id: int, items: Iterable[T], param_of: Callable[[T], torch.Tensor]
@@ -105,5 +108,5 @@ class BackwardOrder:
             else:
                 known.append((place, item))
         if unknown:
-            self._is_known.discard(loss_id)
+            self.known.discard(loss_id)
         return [item for _, item in sorted(known, key=lambda pair: pair[0])] + unknown

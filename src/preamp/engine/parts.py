@@ -13,62 +13,50 @@ from preamp.engine.recording import Recording
 
 if TYPE_CHECKING:
     from preamp.engine.agreement import RankComparison
-    from preamp.engine.engine import Engine
+    from preamp.engine.core import EngineCore
+    from preamp.engine.events import Events
     from preamp.engine.recorder import Recorder
     from preamp.engine.trace import Tracer
-    from preamp.numerics import RunRecord
+    from preamp.numerics import History, RunRecord
 
 
-def make_tracer(models: Sequence[nn.Module]) -> Tracer:
+def make_tracer(models: Sequence[nn.Module], events: Events) -> Tracer:
     """Return what watches the modules of ``models`` where that is asked for."""
     from preamp.engine.trace import Tracer
 
-    return Tracer(models)
+    return Tracer(models, events)
 
 
-def make_comparison(engine: Engine) -> RankComparison:
+def make_comparison(engine: EngineCore) -> RankComparison:
     """Return what compares the ranks that train the models of ``engine``."""
     from preamp.engine.agreement import RankComparison
 
     return RankComparison(engine)
 
 
-def make_recorder(engine: Engine, recording: Recording) -> Recorder:
+def make_recorder(engine: EngineCore, recording: Recording) -> Recorder:
     """Do what `preamp.engine.start.make_recorder` does."""
     from preamp.engine import start
 
     return start.make_recorder(engine, recording)
 
 
-def run_record(engine: Engine) -> RunRecord:
+def run_record(engine: EngineCore) -> RunRecord:
     """Say what the run is."""
     from preamp.engine import start
 
     return start.run_record(engine)
 
 
-def explain_engine(engine: Engine) -> str:
+def explain_engine(engine: EngineCore) -> str:
     """Return the text of `Engine.explain`."""
     from preamp.engine import explain
 
     return explain.explain_engine(engine)
 
 
-def write_report(engine: Engine, path: str | Path, *, title: str = "Training report") -> None:
-    """Write what is known of the run so far as one HTML page; `preamp report` does it for files.
-
-    What is on the page follows from `initialize`'s ``numerics`` and ``history``; parts that were
-    not recorded name what to switch on. Changes nothing; may synchronise.
-
-    Args:
-        engine: Open or closed.
-        path: The page; replaced as a whole or not at all.
-        title: Its heading.
-
-    Raises:
-        PreampUnavailableError: jinja2 is missing; it comes with ``preamp[report]``.
-        OSError: The page cannot be written.
-    """
+def write_report(history: History, path: Path, *, title: str) -> None:
+    """Do what `Engine.report` does."""
     from preamp.report import write
 
-    write(Path(path), engine.history, title=title)
+    write(path, history, title=title)

@@ -12,12 +12,10 @@ from typing import Any, cast
 
 import torch
 
-from preamp.core.tensors import stored_grad
 from preamp.engine import refusals
 from preamp.engine.engine import Engine
 from preamp.engine.overflow import GradientNote
-from preamp.engine.session import OptimizerSession
-from preamp.engine.stage import Delayed, Stage
+from preamp.engine.session import Delayed, OptimizerSession, Stage
 from preamp.optim import DirectMemo, Record, RowMemo, Twin, is_master, leaf_of
 
 Apply = Callable[[], None]
@@ -51,8 +49,7 @@ def _session_state(engine: Engine, session: OptimizerSession) -> dict[str, Any]:
     books, params = session.gradients, list(session.gradients.params())
     twins = _twins(params)
     memos = {index: twin.memo() for index, twin in twins.items()}
-    grads, factors = _clippable(params)
-    norm, clips, clipped = books.known_norm.memo(grads, factors)
+    norm, clips, clipped = books.known_norm.memo(books.marks())
     table: dict[int, int] = {}  # of factors, by id
     values: list[float] = []
     for memo in memos.values():
@@ -87,14 +84,6 @@ def _all_of_model(engine: Engine) -> list[torch.Tensor]:
     """The models' parameters behind everything that the engine's optimizers update."""
     updated = (p for session in engine.sessions.values() for p in session.gradients.params())
     return [leaf_of(param) for param in updated]
-
-
-def _clippable(params: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """All gradients as clipping sees them, and what unscales the half ones."""
-    grads = [p.grad for p in params if not is_master(p) and p.grad is not None]
-    pending = [twin.pending for twin in _twins(params).values() if stored_grad(twin.master) is None]
-    pairs = [pair for pair in pending if pair is not None]
-    return [*grads, *(grad for grad, _ in pairs)], [factor for _, factor in pairs]
 
 
 def _memo_state(memo: RowMemo, table: Mapping[int, int]) -> dict[str, Any]:
@@ -228,9 +217,8 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
         books.direct.recall(params, direct)
         for index, twin in twins.items():
             twin.recall(memos[index])
-        books.known_norm.recall(
-            (known, bool(norm["clips"]), bool(norm["clipped"])), *_clippable(params)
-        )
+        memo = (known, bool(norm["clips"]), bool(norm["clipped"]))
+        books.known_norm.recall(memo, books.marks())
 
     return apply
 

@@ -17,8 +17,10 @@ import torch
 
 from preamp.core.tensors import is_capturing
 from preamp.core.undo import run_all
+from preamp.engine.events import Backward, Events
 from preamp.engine.host_copies import HostCopies
 from preamp.engine.inventory import Inventory
+from preamp.engine.ledger import Ledger
 from preamp.engine.meter import Meter
 from preamp.engine.overflow import GradientNote, OverflowCause
 from preamp.engine.recording import Recording
@@ -33,7 +35,7 @@ class Recorder:
 
     Attributes:
         history: Where the records are.
-        recording: Which ones are made; replaceable between two steps, the record itself is frozen.
+        recording: Which ones are made.
         inventory: Tells what the engine holds and has cast, or ``None``.
     """
 
@@ -104,6 +106,26 @@ class Recorder:
                     self._count_casts(optimizer)
                 self.history.add(self._position())
 
+    def listen(self, events: Events, ledger: Ledger) -> None:
+        """Subscribe to what is needed for the records that are made."""
+        ledger.on_skip.append(self.step_skipped)
+        if self.recording.takes_steps:
+            events.block_begins.append(self._block_begins)
+            events.gradients_made.append(self._gradients_made)
+            events.norm_taken.append(self.norm_taken)
+            events.update_begins.append(self.update_begins)
+            events.gradients_dropped.append(self.gradients_dropped)
+            ledger.on_call.append(self.step_called)
+            ledger.on_step.append(self.step_settled)
+
+    def _block_begins(self, backward: Backward) -> None:
+        self.forget_dropped(backward.sessions)
+
+    def _gradients_made(self, backward: Backward, is_left_scaled: bool) -> None:
+        if not is_left_scaled:
+            self.measure(backward.sessions, backward.note)
+        self.loss_seen(backward.sessions, backward.note.loss_id, backward.loss)
+
     def gradients_dropped(self, session: OptimizerSession) -> None:
         """The script has zeroed its gradients: they are no step's."""
         self._optimizers[id(session)].coming = Coming()
@@ -130,7 +152,7 @@ class Recorder:
             coming.norm = None  # of the gradients before this backward
             coming.has_gradients = session.gradients.holds_raw()
 
-    def gradients_made(self, sessions: Iterable[OptimizerSession], note: GradientNote) -> None:
+    def measure(self, sessions: Iterable[OptimizerSession], note: GradientNote) -> None:
         """A backward has left gradients, still scaled. Does not synchronise.
 
         Of several backwards of a loss the last one counts, as for the loss itself.
@@ -150,7 +172,7 @@ class Recorder:
             self.forget_dropped((session,))
             self._optimizers[id(session)].coming.norm = norm.detach().clone()
 
-    def before_update(self, session: OptimizerSession, *, has_closure: bool) -> None:
+    def update_begins(self, session: OptimizerSession, has_closure: bool) -> None:
         """The weights are about to change. Does not synchronise."""
         if not self._measures or has_closure:
             return

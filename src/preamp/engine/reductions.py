@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -32,11 +32,21 @@ from preamp.kernels.data_parallel import (
     uses_reducer,
 )
 
-if TYPE_CHECKING:
-    from preamp.engine.agreement import RankComparison
-
 REDUCED = frozenset({True})
 LOCAL = frozenset({False})
+NO_ANSWER: frozenset[bool] = frozenset()
+
+
+class Comparison(Protocol):
+    """Compares the ranks that train a model; see ``engine/agreement.py``."""
+
+    def of_shards(self, model: nn.Module) -> None:
+        """Of a sharded model."""
+        ...
+
+    def of_wrapper(self, wrapper: DistributedDataParallel) -> None:
+        """Of a wrapped one."""
+        ...
 
 
 class Reductions:
@@ -45,22 +55,25 @@ class Reductions:
     Attributes:
         unreduced: How many forwards or blocks so far were under ``no_sync``; whoever remembers an
             earlier number may hold gradients of this rank alone.
+        unasked: Wrappers that ran in evaluation mode, whose ranks were not compared yet.
         comparison: Called once for each wrapper and each sharded model, on all of its ranks.
         on_forward: Called when a model runs, may refuse it.
+        splits: Over which ranks parameters are split.
         joint: What ranks tell each other that hold parts of the same parameters.
     """
 
     def __init__(self, models: Sequence[nn.Module], splits: Splits | None = None) -> None:
         """Look into ``models``, and around them when they run; ``splits`` are their parameters'."""
-        self.joint = JointFindings(splits or Splits())
+        self.splits = splits or Splits()
+        self.joint = JointFindings(self.splits)
         self.on_forward: Callable[[], None] | None = None
         self.unreduced = 0
         self._models = models
         self._around: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._forwards: set[bool] = set()  # since the latest block
         self._agreed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._unasked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self.comparison: RankComparison | None = None
+        self.unasked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self.comparison: Comparison | None = None
 
     def note(self, model: nn.Module) -> None:
         """Look at the forward of ``model`` that begins; at the first in training compare ranks.
@@ -83,7 +96,7 @@ class Reductions:
             if self._is_new(wrapper):
                 self._compare(wrapper)
             elif wrapper not in self._agreed:
-                self._unasked.add(wrapper)
+                self.unasked.add(wrapper)
             self._around.add(wrapper)
             self._forwards.add(bool(wrapper.require_backward_grad_sync))
             self.unreduced += not wrapper.require_backward_grad_sync
@@ -97,12 +110,12 @@ class Reductions:
         Raises:
             PreampStateError: Ranks differ.
         """
-        if not self._unasked:
+        if not self.unasked:
             return
         own = set(map(id, params()))
-        for wrapper in tuple(self._unasked):
+        for wrapper in tuple(self.unasked):
             if own.intersection(map(id, parameters_in(wrapper))):
-                self._unasked.discard(wrapper)
+                self.unasked.discard(wrapper)
                 if wrapper not in self._agreed:
                     self._compare(wrapper)
 
@@ -122,15 +135,13 @@ class Reductions:
     @property
     def are_by_hand(self) -> bool:
         """Whether there are other ranks, and no wrapper that gives all of them one's weights."""
-        if not has_other_ranks() or self.joint.splits.given or self._around:
+        if not has_other_ranks() or self.splits.given or self._around:
             return False
         inside = [part for model in self._models for part in model.modules()]
         return not any([isinstance(part, DistributedDataParallel) for part in inside])
 
     def begin_block(self) -> frozenset[bool]:
         """Return whether the coming backward is reduced: one answer, or both if it may be."""
-        if not has_process_group():
-            return frozenset()
         inside = (part for model in self._models for part in model.modules())
         wrappers = [part for part in inside if isinstance(part, DistributedDataParallel)]
         answers = {bool(w.require_backward_grad_sync) for w in (*wrappers, *self._around)}

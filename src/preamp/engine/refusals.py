@@ -88,17 +88,6 @@ def never_scaled() -> str:
     )
 
 
-def sparse_with_master(name: str) -> PreampStateError:
-    """A parameter with a master has a sparse gradient."""
-    return PreampStateError(
-        message(
-            f"The gradient of {name!r} is sparse and the parameter has a float32 master",
-            "Masters take dense gradients; sparse ones work at O0, O1 and O4",
-            "Build the embedding with sparse=False, or choose O1 (O4 for bfloat16)",
-        )
-    )
-
-
 def still_scaled() -> PreampStateError:
     """A step is taken on gradients that carry the loss scale."""
     return PreampStateError(

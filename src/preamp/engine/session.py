@@ -1,26 +1,536 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One optimizer in an engine: its masters, its gradients, what was found, and its counters."""
+"""One optimizer in an engine: its gradients, its masters, what was found, and its counters.
+
+`GradientBooks` follows the gradients through a backward: set aside, scaled, merged and unscaled.
+`OptimizerSession` is what blocks and hooks talk to.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 
-from preamp.core.protocols import StepSharing, Unshared
-from preamp.core.tensors import host_reaches
+from preamp.core.protocols import StepSharing
+from preamp.core.ranks import has_process_group
+from preamp.core.tensors import are_same, has_sharded, host_reaches, is_sharded, versions_of
 from preamp.engine import refusals
-from preamp.engine.adjustments import Adjustments
-from preamp.engine.gradients import GradientBooks
 from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import Reductions
-from preamp.engine.stage import Plan, Stage
-from preamp.kernels import Ops
-from preamp.optim import Masters, Weights, cast_state, leaves_of
+from preamp.kernels import Census, Ops
+from preamp.kernels.shards import place_gradients
+from preamp.optim import (
+    DirectGradients,
+    Masters,
+    Weights,
+    WeightTable,
+    cast_state,
+    leaves_of,
+    without_masters,
+)
+from preamp.scaling import LossScaler
+from preamp.scaling.scaler import Adjustments
 
 NameOf = Callable[[torch.Tensor], str]
 _NOTES_KEPT = 256  # backwards between two steps that an overflow message can still look back on
+
+
+class Stage(Enum):
+    """Where an optimizer's gradients stand."""
+
+    READY = "ready"
+    SCALED = "scaled"
+    UNSCALED = "unscaled"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a ``scale_loss`` block is going to do with the gradients of its backward.
+
+    Attributes:
+        scaler: The loss's scaler.
+        will_delay: Leave them scaled (``delay_unscale``).
+        may_reduce: A hook may reduce them over ranks.
+    """
+
+    scaler: LossScaler
+    will_delay: bool = False
+    may_reduce: bool = False
+
+
+@dataclass(slots=True)
+class Delayed:
+    """The scale that gradients left scaled (``delay_unscale``) carry.
+
+    Attributes:
+        scaler: Whose scale it is.
+        generation: The scaler's generation then; another one means another scale.
+        inverse: What unscales them, a float32 scalar; ``None`` for the static scale 1.
+        note: Of the latest backward that left any, and of those before it.
+        has_gradients: Whether any gradient was left.
+    """
+
+    scaler: LossScaler
+    generation: int
+    inverse: torch.Tensor | None
+    note: GradientNote
+    has_gradients: bool = False
+
+    def continues_with(self, scaler: LossScaler) -> bool:
+        """Whether gradients of ``scaler`` can be added as they are."""
+        return self.scaler is scaler and self.generation == scaler.generation
+
+
+class KnownNorm:
+    """The norm that a census took along, for as long as the gradients stay what they were.
+
+    Spares clipping a pass over them. It is of the scaled gradients, before they are unscaled. A
+    factor that is a power of two, as loss scales are, makes no difference to when it is applied.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self._norm: torch.Tensor | None = None
+        self._grads: Sequence[torch.Tensor] = ()
+        self._marks: object = None
+        self._clips = False
+        self._clipped = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the script has clipped in this step or in the latest one."""
+        return self._clips or self._clipped
+
+    @property
+    def is_of_sharded(self) -> bool:
+        """Whether it is of sharded gradients, which were reduced when they were sharded."""
+        return bool(self._grads) and all(map(is_sharded, self._grads))
+
+    def note(self, norm: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
+        """Note a norm, of no use before `commit`.
+
+        Args:
+            norm: float32 scalar, over all of ``grads``.
+            grads: As they were read, still scaled.
+        """
+        self._norm, self._grads = norm, grads
+
+    def commit(
+        self, factor: torch.Tensor | None, marks: Callable[[], object], *, is_reduced: bool
+    ) -> None:
+        """The gradients have been unscaled by ``factor``, or will be where they are used.
+
+        Args:
+            factor: float32 scalar, or ``None`` for 1.
+            marks: Returns by what to tell later that the gradients are still the same.
+            is_reduced: Whether the gradients have certainly been reduced over ranks.
+        """
+        if self._norm is None:
+            return
+        if not _is_sound(self._norm, self._grads) or (has_process_group() and not is_reduced):
+            # The script may reduce them from now on, and torch.distributed leaves versions alone.
+            self.forget()
+            return
+        if factor is not None:
+            self._norm = self._norm * factor.to(self._norm.device)
+        self._grads, self._marks = (), marks()
+
+    def forget(self) -> None:
+        """The gradients are going, or will be others; hold none of them any longer."""
+        self._norm = self._marks = None
+        self._grads = ()
+
+    def end_step(self) -> None:
+        """A step has used the gradients up."""
+        self.forget()
+        self._clipped, self._clips = self._clips, False
+
+    def take(self, marks: Callable[[], object]) -> torch.Tensor | None:
+        """The norm of the gradients as they are, if it is known; they will be clipped by it."""
+        self._clips = True
+        norm = None if self._norm is None or marks() != self._marks else self._norm
+        self.forget()  # clipped gradients have another
+        return norm
+
+    def memo(self, marks: object) -> tuple[torch.Tensor | None, bool, bool]:
+        """What to keep to resume in another process."""
+        norm = self._norm if marks == self._marks else None
+        return norm, self._clips, self._clipped
+
+    def recall(self, memo: tuple[torch.Tensor | None, bool, bool], marks: object) -> None:
+        """Resume from there; the gradients are in place again."""
+        self._norm, self._clips, self._clipped = memo
+        self._grads, self._marks = (), marks
+
+
+def _is_sound(norm: torch.Tensor, grads: Sequence[torch.Tensor]) -> bool:
+    """Whether the squares of scaled gradients cannot have overflowed; float16 ones cannot."""
+    if host_reaches(norm):
+        return bool(torch.isfinite(norm))
+    return all(grad.dtype is torch.float16 for grad in grads)
+
+
+class GradientBooks:
+    """Where the gradients of one optimizer stand: READY → SCALED → UNSCALED → READY.
+
+    A block is `begin`, then `abort`, `delay`, or `census`, `merge` and `commit`. Nothing is lost
+    before `commit`: each of the others may fail and be followed by `abort` or `undo`.
+
+    Attributes:
+        masters: The optimizer's masters, or ``None`` at levels without.
+        stage: Where the gradients stand.
+        is_open: Whether a ``scale_loss`` block is under way.
+        known_norm: What a census found, if clipping wants it.
+        direct, delayed: Gradients without masters; those left scaled, or ``None``.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        masters: Masters | None,
+        ops: Ops,
+        reductions: Reductions,
+    ) -> None:
+        """Keep the books of ``optimizer``."""
+        self.masters = masters
+        self.stage = Stage.READY
+        self.is_open = False
+        self.known_norm = KnownNorm()
+        self._reductions = reductions
+        self._reduced_at = reductions.unreduced
+        self._optimizer = optimizer
+        self._ops = ops
+        self.direct = DirectGradients(ops)
+        self._own: list[torch.Tensor] = []  # without masters, in this block only
+        self._params: list[torch.Tensor] = []  # of which the two lists below are
+        self._leaves: list[torch.Tensor] = []
+        self._direct_params: list[torch.Tensor] = []
+        self._has_claimed = False  # whether another optimizer of the block has some of them
+        self.delayed: Delayed | None = None
+
+    def params(self) -> list[torch.Tensor]:
+        """What the optimizer updates."""
+        groups = self._optimizer.param_groups
+        if len(groups) == 1:
+            return groups[0]["params"]
+        return [param for group in groups for param in group["params"]]
+
+    def direct_params(self) -> list[torch.Tensor]:
+        """The parameters that the optimizer updates without a master."""
+        self.leaves()
+        return self._direct_params
+
+    @property
+    def tables(self) -> list[WeightTable]:
+        """Of the half parameters that have masters."""
+        return [] if self.masters is None else self.masters.tables
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The model's parameters that the optimizer updates, half ones in their masters' places."""
+        params = self.params()
+        if not are_same(params, self._params):
+            self._params, self._leaves = params.copy(), leaves_of(params)
+            self._direct_params = without_masters(params)
+        return self._leaves
+
+    # -- a block begins ----------------------------------------------------------------------
+
+    def begin(self, plan: Plan, claimed: set[int]) -> None:
+        """Make room for a backward. Mutates the parameters' ``grad``.
+
+        Args:
+            plan: What the block is going to do.
+            claimed: ``id`` of parameters that the block handles for another optimizer; extended.
+        """
+        self.known_norm.forget()
+        self._own = self._unclaimed(claimed)
+        if self.delayed is None:  # otherwise raw gradients of one scale pile up in place
+            carry: torch.Tensor | float | None = None
+            scale = 1.0 if plan.scaler.is_identity else plan.scaler.scale
+            if plan.may_reduce and self.may_be_local:
+                carry = scale
+            for table in self.tables:
+                if not table.is_open:
+                    table.reconcile()  # all may refuse before anything is moved
+            # Takes itself back if it fails.
+            self.direct.set_aside(
+                self._own,
+                carry,
+                scale if plan.will_delay else None,
+                may_be_overwritten=plan.may_reduce,
+            )
+            self.is_open = True
+            self.compare_weights()
+            for table in self.tables:
+                table.begin(carry)
+        else:
+            self._reconcile_raw()
+        self.is_open = True
+
+    def compare_weights(self) -> None:
+        """Take in what was written without a trace after weights were made or loaded."""
+        for table in self.tables:
+            if table.compares:  # mostly not, and who reduces is a walk over all modules
+                table.compare(rounds=self._reductions.are_by_hand)
+
+    def _reconcile_raw(self) -> None:
+        """Take in what the script dropped or zeroed of gradients left scaled."""
+        self.direct.reconcile_raw()
+        for table in self.tables:
+            table.reconcile_raw()
+
+    @property
+    def may_be_local(self) -> bool:
+        """Whether there may be gradients of this rank alone, not reduced yet."""
+        return self._reduced_at != self._reductions.unreduced
+
+    @property
+    def has_aside(self) -> bool:
+        """Whether an earlier gradient is away while others were left scaled."""
+        return self.direct.has_aside or any([table.has_aside for table in self.tables])
+
+    def _unclaimed(self, claimed: set[int]) -> list[torch.Tensor]:
+        own = self.direct_params()
+        self._has_claimed = not claimed.isdisjoint(map(id, own))
+        if self._has_claimed:
+            own = [param for param in own if id(param) not in claimed]
+        claimed.update(map(id, own))
+        return own
+
+    def continues_with(self, scaler: LossScaler) -> bool:
+        """Whether gradients left scaled, if any, can be added to as they are."""
+        return self.delayed is None or self.delayed.continues_with(scaler)
+
+    # -- a block ends ------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """The body raised: drop its gradients, restore those from before."""
+        if self.is_open and self.delayed is None:
+            self.undo()
+        # After a delayed block nothing was set aside; what autograd added stays, as in torch.
+        self.is_open = False
+
+    def end_body(self) -> None:
+        """The body of the block has ended: take in what it dropped."""
+        self.direct.end_body()
+        for table in self.tables:
+            table.end_body()
+
+    def undo(self) -> None:
+        """Restore the gradients from before the block, or from before the first delayed one."""
+        was_open, self.is_open = self.is_open, False
+        self.known_norm.forget()
+        if self.delayed is not None:
+            self.delayed, self.stage = None, Stage.READY
+        if was_open:
+            self.direct.put_back(self._own)
+            for table in self.tables:
+                table.put_back()
+
+    def delay(self, scaler: LossScaler, note: GradientNote, generation: int) -> None:
+        """Leave the gradients scaled; a later block unscales them all.
+
+        Args:
+            scaler: The loss's scaler.
+            note: Of the block; holds the scale.
+            generation: The scaler's when the block began.
+        """
+        self.is_open = False
+        self.direct.note_raw()
+        for table in self.tables:
+            table.stand_in()
+            table.note_raw()
+        if self.delayed is None:
+            inverse = None if scaler.is_identity else note.scale.reciprocal()
+            self.delayed = Delayed(scaler, generation, inverse, note)
+        self.delayed.has_gradients |= self.holds_raw()
+        self.delayed.note, self.stage = note, Stage.SCALED
+
+    def census(self, scaler: LossScaler, note: GradientNote) -> torch.Tensor | None:
+        """Look for overflow; note what is found.
+
+        Returns:
+            float32 scalar on the device, 1.0 if any new gradient is infinite or nan; ``None``
+            for static scales, which do not look.
+        """
+        leaves = self._leaves
+        if self._has_claimed:
+            own = {*map(id, self._own), *(id(half) for t in self.tables for half in t.halves)}
+            leaves = [leaf for leaf in leaves if id(leaf) in own]
+        if has_sharded(leaves):
+            place_gradients(leaves)
+        if not scaler.is_dynamic:
+            return None
+        wants_norm = self.known_norm.is_wanted
+        grads, census = self._look(leaves, scaler.device, note, with_norm=wants_norm)
+        if census.norm is not None and not self._holds_earlier():
+            self.known_norm.note(census.norm, grads)
+        return census.found_inf
+
+    def _look(
+        self, leaves: list[Any], device: torch.device, note: GradientNote, *, with_norm: bool
+    ) -> tuple[list[torch.Tensor], Census]:
+        """Read the gradients of ``leaves`` once; what all ranks found is returned and noted."""
+        grads: list[Any] = [leaf.grad for leaf in leaves]
+        params = leaves
+        if any([grad is None for grad in grads]):
+            params = [leaf for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        census = self._ops.census(grads, device, with_norm=with_norm, with_max_abs=False)
+        if census.max_abs is not None:
+            note.add(params, grads, census)
+        if has_sharded(leaves) or self._reductions.splits.given:
+            census = self._reductions.joint.on(census, leaves, params)
+        note.found_inf.append(census.found_inf)
+        return grads, census
+
+    def made_gradients(self, *, all_of_them: bool) -> tuple[list[Any], list[torch.Tensor]]:
+        """Gradients without a factor of their own, and the model's parameters they are of.
+
+        Args:
+            all_of_them: Make those of masters whose half gradient is all there is.
+        """
+        direct = [param for param in self.direct_params() if param.grad is not None]
+        grads = [param.grad for param in direct]
+        for table in self.tables:
+            if all_of_them:
+                table.bring_up_to_date()
+            else:
+                table.complete()
+            if table.may_have_bases:
+                pairs = zip(table.halves, table.bases(), strict=True)
+                made = [(half, base) for half, base in pairs if base is not None]
+                direct += [half for half, _ in made]
+                grads += [base for _, base in made]
+        return grads, direct
+
+    def marks(self) -> object:
+        """What differs once gradients are no longer those that the latest backward has left."""
+        grads = [param.grad for param in self._direct_params]
+        return [(id(t), t.changes) for t in self.tables], list(map(id, grads)), versions_of(grads)
+
+    def _holds_earlier(self) -> bool:
+        """Whether earlier gradients join those of this backward."""
+        return self.direct.has_earlier or any([table.has_bases for table in self.tables])
+
+    def merge(self, factor: torch.Tensor | None) -> None:
+        """Unscale the new gradients and add the earlier ones.
+
+        Args:
+            factor: float32 scalar, or ``None`` where there is nothing to unscale.
+        """
+        self.direct.merge(self._own, factor)
+        for table in self.tables:
+            table.stand_in()
+
+    def commit(self, factor: torch.Tensor | None, *, is_reduced: bool = False) -> None:
+        """The block ends.
+
+        Args:
+            factor: The one that `merge` got.
+            is_reduced: Whether all gradients have certainly been reduced over ranks.
+        """
+        if is_reduced:
+            self._reduced_at = self._reductions.unreduced
+        self.direct.commit(self._own)
+        factors: dict[torch.device, torch.Tensor] = {}
+
+        def on(device: torch.device) -> torch.Tensor:
+            if device not in factors:  # one elsewhere would make clipping wait for a copy
+                one = torch.ones((), device=device)
+                factors[device] = one if factor is None else factor.to(device)
+            return factors[device]
+
+        for table in self.tables:
+            table.collect(on, is_plain=factor is None)
+        is_reduced = is_reduced or self.known_norm.is_of_sharded
+        self.known_norm.commit(factor, self.marks, is_reduced=is_reduced)
+        self.is_open = False
+        self.stage = Stage.UNSCALED
+        self.delayed = None
+
+    # -- gradients left scaled ---------------------------------------------------------------
+
+    def settle(self, claimed: set[int]) -> tuple[torch.Tensor, GradientNote] | None:
+        """Unscale delayed gradients by the scale they carry, since the next one differs.
+
+        Args:
+            claimed: As for `begin`.
+
+        Returns:
+            What `census` found and the note of it; ``None`` where nobody looked.
+        """
+        delayed = self.delayed
+        if delayed is None:
+            return None
+        self._reconcile_raw()
+        self._own = self._unclaimed(claimed)
+        self.refuse_sparse()
+        self.is_open = True
+        try:
+            found_inf = self.census(delayed.scaler, delayed.note)
+            self.merge(delayed.inverse)
+            self.commit(delayed.inverse)
+        except BaseException:
+            self.undo()
+            raise
+        return None if found_inf is None else (found_inf, delayed.note)
+
+    def holds_raw(self) -> bool:
+        """Whether any gradient lies on the model's side."""
+        return any(param.grad is not None for param in self.leaves())
+
+    def holds_any(self) -> bool:
+        """Whether gradients from before are left; those that the script zeroed do not count."""
+        return self.direct.holds_gradient(self.direct_params()) or any(
+            [table.holds_gradient for table in self.tables]
+        )
+
+    def is_abandoned(self) -> bool:
+        """Whether the script has dropped all gradients of a delayed accumulation."""
+        delayed = self.delayed
+        return delayed is not None and delayed.has_gradients and not self.holds_raw()
+
+    def refuse_sparse(self) -> None:
+        """Raise `PreampStateError` if a parameter with a master has a sparse gradient."""
+        for table in self.tables:
+            table.arrive()
+
+    # -- after the step ----------------------------------------------------------------------
+
+    def spend(self) -> None:
+        """A step has used the masters' gradients up."""
+        self.known_norm.end_step()
+        for table in self.tables:
+            table.spend()
+
+    def drop(self) -> None:
+        """Clear the masters' gradients and their half ones, and what was set aside."""
+        for table in self.tables:
+            table.drop(in_backward=self.is_open)
+        self.direct.forget()
+
+    def zero(self, zero_rest: Callable[[], object]) -> object:
+        """Fill them with zeros instead; see `Masters.zero_gradients`."""
+        self.direct.forget()
+        if self.masters is None:
+            return zero_rest()
+        return self.masters.zero_gradients(zero_rest, in_backward=self.is_open)
+
+    def reset(self) -> None:
+        """Back to READY: nothing delayed."""
+        self.stage = Stage.READY
+        self.delayed = None
+        self.known_norm.forget()
+        self._reduced_at = self._reductions.unreduced
+
+    def resume(self, stage: Stage, delayed: Delayed | None, *, may_be_local: bool) -> None:
+        """Go on where another process has stopped."""
+        self.stage, self.delayed = stage, delayed
+        self._reduced_at = self._reductions.unreduced - int(may_be_local)
 
 
 class OptimizerSession:
@@ -36,7 +546,7 @@ class OptimizerSession:
         steps_applied: Steps that updated the weights.
         steps_skipped: Steps not taken because of overflow.
         skips_in_row: Skipped steps since the last applied one.
-        sharing: How ranks share the work of a step.
+        sharing: How ranks share the work of a step, if they do.
     """
 
     def __init__(
@@ -56,7 +566,7 @@ class OptimizerSession:
         self.steps_applied = 0
         self.steps_skipped = 0
         self.skips_in_row = 0
-        self.sharing: StepSharing = Unshared()
+        self.sharing: StepSharing | None = None
         self._name_of = name_of
         self.found_inf: torch.Tensor | None = None
         self._heard: torch.Tensor | None = None  # an overflow that the loss scale knows of
@@ -69,7 +579,7 @@ class OptimizerSession:
 
     def model_params(self) -> list[torch.Tensor]:
         """The model's parameters that the optimizer updates, half ones in their masters' places."""
-        return leaves_of(self.gradients.params())
+        return self.gradients.leaves()
 
     def refuse_known(self, group: Any) -> None:
         """Refuse a new group with a parameter whose master the optimizer has already."""
@@ -140,7 +650,9 @@ class OptimizerSession:
             if books.may_be_local:  # other ranks do not know of an overflow here yet
                 adjustments.later(delayed.scaler, [self], settled[0], is_due=False)
             else:
-                delayed.scaler.record(self.unheard(settled[0]))
+                # Of a scale that has fallen since it says nothing new.
+                is_news = delayed.scaler.scale >= delayed.note.scale
+                delayed.scaler.record(self.unheard(settled[0]) * is_news)
         self.backwards += 1
 
     def begin_backward(self, plan: Plan, claimed: set[int]) -> None:
@@ -228,6 +740,7 @@ class OptimizerSession:
         self.check_unscaled()
         if self.masters is not None:
             self.masters.adopt()
+            self.gradients.compare_weights()  # there may have been no block of this optimizer
             for table in self.masters.tables:
                 table.absorb()
 
@@ -255,14 +768,15 @@ class OptimizerSession:
 
     # -- zero_grad ---------------------------------------------------------------------------
 
-    def zero_grad(self, original: Callable[[], Any], *, set_to_none: bool) -> Any:
-        """Clear every gradient of this optimizer, the model's half ones included."""
-        if not set_to_none:
-            self.reset()
-            return self.gradients.zero(original)
+    def fill_with_zeros(self, original: Callable[[], Any]) -> Any:
+        """Fill every gradient of this optimizer with zeros, the model's half ones included."""
+        self.reset()
+        return self.gradients.zero(original)
+
+    def drop_gradients(self) -> None:
+        """Drop all that masters have, and the model's half ones."""
         self.gradients.drop()
         self.reset()
-        return original()
 
 
 def make_sessions(

@@ -84,6 +84,9 @@ class Unreduced:
 
     They lie inside ``fully_shard``, multiplied by the scale of their backward, until a later one
     adds to them and reduces all. That one must have the same scale.
+
+    Attributes:
+        models: Those with sharded parts; without any there is nothing to follow.
     """
 
     def __init__(
@@ -97,8 +100,8 @@ class Unreduced:
             p for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]
         ]
         reductions.on_forward = self.check_forward
-        self._models = [model for model in models if fsdp.has_sharded_parts(model)]
-        self._plain = [] if self._models else [*models]
+        self.models = [model for model in models if fsdp.has_sharded_parts(model)]
+        self._plain = [] if self.models else [*models]
         self._has_params = any(not is_sharded(param) for param in params)
         self._scale: tuple[LossScaler, int] | None = None
 
@@ -108,7 +111,7 @@ class Unreduced:
         Raises:
             PreampStateError: There are gradients with another scale.
         """
-        if not self._models or self._scale is None or not self._is_held():
+        if not self.models or self._scale is None or not self._is_held():
             self._scale = None
         elif self._scale != (scaler, scaler.generation):
             raise PreampStateError(
@@ -123,14 +126,14 @@ class Unreduced:
 
     def end(self, scaler: LossScaler) -> bool:
         """A block has ended; tell whether its gradients were left unreduced."""
-        if not self._models or not self._is_held():
+        if not self.models or not self._is_held():
             self._scale = None
             return False
         self._scale = scaler, scaler.generation
         return True
 
     def _is_held(self) -> bool:
-        return any(map(fsdp.holds_unreduced, self._models))
+        return any(map(fsdp.holds_unreduced, self.models))
 
     def check_forward(self) -> None:
         """Refuse models that were sharded after their optimizers had been given to initialize.

@@ -21,10 +21,10 @@ from preamp.engine.recording import Recording
 from preamp.numerics import History, RunRecord
 
 if TYPE_CHECKING:
-    from preamp.engine.engine import Engine
+    from preamp.engine.core import EngineCore
 
 
-def make_recorder(engine: Engine, recording: Recording) -> Recorder:
+def make_recorder(engine: EngineCore, recording: Recording) -> Recorder:
     """Open the history and listen to the engine's ledger.
 
     Of several processes the first one writes the file; the others keep their records in memory.
@@ -49,13 +49,11 @@ def make_recorder(engine: Engine, recording: Recording) -> Recorder:
         engine.process_undo.push(audit.stop)
     if recording.numerics != "off":
         recorder.inventory = Inventory(engine, audit)
-    engine.ledger.on_call.append(recorder.step_called)
-    engine.ledger.on_skip.append(recorder.step_skipped)
-    engine.ledger.on_step.append(recorder.step_settled)
+    recorder.listen(engine.events, engine.ledger)
     return recorder
 
 
-def run_record(engine: Engine) -> RunRecord:
+def run_record(engine: EngineCore) -> RunRecord:
     """Say what the run is: the decisions, the parameters, the machine."""
     params = {engine.names.of(p): p for model in engine.models for p in model.parameters()}
     on_gpu = engine.device.type == "cuda"

@@ -7,20 +7,16 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from preamp.core.errors import message
-from preamp.policy import Policy
-from preamp.scaling import DynamicScale, LossScaler, StaticScale
 
 if TYPE_CHECKING:
-    from preamp.engine.engine import Engine
+    from preamp.engine.core import EngineCore
 
 _PREFIX = "loss_scaler"
 _OWN_KEYS = ("steps",)
 
 
-def scalers_state(engine: Engine) -> dict[str, Any]:
+def scalers_state(engine: EngineCore) -> dict[str, Any]:
     """Return ``{"loss_scaler0": {"loss_scale": …, "unskipped": …}, …, "steps": […]}``.
 
     The scaler entries are Apex's format; ``steps`` adds the counters of each optimizer.
@@ -39,7 +35,7 @@ def scalers_state(engine: Engine) -> dict[str, Any]:
     return state
 
 
-def read_scalers(engine: Engine, state: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+def read_scalers(engine: EngineCore, state: Mapping[str, Any]) -> list[tuple[int, int, int]]:
     """Check that ``state`` fits, and return the counters of each optimizer if there are any.
 
     Raises:
@@ -62,7 +58,7 @@ def read_scalers(engine: Engine, state: Mapping[str, Any]) -> list[tuple[int, in
     return _read_steps(state.get("steps", ()))
 
 
-def load_scalers(engine: Engine, state: Mapping[str, Any]) -> bool:
+def load_scalers(engine: EngineCore, state: Mapping[str, Any]) -> bool:
     """Set scalers by the number in their key, and the counters if there are any.
 
     Returns:
@@ -93,13 +89,3 @@ def _read_steps(steps: Any) -> list[tuple[int, int, int]]:
                 "Pass what state_dict() returned; nothing was loaded",
             )
         ) from error
-
-
-def make_scaler(policy: Policy, device: torch.device) -> LossScaler:
-    """Return a new scaler as the policy wants it, on ``device``."""
-    if policy.loss_scale == "dynamic":
-        rule = DynamicScale(
-            min_scale=policy.min_loss_scale, max_scale=policy.max_loss_scale or 2.0**24
-        )
-        return LossScaler(rule, device)
-    return LossScaler(StaticScale(init_scale=policy.loss_scale), device)

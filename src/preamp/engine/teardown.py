@@ -10,9 +10,9 @@ import torch
 
 from preamp.casting.modules import Conversion
 from preamp.core.errors import PreampStateError
-from preamp.engine.adjustments import Adjustments
 from preamp.engine.session import OptimizerSession
 from preamp.optim import Twin
+from preamp.scaling.scaler import Adjustments
 
 
 @contextmanager

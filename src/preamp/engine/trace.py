@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from preamp.core.link import Link
 from preamp.core.pytree import map_leaves
 from preamp.core.undo import Removable
+from preamp.engine.events import Backward, Events
 from preamp.engine.observation import OUTSIDE, Observation, Pass, Place, Reading, Sight, read
 from preamp.engine.overflow import OverflowCause
 
@@ -73,8 +74,14 @@ class Tracer:
         stack: Forwards under way.
     """
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        """Watch nothing yet."""
+    def __init__(self, models: Iterable[nn.Module], events: Events) -> None:
+        """Watch nothing yet; ``events`` tell of backwards and steps while it is armed."""
+        self._subscriptions: tuple[tuple[list[Any], Any], ...] = (
+            (events.block_begins, self._note_watching),
+            (events.loss_scaled, self._watch_loss),
+            (events.block_over, self._end_backward),
+            (events.step_over, self._end_step),
+        )
         self._models = list(models)
         self._handles: dict[int, list[Removable]] = {}
         self._stays = False
@@ -98,6 +105,8 @@ class Tracer:
             return
         self.observation = Observation()
         self._handles = {id(model): [] for model in self._models}
+        for listeners, listener in self._subscriptions if self._models else ():
+            listeners.append(listener)
         own: weakref.ref[Tracer] = weakref.ref(self)
         link = Link(own)
         for index, model in enumerate(self._models):
@@ -117,6 +126,7 @@ class Tracer:
         for handles in self._handles.values():
             for handle in handles:
                 handle.remove()
+        self._unsubscribe()
         self._handles = {}
         self._stays = False
         self.observation = Observation()
@@ -126,11 +136,17 @@ class Tracer:
         self._models = [own for own in self._models if own is not model]
         for handle in self._handles.pop(id(model), ()):
             handle.remove()
+        if not self._handles:
+            self._unsubscribe()
 
-    def watch_loss(self, loss: torch.Tensor) -> None:
+    def _unsubscribe(self) -> None:
+        for listeners, listener in self._subscriptions:
+            if listener in listeners:
+                listeners.remove(listener)
+
+    def _watch_loss(self, loss: torch.Tensor) -> None:
         """Watch the backward of what lies between the modules and ``loss``."""
-        if self.is_armed:
-            _watch_nodes([loss], _Call(self, OUTSIDE, self.observation, is_ignored=False))
+        _watch_nodes([loss], _Call(self, OUTSIDE, self.observation, is_ignored=False))
 
     def saw_backward(
         self, place: Place, grad_outputs: Sequence[Any], grad_inputs: Sequence[Any]
@@ -145,20 +161,20 @@ class Tracer:
 
     # -- what the engine reports ---------------------------------------------------------------
 
-    def watching(self) -> Watching | None:
-        """What the note of the coming backward keeps; ``None`` if nothing is watched."""
-        return Watching(self.observation, self._backward) if self.is_armed else None
+    def _note_watching(self, backward: Backward) -> None:
+        """The note of the coming backward keeps what is seen."""
+        backward.note.watched = Watching(self.observation, self._backward)
 
-    def end_backward(self) -> None:
+    def _end_backward(self, backward: Backward) -> None:
         """A backward has ended, and gradients left scaled with it."""
-        if self.is_armed:
-            self.observation.collect()
-            self._backward += 1
+        del backward
+        self.observation.collect()
+        self._backward += 1
 
-    def end_step(self) -> None:
+    def _end_step(self, session: object) -> None:
         """A step has been taken or not; what was seen so far belongs to it."""
-        if self.is_armed:
-            self.observation = Observation(is_whole=True)
+        del session
+        self.observation = Observation(is_whole=True)
 
     def told(self, session: object, cause: OverflowCause) -> None:
         """An overflow was told: if its step was watched, that was it. A listener of the ledger."""

@@ -25,10 +25,10 @@ from preamp.engine.params import twin_of
 from preamp.kernels.shards import set_data
 
 if TYPE_CHECKING:
-    from preamp.engine.engine import Engine
+    from preamp.engine.core import EngineCore
 
 
-def exact_value(self: Engine, half: torch.Tensor) -> torch.Tensor | None:
+def exact_value(self: EngineCore, half: torch.Tensor) -> torch.Tensor | None:
     """Return the float32 value of ``half``, with what was written to it from outside.
 
     Raises:
@@ -42,7 +42,7 @@ def exact_value(self: Engine, half: torch.Tensor) -> torch.Tensor | None:
     return twin.held.value()
 
 
-def load_exact(self: Engine, half: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+def load_exact(self: EngineCore, half: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
     """Set the master of ``half``, or this rank's part of it.
 
     Returns:
@@ -57,7 +57,7 @@ def load_exact(self: Engine, half: torch.Tensor, value: torch.Tensor) -> torch.T
     return twin.master.detach() if twin.held.part is None else value.float()
 
 
-def trust_masters(self: Engine, params: Iterable[torch.Tensor]) -> None:
+def trust_masters(self: EngineCore, params: Iterable[torch.Tensor]) -> None:
     """Masters of these ``params`` are equal on all ranks, or were set; none is rounded anew."""
     for param in params:
         twin = twin_of(param, self.sessions.values())
@@ -66,7 +66,7 @@ def trust_masters(self: Engine, params: Iterable[torch.Tensor]) -> None:
 
 
 @contextmanager
-def exact_weights(self: Engine) -> Generator[None]:
+def exact_weights(self: EngineCore) -> Generator[None]:
     """Within the block the models' parameters are the float32 masters.
 
     For whatever walks over ``model.parameters()`` and should see exact values: an average of
@@ -122,7 +122,7 @@ class FollowMasters(EngineHook):
     to the masters. What is compiled is not looked into: there a forward may come too early.
     """
 
-    def __init__(self, link: Link[Engine]) -> None:
+    def __init__(self, link: Link[EngineCore]) -> None:
         """Look for the engine through ``link``; a copied model has none."""
         self.link = link
 
@@ -144,7 +144,7 @@ class CopyExact:
     an engine and without its hooks. They have no gradients.
     """
 
-    def __init__(self, link: Link[Engine], module: nn.Module) -> None:
+    def __init__(self, link: Link[EngineCore], module: nn.Module) -> None:
         """Copy ``module`` with the weights of the engine behind ``link``."""
         self._link = link
         self._module = Link(module)
@@ -169,12 +169,12 @@ class CopyExact:
         return made
 
 
-def _exact_copies(engine: Engine, module: nn.Module, memo: dict[int, Any]) -> None:
+def _exact_copies(engine: EngineCore, module: nn.Module, memo: dict[int, Any]) -> None:
     """Let ``copy.deepcopy`` find float32 copies of the half tensors of ``module``."""
     dtypes = engine.conversion.dtypes()
     for param in module.parameters():
         if is_half(param) and id(param) not in memo:
-            exact = engine.exact_value(param)
+            exact = exact_value(engine, param)
             value = param.detach() if exact is None else exact.detach()
             wide = value.to(dtypes.get(id(param), param.dtype), copy=True)
             memo[id(param)] = nn.Parameter(wide, param.requires_grad)
@@ -206,7 +206,7 @@ def _remove_hooks(module: nn.Module) -> None:
                 vars(module)[beside].pop(key, None)
 
 
-def attach_weight_doors(model: nn.Module, link: Link[Engine]) -> Iterable[Removable]:
+def attach_weight_doors(model: nn.Module, link: Link[EngineCore]) -> Iterable[Removable]:
     """Hook forwards and copies of ``model``; returns what undoes it."""
     yield model.register_forward_pre_hook(FollowMasters(link), prepend=True)
     for part in model.modules():

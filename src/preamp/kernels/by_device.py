@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from operator import attrgetter
+from typing import Any
 
 import torch
 
 from preamp.core.tensors import has_sharded, locals_of
-from preamp.kernels.joining import stack
 from preamp.kernels.ops import Census, Ops, Tensors
 from preamp.kernels.rules import LambRule, Rule, Update
 from preamp.kernels.shards import sharded_as
+from preamp.kernels.vectors import stack
 
-_is_on_cpu: Callable[[Any], bool] = cast("Any", torch.Tensor).is_cpu.__get__
+_is_on_cpu: Callable[[Any], bool] = attrgetter("is_cpu")
 
 
 class ByDevice(Ops):
@@ -26,9 +28,9 @@ class ByDevice(Ops):
     """
 
     def __init__(self, name: str, ops_of: Callable[[torch.device], Ops]) -> None:
-        """Choose by ``ops_of``."""
+        """Choose by ``ops_of``, once for each device."""
         self.name = name
-        self._of = ops_of
+        self._of = functools.cache(ops_of)
 
     def census(
         self,

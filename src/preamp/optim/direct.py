@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from preamp.core.dtypes import is_half
 from preamp.core.ranks import has_process_group
-from preamp.core.tensors import stored_grad, version_of
+from preamp.core.tensors import local_of, stored_grad, version_of
 from preamp.kernels import Ops
 
 Parameters = Iterable[torch.Tensor]
@@ -37,29 +39,43 @@ class DirectMemo:
 class Placeholders:
     """Zeros in the place of gradients that are away during a backward.
 
-    Without them a script that drops a gradient within the block would drop nothing. Not where
-    there is a process group: hooks that reduce may exchange gradients for others.
+    Without them a script that drops or zeroes a gradient within the block would do nothing. Not
+    where there is a process group: hooks that reduce may exchange gradients for others.
     """
 
     def __init__(self) -> None:
         """Start without any."""
         self._zeros: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._hooks: dict[int, RemovableHandle] = {}  # until the first gradient comes
         self.dropped: set[int] = set()
 
     def put(self, param: torch.Tensor, earlier: torch.Tensor) -> None:
         """Put zeros where ``earlier`` was. Mutates ``param.grad``."""
         if has_process_group() or earlier.is_sparse:
             return
-        zeros = torch.zeros_like(param)
-        param.grad = zeros
+        param.grad = zeros = torch.full_like(param, -0.0)  # unlike those of a script
         self._zeros[id(param)] = (param, zeros, version_of(zeros))
+        if param.requires_grad:
+            hook = param.register_hook(partial(self._look, id(param)))  # pyright: ignore
+            self._hooks[id(param)] = hook
+
+    def _look(self, key: int, new: torch.Tensor | None = None) -> None:
+        """Look whether the script has zeroed what nothing was added to yet."""
+        del new
+        _, zeros, version = self._zeros[key]
+        if version_of(zeros) != version and is_zeroed(zeros):
+            self.dropped.add(key)
+        if key in self._hooks:
+            self._hooks.pop(key).remove()
 
     def take_away(self) -> None:
         """The body has ended: take those away that nothing was added to.
 
         Where there is another gradient now or none, the script has dropped what was there;
-        ``id`` of these parameters is in `dropped`.
+        ``id`` of these parameters is in `dropped`, and of those that it zeroed first.
         """
+        for key in list(self._hooks):
+            self._look(key)
         for key, (param, zeros, version) in self._zeros.items():
             grad = param.grad
             if grad is zeros:
@@ -71,6 +87,9 @@ class Placeholders:
 
     def forget(self) -> None:
         """Another backward may begin."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
         self._zeros.clear()
         self.dropped.clear()
 
@@ -82,6 +101,15 @@ class _Earlier:
     param: torch.Tensor
     grad: torch.Tensor
     is_carried: bool
+
+
+def is_zeroed(grad: torch.Tensor) -> bool:
+    """Whether somebody zeroed ``grad``. Synchronises.
+
+    Multiplied by zero, as by a clip whose norm overflowed, negative values become minus zero.
+    """
+    local = local_of(grad)
+    return not bool(local.any()) and not bool(torch.signbit(local).any())
 
 
 def has_nonzero(grad: torch.Tensor) -> bool:

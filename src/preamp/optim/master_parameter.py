@@ -48,6 +48,7 @@ class MasterParameter(torch.nn.Parameter):
     ) -> None:
         if self.twin is not None:
             self.twin.forget_half_gradient()
+            self.twin.table.may_have_bases |= value is not None
         store_grad(self, value)
 
     @property

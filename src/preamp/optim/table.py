@@ -16,10 +16,11 @@ loss scale is on them, since clipping a scaled gradient would be wrong without a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -28,8 +29,13 @@ from preamp.core.errors import PreampStateError, message
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import (
     WeightMarks,
-    has_sharded,
+    device_of,
+    grad_of,
+    is_sharded,
+    kinds_of,
+    layout_of,
     local_of,
+    plain_versions,
     store_grad,
     stored_grad,
     version_of,
@@ -37,7 +43,7 @@ from preamp.core.tensors import (
 )
 from preamp.kernels import Ops
 from preamp.kernels.shards import set_data
-from preamp.optim.direct import Placeholders
+from preamp.optim.direct import Placeholders, is_zeroed
 from preamp.optim.master_parameter import master_parameter
 from preamp.optim.part import Holding, Part
 
@@ -124,6 +130,7 @@ class Twin:
         self.name = name
         self.master = master_parameter(data, requires_grad=half.requires_grad)
         self.master.twin = self
+        cast("Any", self.master).register_post_accumulate_grad_hook(_note_accumulated)
         self.held = Holding(self.master, half, name)
 
     @property
@@ -161,7 +168,7 @@ class Twin:
 
     def keep_part(self, part: Part | None, value: torch.Tensor) -> None:
         """Let the master have ``part`` of the weight from now on; see `Holding.keep_part`."""
-        self.table.has_parts = True
+        self.table.has_parts = self.table.may_have_bases = True
         self.held.keep_part(part, value)
 
     def forget_half_gradient(self) -> None:
@@ -210,6 +217,12 @@ class Twin:
             table.raw[row] = -1 if now is None or not memo.is_raw else version_of(now)
 
 
+def _note_accumulated(master: Any) -> None:
+    """A backward has reached the master itself, as of a penalty on masters."""
+    if master.twin is not None:
+        master.twin.table.may_have_bases = True
+
+
 def take_over(half: torch.Tensor, wide: torch.Tensor) -> None:
     """Take the values of ``half`` into ``wide`` where they are not those of ``wide``, rounded.
 
@@ -232,16 +245,19 @@ class WeightPairs:
         ops: Back end for the arithmetic.
         halves, masters: The rows.
         has_parts: Whether ranks share masters.
+        has_sharded: Whether any weight is a ``DTensor``.
     """
 
     def __init__(self, ops: Ops) -> None:
         """Start without rows."""
         self.ops = ops
         self.has_parts = False
+        self.has_sharded = False
         self.halves: list[Any] = []
         self.masters: list[Any] = []
         self._half_marks = WeightMarks()
         self._master_marks = WeightMarks()
+        self._are_alike: bool | None = None  # unknown
         self._is_rounded: list[bool] = []  # by the update itself, since the last `write_halves`
 
     def __len__(self) -> int:
@@ -250,6 +266,8 @@ class WeightPairs:
 
     def add_row(self, half: torch.Tensor, master: torch.Tensor) -> None:
         """Add a half weight that is ``master``, rounded."""
+        self.has_sharded |= is_sharded(half)
+        self._are_alike = None
         self.halves.append(half)
         self.masters.append(master)
         self._is_rounded.append(False)
@@ -258,6 +276,7 @@ class WeightPairs:
 
     def remove_row(self, row: int) -> None:
         """Forget a row."""
+        self._are_alike = None
         del self.halves[row], self.masters[row], self._is_rounded[row]
         self._half_marks.remove(row)
         self._master_marks.remove(row)
@@ -275,8 +294,17 @@ class WeightPairs:
             raise self.became_wide(row)
         with torch.no_grad():
             if master.device != half.device:
+                self._are_alike = None
                 set_data(master, master.data.to(half.device))
             take_over(self.own_part(row, half), master.data)
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all rows have the same dtypes and lie on one device."""
+        if self._are_alike is None:
+            kinds = {(half.dtype, half.device) for half in self.halves}
+            self._are_alike = len(kinds) == 1
+        return self._are_alike
 
     def own_part(self, row: int, tensor: torch.Tensor) -> torch.Tensor:
         """The elements of a weight that the master has."""
@@ -312,9 +340,11 @@ class WeightPairs:
 
         Fused optimizers have done so in their update.
         """
-        changed = set(self._master_marks.changed(self.masters)) if any(self._is_rounded) else ()
         rounded, self._is_rounded = self._is_rounded, [False] * len(self)
-        self.round([row for row, done in enumerate(rounded) if not done or row in changed])
+        changed = self._master_marks.written(self.masters) if True in rounded else ()
+        if changed or False in rounded:
+            again = set(changed)
+            self.round([row for row, done in enumerate(rounded) if not done or row in again])
 
     def round(self, rows: Sequence[int]) -> None:
         """Round the masters of ``rows`` into their half weights."""
@@ -356,6 +386,8 @@ class WeightTable(WeightPairs):
         raw: Versions of gradients left scaled, or ``None`` if none were.
         compares: Whether the next backward compares every half weight with its master.
         is_fresh: Whether no backward has come yet.
+        may_have_bases: Whether any master may have a float32 gradient.
+        changes: How often gradients became others than the latest backward had left.
         loaded: Rows whose master was loaded.
     """
 
@@ -372,14 +404,18 @@ class WeightTable(WeightPairs):
         self.zeros_aside: set[int] = set()
         self.raw: list[int | None] | None = None
         self.compares = self.is_fresh = True
+        self.may_have_bases = False
+        self.changes = 0
+        self._arrived: list[torch.Tensor | None] | None = None
         self.loaded: set[int] = set()
         self._placeholders = Placeholders()
         self._plain: dict[torch.device, Record] = {}
-        self._sample: tuple[list[int], list[torch.Tensor]] | None = None  # rows, values
+        self._sample: dict[int, torch.Tensor] = {}  # values of a few rows
 
     def add(self, twin: Twin) -> None:
         """Add a row whose half weight is its rounded master."""
         twin.table, twin.row = self, len(self)
+        self.may_have_bases |= twin.held.gradient is not None
         self.add_row(twin.half, twin.master)
         self.twins.append(twin)
         self.grads.append(None)
@@ -401,9 +437,17 @@ class WeightTable(WeightPairs):
 
     def note(self, row: int, grad: torch.Tensor | None, record: Record | None = None) -> None:
         """Note the half gradient of one row."""
-        self._sample = None
+        self._sample.pop(row, None)
+        self.changes += 1
         self.grads[row], self.records[row] = grad, record
         self.versions[row] = -1 if grad is None else version_of(grad)
+
+    @property
+    def shared_record(self) -> Record | None:
+        """The record of all rows, as after most backwards; ``None`` if they differ."""
+        records = self.records
+        first = records[0] if records else None
+        return first if first is not None and records.count(first) == len(records) else None
 
     def plain(self, grad: torch.Tensor) -> Record:
         """The record of a gradient that has no loss scale on it."""
@@ -423,45 +467,46 @@ class WeightTable(WeightPairs):
             PreampStateError: It rewrote one that has a loss scale on it, or that is only a part
                 of what was accumulated. Nothing of that row was taken in.
         """
-        now = list(map(stored_grad, self.halves))
-        versions = versions_of(now)
-        if versions == self.versions and all(map(is_, now, self.grads)):
+        now = list(map(grad_of, self.halves))
+        are_same = all(map(is_, now, self.grads))
+        if are_same and all(map(is_, now, repeat(None))):
             return
-        if self._are_multiplied_by_one(now, versions):
-            self.versions = versions
+        versions = self._versions_of(now)
+        if are_same and versions == self.versions:
             return
+        for row in self._multiplied_by_one(now, versions):
+            self.versions[row] = versions[row]
         seen = zip(now, self.grads, versions, self.versions, strict=True)
         for row in [row for row, (a, b, v, w) in enumerate(seen) if a is not b or v != w]:
             self._take_in(row, now[row])
 
-    def _are_multiplied_by_one(
+    def _multiplied_by_one(
         self, now: Sequence[torch.Tensor | None], versions: Sequence[int]
-    ) -> bool:
-        """Whether all gradients were written to alike, and those in the sample kept their values.
+    ) -> list[int]:
+        """The rows that were written to as often as all were, if those sampled kept their values.
 
         So it is after ``torch.nn.utils.clip_grad_norm_`` with a norm that no gradient exceeds,
         which multiplies by one. Synchronises, where they were written to at all.
         """
-        if self._sample is None or not all(map(is_, now, self.grads)):
-            return False
-        pairs = zip(versions, self.versions, strict=True)
-        if len({v - w for v, w in pairs if v >= 0}) != 1:
-            return False
-        rows, values = self._sample
-        pairs_of_values = zip(values, self._values_of(rows), strict=True)
-        return any([bool(value.any()) for value in values]) and all(
-            [torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs_of_values]
-        )
-
-    def _values_of(self, rows: Sequence[int]) -> list[torch.Tensor]:
-        grads = [grad for grad in map(self.grads.__getitem__, rows) if grad is not None]
-        return [local_of(grad).detach().reshape(-1)[:_SAMPLED].clone() for grad in grads]
+        pairs = enumerate(zip(now, self.grads, versions, self.versions, strict=True))
+        writes = {row: v - w for row, (a, b, v, w) in pairs if a is not None and a is b}
+        least = min(writes.values(), default=0)
+        if least == 0:
+            return []
+        sample = [
+            (was, _few_of(grad))
+            for row, was in self._sample.items()
+            if (grad := now[row]) is not None and writes.get(row) == least
+        ]
+        same = [torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in sample]
+        if not all(same) or not any([bool(was.any()) for was, _ in sample]):
+            return []
+        return [row for row, count in writes.items() if count == least]
 
     def _take_sample(self) -> None:
         """Remember a few values, to tell later whether a write to all gradients changed any."""
-        rows = [row for row, grad in enumerate(self.grads) if grad is not None]
-        rows = rows[:: max(1, len(rows) // 4)][:4]
-        self._sample = (rows, self._values_of(rows)) if rows else None
+        seen = [(row, grad) for row, grad in enumerate(self.grads) if grad is not None]
+        self._sample = {row: _few_of(grad) for row, grad in seen[:: max(1, len(seen) // 4)][:4]}
 
     def _take_in(self, row: int, now: torch.Tensor | None) -> None:
         record = self.records[row]
@@ -484,7 +529,7 @@ class WeightTable(WeightPairs):
                 self.keep(row, None)
             self.note(row, now, self.plain(now))
             return
-        if now is not self.grads[row] or not _is_zeroed(now):
+        if now is not self.grads[row] or not is_zeroed(now):
             raise _changed_in_place(now, self.twins[row].name, is_plain=record.is_plain)
         # Zeros are a gradient, as in plain torch: momentum and weight decay stay in effect.
         self.keep(row, None)
@@ -504,6 +549,9 @@ class WeightTable(WeightPairs):
             return False
         return torch.equal(local_of(now).view(torch.int16), local_of(seen).view(torch.int16))
 
+    def _versions_of(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
+        return versions_of(grads) if self.has_sharded else plain_versions(grads)
+
     # -- gradients: the masters' side -----------------------------------------------------------
 
     def base(self, row: int) -> torch.Tensor | None:
@@ -512,12 +560,15 @@ class WeightTable(WeightPairs):
 
     def bases(self) -> list[torch.Tensor | None]:
         """All of these."""
+        if not self.may_have_bases:
+            return [None] * len(self)
         if self.has_parts:
             return [twin.held.gradient for twin in self.twins]
         return list(map(stored_grad, self.masters))
 
     def keep(self, row: int, grad: torch.Tensor | None) -> None:
         """Let ``grad`` be the whole float32 gradient of a master."""
+        self.may_have_bases |= grad is not None
         if self.has_parts:
             self.twins[row].held.keep(grad)
         else:
@@ -526,7 +577,7 @@ class WeightTable(WeightPairs):
     @property
     def has_bases(self) -> bool:
         """Whether any master has a float32 gradient already."""
-        return _has_any(self.bases())
+        return self.may_have_bases and _has_any(self.bases())
 
     def pending_rows(self) -> list[int]:
         """Rows whose half gradient is not in the master's gradient yet, as last reconciled."""
@@ -538,6 +589,23 @@ class WeightTable(WeightPairs):
             if record is not None and record.factor is not None
         ]
 
+    def pending(self) -> tuple[list[int], list[Any], list[Any], list[Any]]:
+        """Pending rows, and their half weights, half gradients and factors."""
+        record = None if self.is_open else self.shared_record
+        if record is not None:
+            if record.factor is None:
+                return [], [], [], []
+            rows = list(range(len(self)))
+            return rows, self.halves, self.grads, [record.factor] * len(rows)
+        rows = self.pending_rows()
+        records: list[Any] = [self.records[row] for row in rows]
+        return (
+            rows,
+            [self.halves[row] for row in rows],
+            [self.grads[row] for row in rows],
+            [record.factor for record in records],
+        )
+
     def bring_up_to_date(self) -> None:
         """Make the masters' gradients: ``grad += float32(half.grad) * factor``, all in one op."""
         if not self.is_open:
@@ -547,8 +615,8 @@ class WeightTable(WeightPairs):
     def complete(self) -> None:
         """Do so for rows whose master has an earlier gradient; the others stay half."""
         self.reconcile()
-        bases = self.bases()
-        if _has_any(bases):
+        if self.may_have_bases:
+            bases = self.bases()
             self.materialize([row for row in self.pending_rows() if bases[row] is not None])
 
     def materialize(self, rows: Sequence[int]) -> None:
@@ -565,6 +633,8 @@ class WeightTable(WeightPairs):
             grads.append(grad)
             factors.append(record.factor)
         wides = self.ops.widen_add(grads, factors, [bases[row] for row in rows])
+        self.changes += 1
+        self.may_have_bases = True
         made: dict[tuple[int, bool], Record] = {}
         for row, wide in zip(rows, wides, strict=True):
             old, is_alone = self.records[row], bases[row] is None
@@ -586,18 +656,21 @@ class WeightTable(WeightPairs):
             rows: Pending ones.
             clip: float32 scalar.
         """
-        made: dict[int, Record] = {}
+        self.changes += 1
+        made: dict[Record, Record] = {}
         factors: dict[int, torch.Tensor] = {}
-        for row in rows:
-            old = self.records[row]
-            if old is None or old.factor is None:
-                continue
-            if id(old) not in made:
+        for old in {record for record in map(self.records.__getitem__, rows) if record}:
+            if old.factor is not None:
                 by = factors.get(id(old.factor))
                 if by is None:
                     by = factors[id(old.factor)] = old.factor * clip.to(old.factor.device)
-                made[id(old)] = replace(old, factor=by, unclipped=old.unscales)
-            self.records[row] = made[id(old)]
+                made[old] = replace(old, factor=by, unclipped=old.unscales)
+        if len(rows) == len(self) and len(made) == 1 and self.shared_record is not None:
+            self.records = [*made.values()] * len(self)
+            return
+        for row in rows:
+            old = self.records[row]
+            self.records[row] = old if old is None else made.get(old, old)
 
     @property
     def holds_gradient(self) -> bool:
@@ -619,13 +692,15 @@ class WeightTable(WeightPairs):
         self.reconcile()  # may refuse before anything is moved
         bases = self.bases()
         self.zeros_aside.clear()
-        if _has_any(self.records) or _has_any(bases):
+        if self.may_have_bases or _has_any(self.records):
             zeroed = {row for row, record in enumerate(self.records) if record and record.is_zeroed}
             alone = {row for row in zeroed if bases[row] is None}  # nothing is added to zeros
             self.materialize([row for row in self.pending_rows() if row not in alone])
             self._forget_half_gradients(alone)  # zeros stay where they are: the new ones join them
             self.zeros_aside = alone
         self.is_open = True
+        if not self.may_have_bases:
+            return
         if carry is None:
             for row in [row for row, base in enumerate(self.bases()) if base is not None]:
                 self._placeholders.put(self.halves[row], self.halves[row])
@@ -635,13 +710,29 @@ class WeightTable(WeightPairs):
                     self.carried.add(row)
                     self.halves[row].grad = (base * carry).to(self.halves[row].dtype)
 
-    def _forget_half_gradients(self, but: Container[int] = ()) -> None:
-        for row, grad in enumerate(list(map(stored_grad, self.halves))):
-            if grad is not None and row not in but:
-                self.halves[row].grad = None
-        self._sample = None
+    def _forget_half_gradients(self, but: Collection[int] = ()) -> None:
+        kept = [(self.halves[row], stored_grad(self.halves[row])) for row in but]
+        for half in self.halves:
+            half.grad = None
+        for half, grad in kept:
+            half.grad = grad
+        self._sample, self._arrived = {}, None
         self.grads, self.records = [None] * len(self), [None] * len(self)
         self.versions = [-1] * len(self)
+
+    def arrive(self) -> list[torch.Tensor | None]:
+        """Read the half gradients that a backward has left, once for all that looks at them.
+
+        Raises:
+            PreampStateError: One is sparse.
+        """
+        self._arrived = grads = list(map(grad_of, self.halves))
+        if kinds_of(layout_of, grads) <= {torch.strided}:
+            return grads
+        for twin, grad in zip(self.twins, grads, strict=True):
+            if grad is not None and grad.is_sparse:
+                raise _sparse(twin.name)
+        return grads
 
     def end_body(self) -> None:
         """The body of the block has ended; see `Placeholders.take_away`."""
@@ -667,16 +758,20 @@ class WeightTable(WeightPairs):
         """Give rows that got no new gradient zeros for one, if they have an earlier one.
 
         The earlier one is in the master; without anything on the model's side, a script that
-        drops the model's gradients could not reach it.
+        drops the model's gradients could not reach it. The zeros are negative: zeroed by a script
+        they are not, while a clip that saw no more of the gradient leaves them so, and is refused.
         """
-        without = [row for row, g in enumerate(list(map(stored_grad, self.halves))) if g is None]
+        if not self.may_have_bases and not self.zeros_aside:
+            return
+        self._arrived = None
+        without = [row for row, g in enumerate(list(map(grad_of, self.halves))) if g is None]
         for row in without:
             if id(self.halves[row]) in self._placeholders.dropped:
                 continue
             is_stored = self.base(row) is not None
             if is_stored or (row in self.zeros_aside and not self.is_open):
                 half = self.halves[row]
-                half.grad = zeros = torch.zeros_like(half)
+                half.grad = zeros = torch.full_like(half, -0.0)
                 if not self.is_open:
                     record = Record(None) if is_stored else self.zeroed(zeros)
                     self.note(row, zeros, record)
@@ -692,17 +787,18 @@ class WeightTable(WeightPairs):
         for row in self.carried:  # the half gradient holds the earlier one too
             self.keep(row, None)
         self.end()
-        self.grads = list(map(stored_grad, self.halves))
-        self.versions = versions_of(self.grads)
-        made: dict[torch.device, Record] = {}
-        for device in {half.device for half in self.halves}:
-            made[device] = Record(factors(device), is_plain=is_plain)
+        # Sharded ones may have been placed anew since they arrived.
+        arrived, self._arrived = None if self.has_sharded else self._arrived, None
+        self.grads = list(map(grad_of, self.halves)) if arrived is None else arrived
+        self.versions = self._versions_of(self.grads)
+        devices = kinds_of(device_of, self.grads)
+        made = {device: Record(factors(device), is_plain=is_plain) for device in devices}
         if len(made) == 1:
             (record,) = made.values()
             self.records = [None if grad is None else record for grad in self.grads]
         else:
             self.records = [None if grad is None else made[grad.device] for grad in self.grads]
-        self._sample = None
+        self._sample = {}
         if not is_plain or self.has_bases:
             self._take_sample()
 
@@ -724,20 +820,20 @@ class WeightTable(WeightPairs):
     def note_raw(self) -> None:
         """A block ends that leaves its gradients scaled: remember them as they are."""
         self._forget_dropped()
-        now = list(map(stored_grad, self.halves))
-        versions = versions_of(now)
+        now = list(map(grad_of, self.halves))
+        versions = self._versions_of(now)
         self.raw = [None if g is None else v for g, v in zip(now, versions, strict=True)]
 
     def reconcile_raw(self) -> None:
         """Take in that the script dropped or zeroed gradients left scaled, and so all of them."""
         if self.raw is None:
             return
-        now = list(map(stored_grad, self.halves))
-        versions = versions_of(now)
+        now = list(map(grad_of, self.halves))
+        versions = self._versions_of(now)
         for row, (raw, grad) in enumerate(zip(self.raw, now, strict=True)):
             if raw is None or (grad is not None and versions[row] == raw):
                 continue
-            if grad is None or _is_zeroed(grad):
+            if grad is None or is_zeroed(grad):
                 self.keep(row, None)
                 self.zeros_aside.discard(row)
                 self.raw[row] = None if grad is None else versions[row]
@@ -752,15 +848,17 @@ class WeightTable(WeightPairs):
         if len(self.owners) > 1:
             return
         self._drop_bases()
-        self._sample = None
-        self.grads = list(map(stored_grad, self.halves))
-        self.versions = versions_of(self.grads)
-        self.records = [
-            None if grad is None else _SPENT[record is not None and record.is_plain]
-            for grad, record in zip(self.grads, self.records, strict=True)
-        ]
+        self._sample = {}
+        self.versions = self._versions_of(self.grads)
+        if (record := self.shared_record) is not None:
+            self.records = [_SPENT[record.is_plain]] * len(self)
+            return
+        self.records = [record and _SPENT[record.is_plain] for record in self.records]
 
     def _drop_bases(self) -> None:
+        if not self.may_have_bases:
+            return
+        self.may_have_bases = self.has_parts  # there masters have gradients of parts
         if self.has_parts:
             for twin in self.twins:
                 twin.held.keep(None)
@@ -789,7 +887,8 @@ class WeightTable(WeightPairs):
             in_backward: Whether a ``scale_loss`` block is under way. What came before it stays
                 noted then, and nothing is hidden.
         """
-        now = list(map(stored_grad, self.halves))
+        self.reconcile_raw()  # what was dropped is not zeros
+        now = list(map(grad_of, self.halves))
         for grad in now:
             if grad is not None:
                 if grad.grad_fn is not None:  # of create_graph; a view in DDP's buckets has none
@@ -814,7 +913,7 @@ class WeightTable(WeightPairs):
                 if grad.device not in made:
                     made[grad.device] = self.zeroed(grad)
                 self.grads[row], self.records[row] = grad, made[grad.device]
-        self.versions = versions_of(self.grads)
+        self.versions = self._versions_of(self.grads)
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -879,7 +978,7 @@ class WeightTable(WeightPairs):
     @property
     def is_sharded(self) -> bool:
         """Whether ranks have parts of the weights."""
-        return self.has_parts or has_sharded(self.masters)
+        return self.has_parts or self.has_sharded
 
     def follow_masters(self) -> None:
         """Round masters that somebody wrote to between steps into their half weights.
@@ -898,13 +997,19 @@ def _has_any(column: Sequence[object]) -> bool:
     return any([value is not None for value in column])
 
 
-def _is_zeroed(grad: torch.Tensor) -> bool:
-    """Whether somebody zeroed ``grad``. Synchronises.
+def _few_of(grad: torch.Tensor) -> torch.Tensor:
+    return local_of(grad).detach().reshape(-1)[:_SAMPLED].clone()
 
-    Multiplied by zero, as by a clip whose norm overflowed, negative values become minus zero.
-    """
-    local = local_of(grad)
-    return not bool(local.any()) and not bool(torch.signbit(local).any())
+
+def _sparse(name: str) -> PreampStateError:
+    """Return the error for a sparse gradient of a half parameter."""
+    return PreampStateError(
+        message(
+            f"The gradient of {name!r} is sparse and the parameter has a float32 master",
+            "Masters take dense gradients; sparse ones work at O0, O1 and O4",
+            "Build the embedding with sparse=False, or choose O1 (O4 for bfloat16)",
+        )
+    )
 
 
 def _changed_in_place(tensor: torch.Tensor, name: str, *, is_plain: bool) -> PreampStateError:

@@ -15,7 +15,7 @@ from torch import nn
 
 from preamp.core.errors import bad_value
 from preamp.core.ranks import share_of
-from preamp.engine.lookup import bare
+from preamp.engine.loop import bare
 from preamp.planning.layout import Factory, Slot, made, slots_of
 from preamp.planning.optimizers import (
     OptimizerLike,

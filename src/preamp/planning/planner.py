@@ -15,7 +15,7 @@ from torch import nn
 
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import PreampError, bad_state, bad_type, bad_value
-from preamp.engine.lookup import bare, find_engine
+from preamp.engine.loop import bare, find_engine
 from preamp.numerics import FORMATS
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.planning import recommend

@@ -1,15 +1,103 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One loss scaler: a rule, and its state on the device."""
+"""Loss scaling: the rules, the scaler of one loss, and scalers that have yet to react.
+
+The dynamic rule is the one of Micikevicius et al., "Mixed Precision Training" (2018), section 3.2,
+in the form Apex gave it: halve on overflow, double after ``growth_interval`` clean updates in a
+row.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from preamp.core.errors import message
-from preamp.scaling.records import DynamicScale, ScaleRule, ScaleState, StaticScale
+
+SMALLEST_SCALE = 2.0**-24
+"""Where a dynamic scale stops if no floor was given. float16 values below this vanish, so a
+smaller scale could not bring any gradient back into range."""
+
+
+class ScaleState(NamedTuple):
+    """What a rule changes: tensors, so that adjusting needs no host synchronisation.
+
+    Attributes:
+        scale: float32 scalar, the factor of the loss.
+        growth_tracker: int32 scalar, clean updates since the last overflow or growth.
+    """
+
+    scale: torch.Tensor
+    growth_tracker: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticScale:
+    """A constant factor. Overflows are not looked for; 1.0 is the null object of scaling."""
+
+    init_scale: float = 1.0
+    is_dynamic: bool = False
+
+    def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> ScaleState:
+        """Return ``state`` with the update counted."""
+        del found_inf
+        return ScaleState(state.scale, state.growth_tracker + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicScale:
+    """Back off on overflow, grow after a run of clean updates.
+
+    Attributes:
+        init_scale: Factor to start with.
+        growth_factor: Multiplier when ``growth_interval`` updates in a row were clean.
+        backoff_factor: Multiplier on overflow.
+        growth_interval: Clean updates before growth.
+        min_scale: Floor that backing off never goes below; ``None`` for `SMALLEST_SCALE`.
+        max_scale: Ceiling that growth never goes above.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float | None = None
+    max_scale: float = 2.0**24
+    is_dynamic: bool = True
+
+    @property
+    def floor(self) -> float:
+        """The scale that backing off never goes below."""
+        return SMALLEST_SCALE if self.min_scale is None else self.min_scale
+
+    def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> ScaleState:
+        """Return the state after one update.
+
+        Args:
+            state: Scale and tracker before.
+            found_inf: float32 scalar, not zero if any gradient was infinite or nan.
+        """
+        overflow = found_inf != 0
+        # A scale set by hand below the floor is not raised by an overflow.
+        lower = torch.minimum(
+            state.scale, (state.scale * self.backoff_factor).clamp(min=self.floor)
+        )
+        tracker = torch.where(overflow, 0, state.growth_tracker + 1)
+        grows = tracker >= self.growth_interval  # the interval may have shrunk below it
+        higher = torch.where(
+            grows, (state.scale * self.growth_factor).clamp(max=self.max_scale), state.scale
+        )
+        return ScaleState(
+            scale=torch.where(overflow, lower, higher),
+            growth_tracker=torch.where(grows, 0, tracker).to(state.growth_tracker.dtype),
+        )
+
+
+ScaleRule = StaticScale | DynamicScale
+"""Either of the two rules."""
 
 
 class LossScaler:
@@ -139,3 +227,129 @@ class LossScaler:
             self.set_scale(scale)
         self.growth_tracker.fill_(unskipped)
         self.found_inf.zero_()
+
+
+@dataclass(slots=True, eq=False)
+class _Late:
+    """What this rank alone has found, while the gradients wait to be reduced.
+
+    Attributes:
+        scaler: By whose scale they were multiplied.
+        waits_for: ``id`` of the sessions whose gradients have not been reduced since.
+        found_inf: Found in these; ``None`` once the reduction has shown it to all ranks.
+        is_due: Whether the scale has to react, and not only to remember.
+    """
+
+    scaler: LossScaler
+    waits_for: set[int] = field(default_factory=set[int])
+    found_inf: torch.Tensor | None = None
+    is_due: bool = False
+
+    def settle(self, sessions: Iterable[object]) -> None:
+        """The gradients of ``sessions`` are no longer those of this rank alone."""
+        self.waits_for.difference_update(map(id, sessions))
+        if not self.waits_for:
+            self.found_inf = None
+
+
+class Adjustments:
+    """Loss scales that have yet to react, since other ranks do not know of an overflow yet.
+
+    Ranks keep one scale because each reacts to what all have seen. What one has found in
+    gradients that nobody has reduced stays out of its scaler: the reduction shows it to all, in
+    whichever loss's backward that comes, or the script drops it with the gradients.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing to do."""
+        self._late: dict[int, _Late] = {}
+
+    def now(self, scaler: LossScaler) -> None:
+        """Let ``scaler`` react to what was found since it last did."""
+        late = self._late.get(id(scaler))
+        if late is not None and not late.waits_for:
+            del self._late[id(scaler)]
+        scaler.update()
+
+    def later(
+        self,
+        scaler: LossScaler,
+        sessions: Sequence[object],
+        found_inf: torch.Tensor | None,
+        *,
+        is_due: bool = True,
+    ) -> None:
+        """Let ``scaler`` react with a later block, at the latest with the next step.
+
+        Args:
+            scaler: Of the block.
+            sessions: Whose gradients it has left on this rank.
+            found_inf: What was found in them.
+            is_due: Whether to react at all, or to remember only.
+        """
+        late = self._late.setdefault(id(scaler), _Late(scaler))
+        late.waits_for.update(map(id, sessions))
+        late.is_due |= is_due
+        if found_inf is not None and late.found_inf is not None:
+            found_inf = torch.maximum(late.found_inf, found_inf.to(late.found_inf.device))
+        late.found_inf = late.found_inf if found_inf is None else found_inf
+
+    def reduced(self, sessions: Sequence[object], found_inf: torch.Tensor | None) -> None:
+        """All that ranks held of ``sessions`` has been reduced; all have found ``found_inf``."""
+        own = set(map(id, sessions))
+        for late in self._late.values():
+            if own & late.waits_for:
+                late.settle(sessions)
+                if found_inf is not None:
+                    late.scaler.record(found_inf)
+
+    def dropped(self, sessions: Sequence[object]) -> None:
+        """The script has dropped the gradients of ``sessions``; other ranks never know of them."""
+        for late in self._late.values():
+            late.settle(sessions)
+
+    def catch_up(self, session: object) -> None:
+        """``session`` takes a step: let all react that wait for it, or for nobody any more."""
+        for late in tuple(self._late.values()):
+            if not late.waits_for or id(session) in late.waits_for:
+                del self._late[id(late.scaler)]
+                if late.found_inf is not None:
+                    late.scaler.record(late.found_inf)
+                if late.is_due:
+                    late.scaler.update()
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def state_of(self, scaler: LossScaler, sessions: Sequence[object]) -> dict[str, Any] | None:
+        """What waits for ``scaler`` as plain data; ``sessions`` are all there are."""
+        late = self._late.get(id(scaler))
+        if late is None:
+            return None
+        waits_for = [place for place, one in enumerate(sessions) if id(one) in late.waits_for]
+        found = None if late.found_inf is None else float(late.found_inf)
+        return {"waits_for": waits_for, "found_inf": found, "is_due": late.is_due}
+
+    def prepared(
+        self, scaler: LossScaler, sessions: Sequence[object], state: Mapping[str, Any] | None
+    ) -> Callable[[], None]:
+        """Read what `state_of` returned, and return what applies it.
+
+        Raises:
+            KeyError, TypeError, ValueError, IndexError: It cannot be read.
+        """
+        late = None
+        if state is not None:
+            found = state["found_inf"]
+            late = _Late(
+                scaler,
+                {id(sessions[int(place)]) for place in state["waits_for"]},
+                None if found is None else torch.tensor(float(found), device=scaler.device),
+                bool(state["is_due"]),
+            )
+
+        def apply() -> None:
+            self._late.pop(id(scaler), None)
+            if late is not None:
+                self._late[id(scaler)] = late
+
+        return apply

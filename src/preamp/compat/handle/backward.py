@@ -16,9 +16,8 @@ from preamp.compat.wrapper import OptimizerWrapper
 from preamp.core.errors import bad_state, bad_type
 from preamp.core.log import say
 from preamp.core.undo import UndoStack, set_attribute
-from preamp.engine.lookup import find_engine
+from preamp.engine.loop import check_loss, find_engine
 from preamp.engine.optimizer_hooks import SCHEDULER_MARK
-from preamp.engine.scale_loss import check_loss
 from preamp.kernels import backend
 from preamp.optim import DirectGradients
 from preamp.scaling import LossScaler

@@ -30,7 +30,7 @@ from preamp.kernels import (
     Update,
     backend,
 )
-from preamp.kernels.joining import stack
+from preamp.kernels.vectors import stack
 
 Tensors = Sequence[torch.Tensor]
 LISTS = ("grads", "params", "exp_avgs", "exp_avg_sqs")

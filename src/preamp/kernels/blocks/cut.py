@@ -12,18 +12,18 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
 from preamp.core.errors import message
-from preamp.core.tensors import host_reaches
-from preamp.kernels.joining import cat
-from preamp.kernels.ops import Ops, Tensors
+from preamp.core.tensors import dtype_of, layout_of
+from preamp.kernels.ops import Tensors
 from preamp.kernels.reference import Reference
 from preamp.kernels.rules import Scalar
+from preamp.kernels.vectors import cat
 
 Column = Sequence["torch.Tensor | None"]
 """One list of an op: parameters, gradients, moments … ``None`` where a place has no such tensor."""
@@ -32,9 +32,6 @@ REFERENCE = Reference()
 
 _torch: Any = torch
 _is_contiguous = torch.Tensor.is_contiguous
-_layout_of: Callable[[Any], torch.layout] = cast("Any", torch.Tensor).layout.__get__
-dtype_of: Callable[[Any], torch.dtype] = cast("Any", torch.Tensor).dtype.__get__
-"""A bare function of the runtime, for `map`."""
 
 _TOGETHER = 512
 """Most tensors of a block: with more of them their Python objects no longer stay in the cache."""
@@ -56,35 +53,6 @@ class Sizes:
     large: int = 1 << 18
     large_at_least: int = 1 << 19
     joined: int = 1 << 24
-
-
-class InBlocks(Ops):
-    """What the ops of this back end share.
-
-    Args:
-        sizes: Of the blocks.
-        reads: Whether values on a CPU may be read; else it is treated as any other device.
-    """
-
-    name = "blocks"
-
-    def __init__(self, sizes: Sizes = Sizes(), *, reads: bool = True) -> None:
-        self._sizes = sizes
-        self._reads = reads
-
-    def _is_near(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` has the memory of a CPU, which is read at once."""
-        return self._reads and host_reaches(tensor)
-
-    def _small(self, *, near: bool) -> int:
-        """Elements of a block where a computation makes temporaries."""
-        return self._sizes.small * torch.get_num_threads() if near else self._sizes.joined
-
-    def _large(self, *, near: bool) -> int:
-        """Elements of a block where it makes none."""
-        if not near:
-            return self._sizes.joined
-        return max(self._sizes.large * torch.get_num_threads(), self._sizes.large_at_least)
 
 
 class Workspace:
@@ -336,6 +304,11 @@ class _Known:
             return False
         return self._guards.check(*itertools.chain.from_iterable(columns))
 
+    @property
+    def is_guarded(self) -> bool:
+        """Whether there are guards."""
+        return self._guards is not None
+
     def guard(self, columns: Sequence[Column]) -> None:
         """Make guards; where this version of torch has none, lists are looked at in Python."""
         kind = getattr(getattr(_torch._C._dynamo, "guards", None), "TensorGuards", None)
@@ -349,7 +322,8 @@ class _Known:
 
 
 _MOST_KNOWN = 64
-_known: dict[tuple[Any, ...], _Known] = {}
+_MOST_ALIKE = 4  # models of the same shapes, whose tensors differ in what guards look at
+_known: dict[tuple[Any, ...], list[_Known]] = {}
 
 
 def geometry_of(*columns: Column) -> Geometry | None:
@@ -358,9 +332,10 @@ def geometry_of(*columns: Column) -> Geometry | None:
     if not leaders or len(set(map(len, columns))) > 1:
         return None
     key = (len(leaders), len(columns), leaders[0].shape, leaders[-1].shape)
-    known = _known.get(key)
-    if known is not None and known.is_of(columns):
-        return known.geometry
+    alike = _known.setdefault(key, [])
+    for known in alike:
+        if known.is_of(columns):
+            return known.geometry
     if any(type(None) in set(map(type, column)) for column in columns):
         return None
     shapes = shapes_of(leaders)
@@ -371,12 +346,13 @@ def geometry_of(*columns: Column) -> Geometry | None:
     kinds = tuple(map(dtype_of, leaders))
     dtypes = tuple(set(map(dtype_of, column)) for column in columns)
     geometry = Geometry(shapes, dtypes, kinds[:1] if len(dtypes[0]) == 1 else kinds)
-    if known is not None and known.geometry == geometry:
-        known.guard(columns)
-    else:
-        if len(_known) >= _MOST_KNOWN:
-            _known.pop(next(iter(_known)), None)
-        _known[key] = _Known(geometry)
+    for known in alike:
+        if not known.is_guarded and known.geometry == geometry:
+            known.guard(columns)
+            return geometry
+    alike[:] = [*alike[-_MOST_ALIKE + 1 :], _Known(geometry)]
+    if len(_known) > _MOST_KNOWN:
+        _known.pop(next(iter(_known)), None)
     return geometry
 
 
@@ -474,7 +450,7 @@ def _are_contiguous(column: Column) -> bool:
 
 
 def _are_plain(tensors: Column) -> bool:
-    layouts, dtypes = set(map(_layout_of, tensors)), set(map(dtype_of, tensors))
+    layouts, dtypes = set(map(layout_of, tensors)), set(map(dtype_of, tensors))
     return layouts <= {torch.strided} and all(dtype.is_floating_point for dtype in dtypes)
 
 

@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.kernels.joining import stack
 from preamp.kernels.ops import Census, Ops, Tensors
 from preamp.kernels.reference.formulas import apply, measured, number_of, order_of
-from preamp.kernels.reference.update import Slot, max_norm, norm, slots
+from preamp.kernels.reference.update import Slot, slots
 from preamp.kernels.rules import LambRule, Rule, Update
+from preamp.kernels.vectors import max_norm, norm, stack
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:

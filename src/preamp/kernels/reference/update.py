@@ -4,22 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.kernels.joining import cat
 from preamp.kernels.ops import Tensors
 from preamp.kernels.rules import Scalar, Update
-
-LONG = 1 << 12
-"""Elements whose squares torch's sum on a CPU adds up with an error of a few ulps."""
-_PIECE = 1 << 10
-"""Elements of the pieces of a longer sum."""
-
-_vector_norm: Callable[..., torch.Tensor] = cast("Any", torch).linalg.vector_norm
 
 
 class Slot:
@@ -100,33 +92,6 @@ def slots(params: Tensors, grads: Tensors, *state: Tensors, update: Update) -> I
     halves = [None] * len(params) if update.halves is None else update.halves
     for param, grad, half, *rest in zip(params, grads, halves, *state, strict=True):
         yield TensorSlot(param, grad, tuple(cast("list[torch.Tensor]", rest)), half, update)
-
-
-def norm(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """L2 norm, a scalar; zero for an empty tensor.
-
-    On CPUs torch adds the squares of all elements one after the other, and loses a digit for every
-    factor of ten in their number. So it is given pieces, at no cost, and their norms again.
-    """
-    if not has_long_sums(tensor.device, tensor.numel()):
-        return _vector_norm(tensor, 2, dtype=dtype)
-    flat = tensor.reshape(-1)
-    whole = flat.numel() - flat.numel() % _PIECE
-    pieces = _vector_norm(flat[:whole].view(-1, _PIECE), 2, dim=1, dtype=dtype)
-    if whole < flat.numel():
-        rest = _vector_norm(flat[whole:], 2, dtype=dtype)
-        pieces = cat([pieces, rest.view(1)])
-    return norm(pieces)
-
-
-def has_long_sums(device: torch.device, numel: int) -> bool:
-    """Whether torch would lose digits in the sum of so many squares."""
-    return device.type == "cpu" and numel > LONG
-
-
-def max_norm(tensor: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude, a scalar; zero for an empty tensor."""
-    return tensor.abs().amax() if tensor.numel() else tensor.sum()
 
 
 def both_nonzero(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -7,17 +7,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from preamp.kernels import AdagradRule, backend
+from preamp.kernels import AdagradRule
 from preamp.optim.fused.base import (
+    Batch,
     Closure,
     FusedOptimizer,
     Group,
+    Signals,
+    batches,
     evaluate,
     rate_of,
 )
 from preamp.optim.fused.checks import check_numbers, check_one_device
-from preamp.optim.fused.entries import Batch, batches
-from preamp.optim.fused.on_device import Signals
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -80,20 +81,12 @@ class FusedAdagrad(FusedOptimizer):
                 for group, entries in work:
                     for batch in batches(entries):
                         self._update(group, batch, signals)
-            signals.unscale_(
-                [grad for _, entries in work for grad in entries.grads], backend(self.backend)
-            )
+            self._finish(work, signals)
         return loss
 
     def _update(self, group: Group, batch: Batch, signals: Signals) -> None:
-        backend(self.backend).adagrad_(
-            batch.params,
-            batch.grads,
-            self._state(batch.params, "sum"),
-            rule=self._rule(group),
-            update=batch.update(inv_scale=signals.inv_scale, found_inf=signals.found_inf),
-        )
-        batch.note_written()
+        update = batch.update(inv_scale=signals.inv_scale, found_inf=signals.found_inf)
+        self._apply(batch, self._state(batch.params, "sum"), self._rule(group), update)
 
     def _rule(self, group: Group) -> AdagradRule:
         return AdagradRule(

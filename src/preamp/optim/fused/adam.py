@@ -12,10 +12,16 @@ import torch
 from preamp.core.dtypes import is_half
 from preamp.kernels import AdamRule, BiasCorrection, Update, backend
 from preamp.optim.fused.base import (
+    Batch,
     Closure,
     FusedOptimizer,
     Group,
+    Signals,
+    batches,
+    count_step,
     evaluate,
+    names_scaler,
+    place_on_device,
     rate_of,
 )
 from preamp.optim.fused.checks import check_betas, check_masters, check_numbers, refuse_amsgrad
@@ -25,9 +31,7 @@ from preamp.optim.fused.early_adam import (
     check_formula,
     early_rule,
 )
-from preamp.optim.fused.entries import Batch, batches
 from preamp.optim.fused.full_precision import FullPrecision
-from preamp.optim.fused.on_device import Signals, count_step, names_scaler, place_on_device
 
 
 class FusedAdam(FusedOptimizer):
@@ -108,6 +112,7 @@ class FusedAdam(FusedOptimizer):
             use_mt=use_mt,
             amp_scale_adjustment=amp_scale_adjustment,
         )
+        self._is_early_kind = bool(self._early.given)
         self._early.check(**{"adam_w_mode=False": not adam_w_mode, "capturable=True": capturable})
         self.set_grad_none = set_grad_none
         self.adam_w_mode = adam_w_mode
@@ -116,7 +121,7 @@ class FusedAdam(FusedOptimizer):
         self._copies = FullPrecision(self._has_copy)
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         defaults["weight_decay"] = weight_decay
-        if self._early.given:
+        if self._is_early_kind:
             defaults["max_grad_norm"] = max_grad_norm or 0.0
         super().__init__(params, defaults)
 
@@ -175,14 +180,22 @@ class FusedAdam(FusedOptimizer):
             PreampStateError: Earlier steps followed the other formula.
             ValueError: ``grads``, ``output_params`` or ``grad_norms`` do not match the groups.
         """
-        early = EarlyArguments(grads, output_params, scale, grad_norms)
-        if names_scaler("FusedAdam", scaling):
+        early = None
+        given = (grads, output_params, scale, grad_norms)
+        if (
+            any([value is not None for value in given])
+            or self._is_early_kind
+            or self._steps_done(next(iter(self.state), None)) > 0
+        ):
+            early = EarlyArguments(*given)
+        if scaling and names_scaler("FusedAdam", scaling):
             closures = {} if closure is None else {"closure": closure}
-            return scaling["grad_scaler"].step(self, **closures, **early.given())
-        is_early = self._selects_early(early)
-        loss = evaluate(closure)
+            others = {} if early is None else early.given()
+            return scaling["grad_scaler"].step(self, **closures, **others)
+        is_early = early is not None and self._selects_early(early)
+        loss = None if closure is None else evaluate(closure)
         with torch.no_grad():
-            if is_early:
+            if early is not None and is_early:
                 self._step_early(early)
             else:
                 self._step()
@@ -197,12 +210,10 @@ class FusedAdam(FusedOptimizer):
                 for batch in batches(entries):
                     inv_scale, found_inf = signals.inv_scale, signals.found_inf
                     update = batch.update(step=step, inv_scale=inv_scale, found_inf=found_inf)
-                    if self._copies.wanted_for(batch.params):
+                    if self.master_weights and self._copies.wanted_for(batch.params):
                         update = replace(update, halves=batch.params)
                     self._update(batch, rule, update)
-        signals.unscale_(
-            [grad for _, entries in work for grad in entries.grads], backend(self.backend)
-        )
+        self._finish(work, signals)
 
     @property
     def _counts_on_device(self) -> bool:
@@ -211,7 +222,7 @@ class FusedAdam(FusedOptimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The early formula counts per parameter on the host, so it must know of a skip."""
-        return not self._early.given
+        return not self._is_early_kind
 
     def _step_early(self, early: EarlyArguments) -> None:
         work = early.entries(self.param_groups)
@@ -231,20 +242,17 @@ class FusedAdam(FusedOptimizer):
                     self.state[param]["step"] = step
 
     def _update(self, batch: Batch, rule: AdamRule, update: Update) -> None:
-        backend(self.backend).adam_(
-            self._copies.of_all(batch.params, self.state),
-            batch.grads,
-            self._state(batch.params, "exp_avg"),
-            self._state(batch.params, "exp_avg_sq"),
-            rule=rule,
-            update=update,
-        )
-        self._copies.note_written(batch.params)
+        params, state = batch.params, self._state(batch.params, "exp_avg", "exp_avg_sq")
+        if self.master_weights:
+            params = self._copies.of_all(params, self.state)
+        backend(self.backend).update_(params, batch.grads, *state, rule=rule, update=update)
+        if self.master_weights:
+            self._copies.note_written(batch.params)
         batch.note_written()
 
     def _selects_early(self, early: EarlyArguments) -> bool:
         """Whether this step follows the formula of early 2019."""
-        is_early = bool(self._early.given) or early.grads is not None
+        is_early = self._is_early_kind or early.grads is not None
         check_formula(
             is_early,
             early,

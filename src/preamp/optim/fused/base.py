@@ -1,33 +1,306 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What all fused optimizers share.
+"""What all fused optimizers share: what a step has to do, sorted for the op table.
 
 They follow Apex where scripts can tell: the step counter lies in the group, ``zero_grad`` obeys
 ``set_grad_none``, and sparse gradients are refused. Everything is collected and checked before
 anything is changed, so a refused step leaves no group half-updated.
+
+``torch.amp.GradScaler.step`` looks for ``_step_supports_amp_scaling`` on the optimizer. If it is
+there, gradients are handed over scaled, and the scale and the overflow flag lie on the optimizer
+as ``grad_scale`` and ``found_inf`` for the time of the step (`Signals`). Nothing is read back.
 """
 
 from __future__ import annotations
 
 import abc
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, ClassVar
 
 import torch
 from torch.optim.optimizer import required
 
 from preamp.core.dtypes import math_dtype
+from preamp.core.errors import message
 from preamp.core.splits import Splits
-from preamp.core.tensors import has_sharded
+from preamp.core.tensors import (
+    are_same,
+    device_of,
+    dtype_of,
+    has_sharded,
+    host_reaches,
+    layout_of,
+    stored_grad,
+)
+from preamp.kernels import Ops, Rule, Update, backend
 from preamp.kernels.shards import place_gradients
-from preamp.optim.fused.checks import check_gradient, check_group
-from preamp.optim.fused.entries import Entries, entries_of
-from preamp.optim.master_parameter import without_masters
+from preamp.optim.fused.checks import DTYPES, check_gradient, check_group
+from preamp.optim.master_parameter import MASTER_KINDS, leaves_of, without_masters
+from preamp.optim.table import Twin
 
 Group = dict[str, Any]
 Closure = Callable[[], Any]
 REQUIRED: Any = required
 """Default of a hyper-parameter that a group has to say if the constructor does not."""
+_DTYPES, _LAYOUTS = set(DTYPES), {torch.strided}
+
+
+@dataclass(slots=True, eq=False)
+class Entries:
+    """Parameters of a step that have a gradient, as columns.
+
+    Attributes:
+        params: What is updated.
+        grads: Their gradients; of a master the model's half one, where that is all there is.
+        halves: What gets the new value rounded as well, or ``None``.
+        factors: float32 scalars that unscale gradients, or ``None``.
+        twins: Of those that are masters.
+        are_alike: Whether all go into one batch, as far as is known already.
+    """
+
+    params: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    grads: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    halves: list[torch.Tensor | None] = field(default_factory=list["torch.Tensor | None"])
+    factors: list[torch.Tensor | None] = field(default_factory=list["torch.Tensor | None"])
+    twins: list[Twin | None] = field(default_factory=list["Twin | None"])
+    are_alike: bool = False
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.params)
+
+    @property
+    def owners(self) -> list[torch.Tensor]:
+        """The model's parameters."""
+        return leaves_of(self.params)
+
+    def add(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        half: torch.Tensor | None = None,
+        factor: torch.Tensor | None = None,
+        twin: Twin | None = None,
+    ) -> None:
+        """Add a row."""
+        self.params.append(param)
+        self.grads.append(grad)
+        self.halves.append(half)
+        self.factors.append(factor)
+        self.twins.append(twin)
+
+
+def joined(every: Iterable[Entries]) -> Entries:
+    """The rows of all."""
+    whole = Entries()
+    for one in every:
+        whole.params += one.params
+        whole.grads += one.grads
+        whole.halves += one.halves
+        whole.factors += one.factors
+        whole.twins += one.twins
+    return whole
+
+
+def entries_of(params: Sequence[Any]) -> Entries:
+    """The entries of those ``params`` that have a gradient.
+
+    A master's float32 gradient is not made for it: the update unscales the half one on the way,
+    and rounds the new master into the half weight while it is at hand.
+    """
+    return _consecutive_rows(params) or _one_by_one(params)
+
+
+def _consecutive_rows(params: Sequence[Any]) -> Entries | None:
+    """The entries of masters that are neighbours in a table and alike, as in most steps."""
+    twin: Twin | None = params[0].twin if params and type(params[0]) in MASTER_KINDS else None
+    if twin is None:
+        return None
+    table, start, stop = twin.table, twin.row, twin.row + len(params)
+    masters = table.masters[start:stop]
+    if len(masters) != len(params) or table.has_parts or not all(map(is_, params, masters)):
+        return None
+    table.complete()
+    records, n = table.records[start:stop], stop - start
+    record = records[0]
+    if record is None or record.factor is None or table.is_open or records.count(record) != n:
+        return None
+    grads = [grad for grad in table.grads[start:stop] if grad is not None]
+    factors: list[torch.Tensor | None] = [record.factor] * n
+    twins: list[Twin | None] = [*table.twins[start:stop]]
+    are_alike = table.are_alike and len(set(map(dtype_of, grads))) == 1
+    return Entries([*masters], grads, [*table.halves[start:stop]], factors, twins, are_alike)
+
+
+def _one_by_one(params: Sequence[Any]) -> Entries:
+    found = Entries()
+    latest = None
+    for param in params:
+        twin: Twin | None = param.twin if type(param) in MASTER_KINDS else None
+        if twin is None:
+            grad = param.grad
+            if grad is not None:
+                found.add(param, grad)
+            continue
+        table = twin.table
+        if table is not latest:
+            table.complete()
+            latest = table
+        half, record, made = twin.half, table.records[twin.row], stored_grad(param)
+        factor = None if record is None or made is not None or table.is_open else record.factor
+        grad = made if factor is None else table.grads[twin.row]
+        if table.has_parts:
+            half = twin.held.own(half)
+            if factor is None:
+                grad = param.grad
+            elif grad is not None:
+                grad = twin.held.own(grad)
+        if grad is not None:
+            found.add(param, grad, half, factor, twin)
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Lists for one call of an op: parameters of one dtype on one device, and what goes along.
+
+    Attributes:
+        params: What is updated.
+        grads: Of one dtype.
+        halves: Of one dtype, or ``None`` if nothing is rounded.
+        factor: What unscales all of the gradients, or ``None``.
+        twins: Of those that are masters.
+    """
+
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    halves: list[torch.Tensor | None] | None
+    factor: torch.Tensor | None
+    twins: list[Twin | None]
+
+    @property
+    def owners(self) -> list[torch.Tensor]:
+        """The model's parameters."""
+        return leaves_of(self.params)
+
+    def update(
+        self,
+        *,
+        step: int | torch.Tensor = 1,
+        inv_scale: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+        norms: torch.Tensor | None = None,
+    ) -> Update:
+        """What the op is told.
+
+        Args:
+            step: See `Update`.
+            inv_scale: Multiplies the gradients in addition to `factor`.
+            found_inf: See `Update`.
+            norms: See `Update`.
+        """
+        both = inv_scale if self.factor is None else self.factor
+        if inv_scale is not None and self.factor is not None:
+            both = self.factor * inv_scale.to(self.factor.device)
+        return Update(
+            step=step, inv_scale=both, found_inf=found_inf, halves=self.halves, norms=norms
+        )
+
+    def note_written(self) -> None:
+        """The op has rounded the masters into their half weights."""
+        first, last = self.twins[0], self.twins[-1]
+        if first is None or last is None:
+            return  # all or none of a batch are masters
+        n, table = len(self.twins), first.table
+        if last.row - first.row == n - 1 and all(map(is_, self.twins, table.twins[first.row :])):
+            table.note_rounded(first.row, first.row + n)
+            return
+        for twin in self.twins:
+            if twin is not None:
+                twin.table.note_rounded(twin.row, twin.row + 1)
+
+
+def batches(
+    entries: Entries, apart: Callable[[list[torch.Tensor]], Sequence[Hashable]] | None = None
+) -> list[Batch]:
+    """Sort entries into lists for ops.
+
+    Args:
+        entries: Parameters of any dtype and device.
+        apart: Returns a column; parameters for which it differs come into different batches.
+    """
+    if not entries:
+        return []
+    if entries.are_alike and apart is None:
+        return [_batch(entries)]
+    keys: list[list[Hashable]] = [
+        list(map(device_of, entries.params)),
+        list(map(dtype_of, entries.params)),
+        list(map(dtype_of, entries.grads)),
+        [None if half is None else half.dtype for half in entries.halves],
+        list(map(id, entries.factors)),
+    ]
+    if apart is not None:
+        keys.append(list(apart(entries.params)))
+    if all([len(set(column)) == 1 for column in keys]):
+        return [_batch(entries)]
+    found: dict[Hashable, Entries] = {}
+    rows = zip(
+        entries.params, entries.grads, entries.halves, entries.factors, entries.twins, strict=True
+    )
+    for key, row in zip(zip(*keys, strict=True), rows, strict=True):
+        found.setdefault(key, Entries()).add(*row)
+    return list(map(_batch, found.values()))
+
+
+def _batch(alike: Entries) -> Batch:
+    halves = None if alike.halves[0] is None else alike.halves
+    return Batch(alike.params, alike.grads, halves, alike.factors[0], alike.twins)
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What a ``GradScaler`` says about the gradients at hand.
+
+    Attributes:
+        inv_scale: float32 scalar that unscales them; ``None`` if they are not scaled.
+        found_inf: float32 scalar, not zero if one is infinite or nan; ``None`` if nobody looked.
+    """
+
+    inv_scale: torch.Tensor | None
+    found_inf: torch.Tensor | None
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> Signals:
+        """Read what lies on the optimizer now."""
+        scale: Any = getattr(optimizer, "grad_scale", None)
+        found_inf: Any = getattr(optimizer, "found_inf", None)
+        return cls(
+            scale.reciprocal() if isinstance(scale, torch.Tensor) else None,
+            # Without any gradient the scaler leaves the number 0 here.
+            found_inf if isinstance(found_inf, torch.Tensor) else None,
+        )
+
+    @property
+    def is_skip(self) -> bool:
+        """Whether the step must do nothing, as far as that can be known without waiting."""
+        found_inf = self.found_inf
+        return found_inf is not None and host_reaches(found_inf) and bool(found_inf != 0)
+
+    def unscale_(self, grads: Sequence[torch.Tensor], ops: Ops) -> None:
+        """Leave the gradients unscaled after the step, as torch's fused optimizers do.
+
+        After it, not before: a half gradient would lose its small values. Gradients of a
+        skipped step stay as they are.
+        """
+        if self.inv_scale is None:
+            return
+        factor = self.inv_scale
+        if self.found_inf is not None:
+            factor = torch.where(self.found_inf != 0, torch.ones_like(factor), factor)
+        ops.scale_add_(grads, factor, [None] * len(grads))
 
 
 def _zeros(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -159,32 +432,79 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         return work
 
     def _check(self, entries: Entries) -> None:
-        for param, grad in entries.kinds() if entries else ():
+        """Refuse gradients or parameters that no rule can take."""
+        if entries.are_alike:  # masters, whose gradients were looked at when they came
+            return
+        dtypes = {*map(dtype_of, entries.params), *map(dtype_of, entries.grads)}
+        if dtypes <= _DTYPES and set(map(layout_of, entries.grads)) <= _LAYOUTS:
+            return
+        for param, grad in zip(entries.params, entries.grads, strict=True):
             check_gradient(type(self).__name__, param, grad)
+
+    def _finish(self, work: Sequence[tuple[Group, Entries]], signals: Signals) -> None:
+        """Leave the gradients of all groups unscaled; see `Signals.unscale_`."""
+        if signals.inv_scale is not None:
+            grads = [grad for _, entries in work for grad in entries.grads]
+            signals.unscale_(grads, backend(self.backend))
+
+    def _apply(
+        self, batch: Batch, state: Sequence[Sequence[torch.Tensor]], rule: Rule, update: Update
+    ) -> None:
+        """Update one batch."""
+        ops = backend(self.backend)
+        ops.update_(batch.params, batch.grads, *state, rule=rule, update=update)
+        batch.note_written()
 
     def _state(
         self,
         params: Sequence[torch.Tensor],
-        key: str,
+        *keys: str,
         make: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = _zeros,
-    ) -> list[torch.Tensor]:
-        """The state tensors called ``key`` of parameters of one dtype, made where there is none."""
+    ) -> list[list[torch.Tensor]]:
+        """For each key the state tensors of parameters of one dtype, made where there is none."""
         if not params:
-            return []
-        dtype = math_dtype(params[0].dtype) if key in self._wide_state else params[0].dtype
-        found: list[torch.Tensor] = []
-        for param, state in zip(params, self._states_of(params), strict=True):
-            value = state.get(key)
+            return [[] for _ in keys]
+        states = self._states_of(params)
+        return [self._state_column(params, states, key, make) for key in keys]
+
+    def _state_column(
+        self,
+        params: Sequence[torch.Tensor],
+        states: Sequence[dict[str, Any]],
+        key: str,
+        make: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        dtype = params[0].dtype
+        if key in self._wide_state:
+            dtype = math_dtype(dtype)
+        found: list[Any] = [state.get(key) for state in states]
+        if not any([value is None for value in found]) and set(map(dtype_of, found)) == {dtype}:
+            return found
+        for place, (param, state, value) in enumerate(zip(params, states, found, strict=True)):
             if value is None:
-                value = state[key] = make(param, dtype)
+                found[place] = state[key] = make(param, dtype)
             elif value.dtype is not dtype:  # the model was cast, and the state with it
-                value = state[key] = value.to(dtype)
-            found.append(value)
+                found[place] = state[key] = value.to(dtype)
         return found
 
     def _states_of(self, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
-        states: dict[Any, dict[str, Any]] = self.state
-        return [states[param] for param in params]
+        """The state dicts of ``params``: those of the step before, if all is where it was then.
+
+        To look one up takes a call of Python, which ``torch.Tensor.__hash__`` is.
+        """
+        state: dict[Any, dict[str, Any]] = self.state
+        kept: _KeptStates = vars(self).setdefault("_kept_states", {})
+        ids, every = list(map(id, params)), list(state.values())
+        known = kept.get(ids[0])
+        if known is not None and known[0] == ids and are_same(every, known[1]):
+            return known[2]
+        states = [state[param] for param in params]
+        kept[ids[0]] = (ids, list(state.values()), states)
+        return states
+
+
+_KeptStates = dict[int, tuple[list[int], list[dict[str, Any]], list[dict[str, Any]]]]
+"""By the first parameter: all of the batch, all states of the optimizer then, and the batch's."""
 
 
 def evaluate(closure: Closure | None) -> Any:
@@ -208,3 +528,54 @@ def rate_of(group: Group) -> float | torch.Tensor:
     """The group's learning rate; of a tensor with one element, whatever its shape, a scalar."""
     lr: float | torch.Tensor = group["lr"]
     return lr.reshape(()) if isinstance(lr, torch.Tensor) else lr
+
+
+def place_on_device(group: Group) -> None:
+    """Make ``lr`` and ``step`` of a group 0-dim tensors of its own, where its parameters are."""
+    if not group["params"]:
+        return
+    param: torch.Tensor = group["params"][0]
+    for name, dtype in (("lr", math_dtype(param.dtype)), ("step", torch.int32)):
+        group[name] = scalar_on(group.get(name, 0), dtype, param.device).clone()
+
+
+def count_on_device(group: Group, found_inf: torch.Tensor | None) -> torch.Tensor:
+    """Advance the group's counter unless the step is skipped, and return it."""
+    if not isinstance(group.get("step"), torch.Tensor):  # a number that a script has put there
+        place_on_device(group)
+    step: torch.Tensor = group["step"]
+    step += 1 if found_inf is None else (found_inf == 0).to(step.device, step.dtype)
+    return step
+
+
+def count_step(group: Group, signals: Signals) -> int | torch.Tensor:
+    """Advance the group's counter unless the step is skipped, and return it.
+
+    A number stays one as long as the host knows whether the step is taken.
+    """
+    knows = signals.found_inf is None or host_reaches(signals.found_inf)
+    step = group.get("step", 0)
+    if knows and not isinstance(step, torch.Tensor):
+        group["step"] = int(step) + 1
+        return group["step"]
+    if not isinstance(step, torch.Tensor) and group["params"]:
+        group["step"] = scalar_on(step, torch.int32, group["params"][0].device)
+    return count_on_device(group, signals.found_inf)
+
+
+def names_scaler(kind: str, given: dict[str, Any]) -> bool:
+    """Whether the extra keyword arguments of a ``step`` name a ``GradScaler``.
+
+    Raises:
+        TypeError: There is an argument of another name.
+    """
+    unknown = sorted(given.keys() - {"grad_scaler"})
+    if unknown:
+        raise TypeError(
+            message(
+                f"{kind}.step() got {', '.join(map(repr, unknown))}",
+                "Its only other keyword argument is 'grad_scaler'",
+                "Check the spelling",
+            )
+        )
+    return given.get("grad_scaler") is not None

@@ -17,8 +17,7 @@ from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampStateError, message
 from preamp.core.splits import Splits
 from preamp.kernels import AdamRule, BiasCorrection, Ops
-from preamp.optim.fused.base import Group, rate_of, scalar_on
-from preamp.optim.fused.entries import Entries
+from preamp.optim.fused.base import Entries, Group, rate_of, scalar_on
 from preamp.optim.fused.norms import global_norm
 
 CLIP_EPS = 1e-6

@@ -12,16 +12,19 @@ import torch
 from preamp.core.splits import Splits
 from preamp.kernels import LambRule, Ops, Update, backend
 from preamp.optim.fused.base import (
+    Batch,
     Closure,
     FusedOptimizer,
     Group,
+    Signals,
+    batches,
+    count_step,
     evaluate,
+    joined,
     rate_of,
 )
 from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
-from preamp.optim.fused.entries import Batch, batches, joined
 from preamp.optim.fused.norms import clip_factor, norms_of_wholes
-from preamp.optim.fused.on_device import Signals, count_step
 
 
 class FusedLAMB(FusedOptimizer):
@@ -116,9 +119,8 @@ class FusedLAMB(FusedOptimizer):
                         update = batch.update(
                             step=step, inv_scale=factor, found_inf=signals.found_inf
                         )
-                        exp_avgs = self._state(batch.params, "exp_avg")
-                        exp_avg_sqs = self._state(batch.params, "exp_avg_sq")
-                        lists = [batch.params, batch.grads, exp_avgs, exp_avg_sqs]
+                        state = self._state(batch.params, "exp_avg", "exp_avg_sq")
+                        lists = [batch.params, batch.grads, *state]
                         parts.append(LambPart(batch, lists, rule, update))
                 apply_lamb(parts, ops, self.splits)
             signals.unscale_(every.grads, backend(self.backend))

@@ -12,16 +12,17 @@ from preamp.core.errors import message
 from preamp.kernels import LarsRule, backend
 from preamp.optim.fused.base import (
     REQUIRED,
+    Batch,
     Closure,
     FusedOptimizer,
     Group,
+    Signals,
+    batches,
     evaluate,
     rate_of,
 )
 from preamp.optim.fused.checks import check_nesterov, check_numbers
-from preamp.optim.fused.entries import Batch, batches
 from preamp.optim.fused.norms import norms_of_parts, norms_of_wholes
-from preamp.optim.fused.on_device import Signals
 
 
 class FusedLARS(FusedOptimizer):
@@ -104,9 +105,7 @@ class FusedLARS(FusedOptimizer):
                 parts = [(g, batch) for g, entries in work for batch in batches(entries)]
                 for (group, batch), norms in zip(parts, self._norms(parts, signals), strict=True):
                     self._update(group, batch, signals, norms)
-            signals.unscale_(
-                [grad for _, entries in work for grad in entries.grads], backend(self.backend)
-            )
+            self._finish(work, signals)
         return loss
 
     def _norms(
@@ -125,16 +124,8 @@ class FusedLARS(FusedOptimizer):
     def _update(
         self, group: Group, batch: Batch, signals: Signals, norms: torch.Tensor | None
     ) -> None:
-        backend(self.backend).lars_(
-            batch.params,
-            batch.grads,
-            self._state(batch.params, "momentum_buffer"),
-            rule=_rule(group),
-            update=batch.update(
-                inv_scale=signals.inv_scale, found_inf=signals.found_inf, norms=norms
-            ),
-        )
-        batch.note_written()
+        update = batch.update(inv_scale=signals.inv_scale, found_inf=signals.found_inf, norms=norms)
+        self._apply(batch, self._state(batch.params, "momentum_buffer"), _rule(group), update)
 
 
 def _rule(group: Group) -> LarsRule:

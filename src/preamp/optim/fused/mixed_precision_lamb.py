@@ -12,17 +12,22 @@ from preamp.core.dtypes import HALF_DTYPES, dtype_name
 from preamp.core.errors import message
 from preamp.kernels import Update, backend
 from preamp.optim.fused.base import (
+    Batch,
     Closure,
     FusedOptimizer,
     Group,
+    Signals,
+    batches,
+    count_on_device,
     evaluate,
+    joined,
+    names_scaler,
+    place_on_device,
 )
 from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
-from preamp.optim.fused.entries import Batch, batches, joined
 from preamp.optim.fused.full_precision import FullPrecision
 from preamp.optim.fused.lamb import LambPart, apply_lamb, lamb_rule
 from preamp.optim.fused.norms import clip_factor
-from preamp.optim.fused.on_device import Signals, count_on_device, names_scaler, place_on_device
 
 
 class FusedMixedPrecisionLamb(FusedOptimizer):
@@ -163,10 +168,9 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
 
     def _part(self, group: Group, batch: Batch, update: Update) -> LambPart:
         copies = [*self._copies.of_all(batch.params, self.state)]
-        exp_avgs = self._state(batch.params, "exp_avg")
-        exp_avg_sqs = self._state(batch.params, "exp_avg_sq")
+        state = self._state(batch.params, "exp_avg", "exp_avg_sq")
         rule = lamb_rule(group, decoupled=self.adam_w_mode, use_nvlamb=self.use_nvlamb)
-        return LambPart(batch, [copies, batch.grads, exp_avgs, exp_avg_sqs], rule, update)
+        return LambPart(batch, [copies, batch.grads, *state], rule, update)
 
     @property
     def _counts_on_device(self) -> bool:

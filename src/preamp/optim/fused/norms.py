@@ -11,8 +11,8 @@ from preamp.core.dtypes import math_dtype
 from preamp.core.splits import Splits
 from preamp.core.tensors import locals_of
 from preamp.kernels import Ops
-from preamp.kernels.reference.update import max_norm, norm
-from preamp.optim.fused.entries import Batch, Entries
+from preamp.kernels.vectors import max_norm, norm
+from preamp.optim.fused.base import Batch, Entries
 from preamp.optim.rank_norms import complete_, total_norm
 
 

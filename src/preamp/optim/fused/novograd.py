@@ -13,16 +13,18 @@ from preamp.core.errors import message
 from preamp.core.tensors import local_of
 from preamp.kernels import NovoGradRule, backend
 from preamp.optim.fused.base import (
+    Batch,
     Closure,
     FusedOptimizer,
     Group,
+    Signals,
+    batches,
+    count_step,
     evaluate,
     rate_of,
 )
 from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
-from preamp.optim.fused.entries import Batch, batches
 from preamp.optim.fused.norms import norms_of_parts, norms_of_wholes
-from preamp.optim.fused.on_device import Signals, count_step
 
 NO_NORM_YET = -1.0
 """What ``exp_avg_sq`` holds before the first step, see `preamp.kernels.Ops.novograd_`."""
@@ -144,9 +146,7 @@ class FusedNovoGrad(FusedOptimizer):
                 norms = self._norms(parts, signals)
                 for (group, batch, step), own in zip(parts, norms, strict=True):
                     self._update(group, batch, step, signals, own)
-            signals.unscale_(
-                [grad for _, entries in work for grad in entries.grads], backend(self.backend)
-            )
+            self._finish(work, signals)
         return loss
 
     def _norms(
@@ -179,24 +179,16 @@ class FusedNovoGrad(FusedOptimizer):
         norms: torch.Tensor | None,
     ) -> None:
         start = 0.0 if group["init_zero"] else NO_NORM_YET
-        backend(self.backend).novograd_(
-            batch.params,
-            batch.grads,
-            self._state(batch.params, "exp_avg"),
-            self._state(
-                batch.params,
-                "exp_avg_sq",
-                lambda param, dtype: local_of(param).new_full((), start, dtype=dtype),
-            ),
-            rule=self._rule(group),
-            update=batch.update(
-                step=step,
-                inv_scale=signals.inv_scale,
-                found_inf=signals.found_inf,
-                norms=norms,
-            ),
+        update = batch.update(
+            step=step, inv_scale=signals.inv_scale, found_inf=signals.found_inf, norms=norms
         )
-        batch.note_written()
+
+        def start_norm(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            return local_of(param).new_full((), start, dtype=dtype)
+
+        moments = self._state(batch.params, "exp_avg")
+        norms_so_far = self._state(batch.params, "exp_avg_sq", make=start_norm)
+        self._apply(batch, [*moments, *norms_so_far], self._rule(group), update)
 
     def _rule(self, group: Group) -> NovoGradRule:
         return NovoGradRule(

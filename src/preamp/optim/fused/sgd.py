@@ -9,19 +9,21 @@ from typing import Any, ClassVar
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.kernels import SgdRule, backend
+from preamp.kernels import SgdRule
 from preamp.optim.fused.base import (
     REQUIRED,
+    Batch,
     Closure,
+    Entries,
     FusedOptimizer,
     Group,
+    Signals,
+    batches,
     evaluate,
     rate_of,
     scalar_on,
 )
 from preamp.optim.fused.checks import check_nesterov, check_numbers
-from preamp.optim.fused.entries import Batch, Entries, batches
-from preamp.optim.fused.on_device import Signals
 
 SEASONED = 2
 """Any step but the first: what `Update.step` says of parameters that have a momentum."""
@@ -110,9 +112,7 @@ class FusedSGD(FusedOptimizer):
                     # Before _update makes the buffers, and for each parameter by itself.
                     for batch in batches(entries, apart=self._have_momentum):
                         self._update(group, batch, signals)
-            signals.unscale_(
-                [grad for _, entries in work for grad in entries.grads], backend(self.backend)
-            )
+            self._finish(work, signals)
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
         return loss
@@ -152,15 +152,7 @@ class FusedSGD(FusedOptimizer):
             inverse = 1.0 / self.most_recent_scale
             by = scalar_on(inverse, math_dtype(param.dtype), param.device)
             inv_scale = by if inv_scale is None else by * inv_scale.to(by.device)
-        backend(self.backend).sgd_(
-            batch.params,
-            batch.grads,
-            self._state(batch.params, "momentum_buffer"),
-            rule=rule,
-            update=batch.update(
-                step=1 if is_first else SEASONED,
-                inv_scale=inv_scale,
-                found_inf=signals.found_inf,
-            ),
+        update = batch.update(
+            step=1 if is_first else SEASONED, inv_scale=inv_scale, found_inf=signals.found_inf
         )
-        batch.note_written()
+        self._apply(batch, self._state(batch.params, "momentum_buffer"), rule, update)

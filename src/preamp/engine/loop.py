@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ``with`` block around ``backward``."""
+"""What a training loop calls: ``scale_loss`` around backward, ``clip_grad_norm_`` before step."""
 
 from __future__ import annotations
 
@@ -14,15 +14,23 @@ from torch.utils.hooks import RemovableHandle
 
 from preamp.casting import settle_thread
 from preamp.core.errors import PreampStateError, message
+from preamp.core.link import Link
+from preamp.core.ranks import has_process_group
+from preamp.core.tensors import dtype_of, has_sharded, kinds_of
 from preamp.engine import refusals
 from preamp.engine.engine import Engine
-from preamp.engine.lookup import bare, find_engine
 from preamp.engine.order import Watch
 from preamp.engine.overflow import GradientNote
-from preamp.engine.reductions import LOCAL, REDUCED
-from preamp.engine.session import OptimizerSession
-from preamp.engine.stage import Plan, Stage
+from preamp.engine.reductions import LOCAL, NO_ANSWER, REDUCED
+from preamp.engine.session import OptimizerSession, Plan, Stage
+from preamp.optim import LARC
 from preamp.scaling import LossScaler
+
+ATTRIBUTE = "_preamp_link"
+"""Name of the attribute that holds the link, on models and optimizers."""
+
+_WRAPPED_IN = ("module", "_orig_mod")  # DistributedDataParallel and DataParallel; torch.compile
+_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 @contextmanager
@@ -98,58 +106,61 @@ class _Block:
         loss_id: int,
     ) -> None:
         self.scaler: LossScaler = engine.scaler(loss_id)
-        self._loss = loss
-        self._sessions = [engine.sessions[id(optimizer)] for optimizer in optimizers]
+        self.loss = loss
+        self.sessions = [engine.sessions[id(optimizer)] for optimizer in optimizers]
         # The scale at the beginning is the block's, whatever a block inside does to the scaler.
         self._generation = self.scaler.generation
-        self._note = GradientNote(
+        self.note = GradientNote(
             loss_id=loss_id,
             loss_finite=torch.isfinite(loss.detach()).all(),
             scale=self.scaler.scale.clone(),
-            watched=engine.tracer.watching(),
         )
         self._engine = engine
         self._watch: Watch | None = None
         self._hooks: list[RemovableHandle] = []
         self._reached: set[str] = set()  # by the body's backwards: the loss, what was yielded
-        self._answers = engine.reductions.begin_block()
+        self._has_ranks = has_process_group()
+        self._answers = engine.reductions.begin_block() if self._has_ranks else NO_ANSWER
 
     @property
     def is_plain(self) -> bool:
         """Whether gradients are unscaled as they come, and nothing is to be done but to add."""
         if not self.scaler.is_identity or self._engine.policy.master_weights:
             return False
-        return not any([s.gradients.stage is Stage.SCALED for s in self._sessions])
+        return not any([s.gradients.stage is Stage.SCALED for s in self.sessions])
 
     def begin(self, *, will_delay: bool) -> None:
         self._engine.block_begins()
-        for session in self._sessions:
+        for session in self.sessions:
             session.refuse_nested()
-        for session in self._sessions:
-            self._engine.reductions.compare_late(session.model_params)
-        self._engine.unreduced.begin(self.scaler)
-        self._engine.recorder.forget_dropped(self._sessions)
+        if self._engine.reductions.unasked:
+            for session in self.sessions:
+                self._engine.reductions.compare_late(session.model_params)
+        if self._engine.unreduced.models:
+            self._engine.unreduced.begin(self.scaler)
+        for tell in self._engine.events.block_begins:
+            tell(self)
         may_reduce = True in self._answers
         plan = Plan(self.scaler, will_delay=will_delay, may_reduce=may_reduce)
         claimed: set[int] = set()
-        for session in self._sessions:  # before any sets gradients aside that another one shares
+        for session in self.sessions:  # before any sets gradients aside that another one shares
             session.settle(plan, claimed, self._engine.adjustments)
         claimed = set()
         try:
-            for session in self._sessions:
+            for session in self.sessions:
                 session.begin_backward(plan, claimed)
                 if session.gradients.delayed is not None:
-                    self._note.go_on_from(session.gradients.delayed.note)
+                    self.note.go_on_from(session.gradients.delayed.note)
                 if session.found_inf is None:
                     self._engine.adjustments.dropped([session])
-            if self.scaler.is_dynamic:
-                self._watch = self._engine.order.watch(self._note.loss_id, self._model_params)
+            if self.scaler.is_dynamic and self.note.loss_id not in self._engine.order.known:
+                self._watch = self._engine.order.watch(self.note.loss_id, self._model_params)
         except BaseException:
             self.abort()
             raise
 
     def _model_params(self) -> list[torch.Tensor]:
-        return [param for session in self._sessions for param in session.model_params()]
+        return [param for session in self.sessions for param in session.model_params()]
 
     def _end_watch(self, *, has_failed: bool = False) -> None:
         for hook in self._hooks:
@@ -159,12 +170,13 @@ class _Block:
             self._watch.end(has_failed=has_failed)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        scaled = self.scaler.scale_loss(loss, self._note.scale)
+        scaled = self.scaler.scale_loss(loss, self.note.scale)
         if not self.scaler.is_identity and loss.requires_grad:
             for name, tensor in (("loss", loss), ("scaled loss", scaled)):
                 hooked: Any = tensor
                 self._hooks.append(hooked.register_hook(partial(self._reach, name)))
-        self._engine.tracer.watch_loss(scaled)
+        for tell in self._engine.events.loss_scaled:
+            tell(scaled)
         return scaled
 
     def _reach(self, name: str, grad: torch.Tensor) -> None:
@@ -179,52 +191,58 @@ class _Block:
         """
         if self._reached != {"loss"}:
             return
-        if any([session.gradients.holds_raw() for session in self._sessions]):
+        if any([session.gradients.holds_raw() for session in self.sessions]):
             self.abort()
             raise refusals.backward_of_loss()
 
     def _end_body(self) -> None:
         self._end_watch()
         self._check_backward()
-        for session in self._sessions:
+        for session in self.sessions:
             session.gradients.end_body()
 
     def abort(self) -> None:
         self._end_watch(has_failed=True)
-        for session in self._sessions:
+        for session in self.sessions:
             session.gradients.abort()
 
     def delay(self) -> None:
         self._end_body()
-        self._engine.unreduced.end(self.scaler)
-        for session in self._sessions:
-            session.gradients.delay(self.scaler, self._note, self._generation)
-        self._engine.recorder.loss_seen(self._sessions, self._note.loss_id, self._loss)
-        self._engine.reductions.end_block()
+        if self._engine.unreduced.models:
+            self._engine.unreduced.end(self.scaler)
+        for session in self.sessions:
+            session.gradients.delay(self.scaler, self.note, self._generation)
+        for tell in self._engine.events.gradients_made:
+            tell(self, True)
+        self._end_ranks()
+
+    def _end_ranks(self) -> None:
+        if self._has_ranks:
+            self._engine.reductions.end_block()
 
     def finish(self, *, adjust: bool) -> None:
         self._end_body()
         try:
-            self._engine.recorder.gradients_made(self._sessions, self._note)
-            self._engine.recorder.loss_seen(self._sessions, self._note.loss_id, self._loss)
+            for tell in self._engine.events.gradients_made:
+                tell(self, False)
         except BaseException:
             self.abort()
             raise
-        # Forwards inside the block were not known when it began.
-        is_reduced = self._answers == REDUCED == self._engine.reductions.begin_block()
-        found_inf = unscale_and_commit(
-            self._sessions, self.scaler, self._note, is_reduced=is_reduced
-        )
-        self._engine.reductions.end_block()
-        self._engine.tracer.end_backward()
-        adjustments = self._engine.adjustments
-        if self._engine.unreduced.end(self.scaler) or self._answers == LOCAL:
+        is_reduced = False
+        if self._answers == REDUCED:  # forwards inside the block were not known when it began
+            is_reduced = self._engine.reductions.begin_block() == REDUCED
+        found_inf = unscale_and_commit(self.sessions, self.scaler, self.note, is_reduced=is_reduced)
+        self._end_ranks()
+        for tell in self._engine.events.block_over:
+            tell(self)
+        adjustments, unreduced = self._engine.adjustments, self._engine.unreduced
+        if (unreduced.models and unreduced.end(self.scaler)) or self._answers == LOCAL:
             # Other ranks do not know of an overflow here yet.
-            adjustments.later(self.scaler, self._sessions, found_inf, is_due=adjust)
+            adjustments.later(self.scaler, self.sessions, found_inf, is_due=adjust)
             return
         if found_inf is not None:
             self.scaler.record(found_inf)
-        adjustments.reduced(self._sessions, found_inf)
+        adjustments.reduced(self.sessions, found_inf)
         if adjust:
             adjustments.now(self.scaler)
 
@@ -273,6 +291,122 @@ def unscale_and_commit(
         for session in sessions:
             session.remember(found_inf, note)
     return functools.reduce(torch.maximum, flags) if flags else None
+
+
+def clip_grad_norm_(
+    optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Clip the unscaled gradients of everything ``optimizer`` updates, as one vector.
+
+    ``factor = min(1, max_norm / (norm + 1e-6))``, the formula of
+    ``torch.nn.utils.clip_grad_norm_``. Half gradients are not touched: the factor joins the one
+    that unscales them. Writes to gradients through ``grad.data`` leave no trace in torch, and may
+    be missing in the norm; write to ``grad`` itself.
+
+    Args:
+        optimizer: An optimizer given to ``preamp.initialize``.
+        max_norm: Largest norm that stays as it is.
+        norm_type: 2 for the Euclidean norm; any other, ``inf`` included, makes float32 gradients
+            of the half ones first.
+
+    Returns:
+        float32 scalar tensor: the norm before clipping. Infinite or nan after an overflow, when
+        the coming ``step`` is skipped.
+
+    Raises:
+        PreampStateError: The optimizer has no engine, or its gradients are still scaled.
+
+    Mutates:
+        Gradients. Synchronises with the device: never.
+    """
+    engine = engine_of(optimizer)
+    session = engine.sessions[id(bare(optimizer))]
+    if session.gradients.is_open:
+        raise refusals.inside_block("clip_grad_norm_")
+    if session.gradients.stage is Stage.SCALED:
+        raise PreampStateError(
+            message(
+                "clip_grad_norm_ was called on gradients left scaled by delay_unscale=True",
+                "Only unscaled gradients have a norm that means anything",
+                "Clip after the last scale_loss of the accumulation, called without delay_unscale",
+            )
+        )
+    books, ops = session.gradients, engine.ops
+    made, owners = books.made_gradients(all_of_them=norm_type != 2.0)
+    lazy = [(table, *table.pending()) for table in books.tables]
+    if norm_type == 2.0:
+        norm = books.known_norm.take(books.marks)
+        if norm is None:
+            grads, factors = made.copy(), [None] * len(made)
+            for _, _, halves, half_grads, own in lazy:
+                owners += halves
+                grads += half_grads
+                factors += own
+            joint = engine.reductions.joint
+            if (
+                joint.splits.given
+                or has_sharded(owners)
+                or torch.float64 in kinds_of(dtype_of, made)
+            ):
+                norm = joint.norm(ops, grads, factors, owners, engine.device)
+            else:
+                norm = ops.l2norm(grads, factors, engine.device)
+        for tell in engine.events.norm_taken:
+            tell(session, norm)
+    else:
+        norm = engine.reductions.joint.norm_of_order(made, norm_type, owners, engine.device)
+    clip = (max_norm / (norm + _EPS)).clamp(max=1.0)
+    with torch.no_grad():
+        if made:
+            ops.scale_add_(made, clip, [None] * len(made))
+    for table, rows, *_ in lazy:
+        table.replace_factors(rows, clip)
+    return norm
+
+
+def bare(optimizer: Any) -> Any:
+    """Return the optimizer inside a `LARC`; anything else as it is."""
+    return optimizer.optim if isinstance(optimizer, LARC) else optimizer
+
+
+def find_engine(thing: Any) -> Engine | None:
+    """Return the open engine of a model or optimizer, or ``None``.
+
+    A model wrapped in DistributedDataParallel, DataParallel or ``torch.compile`` is looked into,
+    and so is `LARC`.
+    """
+    thing = bare(thing)
+    own: dict[str, Any] = getattr(thing, "__dict__", {})
+    if isinstance(own.get(ATTRIBUTE), Link):
+        target = cast("Link[object]", own[ATTRIBUTE]).target
+        if isinstance(target, Engine):
+            return target
+    modules: dict[str, Any] = own.get("_modules", {})
+    for name in _WRAPPED_IN:
+        if modules.get(name) is not None:
+            return find_engine(modules[name])
+    return None
+
+
+def engine_of(thing: Any) -> Engine:
+    """Return the engine that ``preamp.initialize`` made for a model or an optimizer.
+
+    Args:
+        thing: A model or optimizer given to ``initialize``; wrappers are looked through.
+
+    Raises:
+        PreampStateError: It has none: it never had, or its engine was closed.
+    """
+    engine = find_engine(thing)
+    if engine is None:
+        raise PreampStateError(
+            message(
+                f"This {type(thing).__name__} has no engine",
+                "Models and optimizers have one from preamp.initialize until Engine.close",
+                "Pass it to preamp.initialize first, and keep the same object",
+            )
+        )
+    return engine
 
 
 def as_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:

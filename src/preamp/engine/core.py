@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What an engine is made of, and what blocks and optimizer hooks report to it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from preamp.casting.modules import Conversion
+from preamp.core.undo import UndoStack
+from preamp.engine import refusals
+from preamp.engine.events import Events
+from preamp.engine.joint_findings import Means
+from preamp.engine.ledger import Ledger
+from preamp.engine.names import ParameterNames
+from preamp.engine.order import BackwardOrder
+from preamp.engine.overflow import OverflowCause
+from preamp.engine.params import first_device
+from preamp.engine.recording import Recording
+from preamp.engine.reductions import Reductions
+from preamp.engine.session import OptimizerSession, make_sessions
+from preamp.engine.sharding import Unreduced
+from preamp.policy import Policy
+from preamp.scaling import DynamicScale, LossScaler, StaticScale
+from preamp.scaling.scaler import Adjustments
+
+
+class EngineCore:
+    """The parts of an `Engine`.
+
+    Attributes:
+        policy: The frozen decisions.
+        models: The models, as given.
+        optimizers: The optimizers, as given.
+        sessions: Of each optimizer, by its ``id``.
+        scalers: One `LossScaler` per loss.
+        ledger: What became of the optimizer steps.
+        adjustments: When loss scales react.
+        order: In which order backwards make gradients.
+        events: Whom to tell what happens.
+        reductions, unreduced: Which gradients ranks have exchanged.
+        device: Where loss scales and flags live: that of the first parameter.
+        closed: Whether `Engine.close` was called.
+        casts_functions: Whether functions are cast one by one (O1, O4).
+        conversion: What was cast in the models.
+        undo: Takes back what was done to models and optimizers.
+        process_undo: Takes back what was done to torch.
+        cast_undo: The part of it that ends casts of functions; scaling goes on.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        means: Means,
+        *,
+        num_losses: int,
+        recording: Recording,
+    ) -> None:
+        """Collect the parts; ``initialize`` does the converting and hooking."""
+        self.policy = policy
+        self.models = tuple(models)
+        self.optimizers = tuple(optimizers)
+        self.names = ParameterNames(self.models, self.optimizers)
+        self.casts_functions = policy.enabled and policy.patch_torch_functions
+        self.closed = False
+        self.undo = UndoStack()
+        self.process_undo = UndoStack()
+        self.cast_undo = UndoStack()
+        self.process_undo.push(self.cast_undo.unwind)
+        self.conversion = Conversion()
+        self.ops = ops = means.ops
+        self.device = first_device(self.models, self.optimizers)
+        self.scalers = [_make_scaler(policy, self.device) for _ in range(num_losses)]
+        self.order = BackwardOrder()
+        limit, told, names = policy.max_consecutive_skips, recording.verbosity, self.names.of
+        self.ledger = Ledger(self.scalers, names, limit=limit, verbosity=told, order=self.order)
+        self.events = Events()
+        self.reductions = Reductions(self.models, means.splits)
+        self.sessions = make_sessions(
+            self.optimizers, ops, self.names.of, self.reductions, has_masters=policy.master_weights
+        )
+        self.unreduced = Unreduced(self.models, self.optimizers, self.reductions)
+        self.adjustments = Adjustments()
+        self._has_scaled = False
+
+    def scaler(self, loss_id: int) -> LossScaler:
+        """Return the scaler of loss ``loss_id``.
+
+        Raises:
+            IndexError: There is no such loss.
+        """
+        if 0 <= loss_id < len(self.scalers):
+            return self.scalers[loss_id]
+        raise refusals.no_such_loss(loss_id, len(self.scalers))
+
+    @property
+    def scales_losses(self) -> bool:
+        """Whether any loss has a scale other than the static 1."""
+        return not all(scaler.is_identity for scaler in self.scalers)
+
+    def updated_params(self) -> frozenset[int]:
+        """``id`` of everything that an optimizer of the engine updates."""
+        return frozenset(
+            id(param) for session in self.sessions.values() for param in session.gradients.params()
+        )
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether any parameter has a float32 master."""
+        return any(session.masters for session in self.sessions.values())
+
+    # -- what blocks and hooks report ----------------------------------------------------------
+
+    def _end_step(self, session: OptimizerSession) -> None:
+        self.adjustments.catch_up(session)
+        for tell in self.events.step_over:
+            tell(session)
+
+    def applied_step(self, session: OptimizerSession) -> None:
+        """Take note of a step that updated the weights."""
+        is_dynamic = any([scaler.is_dynamic for scaler in self.scalers])
+        if is_dynamic and not self._has_scaled and session.gradients.holds_raw():
+            self._has_scaled = True  # or has been told once
+            warnings.warn(refusals.never_scaled(), stacklevel=2)
+        self._end_step(session)
+        self.ledger.applied(session)
+
+    def block_begins(self) -> None:
+        """Take note of a ``scale_loss`` block."""
+        self._has_scaled = True
+
+    def skip_step(self, session: OptimizerSession) -> OverflowCause:
+        """Take note of a step not taken; see `Ledger.skipped`."""
+        self._end_step(session)
+        return self.ledger.skipped(session)
+
+    def settle_steps(self) -> None:
+        """Count steps of that kind whose outcome is known by now."""
+        self.ledger.settle(wait=False)
+
+    def step_decided_on_device(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
+        """Take note of a step whose outcome the host does not know yet."""
+        self._end_step(session)
+        self.ledger.decided_on_device(session, found_inf)
+
+
+def _make_scaler(policy: Policy, device: torch.device) -> LossScaler:
+    """Return a new scaler as the policy wants it, on ``device``."""
+    if policy.loss_scale == "dynamic":
+        rule = DynamicScale(
+            min_scale=policy.min_loss_scale, max_scale=policy.max_loss_scale or 2.0**24
+        )
+        return LossScaler(rule, device)
+    return LossScaler(StaticScale(init_scale=policy.loss_scale), device)
