@@ -58,7 +58,7 @@ def _adam_(
     params, exp_avgs, exp_avg_sqs, grads, *outputs = call.lists
     halves = outputs[0] if outputs else None
     update = Update(step=step, inv_scale=call.factor(1.0 / scale), halves=halves)
-    backend().adam_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
+    backend().update_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
 
 
 def adam(

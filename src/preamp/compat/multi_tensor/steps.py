@@ -101,7 +101,7 @@ def multi_tensor_sgd(
         found_inf=call.found_inf(noop_flag),
         halves=copies[0] if copies else None,
     )
-    backend().sgd_(params, grads, buffers, rule=rule, update=update)
+    backend().update_(params, grads, buffers, rule=rule, update=update)
 
 
 def multi_tensor_lars(
@@ -155,7 +155,7 @@ def multi_tensor_lars(
         halves=copies[0] if copies else None,
         norms=stack([p_norms, g_norms]),
     )
-    backend().lars_(params, grads, buffers, rule=rule, update=update)
+    backend().update_(params, grads, buffers, rule=rule, update=update)
 
 
 def multi_tensor_adagrad(
@@ -181,7 +181,7 @@ def multi_tensor_adagrad(
     check_mode(call, mode)
     grads, params, sums = call.lists
     rule = AdagradRule(lr=lr, eps=epsilon, weight_decay=weight_decay, decoupled=mode == 1)
-    backend().adagrad_(params, grads, sums, rule=rule, update=Update())
+    backend().update_(params, grads, sums, rule=rule, update=Update())
 
 
 def multi_tensor_novograd(
@@ -253,7 +253,7 @@ def multi_tensor_novograd(
     norms = (
         call.vector("grad_norms", grad_norms).abs_().unbind()
     )  # a negative one would be none yet
-    backend().novograd_(params, grads, exp_avgs, norms, rule=rule, update=Update(step=step))
+    backend().update_(params, grads, exp_avgs, norms, rule=rule, update=Update(step=step))
 
 
 def _checked_adam(
@@ -304,7 +304,7 @@ def _capturable(
     grads, params, exp_avgs, exp_avg_sqs = lists
     update = Update(step=step, inv_scale=scale, found_inf=found_inf, halves=copies)
     ops = backend()
-    ops.adam_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
+    ops.update_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
     ops.scale_add_(grads, torch.where(found_inf != 0, 1.0, scale), [None] * len(grads))
 
 
@@ -336,7 +336,7 @@ def multi_tensor_adam(
     call.flag(noop_flag)
     rule = _adam_rule(lr, (beta1, beta2), epsilon, weight_decay, mode, bias_correction)
     grads, params, exp_avgs, exp_avg_sqs = call.lists
-    backend().adam_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=Update(step=step))
+    backend().update_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=Update(step=step))
 
 
 def multi_tensor_adam_capturable(
@@ -423,7 +423,7 @@ def _directions(lists: Sequence[Tensors], rule: LambRule, update: Update) -> lis
     """Advance the moments; return the updates without decay, in the dtype of the arithmetic."""
     grads, params, exp_avgs, exp_avg_sqs = lists
     found = [torch.zeros_like(param, dtype=math_dtype(param.dtype)) for param in params]
-    backend().lamb_(found, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
+    backend().update_(found, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
     return found
 
 
@@ -439,7 +439,7 @@ def _apply_(params: Tensors, updates: Tensors, lr: Scalar, update: Update) -> No
         uses_trust_ratio=update.norms is not None,
     )
     unused = [torch.zeros_like(param, dtype=math_dtype(param.dtype)) for param in params]
-    backend().lars_(params, updates, unused, rule=rule, update=update)
+    backend().update_(params, updates, unused, rule=rule, update=update)
 
 
 def _lamb_(
