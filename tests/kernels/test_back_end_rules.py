@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from cases.back_ends import BLOCKS, CUT, REFERENCE, as_they_are, defaults, every_back_end
 from cases.exact import Exact, assert_within_ulps
 from cases.layouts import LAYOUTS
-from cases.rule_oracles import ORACLES
-from cases.rules import BF16, F16, F32, F64, FUSED, ONE_EACH, ROWS, SIGNATURES, RuleRow
+from cases.rules import BF16, F16, F32, F64, FUSED, ONE_EACH, ORACLES, ROWS, SIGNATURES, RuleRow
 from cases.selection import examples
 from cases.tolerances import assert_same
 from preamp.core.dtypes import math_dtype

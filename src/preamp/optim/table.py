@@ -306,6 +306,10 @@ class WeightPairs:
             self._are_alike = len(kinds) == 1
         return self._are_alike
 
+    def is_written(self, row: int) -> bool:
+        """Whether the half weight was written to from outside, or given other memory."""
+        return self._half_marks.is_changed(row, self.halves[row])
+
     def own_part(self, row: int, tensor: torch.Tensor) -> torch.Tensor:
         """The elements of a weight that the master has."""
         del row

@@ -9,41 +9,31 @@ import torch
 
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import bad_state, bad_type
-from preamp.core.tensors import WeightMarks
 from preamp.kernels import Ops
-from preamp.optim.table import take_over
+from preamp.optim.table import WeightPairs, take_over
 
 DTYPES = (*HALF_DTYPES, torch.float32)
 
 
-class FlatGroup:
-    """A parameter group in two buffers of shape ``(n,)``."""
+class FlatGroup(WeightPairs):
+    """A parameter group in two buffers of shape ``(n,)``; the rows are views of both."""
 
     def __init__(self, params: Sequence[torch.Tensor], ops: Ops) -> None:
         """Lay ``params``, which `check_group` lets through, out in one buffer. Mutates them."""
-        self.params = list(params)  # the model's parameters; their data are views of ``flat``
-        self._ops = ops
-        pieces = [param.detach().reshape(-1) for param in self.params]
+        super().__init__(ops)
+        self.params = self.halves  # the model's parameters; their data are views of ``flat``
+        pieces = [param.detach().reshape(-1) for param in params]
         self.flat = torch.cat(pieces) if pieces else torch.zeros(0)  # their values, in their dtype
         # float32 parameter, what the optimizer updates
         self.master = torch.nn.Parameter(self.flat.to(torch.float32, copy=True))
-        self._starts: list[int] = []
-        start = 0
-        for param in self.params:
-            self._starts.append(start)
-            start += param.numel()
-        self._marks = WeightMarks(self.params)
-        for place in range(len(self.params)):
-            self._bind(place)
-
-    def _slice(self, flat: torch.Tensor, place: int) -> torch.Tensor:
-        param, start = self.params[place], self._starts[place]
-        return flat.detach()[start : start + param.numel()].view(param.shape)
-
-    def _bind(self, place: int) -> None:
-        param = self.params[place]
-        param.data = self._slice(self.flat, place)
-        self._marks.renew(self.params, (place,))
+        sizes = [param.numel() for param in params]
+        self._views: list[list[torch.Tensor]] = []
+        for flat in (self.flat, self.master.detach()):
+            parts: Sequence[torch.Tensor] = torch.split_with_sizes(flat, sizes)
+            self._views.append([v.view(p.shape) for v, p in zip(parts, params, strict=True)])
+        for param, view, master in zip(params, *self._views, strict=True):
+            param.data = view
+            self.add_row(param, master)
 
     # -- writes from outside -------------------------------------------------------------------
 
@@ -59,22 +49,18 @@ class FlatGroup:
                     "Move and convert the model before making the optimizer",
                 )
 
-    def absorb(self) -> None:
-        """Bring back parameters that were given other data, and let the master see what changed.
-
-        Loading a model and ``p.data = …`` count; writes *through* ``p.data`` leave no trace.
-        """
-        for place in self._marks.changed(self.params):
-            param, view = self.params[place], self._slice(self.flat, place)
-            if param.data_ptr() != view.data_ptr():
-                view.copy_(param.detach())
-            take_over(view, self._slice(self.master, place))
-            self._bind(place)
+    def take_over(self, row: int) -> None:
+        """Let the master have what a parameter holds, which becomes a view of ``flat`` again."""
+        param, view = self.params[row], self._views[0][row]
+        if param.data_ptr() != view.data_ptr():
+            view.copy_(param.detach())
+        take_over(view, self.masters[row])
+        param.data = view
 
     def write_flat(self) -> None:
         """Round the master into the buffer, and so into the model."""
         with torch.no_grad():
-            self._ops.cast_copy_([self.master.detach()], [self.flat])
+            self.ops.cast_copy_([self.master.detach()], [self.flat])
 
     # -- gradients -----------------------------------------------------------------------------
 
@@ -89,9 +75,8 @@ class FlatGroup:
 
     def idle_values(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the slices of the master that have no gradient, and copies of their values."""
-        idle = [place for place, param in enumerate(self.params) if param.grad is None]
-        slices = [self._slice(self.master, place) for place in idle]
-        return [(piece, piece.clone()) for piece in slices]
+        pairs = zip(self.params, self.masters, strict=True)
+        return [(piece, piece.clone()) for param, piece in pairs if param.grad is None]
 
 
 def _dense(param: torch.Tensor) -> torch.Tensor:

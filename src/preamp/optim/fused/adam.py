@@ -144,6 +144,7 @@ class FusedAdam(FusedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._is_early_kind = bool(self._early.given)
         self._copies = FullPrecision(self._has_copy)
         for group in self.param_groups if self.capturable else ():
             place_on_device(group)

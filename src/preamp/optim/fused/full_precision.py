@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from preamp.core.tensors import WeightMarks
-from preamp.optim.table import take_over
+from preamp.kernels import backend
+from preamp.optim.table import WeightPairs
 
 MASTER = "master_param"
 """State key of the copy; in the state, so that it is in checkpoints too."""
@@ -26,7 +26,8 @@ class FullPrecision:
     def __init__(self, wants: Callable[[torch.Tensor], bool]) -> None:
         """Keep copies of the parameters for which ``wants``, a question of dtype, is true."""
         self._wants = wants
-        self._written: dict[int, WeightMarks] = {}
+        self._pairs = WeightPairs(backend())
+        self._rows: dict[int, int] = {}  # by id of the parameter, which its row keeps alive
 
     def of(self, param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         """The copy of ``param``, up to date; a parameter without one stands for itself.
@@ -37,12 +38,18 @@ class FullPrecision:
         """
         if not self._wants(param):
             return param
-        value = param.detach()
-        if MASTER not in state:
-            state[MASTER] = value.float()
-        elif not self._is_unwritten(param):
-            take_over(value, state[MASTER])
-        self._mark(param)
+        is_made = MASTER not in state
+        if is_made:
+            state[MASTER] = param.detach().float()
+        pairs, row = self._pairs, self._rows.get(id(param))
+        is_new = row is None
+        if row is None:
+            row = self._rows[id(param)] = len(pairs)
+            pairs.add_row(param, state[MASTER])
+        pairs.masters[row] = state[MASTER]  # another one where state was loaded
+        if not is_made and (is_new or pairs.is_written(row)):
+            pairs.take_over(row)
+        pairs.note_written((row,))
         return state[MASTER]
 
     def of_all(
@@ -59,16 +66,5 @@ class FullPrecision:
 
     def note_written(self, params: Sequence[torch.Tensor]) -> None:
         """Remember that each of several parameters equals its rounded copy as of now."""
-        for param in params if self.wanted_for(params) else ():
-            self._mark(param)
-
-    def _is_unwritten(self, param: torch.Tensor) -> bool:
-        mark = self._written.get(id(param))
-        return mark is not None and not mark.changed((param,))
-
-    def _mark(self, param: torch.Tensor) -> None:
-        mark = self._written.get(id(param))
-        if mark is None:
-            self._written[id(param)] = WeightMarks((param,))
-        else:
-            mark.renew((param,), (0,))
+        if self.wanted_for(params):
+            self._pairs.note_written([self._rows[id(param)] for param in params])
