@@ -85,12 +85,18 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
             "grad.copy_(wide).add_(0 if addend is None else addend)",
         ),
     ),
-    ("kernels/triton/device/adam.py", TRITON): (
-        ("if DECAYS and DECOUPLED:", "if DECOUPLED and not DECAYS:"),
+    ("kernels/triton/device/updates.py", TRITON): (
+        (
+            "direction = divide(m, root(v, MATH) + number(eps, MATH), MATH)\n"
+            "            if DECAYS and DECOUPLED:",
+            "direction = divide(m, root(v, MATH) + number(eps, MATH), MATH)\n"
+            "            if DECOUPLED and not DECAYS:",
+        ),
         (
             "divide(m, root(v + number(eps, MATH), MATH), MATH)",
             "divide(m, root(v, MATH) + number(eps, MATH), MATH)",
         ),
+        ("blend = tl.where(v < 0, norm, blend)", "blend = tl.where(v <= 0, norm, blend)"),
     ),
     ("kernels/triton/device/walk.py", TRITON): (
         ("rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16", "rounded = (bits + 0x8000) >> 16"),
@@ -100,9 +106,6 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
             "tl.where(tl.load(found_inf_at) != 0, 0, count)",
             "tl.where(tl.load(found_inf_at) == 1, 0, count)",
         ),
-    ),
-    ("kernels/triton/device/novograd.py", TRITON): (
-        ("blend = tl.where(v < 0, norm, blend)", "blend = tl.where(v <= 0, norm, blend)"),
     ),
     ("kernels/triton/device/reductions.py", TRITON): (
         (
@@ -156,6 +159,8 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
             "tensor.device.type == device_type",
         ),
         ("return has_half and has_float32", "return has_half"),
+    ),
+    ("core/pytree.py", CASTING): (
         ('kind(*mapped) if hasattr(kind, "_fields") else kind(mapped)', "list(mapped)"),
     ),
     ("casting/regions.py", CASTING): (

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from preamp.core.dtypes import HALF_DTYPES
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state, bad_type
 from preamp.kernels import Ops
 from preamp.optim.table import WeightPairs, take_over
 
@@ -16,25 +16,15 @@ DTYPES = (*HALF_DTYPES, torch.float32)
 
 
 class FlatGroup(WeightPairs):
-    """A parameter group in two buffers of shape ``(n,)``; the rows are views of both.
-
-    Attributes:
-        params: The model's parameters; their data are views of ``flat``.
-        flat: Their values, in their dtype.
-        master: float32 parameter, what the optimizer updates.
-    """
+    """A parameter group in two buffers of shape ``(n,)``; the rows are views of both."""
 
     def __init__(self, params: Sequence[torch.Tensor], ops: Ops) -> None:
-        """Lay ``params`` out in one buffer. Mutates their ``data``.
-
-        Args:
-            params: Of one dtype and device, see `check_group`; may be empty.
-            ops: Back end for the arithmetic.
-        """
+        """Lay ``params``, which `check_group` lets through, out in one buffer. Mutates them."""
         super().__init__(ops)
-        self.params = self.halves
+        self.params = self.halves  # the model's parameters; their data are views of ``flat``
         pieces = [param.detach().reshape(-1) for param in params]
-        self.flat = torch.cat(pieces) if pieces else torch.zeros(0)
+        self.flat = torch.cat(pieces) if pieces else torch.zeros(0)  # their values, in their dtype
+        # float32 parameter, what the optimizer updates
         self.master = torch.nn.Parameter(self.flat.to(torch.float32, copy=True))
         sizes = [param.numel() for param in params]
         self._views: list[list[torch.Tensor]] = []
@@ -48,21 +38,15 @@ class FlatGroup(WeightPairs):
     # -- writes from outside -------------------------------------------------------------------
 
     def check_bound(self) -> None:
-        """Refuse parameters that left for another dtype or device.
-
-        Raises:
-            PreampStateError: One did.
-        """
+        """Refuse parameters that left for another dtype or device."""
         for param in self.params:
             if (param.dtype, param.device) != (self.flat.dtype, self.flat.device):
-                raise PreampStateError(
-                    message(
-                        f"A parameter of shape {tuple(param.shape)} became {param.dtype} on "
-                        f"{param.device} after FP16_Optimizer was made",
-                        f"It stays {self.flat.dtype} on {self.flat.device}, a view of the "
-                        "optimizer's flat buffer",
-                        "Move and convert the model before making the optimizer",
-                    )
+                raise bad_state(
+                    f"A parameter of shape {tuple(param.shape)} became {param.dtype} on "
+                    f"{param.device} after FP16_Optimizer was made",
+                    f"It stays {self.flat.dtype} on {self.flat.device}, a view of the "
+                    "optimizer's flat buffer",
+                    "Move and convert the model before making the optimizer",
                 )
 
     def take_over(self, row: int) -> None:
@@ -81,10 +65,9 @@ class FlatGroup(WeightPairs):
     # -- gradients -----------------------------------------------------------------------------
 
     def flat_gradient(self) -> torch.Tensor | None:
-        """Return all gradients as one tensor ``(n,)``, still scaled.
+        """Return all gradients, still scaled, as one tensor ``(n,)``, with zeros for those missing.
 
-        Returns:
-            Zeros where a parameter has none; ``None`` if none has any.
+        ``None`` if no parameter has any.
         """
         if all(param.grad is None for param in self.params):
             return None
@@ -104,18 +87,12 @@ def _dense(param: torch.Tensor) -> torch.Tensor:
 
 
 def check_group(params: Sequence[torch.Tensor], index: int) -> None:
-    """Refuse a group that does not fit into one buffer.
-
-    Raises:
-        TypeError: Dtypes or devices differ, or the dtype cannot be trained.
-    """
+    """Refuse a group that does not fit into one buffer."""
     kinds = sorted({f"{param.dtype} on {param.device}" for param in params})
     if len(kinds) > 1 or any(param.dtype not in DTYPES for param in params):
-        raise TypeError(
-            message(
-                f"Parameter group {index} has {' and '.join(kinds)}",
-                "The flat FP16_Optimizer takes groups of one device and one dtype: float16, "
-                "bfloat16 or float32",
-                "Give each dtype a group of its own, or use preamp.fp16_utils.FP16_Optimizer",
-            )
+        raise bad_type(
+            f"Parameter group {index} has {' and '.join(kinds)}",
+            "The flat FP16_Optimizer takes groups of one device and one dtype: float16, "
+            "bfloat16 or float32",
+            "Give each dtype a group of its own, or use preamp.fp16_utils.FP16_Optimizer",
         )

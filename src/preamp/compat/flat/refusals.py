@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from preamp.core.errors import LossScaleError, PreampStateError, message
+from preamp.core.errors import LossScaleError, bad_state, bad_type, bad_value, worded
 from preamp.optim import LARC
 from preamp.optim.fused.every import FusedLAMB, FusedLARS, FusedMixedPrecisionLamb, FusedNovoGrad
 
@@ -31,57 +31,39 @@ _NOT_ELEMENTWISE = (
 
 
 def check_elementwise(optimizer: Any) -> None:
-    """Refuse optimizers that would compute something else on a flat parameter.
-
-    Raises:
-        TypeError: Its update of an element depends on the parameter's shape or other elements.
-        PreampStateError: It has state, which belongs to the parameters one by one.
-    """
+    """Refuse optimizers that would compute something else on a flat parameter."""
     if isinstance(optimizer, _NOT_ELEMENTWISE):
-        raise TypeError(
-            message(
-                f"init_optimizer is {type(optimizer).__name__}, which does not update each "
-                "element by itself",
-                "The flat FP16_Optimizer takes elementwise optimizers such as SGD and Adam",
-                "Use preamp.fp16_utils.FP16_Optimizer, which keeps parameters apart",
-            )
+        raise bad_type(
+            f"init_optimizer is {type(optimizer).__name__}, which does not update each "
+            "element by itself",
+            "The flat FP16_Optimizer takes elementwise optimizers such as SGD and Adam",
+            "Use preamp.fp16_utils.FP16_Optimizer, which keeps parameters apart",
         )
     if optimizer.state:
-        raise PreampStateError(
-            message(
-                "init_optimizer has state already",
-                "The flat FP16_Optimizer takes an optimizer that has made no step",
-                "Wrap it right after making it, and load a checkpoint into the wrapper",
-            )
+        raise bad_state(
+            "init_optimizer has state already",
+            "The flat FP16_Optimizer takes an optimizer that has made no step",
+            "Wrap it right after making it, and load a checkpoint into the wrapper",
         )
 
 
 def check_scale_arguments(static_scale: float, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the options of a dynamic scale, completed.
-
-    Raises:
-        TypeError: An option is not known.
-        ValueError: A number cannot be used.
-    """
+    """Return the options of a dynamic scale, completed."""
     unknown = sorted(set(options or {}) - set(DEFAULTS))
     if unknown:
-        raise TypeError(
-            message(
-                f"dynamic_loss_args has {', '.join(map(repr, unknown))}",
-                f"The flat FP16_Optimizer knows {', '.join(DEFAULTS)}",
-                "Leave the others out",
-            )
+        raise bad_type(
+            f"dynamic_loss_args has {', '.join(map(repr, unknown))}",
+            f"The flat FP16_Optimizer knows {', '.join(DEFAULTS)}",
+            "Leave the others out",
         )
     known = {**DEFAULTS, **(options or {})}
     values = {"static_loss_scale": static_scale, **known}
     wrong = {name: value for name, value in values.items() if not is_usable(value)}
     if wrong or float(known["scale_factor"]) < 1:
-        raise ValueError(
-            message(
-                f"Got {wrong or {'scale_factor': known['scale_factor']}}",
-                "Scales and the window are finite numbers above 0, scale_factor is 1 or more",
-                "For a scale that finds itself pass dynamic_loss_scale=True",
-            )
+        raise bad_value(
+            f"Got {wrong or {'scale_factor': known['scale_factor']}}",
+            "Scales and the window are finite numbers above 0, scale_factor is 1 or more",
+            "For a scale that finds itself pass dynamic_loss_scale=True",
         )
     # Options from a command line are texts.
     return {name: float(x) if isinstance(x, str) else x for name, x in known.items()}
@@ -98,20 +80,14 @@ def is_usable(value: Any) -> bool:
 def check_groups_unchanged(
     groups: Sequence[Mapping[str, Any]], masters: Sequence[torch.Tensor]
 ) -> None:
-    """Refuse groups that were added or changed behind the wrapper.
-
-    Raises:
-        PreampStateError: The inner optimizer has other parameters than the masters.
-    """
+    """Refuse groups that were added or changed behind the wrapper."""
     found = [list(group["params"]) for group in groups]
     if [list(map(id, params)) for params in found] != [[id(master)] for master in masters]:
-        raise PreampStateError(
-            message(
-                f"The inner optimizer has {sum(map(len, found))} parameters in {len(found)} "
-                f"groups, of which FP16_Optimizer made {len(masters)}",
-                "Its groups are those it had when it was wrapped",
-                "Add all groups before making FP16_Optimizer",
-            )
+        raise bad_state(
+            f"The inner optimizer has {sum(map(len, found))} parameters in {len(found)} "
+            f"groups, of which FP16_Optimizer made {len(masters)}",
+            "Its groups are those it had when it was wrapped",
+            "Add all groups before making FP16_Optimizer",
         )
 
 
@@ -126,14 +102,13 @@ def endless_overflow(
         if param.grad is not None and not bool(torch.isfinite(_dense(param.grad)).all())
     ]
     more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-    return LossScaleError(
-        message(
-            f"{skips} optimizer steps in a row skipped; gradients overflow in "
-            f"{where[0] if where else 'their sum'}{more} at loss scale {scale}",
-            "Training needs a step without overflow now and then",
-            "Check that the loss is finite, call zero_grad() after each step, lower a static "
-            "scale or the learning rate, or train in bfloat16",
-        )
+    return worded(
+        LossScaleError,
+        f"{skips} optimizer steps in a row skipped; gradients overflow in "
+        f"{where[0] if where else 'their sum'}{more} at loss scale {scale}",
+        "Training needs a step without overflow now and then",
+        "Check that the loss is finite, call zero_grad() after each step, lower a static "
+        "scale or the learning rate, or train in bfloat16",
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from preamp.checkpoint import ScalerState, plain_loss_scaler
-from preamp.core.errors import message
+from preamp.core.errors import bad_type
 from preamp.scaling import DynamicScale, LossScaler, ScaleRule, StaticScale
 
 _DEFAULTS: dict[str, Any] = {
@@ -24,27 +24,17 @@ def make_scaler(
 ) -> LossScaler:
     """Make a scaler from the arguments of Apex's constructor.
 
-    It lives on the host, where the one value that a step reads arrives anyway.
-
-    Args:
-        static_scale: The scale, unless ``dynamic``.
-        dynamic: Whether to react to overflows.
-        options: ``dynamic_loss_args``; ignored unless ``dynamic``, as in Apex.
-
-    Raises:
-        TypeError: An option is not known.
-        ValueError: A number cannot be used.
+    It lives on the host, where the one value that a step reads arrives anyway. ``options`` are
+    ignored unless ``dynamic``, as in Apex.
     """
     if not dynamic:
         return scaler_from(_state(static_scale, dynamic=False, options=_DEFAULTS))
     unknown = sorted(set(options or {}) - set(_DEFAULTS))
     if unknown:
-        raise TypeError(
-            message(
-                f"dynamic_loss_args has {', '.join(map(repr, unknown))}",
-                f"Known are {', '.join(_DEFAULTS)}",
-                "Leave the others out",
-            )
+        raise bad_type(
+            f"dynamic_loss_args has {', '.join(map(repr, unknown))}",
+            f"Known are {', '.join(_DEFAULTS)}",
+            "Leave the others out",
         )
     known = {**_DEFAULTS, **(options or {})}
     return scaler_from(_state(known["init_scale"], dynamic=True, options=known))
@@ -78,11 +68,7 @@ def scaler_from(state: ScalerState) -> LossScaler:
 
 
 def set_scale(scaler: LossScaler, value: float) -> None:
-    """Set the scale by hand.
-
-    Raises:
-        ValueError: ``value`` is not a finite number above 0.
-    """
+    """Set the scale by hand, to a finite number above 0."""
     scaler.set_scale(plain_loss_scaler({**state_of(scaler), "loss_scale": value})["loss_scale"])
 
 

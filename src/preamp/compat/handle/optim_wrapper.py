@@ -5,34 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from preamp.compat.handle.backward import scaled_backward, skip_next_step
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state, bad_value, worded
 from preamp.engine.params import first_device
-from preamp.scaling import LossScaler
 
-
-class Handle(Protocol):
-    """What the wrapper needs of a handle."""
-
-    def scales_losses(self) -> bool:
-        """Whether losses are scaled at all."""
-        ...
-
-    def new_scaler(self, device: torch.device) -> LossScaler:
-        """Make a scaler with the handle's rule."""
-        ...
-
-    def remove_cache(self, param: torch.Tensor) -> None:
-        """Forget the cached cast of ``param``."""
-        ...
-
-    def clear_cache(self) -> None:
-        """Forget all cached casts."""
-        ...
+if TYPE_CHECKING:
+    from preamp.compat.handle.handle import AmpHandle, NoOpHandle
 
 
 class OptimWrapper:
@@ -42,7 +24,10 @@ class OptimWrapper:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, amp_handle: Handle, num_loss: int = 1
+        self,
+        optimizer: torch.optim.Optimizer,
+        amp_handle: AmpHandle | NoOpHandle,
+        num_loss: int = 1,
     ) -> None:
         """Wrap ``optimizer``, which stays as it is.
 
@@ -50,12 +35,10 @@ class OptimWrapper:
             ValueError: ``num_loss`` is not a positive integer.
         """
         if isinstance(num_loss, bool) or num_loss < 1:
-            raise ValueError(
-                message(
-                    f"num_loss={num_loss!r} is not possible",
-                    "It is the number of losses between two steps, 1 or more",
-                    "Count the scale_loss blocks before each optimizer.step()",
-                )
+            raise bad_value(
+                f"num_loss={num_loss!r} is not possible",
+                "It is the number of losses between two steps, 1 or more",
+                "Count the scale_loss blocks before each optimizer.step()",
             )
         self._optimizer = optimizer
         self._handle = amp_handle
@@ -85,12 +68,10 @@ class OptimWrapper:
             yield loss
             return
         if self._loss_idx >= len(self._loss_scaler):
-            raise PreampStateError(
-                message(
-                    f"scale_loss was entered {self._loss_idx + 1} times since the last step",
-                    f"This optimizer was wrapped for {len(self._loss_scaler)} loss(es) a step",
-                    "Pass num_loss to wrap_optimizer, or call optimizer.step() in between",
-                )
+            raise bad_state(
+                f"scale_loss was entered {self._loss_idx + 1} times since the last step",
+                f"This optimizer was wrapped for {len(self._loss_scaler)} loss(es) a step",
+                "Pass num_loss to wrap_optimizer, or call optimizer.step() in between",
             )
         scaler = self._loss_scaler[self._loss_idx]
         with scaled_backward(loss, self._optimizer, scaler) as (scaled, overflowed):
@@ -109,12 +90,11 @@ class OptimWrapper:
         if not self._handle.scales_losses():
             return self._optimizer.step() if closure is None else self._optimizer.step(closure)
         if closure is not None:
-            raise NotImplementedError(
-                message(
-                    "step() of a wrapped optimizer was given a closure",
-                    "It takes none",
-                    "Use amp.initialize and amp.scale_loss, which run closures",
-                )
+            raise worded(
+                NotImplementedError,
+                "step() of a wrapped optimizer was given a closure",
+                "It takes none",
+                "Use amp.initialize and amp.scale_loss, which run closures",
             )
         overflows, self._overflows, self._loss_idx = self._overflows, [], 0
         for group in self._optimizer.param_groups:
