@@ -63,7 +63,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("if update.found_inf.item() != 0:", "if False:"),
         ("step = _constant(number(update.step) if corrects else math.inf)", "step = _constant(1)"),
         ("        wide.mul_(inv_scale)\n", "        pass\n"),
-        ("copy_where_wanted(halves, params)\n    # torch", "pass\n    # torch"),
+        ("copy_where_wanted(halves, params)\n            # torch", "pass\n            # torch"),
         ("total if factor is None else total * factor.to(_CPU)", "total"),
         (
             "(~torch.isfinite(_stack(ends)).all()).float()",

@@ -853,7 +853,6 @@ class WeightTable(WeightPairs):
             return
         self._drop_bases()
         self._sample = {}
-        self.versions = self._versions_of(self.grads)
         if (record := self.shared_record) is not None:
             self.records = [_SPENT[record.is_plain]] * len(self)
             return

@@ -606,9 +606,9 @@ def _run_fused(work: Work, plan: Plan, fused: Fused) -> None:
                     grads = _wide_gradients(block, cut.index, space, inv_scale)
                 fused(params, grads, state)
                 copy_where_wanted(halves, params)
-    # torch's fused kernels do not tell autograd that they write.
-    written = [work.columns[_PARAM], *work.columns[_STATE:-1]]
-    torch.autograd.graph.increment_version([t for column in written for t in column])
+            # torch's fused kernels do not tell autograd that they write.
+            for column in (work.columns[_PARAM], *work.columns[_STATE:-1]):
+                torch.autograd.graph.increment_version(cut.of(column))
 
 
 def _wide_gradients(
