@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.ranks import broadcast_from_first, gather_objects, gather_tensors
 from preamp.core.splits import Group, Groups, meshes_of
 from preamp.engine.params import twin_of
@@ -193,13 +193,11 @@ def _refusal(ranks: Sequence[Facts], wrapper: str) -> PreampStateError:
         differences = [difference for difference in every if difference]
     more = len(differences) - _SHOWN
     shown = "; ".join(differences[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
-    return PreampStateError(
-        message(
-            f"The ranks do not train the same: {shown}",
-            f"Under {wrapper} all ranks have the same level, policy, loss scale and parameters",
-            "Build the model and call preamp.initialize in the same way on every rank, and load "
-            "checkpoints on all of them",
-        )
+    return bad_state(
+        f"The ranks do not train the same: {shown}",
+        f"Under {wrapper} all ranks have the same level, policy, loss scale and parameters",
+        "Build the model and call preamp.initialize in the same way on every rank, and load "
+        "checkpoints on all of them",
     )
 
 

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from preamp.casting import Conversion, changed_by_cast, find_kept
 from preamp.casting.kept import Kept, find_norms
 from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state, bad_type, bad_value, message
 from preamp.engine import refusals
 from preamp.engine.loop import bare, find_engine
 from preamp.kernels.data_parallel import uses_reducer
@@ -35,12 +35,10 @@ def as_models(models: Any) -> list[nn.Module]:
         items = cast("list[Any]", models)
         if all(isinstance(item, nn.Module) for item in items):
             return items
-    raise TypeError(
-        message(
-            f"models is {_describe(models)}",
-            "Allowed is a torch.nn.Module or a list of them",
-            "Pass the model itself, or [model_a, model_b]",
-        )
+    raise bad_type(
+        f"models is {_describe(models)}",
+        "Allowed is a torch.nn.Module or a list of them",
+        "Pass the model itself, or [model_a, model_b]",
     )
 
 
@@ -58,12 +56,10 @@ def as_optimizer_list(optimizers: Any) -> list[torch.optim.Optimizer]:
         items = [bare(item) for item in cast("list[Any]", optimizers)]
         if all(isinstance(item, torch.optim.Optimizer) for item in items):
             return items
-    raise TypeError(
-        message(
-            f"optimizers is {_describe(optimizers)}",
-            "Allowed is a torch.optim.Optimizer or a list of them",
-            "Pass the optimizer itself, or [optimizer_a, optimizer_b]",
-        )
+    raise bad_type(
+        f"optimizers is {_describe(optimizers)}",
+        "Allowed is a torch.optim.Optimizer or a list of them",
+        "Pass the optimizer itself, or [optimizer_a, optimizer_b]",
     )
 
 
@@ -94,22 +90,18 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     for index, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
         if any(optimizer is other for other in optimizers[:index]):
-            raise PreampStateError(
-                message(
-                    f"The same {kind} is listed twice in optimizers",
-                    "Each optimizer may be given once",
-                    "Remove the second mention",
-                )
+            raise bad_state(
+                f"The same {kind} is listed twice in optimizers",
+                "Each optimizer may be given once",
+                "Remove the second mention",
             )
         owner = find_engine(optimizer)
         if owner is not None and owner.policy.enabled:
-            raise PreampStateError(
-                message(
-                    f"This {kind} went through initialize already (opt_level="
-                    f"{owner.policy.opt_level!r})",
-                    "An optimizer belongs to one engine at a time",
-                    "Call preamp.engine_of(optimizer).close() first, or build a new optimizer",
-                )
+            raise bad_state(
+                f"This {kind} went through initialize already (opt_level="
+                f"{owner.policy.opt_level!r})",
+                "An optimizer belongs to one engine at a time",
+                "Call preamp.engine_of(optimizer).close() first, or build a new optimizer",
             )
 
 
@@ -121,14 +113,11 @@ def check_keeps_params(optimizers: Sequence[torch.optim.Optimizer], *, has_maste
     """
     for optimizer in optimizers:  # by name: its module is not there in every torch
         if has_masters and "ZeroRedundancyOptimizer" in {k.__name__ for k in type(optimizer).mro()}:
-            raise PreampStateError(
-                message(
-                    "A ZeroRedundancyOptimizer was given at a level with master weights",
-                    "Its inner optimizer would update the half weights themselves, by scaled "
-                    "gradients",
-                    "Initialize the optimizer that it would make, and then call "
-                    "preamp.parallel.shard_optimizer(optimizer)",
-                )
+            raise bad_state(
+                "A ZeroRedundancyOptimizer was given at a level with master weights",
+                "Its inner optimizer would update the half weights themselves, by scaled gradients",
+                "Initialize the optimizer that it would make, and then call "
+                "preamp.parallel.shard_optimizer(optimizer)",
             )
 
 
@@ -158,12 +147,10 @@ def check_not_wrapped(models: Sequence[nn.Module], cast_to: torch.dtype | None) 
     for model in models:
         kind = type(model).__name__
         if isinstance(model, wrappers):
-            raise PreampStateError(
-                message(
-                    f"A model is wrapped in {kind} already",
-                    "initialize changes dtypes, which the wrapper must see afterwards",
-                    f"Call preamp.initialize on the bare model first, then {kind}(model)",
-                )
+            raise bad_state(
+                f"A model is wrapped in {kind} already",
+                "initialize changes dtypes, which the wrapper must see afterwards",
+                f"Call preamp.initialize on the bare model first, then {kind}(model)",
             )
         if cast_to in HALF_DTYPES and any(map(_is_hooked, model.modules())):
             raise refusals.wrapped_before_cast()
@@ -182,14 +169,12 @@ def check_not_lazy(models: Sequence[nn.Module]) -> None:
     for model in models:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if is_lazy(tensor):
-                raise PreampStateError(
-                    message(
-                        f"{name!r} of {type(model).__name__} is not initialized: a lazy module "
-                        "gets its shapes in its first forward",
-                        "initialize takes models whose parameters and buffers have their memory",
-                        "Run one forward on a batch first, then build the optimizer and call "
-                        "preamp.initialize",
-                    )
+                raise bad_state(
+                    f"{name!r} of {type(model).__name__} is not initialized: a lazy module "
+                    "gets its shapes in its first forward",
+                    "initialize takes models whose parameters and buffers have their memory",
+                    "Run one forward on a batch first, then build the optimizer and call "
+                    "preamp.initialize",
                 )
 
 
@@ -245,13 +230,11 @@ def _refuse_half(model: nn.Module, what: str, dtype: str) -> None:
             "were stored): initialize casts what the level needs. Or pass allow_half_model=True, "
             "and masters start from the rounded values"
         )
-    raise PreampStateError(
-        message(
-            f"The {what} of {type(model).__name__} is {dtype} before initialize",
-            "Models must come with float32 (or float64) parameters, so that masters can keep them "
-            "exactly",
-            do,
-        )
+    raise bad_state(
+        f"The {what} of {type(model).__name__} is {dtype} before initialize",
+        "Models must come with float32 (or float64) parameters, so that masters can keep them "
+        "exactly",
+        do,
     )
 
 
@@ -259,10 +242,8 @@ def check_num_losses(num_losses: Any) -> int:
     """Return ``num_losses`` if it is a whole number from 0; raises `ValueError` otherwise."""
     if isinstance(num_losses, int) and not isinstance(num_losses, bool) and num_losses >= 0:
         return num_losses
-    raise ValueError(
-        message(
-            f"num_losses={num_losses!r} cannot be used",
-            "Allowed is a whole number from 0",
-            "Pass how many losses have a loss scale of their own, usually 1",
-        )
+    raise bad_value(
+        f"num_losses={num_losses!r} cannot be used",
+        "Allowed is a whole number from 0",
+        "Pass how many losses have a loss scale of their own, usually 1",
     )

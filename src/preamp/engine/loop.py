@@ -13,7 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from preamp.casting import settle_thread
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import PreampStateError, bad_state, bad_type
 from preamp.core.link import Link
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import dtype_of, has_sharded, kinds_of
@@ -324,12 +324,10 @@ def clip_grad_norm_(
     if session.gradients.is_open:
         raise refusals.inside_block("clip_grad_norm_")
     if session.gradients.stage is Stage.SCALED:
-        raise PreampStateError(
-            message(
-                "clip_grad_norm_ was called on gradients left scaled by delay_unscale=True",
-                "Only unscaled gradients have a norm that means anything",
-                "Clip after the last scale_loss of the accumulation, called without delay_unscale",
-            )
+        raise bad_state(
+            "clip_grad_norm_ was called on gradients left scaled by delay_unscale=True",
+            "Only unscaled gradients have a norm that means anything",
+            "Clip after the last scale_loss of the accumulation, called without delay_unscale",
         )
     books, ops = session.gradients, engine.ops
     made, owners = books.made_gradients(all_of_them=norm_type != 2.0)
@@ -399,12 +397,10 @@ def engine_of(thing: Any) -> Engine:
     """
     engine = find_engine(thing)
     if engine is None:
-        raise PreampStateError(
-            message(
-                f"This {type(thing).__name__} has no engine",
-                "Models and optimizers have one from preamp.initialize until Engine.close",
-                "Pass it to preamp.initialize first, and keep the same object",
-            )
+        raise bad_state(
+            f"This {type(thing).__name__} has no engine",
+            "Models and optimizers have one from preamp.initialize until Engine.close",
+            "Pass it to preamp.initialize first, and keep the same object",
         )
     return engine
 
@@ -415,12 +411,10 @@ def as_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
         return [bare(optimizers)]
     members = [bare(optimizer) for optimizer in cast("Iterable[Any]", optimizers)]
     if not members:
-        raise PreampStateError(
-            message(
-                "scale_loss was given no optimizer",
-                "It needs every optimizer whose parameters get gradient from the loss",
-                "Pass the optimizer that preamp.initialize returned, or a list of them",
-            )
+        raise bad_state(
+            "scale_loss was given no optimizer",
+            "It needs every optimizer whose parameters get gradient from the loss",
+            "Pass the optimizer that preamp.initialize returned, or a list of them",
         )
     return members
 
@@ -435,23 +429,19 @@ def common_engine(optimizers: Sequence[Any]) -> Engine:
     first = engines[0]
     for optimizer, engine in zip(optimizers, engines, strict=True):
         if engine is None:
-            raise PreampStateError(
-                message(
-                    f"scale_loss was given a {type(optimizer).__name__} that was not initialized",
-                    "It takes optimizers that went through preamp.initialize",
-                    "Call model, optimizer = preamp.initialize(model, optimizer, opt_level=…) "
-                    "before the training loop",
-                )
+            raise bad_state(
+                f"scale_loss was given a {type(optimizer).__name__} that was not initialized",
+                "It takes optimizers that went through preamp.initialize",
+                "Call model, optimizer = preamp.initialize(model, optimizer, opt_level=…) "
+                "before the training loop",
             )
         if engine is not first:
-            raise PreampStateError(
-                message(
-                    "scale_loss was given optimizers of different engines",
-                    "One backward has one loss scale, so its optimizers must come from one "
-                    "preamp.initialize call",
-                    "Initialize them together: preamp.initialize([model_a, model_b], "
-                    "[optimizer_a, optimizer_b], …)",
-                )
+            raise bad_state(
+                "scale_loss was given optimizers of different engines",
+                "One backward has one loss scale, so its optimizers must come from one "
+                "preamp.initialize call",
+                "Initialize them together: preamp.initialize([model_a, model_b], "
+                "[optimizer_a, optimizer_b], …)",
             )
     if first is None:  # unreachable: the loop above has raised
         raise PreampStateError("no engine")
@@ -463,10 +453,8 @@ def check_loss(loss: Any) -> None:
     if isinstance(loss, torch.Tensor) and loss.is_floating_point():
         return
     got = f"a {loss.dtype} tensor" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-    raise TypeError(
-        message(
-            f"scale_loss was given {got} as the loss",
-            "The loss must be a floating-point tensor",
-            "Pass the tensor that backward() will be called on, not loss.item() or a tuple",
-        )
+    raise bad_type(
+        f"scale_loss was given {got} as the loss",
+        "The loss must be a floating-point tensor",
+        "Pass the tensor that backward() will be called on, not loss.item() or a tuple",
     )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state
 from preamp.core.splits import Splits
 from preamp.core.tensors import is_sharded
 from preamp.engine.reductions import Reductions
@@ -31,14 +31,12 @@ def check_fits(models: Sequence[nn.Module], policy: Policy, splits: Splits) -> N
     parts = [part for model in models for part in model.modules()]
     kinds = {kind.__name__ for part in parts for kind in type(part).__mro__}
     if _FIRST_FORM in kinds and not splits.given:
-        raise PreampStateError(
-            message(
-                f"A model is in torch's {_FIRST_FORM}",
-                "Its parameters do not tell which ranks hold the rest of them, so an overflow on "
-                "one rank would not reach the others",
-                "Use torch.distributed.fsdp.fully_shard, or pass process_groups={group: "
-                "'pipeline'} with the group it shards over",
-            )
+        raise bad_state(
+            f"A model is in torch's {_FIRST_FORM}",
+            "Its parameters do not tell which ranks hold the rest of them, so an overflow on "
+            "one rank would not reach the others",
+            "Use torch.distributed.fsdp.fully_shard, or pass process_groups={group: "
+            "'pipeline'} with the group it shards over",
         )
     own = policy.half_dtype
     if own is None:
@@ -47,14 +45,12 @@ def check_fits(models: Sequence[nn.Module], policy: Policy, splits: Splits) -> N
         others = fsdp.gather_dtypes(model) - {own}
         if others:
             name = dtype_name(next(iter(others)))
-            raise PreampStateError(
-                message(
-                    f"fully_shard was given MixedPrecisionPolicy(param_dtype={name}), and "
-                    f"opt_level={policy.opt_level!r} works in {dtype_name(own)}",
-                    "One of the two decides in which dtype weights are gathered",
-                    "Leave param_dtype out, or keep it and pass opt_level='O0' with the "
-                    "loss_scale that it needs",
-                )
+            raise bad_state(
+                f"fully_shard was given MixedPrecisionPolicy(param_dtype={name}), and "
+                f"opt_level={policy.opt_level!r} works in {dtype_name(own)}",
+                "One of the two decides in which dtype weights are gathered",
+                "Leave param_dtype out, or keep it and pass opt_level='O0' with the "
+                "loss_scale that it needs",
             )
 
 
@@ -67,15 +63,12 @@ def check_groups(models: Sequence[nn.Module]) -> None:
     for model in models:
         for dtypes, params in fsdp.dtypes_of_groups(model):
             if len(dtypes) > 1:
-                raise PreampStateError(
-                    message(
-                        f"fully_shard gathers {params[0]!r} and others together, which are "
-                        f"{', '.join(sorted(map(dtype_name, dtypes)))} now",
-                        "The weights of one group share a dtype; batch norms stay float32 at O2 "
-                        "and O5",
-                        "Call fully_shard on each batch norm by itself before the modules around "
-                        "it, or pass keep_batchnorm_fp32=False",
-                    )
+                raise bad_state(
+                    f"fully_shard gathers {params[0]!r} and others together, which are "
+                    f"{', '.join(sorted(map(dtype_name, dtypes)))} now",
+                    "The weights of one group share a dtype; batch norms stay float32 at O2 and O5",
+                    "Call fully_shard on each batch norm by itself before the modules around "
+                    "it, or pass keep_batchnorm_fp32=False",
                 )
 
 
@@ -114,14 +107,12 @@ class Unreduced:
         if not self.models or self._scale is None or not self._is_held():
             self._scale = None
         elif self._scale != (scaler, scaler.generation):
-            raise PreampStateError(
-                message(
-                    "scale_loss was called with another loss scale than the one on gradients that "
-                    "set_requires_gradient_sync(False) has left unreduced",
-                    "They are added up before anybody can unscale them, so all backwards up to the "
-                    "reduction share one loss scale",
-                    "Accumulate one loss at a time, or sum the losses before backward",
-                )
+            raise bad_state(
+                "scale_loss was called with another loss scale than the one on gradients that "
+                "set_requires_gradient_sync(False) has left unreduced",
+                "They are added up before anybody can unscale them, so all backwards up to the "
+                "reduction share one loss scale",
+                "Accumulate one loss at a time, or sum the losses before backward",
             )
 
     def end(self, scaler: LossScaler) -> bool:
@@ -142,11 +133,9 @@ class Unreduced:
             PreampStateError: The optimizers update parameters that the models do not have any more.
         """
         if self._has_params and any(map(fsdp.is_fully_sharded, self._plain)):
-            raise PreampStateError(
-                message(
-                    "fully_shard was called after preamp.initialize",
-                    "It replaces the parameters, and the optimizers still update the earlier ones",
-                    "Call fully_shard(model) first, then build the optimizer, then "
-                    "preamp.initialize(model, optimizer)",
-                )
+            raise bad_state(
+                "fully_shard was called after preamp.initialize",
+                "It replaces the parameters, and the optimizers still update the earlier ones",
+                "Call fully_shard(model) first, then build the optimizer, then "
+                "preamp.initialize(model, optimizer)",
             )

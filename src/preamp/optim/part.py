@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state
 from preamp.core.tensors import store_grad, stored_grad
 from preamp.kernels import Ops
 
@@ -51,15 +51,12 @@ class Part:
             name: Of the parameter.
         """
         if not self.gate.is_open:
-            raise PreampStateError(
-                message(
-                    f"The gradient of the master of {name!r} was read, of which this rank has a "
-                    "part",
-                    "Between backward and step the whole gradient is that of the model's "
-                    "parameter; parts are the optimizer's",
-                    "Clip with preamp.clip_grad_norm_(optimizer, max_norm), which knows the whole "
-                    "gradients' norm",
-                )
+            raise bad_state(
+                f"The gradient of the master of {name!r} was read, of which this rank has a part",
+                "Between backward and step the whole gradient is that of the model's "
+                "parameter; parts are the optimizer's",
+                "Clip with preamp.clip_grad_norm_(optimizer, max_norm), which knows the whole "
+                "gradients' norm",
             )
 
 
@@ -93,13 +90,10 @@ class Holding:
         """
         if self.part is None or self.gathered is not None:
             return self._master if self.gathered is None else self.gathered
-        raise PreampStateError(
-            message(
-                f"state_dict() was called on a model whose masters ranks share, {self._name!r} "
-                "for one",
-                "This rank does not know the float32 values of the others",
-                "Call preamp.parallel.full_state_dicts(model, optimizer) on every rank",
-            )
+        raise bad_state(
+            f"state_dict() was called on a model whose masters ranks share, {self._name!r} for one",
+            "This rank does not know the float32 values of the others",
+            "Call preamp.parallel.full_state_dicts(model, optimizer) on every rank",
         )
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:

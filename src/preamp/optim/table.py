@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from preamp.core.dtypes import dtype_name, is_half
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import (
     WeightMarks,
@@ -318,13 +318,11 @@ class WeightPairs:
     def became_wide(self, row: int) -> PreampStateError:
         """The error for a half weight that was given another dtype."""
         half = self.halves[row]
-        return PreampStateError(
-            message(
-                f"A half parameter of shape {tuple(half.shape)} became {half.dtype} after "
-                "FP16_Optimizer was made",
-                "Parameters with a master keep their dtype",
-                "Convert a copy of the model, or make the optimizer after converting it",
-            )
+        return bad_state(
+            f"A half parameter of shape {tuple(half.shape)} became {half.dtype} after "
+            "FP16_Optimizer was made",
+            "Parameters with a master keep their dtype",
+            "Convert a copy of the model, or make the optimizer after converting it",
         )
 
     def absorb(self) -> None:
@@ -927,13 +925,11 @@ class WeightTable(WeightPairs):
 
     def became_wide(self, row: int) -> PreampStateError:
         """The error for a half weight that was given another dtype."""
-        return PreampStateError(
-            message(
-                f"The half parameter {self.twins[row].name!r} became "
-                f"{dtype_name(self.halves[row].dtype)} after initialize",
-                "A model with master weights keeps the dtypes that initialize gave it",
-                "Call preamp.engine_of(model).close() before model.float()",
-            )
+        return bad_state(
+            f"The half parameter {self.twins[row].name!r} became "
+            f"{dtype_name(self.halves[row].dtype)} after initialize",
+            "A model with master weights keeps the dtypes that initialize gave it",
+            "Call preamp.engine_of(model).close() before model.float()",
         )
 
     def expect_load(self, row: int) -> None:
@@ -1007,12 +1003,10 @@ def _few_of(grad: torch.Tensor) -> torch.Tensor:
 
 def _sparse(name: str) -> PreampStateError:
     """Return the error for a sparse gradient of a half parameter."""
-    return PreampStateError(
-        message(
-            f"The gradient of {name!r} is sparse and the parameter has a float32 master",
-            "Masters take dense gradients; sparse ones work at O0, O1 and O4",
-            "Build the embedding with sparse=False, or choose O1 (O4 for bfloat16)",
-        )
+    return bad_state(
+        f"The gradient of {name!r} is sparse and the parameter has a float32 master",
+        "Masters take dense gradients; sparse ones work at O0, O1 and O4",
+        "Build the embedding with sparse=False, or choose O1 (O4 for bfloat16)",
     )
 
 
@@ -1021,15 +1015,13 @@ def _changed_in_place(tensor: torch.Tensor, name: str, *, is_plain: bool) -> Pre
     why = "while earlier gradients that it adds to were kept in float32 beside it"
     if not is_plain:
         why = "while it was still multiplied by the loss scale"
-    return PreampStateError(
-        message(
-            f"The {dtype_name(tensor.dtype)} gradient of {name!r} was changed in place or "
-            f"replaced after scale_loss, {why}",
-            "After scale_loss the unscaled gradients are those of "
-            "preamp.master_params(optimizer); on the model's parameters they may be read, "
-            "zeroed or set to None",
-            "Clip with preamp.clip_grad_norm_(optimizer, max_norm) or with "
-            "torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), max_norm), and call "
-            "every backward inside scale_loss",
-        )
+    return bad_state(
+        f"The {dtype_name(tensor.dtype)} gradient of {name!r} was changed in place or "
+        f"replaced after scale_loss, {why}",
+        "After scale_loss the unscaled gradients are those of "
+        "preamp.master_params(optimizer); on the model's parameters they may be read, "
+        "zeroed or set to None",
+        "Clip with preamp.clip_grad_norm_(optimizer, max_norm) or with "
+        "torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), max_norm), and call "
+        "every backward inside scale_loss",
     )

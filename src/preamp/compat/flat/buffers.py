@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from preamp.core.dtypes import HALF_DTYPES
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state, bad_type
 from preamp.kernels import Ops
 from preamp.optim.table import WeightPairs, take_over
 
@@ -55,14 +55,12 @@ class FlatGroup(WeightPairs):
         """
         for param in self.params:
             if (param.dtype, param.device) != (self.flat.dtype, self.flat.device):
-                raise PreampStateError(
-                    message(
-                        f"A parameter of shape {tuple(param.shape)} became {param.dtype} on "
-                        f"{param.device} after FP16_Optimizer was made",
-                        f"It stays {self.flat.dtype} on {self.flat.device}, a view of the "
-                        "optimizer's flat buffer",
-                        "Move and convert the model before making the optimizer",
-                    )
+                raise bad_state(
+                    f"A parameter of shape {tuple(param.shape)} became {param.dtype} on "
+                    f"{param.device} after FP16_Optimizer was made",
+                    f"It stays {self.flat.dtype} on {self.flat.device}, a view of the "
+                    "optimizer's flat buffer",
+                    "Move and convert the model before making the optimizer",
                 )
 
     def take_over(self, row: int) -> None:
@@ -111,11 +109,9 @@ def check_group(params: Sequence[torch.Tensor], index: int) -> None:
     """
     kinds = sorted({f"{param.dtype} on {param.device}" for param in params})
     if len(kinds) > 1 or any(param.dtype not in DTYPES for param in params):
-        raise TypeError(
-            message(
-                f"Parameter group {index} has {' and '.join(kinds)}",
-                "The flat FP16_Optimizer takes groups of one device and one dtype: float16, "
-                "bfloat16 or float32",
-                "Give each dtype a group of its own, or use preamp.fp16_utils.FP16_Optimizer",
-            )
+        raise bad_type(
+            f"Parameter group {index} has {' and '.join(kinds)}",
+            "The flat FP16_Optimizer takes groups of one device and one dtype: float16, "
+            "bfloat16 or float32",
+            "Give each dtype a group of its own, or use preamp.fp16_utils.FP16_Optimizer",
         )

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from preamp.core.errors import LossScaleError, PreampStateError, message
+from preamp.core.errors import (
+    LossScaleError,
+    bad_state,
+    bad_type,
+    bad_value,
+    message,
+)
 from preamp.optim import LARC
 from preamp.optim.fused.every import FusedLAMB, FusedLARS, FusedMixedPrecisionLamb, FusedNovoGrad
 
@@ -38,21 +44,17 @@ def check_elementwise(optimizer: Any) -> None:
         PreampStateError: It has state, which belongs to the parameters one by one.
     """
     if isinstance(optimizer, _NOT_ELEMENTWISE):
-        raise TypeError(
-            message(
-                f"init_optimizer is {type(optimizer).__name__}, which does not update each "
-                "element by itself",
-                "The flat FP16_Optimizer takes elementwise optimizers such as SGD and Adam",
-                "Use preamp.fp16_utils.FP16_Optimizer, which keeps parameters apart",
-            )
+        raise bad_type(
+            f"init_optimizer is {type(optimizer).__name__}, which does not update each "
+            "element by itself",
+            "The flat FP16_Optimizer takes elementwise optimizers such as SGD and Adam",
+            "Use preamp.fp16_utils.FP16_Optimizer, which keeps parameters apart",
         )
     if optimizer.state:
-        raise PreampStateError(
-            message(
-                "init_optimizer has state already",
-                "The flat FP16_Optimizer takes an optimizer that has made no step",
-                "Wrap it right after making it, and load a checkpoint into the wrapper",
-            )
+        raise bad_state(
+            "init_optimizer has state already",
+            "The flat FP16_Optimizer takes an optimizer that has made no step",
+            "Wrap it right after making it, and load a checkpoint into the wrapper",
         )
 
 
@@ -65,23 +67,19 @@ def check_scale_arguments(static_scale: float, options: Mapping[str, Any] | None
     """
     unknown = sorted(set(options or {}) - set(DEFAULTS))
     if unknown:
-        raise TypeError(
-            message(
-                f"dynamic_loss_args has {', '.join(map(repr, unknown))}",
-                f"The flat FP16_Optimizer knows {', '.join(DEFAULTS)}",
-                "Leave the others out",
-            )
+        raise bad_type(
+            f"dynamic_loss_args has {', '.join(map(repr, unknown))}",
+            f"The flat FP16_Optimizer knows {', '.join(DEFAULTS)}",
+            "Leave the others out",
         )
     known = {**DEFAULTS, **(options or {})}
     values = {"static_loss_scale": static_scale, **known}
     wrong = {name: value for name, value in values.items() if not is_usable(value)}
     if wrong or float(known["scale_factor"]) < 1:
-        raise ValueError(
-            message(
-                f"Got {wrong or {'scale_factor': known['scale_factor']}}",
-                "Scales and the window are finite numbers above 0, scale_factor is 1 or more",
-                "For a scale that finds itself pass dynamic_loss_scale=True",
-            )
+        raise bad_value(
+            f"Got {wrong or {'scale_factor': known['scale_factor']}}",
+            "Scales and the window are finite numbers above 0, scale_factor is 1 or more",
+            "For a scale that finds itself pass dynamic_loss_scale=True",
         )
     # Options from a command line are texts.
     return {name: float(x) if isinstance(x, str) else x for name, x in known.items()}
@@ -105,13 +103,11 @@ def check_groups_unchanged(
     """
     found = [list(group["params"]) for group in groups]
     if [list(map(id, params)) for params in found] != [[id(master)] for master in masters]:
-        raise PreampStateError(
-            message(
-                f"The inner optimizer has {sum(map(len, found))} parameters in {len(found)} "
-                f"groups, of which FP16_Optimizer made {len(masters)}",
-                "Its groups are those it had when it was wrapped",
-                "Add all groups before making FP16_Optimizer",
-            )
+        raise bad_state(
+            f"The inner optimizer has {sum(map(len, found))} parameters in {len(found)} "
+            f"groups, of which FP16_Optimizer made {len(masters)}",
+            "Its groups are those it had when it was wrapped",
+            "Add all groups before making FP16_Optimizer",
         )
 
 

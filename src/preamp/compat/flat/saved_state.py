@@ -11,7 +11,7 @@ import torch
 
 from preamp.compat.flat.refusals import is_usable
 from preamp.compat.fp16_utils.checks import check_mapping, missing_entries, shape_mismatch
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 
 KEYS = (
     "dynamic_loss_scale",
@@ -78,10 +78,8 @@ def _is_number(value: object) -> bool:
 
 
 def _unusable(key: str, value: object, allowed: str) -> ValueError:
-    return ValueError(
-        message(
-            f"The state has {key}={value!r}",
-            allowed,
-            "Pass what state_dict() returned; nothing was loaded",
-        )
+    return bad_value(
+        f"The state has {key}={value!r}",
+        allowed,
+        "Pass what state_dict() returned; nothing was loaded",
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import PreampStateError, bad_state, bad_type, bad_value
 from preamp.engine import find_engine
 
 _MARK = "_preamp_is_wrapped"
@@ -26,36 +26,28 @@ def check_optimizer(optimizer: Any) -> None:
         PreampStateError: It has masters and loss scaling already, or is inside a wrapper.
     """
     if hasattr(optimizer, "clip_master_grads") or hasattr(optimizer, "fp16_groups"):
-        raise PreampStateError(
-            message(
-                f"init_optimizer is a {type(optimizer).__name__} already",
-                "FP16_Optimizer wraps an optimizer once",
-                "Use it as it is, or make a new optimizer from the model's parameters",
-            )
+        raise bad_state(
+            f"init_optimizer is a {type(optimizer).__name__} already",
+            "FP16_Optimizer wraps an optimizer once",
+            "Use it as it is, or make a new optimizer from the model's parameters",
         )
     if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
-        raise TypeError(
-            message(
-                f"init_optimizer is of type {type(optimizer).__name__}",
-                "FP16_Optimizer wraps an optimizer with param_groups and state",
-                "Pass for example torch.optim.SGD(model.parameters(), lr=0.1)",
-            )
+        raise bad_type(
+            f"init_optimizer is of type {type(optimizer).__name__}",
+            "FP16_Optimizer wraps an optimizer with param_groups and state",
+            "Pass for example torch.optim.SGD(model.parameters(), lr=0.1)",
         )
     if getattr(optimizer, _MARK, False):
-        raise PreampStateError(
-            message(
-                f"init_optimizer, a {type(optimizer).__name__}, is inside an FP16_Optimizer",
-                "It holds the masters of that one, which no other can write to the model",
-                "Make a new optimizer from the model's parameters, and wrap that",
-            )
+        raise bad_state(
+            f"init_optimizer, a {type(optimizer).__name__}, is inside an FP16_Optimizer",
+            "It holds the masters of that one, which no other can write to the model",
+            "Make a new optimizer from the model's parameters, and wrap that",
         )
     if find_engine(optimizer) is not None:
-        raise PreampStateError(
-            message(
-                "init_optimizer went through initialize and has loss scaling already",
-                "An optimizer belongs to initialize or to FP16_Optimizer",
-                "Leave FP16_Optimizer out: scale_loss and O2 or O5 do what it does",
-            )
+        raise bad_state(
+            "init_optimizer went through initialize and has loss scaling already",
+            "An optimizer belongs to initialize or to FP16_Optimizer",
+            "Leave FP16_Optimizer out: scale_loss and O2 or O5 do what it does",
         )
 
 
@@ -67,35 +59,29 @@ def check_loss(loss: object) -> None:
     """
     if not (isinstance(loss, torch.Tensor) and loss.is_floating_point()):
         kind = loss.dtype if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TypeError(
-            message(
-                f"optimizer.backward got a loss of {kind}",
-                "The loss is a floating-point tensor with one element",
-                "Pass the loss itself, not loss.item() or a tuple",
-            )
+        raise bad_type(
+            f"optimizer.backward got a loss of {kind}",
+            "The loss is a floating-point tensor with one element",
+            "Pass the loss itself, not loss.item() or a tuple",
         )
 
 
 def not_updated(what: str) -> PreampStateError:
     """Return the error for using gradients that have not reached the masters."""
-    return PreampStateError(
-        message(
-            f"{what} was called while gradients had not reached the masters",
-            "A backward with update_master_grads=False, or one that failed, is followed by "
-            "update_master_grads() or zero_grad()",
-            "Call optimizer.update_master_grads() after the last backward",
-        )
+    return bad_state(
+        f"{what} was called while gradients had not reached the masters",
+        "A backward with update_master_grads=False, or one that failed, is followed by "
+        "update_master_grads() or zero_grad()",
+        "Call optimizer.update_master_grads() after the last backward",
     )
 
 
 def closure_without_backward() -> PreampStateError:
     """Return the error for a closure whose gradients never reach the masters."""
-    return PreampStateError(
-        message(
-            "The closure given to FP16_Optimizer.step made no gradients",
-            "It calls optimizer.backward(loss), with update_master_grads left on",
-            "Replace loss.backward() in it by optimizer.backward(loss)",
-        )
+    return bad_state(
+        "The closure given to FP16_Optimizer.step made no gradients",
+        "It calls optimizer.backward(loss), with update_master_grads left on",
+        "Replace loss.backward() in it by optimizer.backward(loss)",
     )
 
 
@@ -106,33 +92,27 @@ def check_mapping(state: object) -> None:
         TypeError: It is not.
     """
     if not hasattr(state, "keys"):
-        raise TypeError(
-            message(
-                f"load_state_dict got a {type(state).__name__}",
-                "A state is the dict that state_dict() returned",
-                "Take it out of the checkpoint first, as in checkpoint['optimizer']",
-            )
+        raise bad_type(
+            f"load_state_dict got a {type(state).__name__}",
+            "A state is the dict that state_dict() returned",
+            "Take it out of the checkpoint first, as in checkpoint['optimizer']",
         )
 
 
 def missing_entries(missing: list[str], present: list[str], kind: str) -> ValueError:
     """Return the error for a state without what it needs."""
-    return ValueError(
-        message(
-            f"The state has no {', '.join(map(repr, missing))}; it has "
-            f"{', '.join(map(repr, present)) or 'nothing'}",
-            f"Needed is the state of {kind}",
-            "Pass what its state_dict() returned; nothing was loaded",
-        )
+    return bad_value(
+        f"The state has no {', '.join(map(repr, missing))}; it has "
+        f"{', '.join(map(repr, present)) or 'nothing'}",
+        f"Needed is the state of {kind}",
+        "Pass what its state_dict() returned; nothing was loaded",
     )
 
 
 def shape_mismatch(what: str, saved: object, own: object) -> ValueError:
     """Return the error for masters that belong to other parameters."""
-    return ValueError(
-        message(
-            f"The state has {what} {saved}, this optimizer {own}",
-            "Groups and parameters are those that the state was saved with, in the same order",
-            "Build the model and the optimizer as in the saved run; nothing was loaded",
-        )
+    return bad_value(
+        f"The state has {what} {saved}, this optimizer {own}",
+        "Groups and parameters are those that the state was saved with, in the same order",
+        "Build the model and the optimizer as in the saved run; nothing was loaded",
     )

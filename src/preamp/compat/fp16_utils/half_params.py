@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from preamp.core.dtypes import is_half
-from preamp.core.errors import message
+from preamp.core.errors import bad_type
 from preamp.kernels import Ops
 from preamp.optim import WeightPairs, cast_state
 
@@ -65,12 +65,10 @@ class HalfParams:
         news = list(self._new_params())
         for _, _, param in news:
             if not (is_half(param) or param.dtype in _DIRECT):
-                raise TypeError(
-                    message(
-                        f"A parameter of shape {tuple(param.shape)} has dtype {param.dtype}",
-                        "FP16_Optimizer takes float16, bfloat16, float32 and float64 parameters",
-                        "Convert it, or leave it out of the optimizer",
-                    )
+                raise bad_type(
+                    f"A parameter of shape {tuple(param.shape)} has dtype {param.dtype}",
+                    "FP16_Optimizer takes float16, bfloat16, float32 and float64 parameters",
+                    "Convert it, or leave it out of the optimizer",
                 )
         for groups in (self.fp16_groups, self.fp32_from_fp16_groups, self.fp32_from_fp32_groups):
             groups += [[] for _ in range(len(self._optimizer.param_groups) - len(groups))]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state, bad_type, bad_value
 from preamp.kernels import backend
 
 Params = list[nn.Parameter]
@@ -70,12 +70,10 @@ def model_grads_to_master_grads(
     slices = _slices(model_params, master_params)
     missing = [index for index, param in enumerate(model_params) if param.grad is None]
     if missing:
-        raise PreampStateError(
-            message(
-                f"Parameter {missing[0]} of {len(model_params)} has no gradient",
-                "With flat_master=True every parameter needs one, as they share a master",
-                "Freeze unused parameters before prep_param_lists, or pass flat_master=False",
-            )
+        raise bad_state(
+            f"Parameter {missing[0]} of {len(model_params)} has no gradient",
+            "With flat_master=True every parameter needs one, as they share a master",
+            "Freeze unused parameters before prep_param_lists, or pass flat_master=False",
         )
     (master,) = master_params
     if master.grad is None:
@@ -145,21 +143,17 @@ def _copy_grad_into(grad: torch.Tensor | None, target: torch.Tensor) -> None:
 
 def _check_uniform(params: Params) -> None:
     if not params:
-        raise ValueError(
-            message(
-                "The model has no trainable parameter",
-                "A flat master needs one at least",
-                "Pass flat_master=False, or unfreeze parameters before prep_param_lists",
-            )
+        raise bad_value(
+            "The model has no trainable parameter",
+            "A flat master needs one at least",
+            "Pass flat_master=False, or unfreeze parameters before prep_param_lists",
         )
     kinds = {f"{param.dtype} on {param.device}" for param in params}
     if len(kinds) > 1:
-        raise TypeError(
-            message(
-                f"The model has parameters of {', '.join(sorted(kinds))}",
-                "With flat_master=True all share one dtype and device",
-                "Pass flat_master=False, or convert the whole model, batch norms included",
-            )
+        raise bad_type(
+            f"The model has parameters of {', '.join(sorted(kinds))}",
+            "With flat_master=True all share one dtype and device",
+            "Pass flat_master=False, or convert the whole model, batch norms included",
         )
 
 
@@ -187,11 +181,9 @@ def _offsets(params: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
 def _mismatch(
     models: Sequence[torch.Tensor], masters: Sequence[torch.Tensor], allowed: str
 ) -> ValueError:
-    return ValueError(
-        message(
-            f"Got {len(models)} parameters with {sum(p.numel() for p in models)} elements and "
-            f"{len(masters)} masters with {sum(p.numel() for p in masters)}",
-            f"Needed is {allowed}",
-            "Pass both lists as prep_param_lists returned them, with the same flat_master",
-        )
+    return bad_value(
+        f"Got {len(models)} parameters with {sum(p.numel() for p in models)} elements and "
+        f"{len(masters)} masters with {sum(p.numel() for p in masters)}",
+        f"Needed is {allowed}",
+        "Pass both lists as prep_param_lists returned them, with the same flat_master",
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from preamp.checkpoint import ScalerState, plain_loss_scaler
-from preamp.core.errors import message
+from preamp.core.errors import bad_type
 from preamp.scaling import DynamicScale, LossScaler, ScaleRule, StaticScale
 
 _DEFAULTS: dict[str, Any] = {
@@ -39,12 +39,10 @@ def make_scaler(
         return scaler_from(_state(static_scale, dynamic=False, options=_DEFAULTS))
     unknown = sorted(set(options or {}) - set(_DEFAULTS))
     if unknown:
-        raise TypeError(
-            message(
-                f"dynamic_loss_args has {', '.join(map(repr, unknown))}",
-                f"Known are {', '.join(_DEFAULTS)}",
-                "Leave the others out",
-            )
+        raise bad_type(
+            f"dynamic_loss_args has {', '.join(map(repr, unknown))}",
+            f"Known are {', '.join(_DEFAULTS)}",
+            "Leave the others out",
         )
     known = {**_DEFAULTS, **(options or {})}
     return scaler_from(_state(known["init_scale"], dynamic=True, options=known))

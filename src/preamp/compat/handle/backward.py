@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from preamp.compat.wrapper import OptimizerWrapper
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state, bad_type
 from preamp.core.log import say
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine.loop import check_loss, find_engine
@@ -31,28 +31,22 @@ def check_owner(optimizer: Any) -> None:
         PreampStateError: It scales by itself.
     """
     if not hasattr(optimizer, "param_groups"):
-        raise TypeError(
-            message(
-                f"scale_loss of a handle got a {type(optimizer).__name__} for an optimizer",
-                "It takes the one optimizer whose parameters get gradient",
-                "For several optimizers use amp.initialize and amp.scale_loss",
-            )
+        raise bad_type(
+            f"scale_loss of a handle got a {type(optimizer).__name__} for an optimizer",
+            "It takes the one optimizer whose parameters get gradient",
+            "For several optimizers use amp.initialize and amp.scale_loss",
         )
     if isinstance(optimizer, OptimizerWrapper):
-        raise PreampStateError(
-            message(
-                "A handle was given an FP16_Optimizer",
-                "Handles scale for optimizers that do not scale by themselves",
-                "Call optimizer.backward(loss) instead of scale_loss, or leave FP16_Optimizer out",
-            )
+        raise bad_state(
+            "A handle was given an FP16_Optimizer",
+            "Handles scale for optimizers that do not scale by themselves",
+            "Call optimizer.backward(loss) instead of scale_loss, or leave FP16_Optimizer out",
         )
     if find_engine(optimizer) is not None:
-        raise PreampStateError(
-            message(
-                f"A handle was given a {type(optimizer).__name__} that amp.initialize took over",
-                "Handles scale for optimizers that amp.initialize has not seen",
-                "Use amp.scale_loss(loss, optimizer) without amp.init, or amp.init alone",
-            )
+        raise bad_state(
+            f"A handle was given a {type(optimizer).__name__} that amp.initialize took over",
+            "Handles scale for optimizers that amp.initialize has not seen",
+            "Use amp.scale_loss(loss, optimizer) without amp.init, or amp.init alone",
         )
 
 

@@ -30,7 +30,7 @@ from preamp.compat.handle.backward import check_owner, scaled_backward, skip_nex
 from preamp.compat.handle.noop import NoOpHandle
 from preamp.compat.handle.optim_wrapper import OptimWrapper
 from preamp.core.dtypes import HALF_DTYPES
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state, bad_value, message
 from preamp.core.undo import UndoStack
 from preamp.engine.params import first_device
 from preamp.kernels import cpu_lacks_fp16_matmul
@@ -42,12 +42,10 @@ def _rule(loss_scale: float | str) -> DynamicScale | StaticScale:
         return DynamicScale()
     if isinstance(loss_scale, (int, float)) and math.isfinite(loss_scale) and loss_scale > 0:
         return StaticScale(init_scale=float(loss_scale))
-    raise ValueError(
-        message(
-            f"loss_scale={loss_scale!r} is not possible",
-            "It is 'dynamic' or a positive number",
-            "Leave it out for 'dynamic'",
-        )
+    raise bad_value(
+        f"loss_scale={loss_scale!r} is not possible",
+        "It is 'dynamic' or a positive number",
+        "Leave it out for 'dynamic'",
     )
 
 
@@ -168,13 +166,11 @@ class AmpHandle:
             yield loss
             return
         if self._has_wrapped:
-            raise PreampStateError(
-                message(
-                    "handle.scale_loss() after handle.wrap_optimizer()",
-                    "A wrapped optimizer scales its own losses, with scales of their own",
-                    "Use `with optimizer.scale_loss(loss) as scaled_loss` on what "
-                    "wrap_optimizer returned, and wrap every optimizer",
-                )
+            raise bad_state(
+                "handle.scale_loss() after handle.wrap_optimizer()",
+                "A wrapped optimizer scales its own losses, with scales of their own",
+                "Use `with optimizer.scale_loss(loss) as scaled_loss` on what "
+                "wrap_optimizer returned, and wrap every optimizer",
             )
         check_owner(optimizer)
         if self._scaler is None:

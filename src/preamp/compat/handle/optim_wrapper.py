@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from preamp.compat.handle.backward import scaled_backward, skip_next_step
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state, bad_value, message
 from preamp.engine.params import first_device
 from preamp.scaling import LossScaler
 
@@ -50,12 +50,10 @@ class OptimWrapper:
             ValueError: ``num_loss`` is not a positive integer.
         """
         if isinstance(num_loss, bool) or num_loss < 1:
-            raise ValueError(
-                message(
-                    f"num_loss={num_loss!r} is not possible",
-                    "It is the number of losses between two steps, 1 or more",
-                    "Count the scale_loss blocks before each optimizer.step()",
-                )
+            raise bad_value(
+                f"num_loss={num_loss!r} is not possible",
+                "It is the number of losses between two steps, 1 or more",
+                "Count the scale_loss blocks before each optimizer.step()",
             )
         self._optimizer = optimizer
         self._handle = amp_handle
@@ -85,12 +83,10 @@ class OptimWrapper:
             yield loss
             return
         if self._loss_idx >= len(self._loss_scaler):
-            raise PreampStateError(
-                message(
-                    f"scale_loss was entered {self._loss_idx + 1} times since the last step",
-                    f"This optimizer was wrapped for {len(self._loss_scaler)} loss(es) a step",
-                    "Pass num_loss to wrap_optimizer, or call optimizer.step() in between",
-                )
+            raise bad_state(
+                f"scale_loss was entered {self._loss_idx + 1} times since the last step",
+                f"This optimizer was wrapped for {len(self._loss_scaler)} loss(es) a step",
+                "Pass num_loss to wrap_optimizer, or call optimizer.step() in between",
             )
         scaler = self._loss_scaler[self._loss_idx]
         with scaled_backward(loss, self._optimizer, scaler) as (scaled, overflowed):

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.core.tensors import dtype_of, layout_of
 from preamp.kernels.ops import Tensors
 from preamp.kernels.reference import Reference
@@ -364,12 +364,10 @@ def check_lengths(*columns: Sequence[Any]) -> None:
     """
     lengths = list(map(len, columns))
     if len(set(lengths)) > 1:
-        raise ValueError(
-            message(
-                f"Lists of {', '.join(map(str, lengths))} tensors were given",
-                "All lists of a call are equally long",
-                "Leave parameters without a gradient out of every list",
-            )
+        raise bad_value(
+            f"Lists of {', '.join(map(str, lengths))} tensors were given",
+            "All lists of a call are equally long",
+            "Leave parameters without a gradient out of every list",
         )
 
 
@@ -391,13 +389,11 @@ def check_shapes(*columns: Column) -> tuple[torch.Size, ...]:
             continue
         for place, (wanted, got) in enumerate(zip(shapes, found, strict=True)):
             if got is not None and got != wanted:
-                raise ValueError(
-                    message(
-                        f"A gradient or state of shape {tuple(got)} was given for parameter "
-                        f"{place} of shape {tuple(wanted)}",
-                        "Gradients and state have the shapes of their parameters",
-                        "Load a checkpoint of the same model, its parameters in the same order",
-                    )
+                raise bad_value(
+                    f"A gradient or state of shape {tuple(got)} was given for parameter "
+                    f"{place} of shape {tuple(wanted)}",
+                    "Gradients and state have the shapes of their parameters",
+                    "Load a checkpoint of the same model, its parameters in the same order",
                 )
     return tuple(shapes)
 

@@ -23,7 +23,7 @@ import torch
 from torch.optim.optimizer import required
 
 from preamp.core.dtypes import math_dtype
-from preamp.core.errors import message
+from preamp.core.errors import bad_type
 from preamp.core.splits import Splits
 from preamp.core.tensors import (
     are_same,
@@ -571,11 +571,9 @@ def names_scaler(kind: str, given: dict[str, Any]) -> bool:
     """
     unknown = sorted(given.keys() - {"grad_scaler"})
     if unknown:
-        raise TypeError(
-            message(
-                f"{kind}.step() got {', '.join(map(repr, unknown))}",
-                "Its only other keyword argument is 'grad_scaler'",
-                "Check the spelling",
-            )
+        raise bad_type(
+            f"{kind}.step() got {', '.join(map(repr, unknown))}",
+            "Its only other keyword argument is 'grad_scaler'",
+            "Check the spelling",
         )
     return given.get("grad_scaler") is not None

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import required
 
 from preamp.core.dtypes import HALF_DTYPES, dtype_name
-from preamp.core.errors import message
+from preamp.core.errors import bad_type, bad_value, message
 
 DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 """Parameter and gradient dtypes that the update rules know."""
@@ -47,23 +47,21 @@ def check_numbers(kind: str, **values: Any) -> None:
         try:
             is_valid = bool(value >= 0)
         except TypeError as error:
-            raise TypeError(
-                message(f"{kind} got {name}={value!r}", f"{name} must be a number", do)
+            raise bad_type(
+                f"{kind} got {name}={value!r}", f"{name} must be a number", do
             ) from error
         if not is_valid:
             allowed = f"{name} must be zero or larger"
-            raise ValueError(message(f"{kind} got {name}={value!r}", allowed, do))
+            raise bad_value(f"{kind} got {name}={value!r}", allowed, do)
 
 
 def check_betas(kind: str, betas: tuple[float, float]) -> None:
     """Raise ``ValueError`` unless there are two numbers, both at least 0 and below 1."""
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(
-            message(
-                f"{kind} got betas={betas!r}",
-                "betas are two numbers, each at least 0 and below 1",
-                "The usual choice is betas=(0.9, 0.999)",
-            )
+        raise bad_value(
+            f"{kind} got betas={betas!r}",
+            "betas are two numbers, each at least 0 and below 1",
+            "The usual choice is betas=(0.9, 0.999)",
         )
 
 
@@ -82,12 +80,10 @@ def check_group(kind: str, group: dict[str, Any]) -> None:
 def check_nesterov(kind: str, *, nesterov: bool, momentum: float, dampening: float) -> None:
     """Raise ``ValueError`` for a look-ahead along a momentum that is not there, or dampened."""
     if nesterov and (momentum <= 0 or dampening != 0):
-        raise ValueError(
-            message(
-                f"{kind} got nesterov=True with momentum={momentum!r}, dampening={dampening!r}",
-                "Nesterov momentum needs momentum > 0 and dampening 0",
-                "Pass momentum=0.9 and no dampening, or leave nesterov out",
-            )
+        raise bad_value(
+            f"{kind} got nesterov=True with momentum={momentum!r}, dampening={dampening!r}",
+            "Nesterov momentum needs momentum > 0 and dampening 0",
+            "Pass momentum=0.9 and no dampening, or leave nesterov out",
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state, bad_value, message
 from preamp.core.splits import Splits
 from preamp.kernels import AdamRule, BiasCorrection, Ops
 from preamp.optim.fused.base import Entries, Group, rate_of, scalar_on
@@ -55,23 +55,19 @@ class EarlyOptions:
             return
         clashing = [name for name, is_set in todays.items() if is_set]
         if clashing:
-            raise ValueError(
-                message(
-                    f"FusedAdam got {', '.join(self.given)}, which select the optimizer of early "
-                    f"2019, together with {', '.join(clashing)}",
-                    "That optimizer decays the parameter, on the host's step count, and has no "
-                    "masters of its own",
-                    f"Leave out {' and '.join(clashing)}, or clip with preamp.clip_grad_norm_ "
-                    "and use today's formula",
-                )
+            raise bad_value(
+                f"FusedAdam got {', '.join(self.given)}, which select the optimizer of early "
+                f"2019, together with {', '.join(clashing)}",
+                "That optimizer decays the parameter, on the host's step count, and has no "
+                "masters of its own",
+                f"Leave out {' and '.join(clashing)}, or clip with preamp.clip_grad_norm_ "
+                "and use today's formula",
             )
         if self.amp_scale_adjustment not in (None, 1.0):
-            raise ValueError(
-                message(
-                    f"FusedAdam got amp_scale_adjustment={self.amp_scale_adjustment!r}",
-                    "Gradients reach the optimizer unscaled, so only 1.0 has a meaning",
-                    "Leave it out, and scale the loss instead",
-                )
+            raise bad_value(
+                f"FusedAdam got amp_scale_adjustment={self.amp_scale_adjustment!r}",
+                "Gradients reach the optimizer unscaled, so only 1.0 has a meaning",
+                "Leave it out, and scale the loss instead",
             )
 
 
@@ -190,15 +186,13 @@ def check_formula(
         )
     if counts_per_group if is_early else counts_per_parameter:
         here, there = ("early 2019", "today") if is_early else ("today", "early 2019")
-        raise PreampStateError(
-            message(
-                f"This step of FusedAdam would follow the formula of {here}, but its state has "
-                f"the step counters of the formula of {there}",
-                "An optimizer keeps to one formula; today's counts steps in the group, that of "
-                "early 2019, like torch.optim.Adam, for each parameter",
-                "Call step always with grads or never, and load a file into the optimizer that "
-                "wrote it",
-            )
+        raise bad_state(
+            f"This step of FusedAdam would follow the formula of {here}, but its state has "
+            f"the step counters of the formula of {there}",
+            "An optimizer keeps to one formula; today's counts steps in the group, that of "
+            "early 2019, like torch.optim.Adam, for each parameter",
+            "Call step always with grads or never, and load a file into the optimizer that "
+            "wrote it",
         )
 
 
@@ -245,4 +239,4 @@ def _check_shapes(param: torch.Tensor, **tensors: torch.Tensor | None) -> None:
 
 
 def _mismatch(got: str, allowed: str, do: str) -> ValueError:
-    return ValueError(message(f"FusedAdam.step() got {got}", allowed, do))
+    return bad_value(f"FusedAdam.step() got {got}", allowed, do)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.kernels import LarsRule, backend
 from preamp.optim.fused.base import (
     REQUIRED,
@@ -143,10 +143,8 @@ def _rule(group: Group) -> LarsRule:
 def _refuse_unused(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value:
-            raise ValueError(
-                message(
-                    f"FusedLARS got {name}={value!r}",
-                    f"Its update rule has no {name}; Apex accepts and ignores it",
-                    f"Leave {name} out",
-                )
+            raise bad_value(
+                f"FusedLARS got {name}={value!r}",
+                f"Its update rule has no {name}; Apex accepts and ignores it",
+                f"Leave {name} out",
             )

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from preamp.core.dtypes import HALF_DTYPES, dtype_name
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.kernels import Update, backend
 from preamp.optim.fused.base import (
     Batch,
@@ -182,10 +182,8 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
 
 def _check_reduced(dtype: torch.dtype | None) -> None:
     if dtype is not None and dtype not in HALF_DTYPES:
-        raise ValueError(
-            message(
-                f"FusedMixedPrecisionLamb got reduced_precision_dtype={dtype_name(dtype)}",
-                "It is torch.float16, torch.bfloat16 or None",
-                "Name the dtype of the parameters that need a float32 copy",
-            )
+        raise bad_value(
+            f"FusedMixedPrecisionLamb got reduced_precision_dtype={dtype_name(dtype)}",
+            "It is torch.float16, torch.bfloat16 or None",
+            "Name the dtype of the parameters that need a float32 copy",
         )

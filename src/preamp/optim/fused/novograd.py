@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value, message
 from preamp.core.tensors import local_of
 from preamp.kernels import NovoGradRule, backend
 from preamp.optim.fused.base import (
@@ -241,11 +241,9 @@ def _norms_to_state(given: dict[str, Any], own: Sequence[Group]) -> dict[str, An
 
 
 def _wrong_count(params: int, norms: int, dtype: torch.dtype) -> ValueError:
-    return ValueError(
-        message(
-            f"The loaded group has {norms} norms for {params} {dtype} parameters with a moment",
-            "group['exp_avg_sq'] holds the norms of the float16 parameters, then those of the "
-            "float32 ones, one for each parameter that was updated",
-            "Build the model and its groups as they were when the file was written",
-        )
+    return bad_value(
+        f"The loaded group has {norms} norms for {params} {dtype} parameters with a moment",
+        "group['exp_avg_sq'] holds the norms of the float16 parameters, then those of the "
+        "float32 ones, one for each parameter that was updated",
+        "Build the model and its groups as they were when the file was written",
     )
