@@ -8,13 +8,7 @@ from preamp.policy import APEX_OPTIONS, Policy
 
 
 def announce(default: Policy, policy: Policy, verbosity: int) -> None:
-    """Print the level, its defaults, and what the overrides made of them.
-
-    Args:
-        default: The level's row.
-        policy: The row with overrides.
-        verbosity: Nothing is printed at 0.
-    """
+    """Print the level, its defaults, and what the overrides X"""
     if verbosity <= 0:
         return
     say(f"Selected optimization level {policy.brief}\n")

@@ -24,11 +24,7 @@ _SHOWN = 6  # buffers in a warning
 
 
 def as_models(models: Any) -> list[nn.Module]:
-    """Return the models as a list.
-
-    Raises:
-        TypeError: Neither a module nor a list of modules.
-    """
+    """Return the models as a list."""
     if isinstance(models, nn.Module):
         return [models]
     if isinstance(models, list):
@@ -43,11 +39,7 @@ def as_models(models: Any) -> list[nn.Module]:
 
 
 def as_optimizer_list(optimizers: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers as a list, those in a `LARC` taken out; ``None`` gives an empty one.
-
-    Raises:
-        TypeError: Neither an optimizer nor a list of them.
-    """
+    """Return the optimizers as a list, those in a `LARC` taken out; ``None`` gives an empty one."""
     if optimizers is None:
         return []
     if isinstance(optimizers, (torch.optim.Optimizer, LARC)):
@@ -82,11 +74,7 @@ def members_of(given: Any, kind: type[Any]) -> list[Any]:
 
 
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse an optimizer that is listed twice or has an engine already.
-
-    Raises:
-        PreampStateError: Naming the optimizer.
-    """
+    """Refuse an optimizer that is listed twice or has an engine already."""
     for index, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
         if any(optimizer is other for other in optimizers[:index]):
@@ -106,11 +94,7 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def check_keeps_params(optimizers: Sequence[torch.optim.Optimizer], *, has_masters: bool) -> None:
-    """Refuse an optimizer that hands the work to one inside, which would not see any master.
-
-    Raises:
-        PreampStateError: It is torch's ``ZeroRedundancyOptimizer``.
-    """
+    """Refuse an optimizer that hands the work to one inside, which would not see any master."""
     for optimizer in optimizers:  # by name: its module is not there in every torch
         if has_masters and "ZeroRedundancyOptimizer" in {k.__name__ for k in type(optimizer).mro()}:
             raise bad_state(
@@ -122,11 +106,7 @@ def check_keeps_params(optimizers: Sequence[torch.optim.Optimizer], *, has_maste
 
 
 def check_models(models: Sequence[nn.Module], policy: Policy, *, allow_half_model: bool) -> None:
-    """Refuse models that are lazy, wrapped, or half where that was not allowed.
-
-    Raises:
-        PreampStateError: Saying what to do.
-    """
+    """Refuse models that are lazy, wrapped, or half where that was not allowed."""
     check_not_lazy(models)
     check_not_wrapped(models, policy.cast_model_type)
     if not allow_half_model:
@@ -136,12 +116,7 @@ def check_models(models: Sequence[nn.Module], policy: Policy, *, allow_half_mode
 def check_not_wrapped(models: Sequence[nn.Module], cast_to: torch.dtype | None) -> None:
     """Refuse models inside DistributedDataParallel or DataParallel.
 
-    Args:
-        models: Those to initialize.
-        cast_to: What parameters will be cast to; a cast takes off the hooks of inner wrappers.
-
-    Raises:
-        PreampStateError: The wrapper has copied or bucketed the parameters already.
+    A cast to ``cast_to`` also takes off the hooks of wrappers inside of models.
     """
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     for model in models:
@@ -161,11 +136,7 @@ def _is_hooked(part: nn.Module) -> bool:
 
 
 def check_not_lazy(models: Sequence[nn.Module]) -> None:
-    """Refuse models with parameters or buffers whose shapes the first forward will tell.
-
-    Raises:
-        PreampStateError: Naming the first of them.
-    """
+    """Refuse models with parameters or buffers whose shapes the first forward will tell."""
     for model in models:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if is_lazy(tensor):
@@ -179,11 +150,7 @@ def check_not_lazy(models: Sequence[nn.Module]) -> None:
 
 
 def planned_conversion(models: Sequence[nn.Module], policy: Policy) -> Conversion:
-    """Find what the cast keeps in float32, and what it would change too much. Changes nothing.
-
-    Raises:
-        PreampPolicyError: ``keep_fp32`` names something that the models do not have.
-    """
+    """Find what the cast keeps in float32, and what it would change too much. Changes nothing."""
     dtype = policy.cast_model_type
     if dtype not in HALF_DTYPES:
         return Conversion(Kept(norms=find_norms(models)))
@@ -207,11 +174,7 @@ def _warning(changed: dict[str, str], dtype: str) -> str:
 
 
 def check_not_half(models: Sequence[nn.Module]) -> None:
-    """Refuse models with half parameters or buffers.
-
-    Raises:
-        PreampStateError: Naming the first half tensor.
-    """
+    """Refuse models with half parameters or buffers."""
     for model in models:
         for kind in ("parameter", "buffer"):
             tensors = model.named_parameters() if kind == "parameter" else model.named_buffers()

@@ -17,15 +17,10 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What an engine works with.
-
-    Attributes:
-        ops: Kernels.
-        splits: Over which ranks parameters are split.
-    """
+    """What an engine works with."""
 
     ops: Ops
-    splits: Splits = field(default_factory=Splits)
+    splits: Splits = field(default_factory=Splits)  # over which ranks parameters are split
 
 
 class JointFindings:
@@ -43,11 +38,8 @@ class JointFindings:
     def on(self, census: Census, params: Tensors, with_grad: Tensors) -> Census:
         """Return ``census`` as it is of all ranks together. Does not wait for the device.
 
-        Args:
-            census: Of the gradients on this rank. Not mutated; what it tells of single tensors
-                stays that of this rank.
-            params: All parameters that might have had a gradient.
-            with_grad: Those that have.
+        What it tells of single tensors stays that of this rank. ``params`` are all that might have
+        had a gradient.
         """
         splits = self.splits
         if not splits.concern(params) or not (with_grad or splits.given):

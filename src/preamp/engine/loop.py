@@ -186,8 +186,7 @@ class _Block:
     def _check_backward(self) -> None:
         """Refuse gradients that came from the loss itself: nobody has scaled them.
 
-        Raises:
-            PreampStateError: So it is; gradients are again what they were before the block.
+        They are again what they were before the block then.
         """
         if self._reached != {"loss"}:
             return
@@ -256,21 +255,12 @@ def unscale_and_commit(
 ) -> torch.Tensor | None:
     """End a backward of ``sessions``: look for overflow, unscale, add earlier gradients.
 
-    Nothing is committed before everything has worked for all of them: whoever refuses, runs out
-    of memory or is interrupted leaves the gradients from before the block.
+    Nothing is committed before everything has worked for all of them: whoever refuses, runs out of
+    memory or is interrupted leaves the gradients from before the block.
 
-    Args:
-        sessions: The optimizers of the block, each after ``begin_backward``.
-        scaler: By whose scale the loss was multiplied.
-        note: Holds that scale, and is filled with what is found.
-        is_reduced: Whether all gradients have certainly been reduced over ranks.
-
-    Returns:
-        float32 scalar, not zero if any new gradient overflowed; ``None`` if nobody looked. The
-        scaler has yet to be told.
-
-    Mutates:
-        Gradients.
+    Returns a float32 scalar, not zero if any new gradient overflowed, which the scaler has yet to
+    be told; ``None`` if nobody looked. ``note`` holds the scale and is filled with what is found;
+    ``is_reduced`` says that all gradients have certainly been reduced over ranks.
     """
     try:
         for session in sessions:
@@ -420,11 +410,7 @@ def as_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
 
 
 def common_engine(optimizers: Sequence[Any]) -> Engine:
-    """Return the one engine that owns all ``optimizers``.
-
-    Raises:
-        PreampStateError: One of them has none, or they belong to different engines.
-    """
+    """Return the one engine that owns all ``optimizers``."""
     engines = [find_engine(optimizer) for optimizer in optimizers]
     first = engines[0]
     for optimizer, engine in zip(optimizers, engines, strict=True):

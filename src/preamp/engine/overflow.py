@@ -105,24 +105,18 @@ class Watched(Protocol):
 
 @dataclass(slots=True, eq=False)
 class GradientNote:
-    """Device-side findings about one backward; read only if the step turns out to be skipped.
-
-    Attributes:
-        loss_id: Which loss.
-        loss_finite: Bool scalar tensor, whether the unscaled loss was finite, and those before it
-            whose gradients were left scaled.
-        scale: float32 scalar tensor, the scale it was multiplied by.
-        watched: What was seen of the modules, if they were watched.
-        found_inf: Per optimizer, float32 scalar, not zero if a gradient overflowed on any rank.
-        found: Per optimizer, parameters, the largest magnitude of each one's gradient, and the
-            largest finite one, or nan, where it is known.
-    """
+    """Device-side findings about one backward; read only if the step turns out to be skipped."""
 
     loss_id: int
+    # Bool scalar tensor, whether the unscaled loss was finite, and those before it whose gradients
+    # were left scaled
     loss_finite: torch.Tensor
-    scale: torch.Tensor
-    watched: Watched | None = None
+    scale: torch.Tensor  # float32 scalar tensor, the scale it was multiplied by
+    watched: Watched | None = None  # what was seen of the modules, if they were watched
+    # Per optimizer, float32 scalar, not zero if a gradient overflowed on any rank
     found_inf: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    # Per optimizer, parameters, the largest magnitude of each one's gradient, and the largest
+    # finite one, or nan, where it is known
     found: list[tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None]] = field(
         default_factory=list[tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None]]
     )
@@ -137,13 +131,8 @@ class GradientNote:
     ) -> None:
         """Note the gradients of one optimizer; nothing where they are known to be finite.
 
-        Where the host is near, gradients that overflowed are read once more, since they may be
-        gone when somebody asks.
-
-        Args:
-            params: Parameters of the model.
-            grads: Their gradients, still scaled. Not kept.
-            census: What was found in these.
+        Where the host is near, gradients that overflowed are read once more, since they may be gone
+        when somebody asks. They are still scaled, and not kept.
         """
         max_abs, max_finite = census.max_abs, census.max_finite
         if max_abs is None:
@@ -178,13 +167,8 @@ def find_cause(
 ) -> OverflowCause:
     """Return the cause of a skipped step: the first overflowing backward. Synchronises.
 
-    Args:
-        notes: Of the backwards since the last step, oldest first; none if the overflow was read
-            from a checkpoint.
-        step: Number of the skipped step.
-        scales: The loss scales now, by loss.
-        name_of: Names parameters.
-        order: Of the gradients in a backward, where it is known.
+    ``notes`` are of the backwards since the last step, oldest first; there are none if the overflow
+    was read from a checkpoint. ``scales`` are those of now, by loss.
     """
     if not notes:
         return OverflowCause(

@@ -30,8 +30,7 @@ def check_outside_blocks(engine: Engine, what: str) -> None:
 def pending_state(engine: Engine) -> dict[str, Any]:
     """Return everything but weights, gradients and optimizers' state. Synchronises.
 
-    Raises:
-        PreampStateError: A gradient was changed while a loss scale was on it.
+    Raises `PreampStateError` if a gradient was changed while a loss scale was on it.
     """
     engine.ledger.settle(wait=True)
     sessions = list(engine.sessions.values())
@@ -153,12 +152,8 @@ def drop_pending(engine: Engine) -> None:
 def prepare_pending(engine: Engine, state: Mapping[str, Any]) -> Apply:
     """Read what `pending_state` returned, and return what applies it; nothing changes before.
 
-    Args:
-        engine: Of the same optimizers, with their gradients as they were when `Apply` is called.
-        state: Plain data; its tensors are used as they are.
-
-    Raises:
-        KeyError, TypeError, ValueError, IndexError: ``state`` does not fit the engine.
+    Gradients must be as they were when that is called. Raises ``KeyError``, ``TypeError``,
+    ``ValueError`` or ``IndexError`` if ``state`` does not fit the engine.
     """
     sessions = list(engine.sessions.values())
     scalers = [

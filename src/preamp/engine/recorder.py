@@ -31,13 +31,7 @@ from preamp.scaling import LossScaler
 
 
 class Recorder:
-    """Listens to an engine and adds records to its history.
-
-    Attributes:
-        history: Where the records are.
-        recording: Which ones are made.
-        inventory: Tells what the engine holds and has cast, or ``None``.
-    """
+    """Listens to an engine and adds records to its history."""
 
     def __init__(
         self,
@@ -50,13 +44,7 @@ class Recorder:
     ) -> None:
         """Record nothing yet.
 
-        Args:
-            history: Gets the records.
-            recording: Which ones.
-            meter: Measures.
-            scalers: Of the engine, by loss.
-            sessions: Of the engine, in the order of the optimizers.
-            lock: The ledger's: outcomes and records may be asked for on another thread.
+        The lock is the ledger's: outcomes and records may be asked for on another thread.
         """
         self._lock = lock
         # Without losses (``num_losses=0``) there is nothing that a graph could hold.
@@ -70,6 +58,7 @@ class Recorder:
         }
         self._waiting: deque[tuple[Steps, Called]] = deque()
         self._follows_a_run = False
+        # Tells what the engine holds and has cast, or ``None``
         self.inventory: Inventory | None = None
         self._has_memory = False
 
@@ -238,9 +227,8 @@ class Recorder:
     def flush(self, *, wait: bool = False, late: bool = False) -> None:
         """Make the records that can be made, in order.
 
-        Args:
-            wait: Wait for their numbers. Synchronises.
-            late: Also for those of devices that cannot tell whether they have come.
+        To ``wait`` for their numbers synchronises. ``late`` ones are of devices that cannot tell
+        whether they have come.
         """
         full = self.recording.numerics == "full"
         failure: Exception | None = None

@@ -15,19 +15,12 @@ Numerics = Literal["off", "light", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The decisions about what is told of a run.
+    """The decisions about what is told of a run."""
 
-    Attributes:
-        verbosity: 0 prints nothing, 1 also each skipped step, 2 also each cast.
-        numerics: Which statistics of tensors are taken.
-        every: They are taken at the first step and every so many steps after it.
-        path: File that records go to, or ``None``.
-    """
-
-    verbosity: int = 0
+    verbosity: int = 0  # 0 prints nothing, 1 also each skipped step, 2 also each cast
     numerics: Numerics = "off"
-    every: int = 100
-    path: Path | None = None
+    every: int = 100  # they are taken at the first step and every so many steps after it
+    path: Path | None = None  # file that records go to, or ``None``
 
     @property
     def takes_steps(self) -> bool:
@@ -44,12 +37,7 @@ OFF = Recording()
 
 
 def make_recording(verbosity: Any, numerics: Any, every: Any, history: Any) -> Recording:
-    """Check the arguments of ``initialize``.
-
-    Raises:
-        TypeError: ``history`` is no path, or ``verbosity`` no number.
-        ValueError: ``numerics`` or ``every`` cannot be used, or ``history`` is a folder.
-    """
+    """Check the arguments of ``initialize``."""
     if numerics not in get_args(Numerics):
         raise bad_value(
             f"numerics={numerics!r} is not known",

@@ -23,10 +23,9 @@ _FIRST_FORM = "FullyShardedDataParallel"
 def check_fits(models: Sequence[nn.Module], policy: Policy, splits: Splits) -> None:
     """Refuse what the models were sharded with if it contradicts the level. Changes nothing.
 
-    Raises:
-        PreampStateError: A ``MixedPrecisionPolicy`` gathers weights in another dtype than the one
-            that the level gives them or computes in; or a model is in the first form of FSDP,
-            whose parameters are plain tensors that do not tell which ranks have the rest.
+    A ``MixedPrecisionPolicy`` may gather weights in another dtype than the one that the level gives
+    them or computes in. In the first form of FSDP parameters are plain tensors, which do not tell
+    which ranks have the rest.
     """
     parts = [part for model in models for part in model.modules()]
     kinds = {kind.__name__ for part in parts for kind in type(part).__mro__}
@@ -55,11 +54,7 @@ def check_fits(models: Sequence[nn.Module], policy: Policy, splits: Splits) -> N
 
 
 def check_groups(models: Sequence[nn.Module]) -> None:
-    """Refuse groups whose weights have several dtypes after the cast; torch could not gather them.
-
-    Raises:
-        PreampStateError: Naming one parameter of each dtype.
-    """
+    """Refuse groups with weights of several dtypes after the cast; torch could not gather them."""
     for model in models:
         for dtypes, params in fsdp.dtypes_of_groups(model):
             if len(dtypes) > 1:
@@ -77,9 +72,6 @@ class Unreduced:
 
     They lie inside ``fully_shard``, multiplied by the scale of their backward, until a later one
     adds to them and reduces all. That one must have the same scale.
-
-    Attributes:
-        models: Those with sharded parts; without any there is nothing to follow.
     """
 
     def __init__(
@@ -93,17 +85,14 @@ class Unreduced:
             p for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]
         ]
         reductions.on_forward = self.check_forward
+        # Those with sharded parts; without any there is nothing to follow
         self.models = [model for model in models if fsdp.has_sharded_parts(model)]
         self._plain = [] if self.models else [*models]
         self._has_params = any(not is_sharded(param) for param in params)
         self._scale: tuple[LossScaler, int] | None = None
 
     def begin(self, scaler: LossScaler) -> None:
-        """A block with ``scaler`` begins.
-
-        Raises:
-            PreampStateError: There are gradients with another scale.
-        """
+        """A block with ``scaler`` begins; refused if there are gradients with another scale."""
         if not self.models or self._scale is None or not self._is_held():
             self._scale = None
         elif self._scale != (scaler, scaler.generation):
@@ -129,8 +118,7 @@ class Unreduced:
     def check_forward(self) -> None:
         """Refuse models that were sharded after their optimizers had been given to initialize.
 
-        Raises:
-            PreampStateError: The optimizers update parameters that the models do not have any more.
+        The optimizers would update parameters that the models do not have any more.
         """
         if self._has_params and any(map(fsdp.is_fully_sharded, self._plain)):
             raise bad_state(

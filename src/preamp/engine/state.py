@@ -36,11 +36,7 @@ def scalers_state(engine: EngineCore) -> dict[str, Any]:
 
 
 def read_scalers(engine: EngineCore, state: Mapping[str, Any]) -> list[tuple[int, int, int]]:
-    """Check that ``state`` fits, and return the counters of each optimizer if there are any.
-
-    Raises:
-        ValueError: See `Engine.load_state_dict`.
-    """
+    """Check that ``state`` fits, and return the counters of each optimizer if there are any."""
     wanted = [f"{_PREFIX}{index}" for index in range(len(engine.scalers))]
     missing = [key for key in wanted if key not in state]
     extra = [key for key in state if key not in wanted and key not in _OWN_KEYS]
@@ -57,14 +53,7 @@ def read_scalers(engine: EngineCore, state: Mapping[str, Any]) -> list[tuple[int
 
 
 def load_scalers(engine: EngineCore, state: Mapping[str, Any]) -> bool:
-    """Set scalers by the number in their key, and the counters if there are any.
-
-    Returns:
-        Whether there were.
-
-    Raises:
-        ValueError: See `Engine.load_state_dict`.
-    """
+    """Set scalers by the number in their key, and the counters; whether there were any."""
     counts = read_scalers(engine, state)
     for index, scaler in enumerate(engine.scalers):
         scaler.load_state_dict(state[f"{_PREFIX}{index}"])

@@ -19,38 +19,25 @@ from preamp.scaling import LossScaler
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Look:
-    """Statistics of one backward's gradients, and of the weights after the step.
+    """Statistics of one backward's gradients, and of the weights after the step."""
 
-    Attributes:
-        loss_id: Whose backward.
-        readings: Of the tensors.
-        copies: Their numbers.
-    """
-
-    loss_id: int
-    readings: list[Reading]
+    loss_id: int  # whose backward
+    readings: list[Reading]  # of the tensors
     copies: HostCopies = field(default_factory=HostCopies)
 
 
 @dataclass(slots=True, eq=False)
 class Coming:
-    """What is known of a step before ``optimizer.step`` is over.
+    """What is known of a step before ``optimizer.step`` is over."""
 
-    Attributes:
-        losses: Scalars, by loss id.
-        norm: Scalar, or ``None``.
-        looks: Statistics, by loss id.
-        before: The half weights before the step; see `Meter.before`.
-        memory: What was held before the step, or ``None``.
-        has_gradients: Whether the latest backward left any.
-    """
-
+    # Scalars, by loss id
     losses: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     norm: torch.Tensor | None = None
-    looks: dict[int, Look] = field(default_factory=dict[int, Look])
+    looks: dict[int, Look] = field(default_factory=dict[int, Look])  # statistics, by loss id
+    # The half weights before the step; see `Meter.before`
     before: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-    memory: MemoryRecord | None = None
-    has_gradients: bool = False
+    memory: MemoryRecord | None = None  # what was held before the step, or ``None``
+    has_gradients: bool = False  # whether the latest backward left any
 
     def call(self, optimizer: torch.optim.Optimizer, scalers: Sequence[LossScaler]) -> Called:
         """``optimizer.step`` is over: send off what is known. Does not synchronise."""
@@ -75,27 +62,16 @@ class Coming:
 
 @dataclass(slots=True, eq=False)
 class Called:
-    """A call of ``optimizer.step`` whose records are still to be made.
+    """A call of ``optimizer.step`` whose records are still to be made."""
 
-    Attributes:
-        copies: The numbers below.
-        looks: Statistics, with theirs.
-        losses: Places of the losses among the copies, by loss id.
-        scales: Places of the loss scales.
-        norm: Place of the norm, or ``None``.
-        lr: Place of the learning rate, or ``None``.
-        number: Of the step, once its outcome is known.
-        is_skipped: Whether it was not taken; ``None`` while that is not known.
-    """
-
-    copies: HostCopies
-    looks: list[Look]
-    losses: dict[int, int]
-    scales: dict[int, int]
-    norm: int | None
-    lr: int | None
-    number: int = 0
-    is_skipped: bool | None = None
+    copies: HostCopies  # the numbers below
+    looks: list[Look]  # statistics, with theirs
+    losses: dict[int, int]  # places of the losses among the copies, by loss id
+    scales: dict[int, int]  # places of the loss scales
+    norm: int | None  # place of the norm, or ``None``
+    lr: int | None  # place of the learning rate, or ``None``
+    number: int = 0  # of the step, once its outcome is known
+    is_skipped: bool | None = None  # whether it was not taken; ``None`` while that is not known
 
     def have_come(self, *, late: bool) -> bool:
         """Whether the numbers are there; see `HostCopies.have_come`."""
@@ -107,12 +83,7 @@ class Called:
             yield look.copies
 
     def records(self, optimizer: int, *, with_histograms: bool) -> Iterator[Record]:
-        """Make the records. Waits for the numbers.
-
-        Args:
-            optimizer: Its index.
-            with_histograms: Whether statistics keep all exponents.
-        """
+        """Make the records. Waits for the numbers."""
         number = self.copies.number
         is_skipped = self.is_skipped is True
         yield StepRecord(
@@ -136,18 +107,12 @@ class Called:
 
 @dataclass(slots=True, eq=False)
 class Steps:
-    """What the recorder knows of one optimizer.
+    """What the recorder knows of one optimizer."""
 
-    Attributes:
-        index: Its place in the engine.
-        session: Its session.
-        coming: The step that is being prepared.
-        called: Steps whose outcome is not known yet, oldest first.
-    """
-
-    index: int
+    index: int  # its place in the engine
     session: OptimizerSession
-    coming: Coming = field(default_factory=Coming)
+    coming: Coming = field(default_factory=Coming)  # the step that is being prepared
+    # Steps whose outcome is not known yet, oldest first
     called: deque[Called] = field(default_factory=deque[Called])
 
     @property

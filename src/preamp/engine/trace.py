@@ -32,12 +32,7 @@ _COMPILED = "CompiledFunctionBackward"  # autograd's node of a graph that torch.
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """What a backward's note keeps of the watching.
-
-    Attributes:
-        observation: Of the step.
-        backward: Number of the backward.
-    """
+    """What a backward's note keeps of the watching."""
 
     observation: Observation
     backward: int
@@ -67,12 +62,7 @@ class _Stack(threading.local):
 
 
 class Tracer:
-    """Watches the modules of an engine's models while it is armed.
-
-    Attributes:
-        observation: Of the step under way.
-        stack: Forwards under way.
-    """
+    """Watches the modules of an engine's models while it is armed."""
 
     def __init__(self, models: Iterable[nn.Module], events: Events) -> None:
         """Watch nothing yet; ``events`` tell of backwards and steps while it is armed."""
@@ -87,7 +77,7 @@ class Tracer:
         self._stays = False
         self._backward = 1
         self.observation = Observation()
-        self.stack = _Stack()
+        self.stack = _Stack()  # forwards under way
 
     @property
     def is_armed(self) -> bool:
@@ -95,11 +85,7 @@ class Tracer:
         return bool(self._handles)
 
     def arm(self, *, stays: bool = False) -> None:
-        """Put hooks on all modules, if there are none.
-
-        Args:
-            stays: Leave them there after an overflow too.
-        """
+        """Put hooks on all modules, if there are none; they may stay after an overflow too."""
         self._stays = self._stays or stays
         if self.is_armed:
             return

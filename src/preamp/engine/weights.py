@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 def exact_value(self: EngineCore, half: torch.Tensor) -> torch.Tensor | None:
     """Return the float32 value of ``half``, with what was written to it from outside.
 
-    Raises:
-        PreampStateError: This rank has a part of it only; see `Holding.value`.
+    Raises `PreampStateError` where this rank has a part of it only; see `Holding.value`.
     """
     twin = twin_of(half, self.sessions.values())
     if twin is None:
@@ -43,10 +42,9 @@ def exact_value(self: EngineCore, half: torch.Tensor) -> torch.Tensor | None:
 
 
 def load_exact(self: EngineCore, half: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
-    """Set the master of ``half``, or this rank's part of it.
+    """Set the master of ``half``, or this rank's part of it; return what to round into ``half``.
 
-    Returns:
-        What to round into ``half``; ``None`` if it has no master, or ``value`` another shape.
+    That is ``None`` if it has no master, or ``value`` another shape.
     """
     twin = twin_of(half, self.sessions.values())
     if twin is None or value.shape != half.shape:
