@@ -8,7 +8,7 @@ from preamp.policy import APEX_OPTIONS, Policy
 
 
 def announce(default: Policy, policy: Policy, verbosity: int) -> None:
-    """Print the level, its defaults, and what the overrides X"""
+    """Print the level, its defaults, and what overrides made of them; nothing at verbosity 0."""
     if verbosity <= 0:
         return
     say(f"Selected optimization level {policy.brief}\n")

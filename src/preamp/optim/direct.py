@@ -25,14 +25,10 @@ def _beside(factor: Factor, grad: torch.Tensor) -> Factor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DirectMemo:
-    """What is known of gradients besides these, to go on in another process.
+    """What is known of gradients besides these, to go on in another process."""
 
-    Attributes:
-        untouched: Indices of the parameters whose gradient is as the latest merge left it.
-        aside: Index, gradient, and whether it is carried, of what is set aside.
-    """
-
-    untouched: list[int]
+    untouched: list[int]  # indices of the parameters whose gradient is as the latest merge left it
+    # Index, gradient, and whether it is carried, of what is set aside
     aside: list[tuple[int, torch.Tensor, bool]]
 
 
@@ -157,14 +153,11 @@ class DirectGradients:
         *,
         may_be_overwritten: bool = False,
     ) -> None:
-        """Begin a backward.
+        """Begin a backward. Mutates ``grad`` of ``params``: ``None``, or multiplied in place.
 
-        Args:
-            params: Parameters that may get a gradient; their ``grad`` is mutated: ``None``, or
-                multiplied in place.
-            carry: Scale of the coming backward if earlier gradients stay where they are.
-            carry_wide: The same for those that are not half.
-            may_be_overwritten: Whether a hook may write to the memory that gradients lie in.
+        ``carry`` is the scale of the coming backward if earlier gradients stay where they are,
+        ``carry_wide`` the same for those that are not half. ``may_be_overwritten`` says that a hook
+        may write to the memory that gradients lie in.
         """
         scaled: dict[Factor, list[torch.Tensor]] = {}
         try:
@@ -234,12 +227,7 @@ class DirectGradients:
         self._placeholders.forget()
 
     def merge(self, params: Parameters, factor: Factor | None) -> None:
-        """Unscale the new gradients and add the old ones: ``grad = grad * factor + aside``.
-
-        Args:
-            params: Parameters whose backward has ended; their ``grad`` is mutated in place.
-            factor: float32 scalar, or ``None`` where there is nothing to unscale.
-        """
+        """Unscale new gradients and add old ones, in place: ``grad = grad * factor + aside``."""
         news: list[torch.Tensor] = []
         olds: list[torch.Tensor | None] = []
         for param in params:

@@ -16,25 +16,15 @@ DTYPES = (*HALF_DTYPES, torch.float32)
 
 
 class FlatGroup(WeightPairs):
-    """A parameter group in two buffers of shape ``(n,)``; the rows are views of both.
-
-    Attributes:
-        params: The model's parameters; their data are views of ``flat``.
-        flat: Their values, in their dtype.
-        master: float32 parameter, what the optimizer updates.
-    """
+    """A parameter group in two buffers of shape ``(n,)``; the rows are views of both."""
 
     def __init__(self, params: Sequence[torch.Tensor], ops: Ops) -> None:
-        """Lay ``params`` out in one buffer. Mutates their ``data``.
-
-        Args:
-            params: Of one dtype and device, see `check_group`; may be empty.
-            ops: Back end for the arithmetic.
-        """
+        """Lay ``params``, accepted by `check_group`, out in one buffer. Mutates their ``data``."""
         super().__init__(ops)
-        self.params = self.halves
+        self.params = self.halves  # the model's parameters; their data are views of ``flat``
         pieces = [param.detach().reshape(-1) for param in params]
-        self.flat = torch.cat(pieces) if pieces else torch.zeros(0)
+        self.flat = torch.cat(pieces) if pieces else torch.zeros(0)  # their values, in their dtype
+        # Float32 parameter, what the optimizer updates
         self.master = torch.nn.Parameter(self.flat.to(torch.float32, copy=True))
         sizes = [param.numel() for param in params]
         self._views: list[list[torch.Tensor]] = []
@@ -48,11 +38,7 @@ class FlatGroup(WeightPairs):
     # -- writes from outside -------------------------------------------------------------------
 
     def check_bound(self) -> None:
-        """Refuse parameters that left for another dtype or device.
-
-        Raises:
-            PreampStateError: One did.
-        """
+        """Refuse parameters that left for another dtype or device."""
         for param in self.params:
             if (param.dtype, param.device) != (self.flat.dtype, self.flat.device):
                 raise bad_state(
@@ -79,10 +65,9 @@ class FlatGroup(WeightPairs):
     # -- gradients -----------------------------------------------------------------------------
 
     def flat_gradient(self) -> torch.Tensor | None:
-        """Return all gradients as one tensor ``(n,)``, still scaled.
+        """All gradients as one tensor ``(n,)``, still scaled; ``None`` if there is none.
 
-        Returns:
-            Zeros where a parameter has none; ``None`` if none has any.
+        Zeros where a parameter has none.
         """
         if all(param.grad is None for param in self.params):
             return None
@@ -102,11 +87,7 @@ def _dense(param: torch.Tensor) -> torch.Tensor:
 
 
 def check_group(params: Sequence[torch.Tensor], index: int) -> None:
-    """Refuse a group that does not fit into one buffer.
-
-    Raises:
-        TypeError: Dtypes or devices differ, or the dtype cannot be trained.
-    """
+    """Refuse a group that does not fit into one buffer."""
     kinds = sorted({f"{param.dtype} on {param.device}" for param in params})
     if len(kinds) > 1 or any(param.dtype not in DTYPES for param in params):
         raise bad_type(

@@ -39,9 +39,8 @@ _NOT_ELEMENTWISE = (
 def check_elementwise(optimizer: Any) -> None:
     """Refuse optimizers that would compute something else on a flat parameter.
 
-    Raises:
-        TypeError: Its update of an element depends on the parameter's shape or other elements.
-        PreampStateError: It has state, which belongs to the parameters one by one.
+    Their update of an element depends on the parameter's shape or other elements, or they have
+    state, which belongs to the parameters one by one.
     """
     if isinstance(optimizer, _NOT_ELEMENTWISE):
         raise bad_type(
@@ -59,12 +58,7 @@ def check_elementwise(optimizer: Any) -> None:
 
 
 def check_scale_arguments(static_scale: float, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the options of a dynamic scale, completed.
-
-    Raises:
-        TypeError: An option is not known.
-        ValueError: A number cannot be used.
-    """
+    """Return the options of a dynamic scale, completed."""
     unknown = sorted(set(options or {}) - set(DEFAULTS))
     if unknown:
         raise bad_type(
@@ -96,11 +90,7 @@ def is_usable(value: Any) -> bool:
 def check_groups_unchanged(
     groups: Sequence[Mapping[str, Any]], masters: Sequence[torch.Tensor]
 ) -> None:
-    """Refuse groups that were added or changed behind the wrapper.
-
-    Raises:
-        PreampStateError: The inner optimizer has other parameters than the masters.
-    """
+    """Refuse groups that were added or changed behind the wrapper."""
     found = [list(group["params"]) for group in groups]
     if [list(map(id, params)) for params in found] != [[id(master)] for master in masters]:
         raise bad_state(

@@ -25,30 +25,15 @@ DYNAMIC_KEYS = ("last_overflow_iter", "scale_factor", "scale_window")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """A state that fits.
+    """A state that fits."""
 
-    Attributes:
-        fields: The optimizer's attributes by name.
-        optimizer: State of the inner optimizer.
-        masters: One for each group.
-    """
-
-    fields: dict[str, Any]
+    fields: dict[str, Any]  # the optimizer's attributes by name
     optimizer: dict[str, Any]
-    masters: list[torch.Tensor]
+    masters: list[torch.Tensor]  # one for each group
 
 
 def read(state: Mapping[str, Any], own: Sequence[torch.Tensor]) -> SavedState:
-    """Check a state against the optimizer it is for.
-
-    Args:
-        state: What ``state_dict`` returned, here or in Apex.
-        own: The optimizer's masters.
-
-    Raises:
-        TypeError: ``state`` is not a mapping.
-        ValueError: It lacks an entry, or does not fit.
-    """
+    """Check a ``state``, of here or of Apex, against the masters of the optimizer it is for."""
     check_mapping(state)
     needed = (*KEYS, *(DYNAMIC_KEYS if state.get("dynamic_loss_scale") else ()))
     missing = [key for key in needed if key not in state]

@@ -19,12 +19,7 @@ def mark_wrapped(optimizer: Any) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse what cannot be wrapped.
-
-    Raises:
-        TypeError: Not an optimizer.
-        PreampStateError: It has masters and loss scaling already, or is inside a wrapper.
-    """
+    """Refuse what cannot be wrapped."""
     if hasattr(optimizer, "clip_master_grads") or hasattr(optimizer, "fp16_groups"):
         raise bad_state(
             f"init_optimizer is a {type(optimizer).__name__} already",
@@ -52,11 +47,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_loss(loss: object) -> None:
-    """Refuse what has no backward.
-
-    Raises:
-        TypeError: ``loss`` is not a floating tensor.
-    """
+    """Refuse what has no backward."""
     if not (isinstance(loss, torch.Tensor) and loss.is_floating_point()):
         kind = loss.dtype if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise bad_type(
@@ -86,11 +77,7 @@ def closure_without_backward() -> PreampStateError:
 
 
 def check_mapping(state: object) -> None:
-    """Refuse a state that is not a dict.
-
-    Raises:
-        TypeError: It is not.
-    """
+    """Refuse a state that is not a dict."""
     if not hasattr(state, "keys"):
         raise bad_type(
             f"load_state_dict got a {type(state).__name__}",

@@ -19,21 +19,17 @@ _DIRECT = (torch.float32, torch.float64)
 
 
 class HalfParams:
-    """Parameters by what becomes of them; all lists run parallel to ``param_groups``.
-
-    Attributes:
-        fp16_groups: The model's half parameters.
-        fp32_from_fp16_groups: Their masters, which the optimizer has in their place.
-        fp32_from_fp32_groups: Parameters that the optimizer updates itself.
-    """
+    """Parameters by what becomes of them; all lists run parallel to ``param_groups``."""
 
     def __init__(self, optimizer: Any, ops: Ops) -> None:
         """Make masters for what is trainable now."""
         self._optimizer = optimizer
         self._known: set[int] = set()
         self._pairs = WeightPairs(ops)
-        self.fp16_groups: list[Params] = []
+        self.fp16_groups: list[Params] = []  # the model's half parameters
+        # Their masters, which the optimizer has in their place
         self.fp32_from_fp16_groups: list[Params] = []
+        # Parameters that the optimizer updates itself
         self.fp32_from_fp32_groups: list[Params] = []
         self.adopt()
 
@@ -57,10 +53,8 @@ class HalfParams:
     def adopt(self) -> None:
         """Take in the trainable parameters that are new to the optimizer, or newly trainable.
 
-        Without this a parameter unfrozen later would be updated by its scaled gradient.
-
-        Raises:
-            TypeError: One has a dtype that cannot be trained; nothing was taken in.
+        Without this a parameter unfrozen later would be updated by its scaled gradient. If one has
+        a dtype that cannot be trained, nothing is taken in.
         """
         news = list(self._new_params())
         for _, _, param in news:
@@ -106,9 +100,6 @@ class HalfParams:
         """Let the masters see what was written to half parameters since `write_halves`.
 
         Loading a model, clipping weights and ``p.data = …`` count; writes *through* ``p.data``
-        leave no trace in torch.
-
-        Raises:
-            PreampStateError: A half parameter is not half any more.
+        leave no trace in torch. A half parameter that is not half any more is refused.
         """
         self._pairs.absorb()

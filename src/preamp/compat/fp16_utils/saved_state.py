@@ -26,34 +26,17 @@ Groups = Sequence[Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """A state that fits.
-
-    Attributes:
-        scaler: The loss scaler.
-        overflow: Whether the latest gradients overflowed.
-        first_closure_call: Whether no closure was running.
-        optimizer: State of the inner optimizer.
-        masters: All masters, in order.
-    """
+    """A state that fits."""
 
     scaler: ScalerState
-    overflow: bool
-    first_closure_call: bool
+    overflow: bool  # whether the latest gradients overflowed
+    first_closure_call: bool  # whether no closure was running
     optimizer: dict[str, Any]
-    masters: list[torch.Tensor]
+    masters: list[torch.Tensor]  # all masters, in order
 
 
 def read(state: Mapping[str, Any], own: Groups) -> SavedState:
-    """Check a state against the optimizer it is for.
-
-    Args:
-        state: What ``state_dict`` returned, here or in Apex.
-        own: The optimizer's masters by group.
-
-    Raises:
-        TypeError: ``state`` is not a mapping.
-        ValueError: It lacks an entry, or does not fit.
-    """
+    """Check a ``state``, of here or of Apex, against the masters of the optimizer it is for."""
     check_mapping(state)
     missing = [key for key in KEYS if key not in state]
     if missing:

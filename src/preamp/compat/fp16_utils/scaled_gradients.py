@@ -18,9 +18,6 @@ class ScaledGradients:
     Gradients on half parameters stay scaled, so that autograd can go on adding to them; their
     masters get the unscaled sum. A gradient on a float32 parameter is the one the optimizer uses:
     what was unscaled already steps aside while a backward runs and is added afterwards.
-
-    Attributes:
-        is_pending: Whether a backward ran whose gradients have not reached the masters.
     """
 
     def __init__(self, params: HalfParams, ops: Ops) -> None:
@@ -30,14 +27,11 @@ class ScaledGradients:
         self._direct = DirectGradients(ops)
         self._scale: float | None = None
         self._unscaled: dict[int, tuple[torch.Tensor, int]] = {}
+        # Whether a backward ran whose gradients have not reached the masters
         self.is_pending = False
 
     def begin(self, scale: float) -> None:
-        """Prepare for a backward of the loss times ``scale``. Mutates gradients.
-
-        Args:
-            scale: What the loss is multiplied by.
-        """
+        """Prepare for a backward of the loss times ``scale``. Mutates gradients."""
         if not self.is_pending:
             self._direct.set_aside(self._params.directs)
         raw = self._params.halves + (self._params.directs if self.is_pending else [])
@@ -52,14 +46,9 @@ class ScaledGradients:
     def finish(self, scale: float, note: GradientNote | None) -> torch.Tensor | None:
         """Bring the masters' and the float32 parameters' gradients up to date.
 
-        Args:
-            scale: The current loss scale; counts for gradients of a backward that went past
-                `begin`.
-            note: Gets the largest magnitudes; ``None`` if overflow is not looked for.
-
-        Returns:
-            ``found_inf`` of the census, float32 scalar, or ``None`` without one. Does not
-            synchronise.
+        ``scale`` is the current one; it counts for gradients of a backward that went past `begin`.
+        ``note`` gets the largest magnitudes; without one overflow is not looked for. Returns
+        ``found_inf`` of that census, a float32 scalar, or ``None``. Does not synchronise.
         """
         if self.is_pending and self._scale is not None:
             scale = self._scale

@@ -24,16 +24,8 @@ def make_scaler(
 ) -> LossScaler:
     """Make a scaler from the arguments of Apex's constructor.
 
-    It lives on the host, where the one value that a step reads arrives anyway.
-
-    Args:
-        static_scale: The scale, unless ``dynamic``.
-        dynamic: Whether to react to overflows.
-        options: ``dynamic_loss_args``; ignored unless ``dynamic``, as in Apex.
-
-    Raises:
-        TypeError: An option is not known.
-        ValueError: A number cannot be used.
+    It lives on the host, where the one value that a step reads arrives anyway. As in Apex
+    ``options``, the ``dynamic_loss_args``, are ignored unless ``dynamic``.
     """
     if not dynamic:
         return scaler_from(_state(static_scale, dynamic=False, options=_DEFAULTS))
@@ -76,11 +68,7 @@ def scaler_from(state: ScalerState) -> LossScaler:
 
 
 def set_scale(scaler: LossScaler, value: float) -> None:
-    """Set the scale by hand.
-
-    Raises:
-        ValueError: ``value`` is not a finite number above 0.
-    """
+    """Set the scale by hand."""
     scaler.set_scale(plain_loss_scaler({**state_of(scaler), "loss_scale": value})["loss_scale"])
 
 

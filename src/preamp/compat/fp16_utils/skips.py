@@ -21,20 +21,15 @@ MAX_SKIPS = OPT_LEVELS["O2"].max_consecutive_skips or 50
 
 
 class Skips:
-    """Counts steps, tells of those not taken, and gives up where scaling cannot go on.
-
-    Attributes:
-        in_row: Skipped steps since the last one taken.
-        note: What the latest backward found.
-    """
+    """Counts steps, tells of those not taken, and gives up where scaling cannot go on."""
 
     def __init__(self, optimizer: Any) -> None:
         """Start counting for ``optimizer``."""
         self._optimizer = optimizer
         self._name_of = ParameterNames((), (optimizer,)).of
         self._steps = 0
-        self.in_row = 0
-        self.note: GradientNote | None = None
+        self.in_row = 0  # skipped steps since the last one taken
+        self.note: GradientNote | None = None  # what the latest backward found
 
     def watch(self, loss: torch.Tensor, scaler: LossScaler) -> None:
         """Note what the coming backward starts from. Does not synchronise."""
@@ -50,11 +45,7 @@ class Skips:
         self.note = None
 
     def skipped(self, scaler: LossScaler) -> None:
-        """Tell of a step that was not taken. Synchronises.
-
-        Raises:
-            LossScaleError: The scale reached its built-in minimum, or too many were skipped.
-        """
+        """Tell of a step that was not taken; see `check_limits`. Synchronises."""
         self._steps += 1
         self.in_row += 1
         note, self.note = self.note, None

@@ -24,12 +24,7 @@ from preamp.scaling import LossScaler
 
 
 def check_owner(optimizer: Any) -> None:
-    """Refuse what a handle cannot scale for.
-
-    Raises:
-        TypeError: Not an optimizer.
-        PreampStateError: It scales by itself.
-    """
+    """Refuse what a handle cannot scale for."""
     if not hasattr(optimizer, "param_groups"):
         raise bad_type(
             f"scale_loss of a handle got a {type(optimizer).__name__} for an optimizer",
@@ -56,17 +51,9 @@ def scaled_backward(
 ) -> Generator[tuple[torch.Tensor, Callable[[], bool]]]:
     """Scale ``loss``; after the block unscale the gradients, add the earlier ones and adjust.
 
-    If the body raises, the gradients from before are restored and the scale stays.
-
-    Yields:
-        The scaled loss, and a function that after the block tells whether a gradient overflowed.
-
-    Raises:
-        PreampStateError: ``optimizer`` scales by itself, or belongs to an engine that does.
-        TypeError: ``loss`` is not a floating-point tensor, or ``optimizer`` no optimizer.
-
-    Mutates:
-        Gradients and ``scaler``. Synchronises when the result is asked for.
+    If the body raises, the gradients from before are restored and the scale stays. Yields the
+    scaled loss, and a function that after the block tells whether a gradient overflowed, which
+    synchronises. Mutates gradients and ``scaler``.
     """
     check_loss(loss)
     check_owner(optimizer)

@@ -34,11 +34,8 @@ def refuse_amsgrad(kind: str, *, amsgrad: bool) -> None:
 def check_numbers(kind: str, **values: Any) -> None:
     """Raise ``ValueError`` for a hyper-parameter that is negative or nan.
 
-    Tensors are not looked at, since that would synchronise, nor is what a group must say itself.
-
-    Raises:
-        TypeError: One is no number, such as the string that YAML makes of ``1e-3``.
-        ValueError: One is negative or nan.
+    ``TypeError`` for one that is no number, such as the string that YAML makes of ``1e-3``. Tensors
+    are not looked at, since that would synchronise, nor is what a group must say itself.
     """
     for name, value in values.items():
         if isinstance(value, torch.Tensor) or value is required:
@@ -66,12 +63,7 @@ def check_betas(kind: str, betas: tuple[float, float]) -> None:
 
 
 def check_group(kind: str, group: dict[str, Any]) -> None:
-    """Check what a group says itself as the constructor checks its arguments.
-
-    Raises:
-        TypeError: An option is no number.
-        ValueError: An option is negative or nan, or betas are not in [0, 1).
-    """
+    """Check what a group says itself as the constructor checks its arguments."""
     check_numbers(kind, **{name: group[name] for name in NUMBERS if name in group})
     if "betas" in group:
         check_betas(kind, group["betas"])

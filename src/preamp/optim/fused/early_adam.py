@@ -26,19 +26,12 @@ CLIP_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyOptions:
-    """The constructor's keywords that today's FusedAdam does not have.
+    """The constructor's keywords that today's FusedAdam does not have."""
 
-    Attributes:
-        eps_inside_sqrt: Divide by ``sqrt(v + eps)``.
-        max_grad_norm: Clip each group to this norm; 0 for no clipping.
-        use_mt: Chose between kernels of equal results.
-        amp_scale_adjustment: Multiplied the loss scale of an amp that is no more.
-    """
-
-    eps_inside_sqrt: bool | None = None
-    max_grad_norm: float | None = None
-    use_mt: bool | None = None
-    amp_scale_adjustment: float | None = None
+    eps_inside_sqrt: bool | None = None  # divide by ``sqrt(v + eps)``
+    max_grad_norm: float | None = None  # clip each group to this norm; 0 for no clipping
+    use_mt: bool | None = None  # chose between kernels of equal results
+    amp_scale_adjustment: float | None = None  # multiplied the loss scale of an amp that is no more
 
     @property
     def given(self) -> list[str]:
@@ -48,8 +41,7 @@ class EarlyOptions:
     def check(self, **todays: bool) -> None:
         """Raise ``ValueError`` if options of both generations are given.
 
-        Args:
-            todays: Today's options that the early formula cannot follow, true where they are set.
+        ``todays`` are true where an option is set that the early formula cannot follow.
         """
         if not self.given:
             return
@@ -73,19 +65,14 @@ class EarlyOptions:
 
 @dataclass(frozen=True, slots=True)
 class EarlyArguments:
-    """The arguments of ``step`` that today's FusedAdam refuses.
+    """The arguments of ``step`` that today's FusedAdam refuses."""
 
-    Attributes:
-        grads: Gradients in place of the parameters' own: a flat sequence for a single group, or
-            one sequence per group. ``None`` stands for the parameter's own.
-        output_params: Tensors that get the rounded parameters, in the same form.
-        scale: Gradients are divided by it.
-        grad_norms: L2 norm of the scaled gradients of each group.
-    """
-
+    # Gradients in place of the parameters' own: a flat sequence for a single group, or one sequence
+    # per group. ``None`` stands for the parameter's own.
     grads: Any = None
-    output_params: Any = None
-    scale: float | torch.Tensor | None = None
+    output_params: Any = None  # tensors that get the rounded parameters, in the same form
+    scale: float | torch.Tensor | None = None  # gradients are divided by it
+    # L2 norm of the scaled gradients of each group
     grad_norms: Sequence[float | torch.Tensor] | None = None
 
     def given(self) -> dict[str, Any]:
@@ -96,9 +83,8 @@ class EarlyArguments:
     def entries(self, groups: Sequence[Group]) -> list[Entries]:
         """For each group the entries of the parameters that have a gradient from somewhere.
 
-        Raises:
-            ValueError: There are more or fewer lists, tensors or norms than there should be, or
-                a tensor has not its parameter's shape.
+        Raises ``ValueError`` if lists, tensors or norms do not match the groups, or a shape its
+        parameter's.
         """
         if self.grad_norms is not None and len(self.grad_norms) != len(groups):
             raise _mismatch(
@@ -156,16 +142,8 @@ def check_formula(
 ) -> None:
     """Refuse a step whose formula, arguments and state do not belong together.
 
-    Args:
-        is_early: Which formula it would follow.
-        early: Its arguments.
-        is_capturable: Whether counters lie on the device, which today's formula alone can do.
-        counts_per_group: Whether there are counters as today's formula has them.
-        counts_per_parameter: Whether there are counters as the early one has them.
-
-    Raises:
-        RuntimeError: The arguments belong to the other formula.
-        PreampStateError: The state does.
+    ``RuntimeError`` if the arguments belong to the other formula, `PreampStateError` if the state
+    does. Counters that lie on the device are today's alone, which counts per group.
     """
     names = ", ".join(early.given())
     if names and not is_early:

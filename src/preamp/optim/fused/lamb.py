@@ -129,17 +129,10 @@ class FusedLAMB(FusedOptimizer):
 
 @dataclass(frozen=True, slots=True)
 class LambPart:
-    """One call of the op.
-
-    Attributes:
-        batch: Whose.
-        lists: Parameters, gradients and moments.
-        rule: Of the group.
-        update: What it is told.
-    """
+    """One call of the op."""
 
     batch: Batch
-    lists: Sequence[list[torch.Tensor]]
+    lists: Sequence[list[torch.Tensor]]  # parameters, gradients and moments
     rule: LambRule
     update: Update
 

@@ -103,11 +103,7 @@ class FusedNovoGrad(FusedOptimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group.
-
-        Raises:
-            RuntimeError: Its ``norm_type`` is neither 2 nor 0.
-        """
+        """Add a group."""
         if isinstance(param_group, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
             _check_norm_type(param_group.get("norm_type", 2))
         super().add_param_group(param_group)
