@@ -489,7 +489,7 @@ class Work:
         self._norms = update.norms
         geometry = geometry_of(*(given if update.halves is not None else given[:-1]))
         if geometry is not None:
-            # Parameters, gradients, state of their shapes …, halves; contiguous. The places left out.
+            # Parameters, gradients, state of their shapes …, halves; what was left out.
             self.columns, self.odd, self._shapes = given, list[int](), geometry.shapes
             wide = (geometry.dtypes[_PARAM], *geometry.dtypes[_STATE : _STATE + len(state)])
         else:

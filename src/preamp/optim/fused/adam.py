@@ -17,6 +17,7 @@ from preamp.optim.fused.base import (
     FusedOptimizer,
     Group,
     Signals,
+    Work,
     batches,
     count_step,
     evaluate,
@@ -199,22 +200,19 @@ class FusedAdam(FusedOptimizer):
             if early is not None and is_early:
                 self._step_early(early)
             else:
-                self._step()
+                self._run()
         return loss
 
-    def _step(self) -> None:
-        work, signals = self._collect(), Signals.of(self)
-        if not signals.is_skip:
-            for group, entries in work:
-                step = count_step(group, signals)
-                rule = _rule(group, decoupled=self.adam_w_mode)
-                for batch in batches(entries):
-                    inv_scale, found_inf = signals.inv_scale, signals.found_inf
-                    update = batch.update(step=step, inv_scale=inv_scale, found_inf=found_inf)
-                    if self.master_weights and self._copies.wanted_for(batch.params):
-                        update = replace(update, halves=batch.params)
-                    self._update(batch, rule, update)
-        self._finish(work, signals)
+    def _take_step(self, work: Work, signals: Signals) -> None:
+        for group, entries in () if signals.is_skip else work:
+            step = count_step(group, signals)
+            rule = _rule(group, decoupled=self.adam_w_mode)
+            for batch in batches(entries):
+                inv_scale, found_inf = signals.inv_scale, signals.found_inf
+                update = batch.update(step=step, inv_scale=inv_scale, found_inf=found_inf)
+                if self.master_weights and self._copies.wanted_for(batch.params):
+                    update = replace(update, halves=batch.params)
+                self._update(batch, rule, update)
 
     @property
     def _counts_on_device(self) -> bool:

@@ -282,8 +282,12 @@ def _zeros(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
+Work = Sequence[tuple[Group, Entries]]
+"""All groups that have parameters, with the entries of those that have gradients."""
+
+
 class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
-    """Base of the optimizers in `preamp.optimizers`; implements everything but the step."""
+    """Base of the optimizers in `preamp.optimizers`; implements everything but the update."""
 
     set_grad_none: bool
     backend: str = "auto"
@@ -301,9 +305,33 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
     _wide_state: ClassVar[frozenset[str]] = frozenset()
     """State that is float32 even where the parameter is half; the rest has its dtype."""
 
-    @abc.abstractmethod
     def step(self, closure: Closure | None = None) -> Any:
-        """Update the parameters."""
+        """Update the parameters that have gradients.
+
+        Args:
+            closure: Re-evaluates the model with gradients enabled and returns the loss.
+
+        Returns:
+            The closure's loss, or ``None``.
+
+        Raises:
+            RuntimeError: A gradient is sparse or of a dtype that is not updated.
+        """
+        loss = evaluate(closure)
+        with torch.no_grad():
+            self._run()
+        return loss
+
+    def _run(self) -> None:
+        work, signals = self._collect(), Signals.of(self)
+        self._take_step(work, signals)
+        if signals.inv_scale is not None:
+            grads = [grad for _, entries in work for grad in entries.grads]
+            signals.unscale_(grads, backend(self.backend))
+
+    @abc.abstractmethod
+    def _take_step(self, work: Work, signals: Signals) -> None:
+        """Update what has been collected; gradients stay as they are."""
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; refuses what the constructor refuses."""
@@ -386,8 +414,7 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
                 if default is not REQUIRED and name != "differentiable":  # which torch puts there
                     group.setdefault(name, default)
 
-    def _collect(self) -> list[tuple[Group, Entries]]:
-        """All groups that have parameters, with the entries of those that have gradients."""
+    def _collect(self) -> Work:
         work: list[tuple[Group, Entries]] = []
         for group in self.param_groups:
             if has_sharded(group["params"]):
@@ -407,12 +434,6 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
             return
         for param, grad in zip(entries.params, entries.grads, strict=True):
             check_gradient(type(self).__name__, param, grad)
-
-    def _finish(self, work: Sequence[tuple[Group, Entries]], signals: Signals) -> None:
-        """Leave the gradients of all groups unscaled; see `Signals.unscale_`."""
-        if signals.inv_scale is not None:
-            grads = [grad for _, entries in work for grad in entries.grads]
-            signals.unscale_(grads, backend(self.backend))
 
     def _apply(
         self, batch: Batch, state: Sequence[Sequence[torch.Tensor]], rule: Rule, update: Update

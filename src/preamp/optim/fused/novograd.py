@@ -14,13 +14,12 @@ from preamp.core.tensors import local_of
 from preamp.kernels import NovoGradRule, backend
 from preamp.optim.fused.base import (
     Batch,
-    Closure,
     FusedOptimizer,
     Group,
     Signals,
+    Work,
     batches,
     count_step,
-    evaluate,
     rate_of,
 )
 from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
@@ -117,33 +116,18 @@ class FusedNovoGrad(FusedOptimizer):
         """
         super().load_state_dict(_norms_to_state(state_dict, self.param_groups))
 
-    def step(self, closure: Closure | None = None) -> Any:
-        """Update the parameters that have gradients.
-
-        Args:
-            closure: Re-evaluates the model with gradients enabled and returns the loss.
-
-        Returns:
-            The closure's loss, or ``None``.
-
-        Raises:
-            RuntimeError: A gradient is sparse or of a dtype that is not updated.
-        """
-        loss = evaluate(closure)
-        with torch.no_grad():
-            work, signals = self._collect(), Signals.of(self)
-            if not signals.is_skip:
-                steps = [count_step(group, signals) for group, _ in work]
-                parts = [
-                    (group, batch, step)
-                    for (group, entries), step in zip(work, steps, strict=True)
-                    for batch in batches(entries)
-                ]
-                norms = self._norms(parts, signals)
-                for (group, batch, step), own in zip(parts, norms, strict=True):
-                    self._update(group, batch, step, signals, own)
-            self._finish(work, signals)
-        return loss
+    def _take_step(self, work: Work, signals: Signals) -> None:
+        if signals.is_skip:
+            return
+        steps = [count_step(group, signals) for group, _ in work]
+        parts = [
+            (group, batch, step)
+            for (group, entries), step in zip(work, steps, strict=True)
+            for batch in batches(entries)
+        ]
+        norms = self._norms(parts, signals)
+        for (group, batch, step), own in zip(parts, norms, strict=True):
+            self._update(group, batch, step, signals, own)
 
     def _norms(
         self, parts: Sequence[tuple[Group, Batch, Any]], signals: Signals
