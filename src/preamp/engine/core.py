@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from preamp.casting.modules import Conversion
+from preamp.core.splits import Splits
 from preamp.core.undo import UndoStack
 from preamp.engine import refusals
 from preamp.engine.events import Events
-from preamp.engine.joint_findings import Means
 from preamp.engine.ledger import Ledger
 from preamp.engine.names import ParameterNames
 from preamp.engine.order import BackwardOrder
@@ -23,6 +23,7 @@ from preamp.engine.recording import Recording
 from preamp.engine.reductions import Reductions
 from preamp.engine.session import OptimizerSession, make_sessions
 from preamp.engine.sharding import Unreduced
+from preamp.kernels import Ops
 from preamp.policy import Policy
 from preamp.scaling import DynamicScale, LossScaler, StaticScale
 from preamp.scaling.scaler import Adjustments
@@ -36,7 +37,8 @@ class EngineCore:
         policy: Policy,
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
-        means: Means,
+        ops: Ops,
+        splits: Splits,
         *,
         num_losses: int,
         recording: Recording,
@@ -54,7 +56,7 @@ class EngineCore:
         self.cast_undo = UndoStack()  # the part of it that ends casts of functions; scaling goes on
         self.process_undo.push(self.cast_undo.unwind)
         self.conversion = Conversion()  # what was cast in the models
-        self.ops = ops = means.ops
+        self.ops = ops
         # Where loss scales and flags live: that of the first parameter
         self.device = first_device(self.models, self.optimizers)
         self.scalers = [_make_scaler(policy, self.device) for _ in range(num_losses)]
@@ -63,7 +65,7 @@ class EngineCore:
         self.ledger = Ledger(self.scalers, names, limit=limit, verbosity=told, order=self.order)
         self.events = Events()  # whom to tell what happens
         # Which gradients ranks have exchanged
-        self.reductions = Reductions(self.models, means.splits)
+        self.reductions = Reductions(self.models, splits)
         # Of each optimizer, by its ``id``
         self.sessions = make_sessions(
             self.optimizers, ops, self.names.of, self.reductions, has_masters=policy.master_weights

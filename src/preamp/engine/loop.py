@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a training loop calls: ``scale_loss`` around backward, ``clip_grad_norm_`` before step."""
+"""What a training loop calls: ``scale_loss``, ``clip_grad_norm_``, ``state_dict``."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -24,6 +24,7 @@ from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import LOCAL, NO_ANSWER, REDUCED
 from preamp.engine.session import OptimizerSession, Plan, Stage
 from preamp.optim import LARC
+from preamp.optim.rank_norms import norm_of_order, total_norm
 from preamp.scaling import LossScaler
 
 ATTRIBUTE = "_preamp_link"
@@ -319,7 +320,7 @@ def clip_grad_norm_(
             "Only unscaled gradients have a norm that means anything",
             "Clip after the last scale_loss of the accumulation, called without delay_unscale",
         )
-    books, ops = session.gradients, engine.ops
+    books, ops, splits = session.gradients, engine.ops, engine.reductions.splits
     made, owners = books.made_gradients(all_of_them=norm_type != 2.0)
     lazy = [(table, *table.pending()) for table in books.tables]
     if norm_type == 2.0:
@@ -330,19 +331,14 @@ def clip_grad_norm_(
                 owners += halves
                 grads += half_grads
                 factors += own
-            joint = engine.reductions.joint
-            if (
-                joint.splits.given
-                or has_sharded(owners)
-                or torch.float64 in kinds_of(dtype_of, made)
-            ):
-                norm = joint.norm(ops, grads, factors, owners, engine.device)
+            if splits.given or has_sharded(owners) or torch.float64 in kinds_of(dtype_of, made):
+                norm = total_norm(ops, grads, factors, owners, splits, engine.device).float()
             else:
                 norm = ops.l2norm(grads, factors, engine.device)
         for tell in engine.events.norm_taken:
             tell(session, norm)
     else:
-        norm = engine.reductions.joint.norm_of_order(made, norm_type, owners, engine.device)
+        norm = norm_of_order(made, norm_type, owners, splits, engine.device)
     clip = (max_norm / (norm + _EPS)).clamp(max=1.0)
     with torch.no_grad():
         if made:
@@ -444,3 +440,41 @@ def check_loss(loss: Any) -> None:
         "The loss must be a floating-point tensor",
         "Pass the tensor that backward() will be called on, not loss.item() or a tuple",
     )
+
+
+# -- what resumes a run, addressed by what belongs to the engine ----------------------------------
+
+
+def _owner_of(thing: Any) -> Engine:
+    return thing if isinstance(thing, Engine) else engine_of(thing)
+
+
+def state_dict(of: Engine | torch.optim.Optimizer | torch.nn.Module) -> dict[str, Any]:
+    """Return loss scales and step counters of an engine as plain data.
+
+    Together with the models' and optimizers' own ``state_dict`` this resumes training bitwise;
+    masters are in the models' (float32, exact). Loads with ``torch.load(weights_only=True)``.
+
+    Args:
+        of: The engine, or an optimizer or model given to ``preamp.initialize``.
+
+    Raises:
+        PreampStateError: ``of`` has no engine.
+    """
+    return _owner_of(of).state_dict()
+
+
+def load_state_dict(
+    of: Engine | torch.optim.Optimizer | torch.nn.Module, state: Mapping[str, Any]
+) -> None:
+    """Take over what `state_dict` returned, or what Apex's ``amp.state_dict()`` did.
+
+    Args:
+        of: The engine, or an optimizer or model given to ``preamp.initialize``.
+        state: Plain data.
+
+    Raises:
+        PreampStateError: ``of`` has no engine.
+        ValueError: Scalers are missing, left over or unreadable; nothing was applied.
+    """
+    _owner_of(of).load_state_dict(state)

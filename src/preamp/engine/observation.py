@@ -76,7 +76,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class Finding:
     """What the watching of one step has come to."""
 
     was_watched: bool  # whether the whole step was watched, or the forward of any module
@@ -119,7 +119,7 @@ class Observation:
             for row, reading in enumerate(readings):
                 reading.store(table, row)
 
-    def find(self, backward: int, *, loss_was_finite: bool) -> Sight:
+    def find(self, backward: int, loss_was_finite: bool) -> Finding:
         """Look for the first module to turn finite values into infinite ones or nan. Synchronises.
 
         Forwards come first, in the order they ended, so that a module comes before those it is in;
@@ -139,7 +139,7 @@ class Observation:
         is_blind = not calls and (self.is_whole or self.has_compiled)
         if (is_blind or came_in) and not loss_was_finite:
             first = None  # it came from a forward, and the backward only shows what it led to
-        return Sight(
+        return Finding(
             was_watched=bool(calls) or self.is_whole,
             is_blind=is_blind,
             trace=None if first is None else first.record(),

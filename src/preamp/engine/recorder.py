@@ -25,7 +25,7 @@ from preamp.engine.meter import Meter
 from preamp.engine.overflow import GradientNote, OverflowCause
 from preamp.engine.recording import Recording
 from preamp.engine.session import OptimizerSession
-from preamp.engine.steps import Called, Coming, Look, Steps
+from preamp.engine.steps import FinishedCall, PendingStep, Statistics, Steps
 from preamp.numerics import History, ResumeRecord, RunRecord
 from preamp.scaling import LossScaler
 
@@ -56,7 +56,7 @@ class Recorder:
         self._optimizers = {
             id(session): Steps(index, session) for index, session in enumerate(sessions)
         }
-        self._waiting: deque[tuple[Steps, Called]] = deque()
+        self._waiting: deque[tuple[Steps, FinishedCall]] = deque()
         self._follows_a_run = False
         # Tells what the engine holds and has cast, or ``None``
         self.inventory: Inventory | None = None
@@ -91,7 +91,7 @@ class Recorder:
                 self._waiting.clear()
                 for optimizer in self._optimizers.values():
                     optimizer.called.clear()
-                    optimizer.coming = Coming()
+                    optimizer.pending = PendingStep()
                     self._count_casts(optimizer)
                 self.history.add(self._position())
 
@@ -117,13 +117,13 @@ class Recorder:
 
     def gradients_dropped(self, session: OptimizerSession) -> None:
         """The script has zeroed its gradients: they are no step's."""
-        self._optimizers[id(session)].coming = Coming()
+        self._optimizers[id(session)].pending = PendingStep()
 
     def forget_dropped(self, sessions: Iterable[OptimizerSession]) -> None:
         """Forget backwards whose gradients the script has dropped one by one."""
         for session in sessions:
-            coming = self._optimizers[id(session)].coming
-            if coming.has_gradients and not session.gradients.holds_raw():
+            pending = self._optimizers[id(session)].pending
+            if pending.has_gradients and not session.gradients.holds_raw():
                 self.gradients_dropped(session)
 
     def loss_seen(
@@ -136,10 +136,10 @@ class Recorder:
         value = value if value.dtype is torch.float64 else value.float()
         value = value.mean() if value.dim() else value.clone()
         for session in sessions:
-            coming = self._optimizers[id(session)].coming
-            coming.losses[loss_id] = value
-            coming.norm = None  # of the gradients before this backward
-            coming.has_gradients = session.gradients.holds_raw()
+            pending = self._optimizers[id(session)].pending
+            pending.losses[loss_id] = value
+            pending.norm = None  # of the gradients before this backward
+            pending.has_gradients = session.gradients.holds_raw()
 
     def measure(self, sessions: Iterable[OptimizerSession], note: GradientNote) -> None:
         """A backward has left gradients, still scaled. Does not synchronise.
@@ -153,13 +153,14 @@ class Recorder:
             if self.recording.measures(self._next_number(optimizer)):
                 copies = HostCopies()
                 readings = self._meter.gradients(session, copies, note.scale)
-                optimizer.coming.looks[note.loss_id] = Look(note.loss_id, readings, copies)
+                statistics = Statistics(note.loss_id, readings, copies)
+                optimizer.pending.statistics[note.loss_id] = statistics
 
     def norm_taken(self, session: OptimizerSession, norm: torch.Tensor) -> None:
         """The unscaled gradients have this norm. Does not synchronise."""
         if self._takes_steps:
             self.forget_dropped((session,))
-            self._optimizers[id(session)].coming.norm = norm.detach().clone()
+            self._optimizers[id(session)].pending.norm = norm.detach().clone()
 
     def update_begins(self, session: OptimizerSession, has_closure: bool) -> None:
         """The weights are about to change. Does not synchronise."""
@@ -174,15 +175,15 @@ class Recorder:
         if self.inventory is not None and optimizer.index == 0 and is_settled:
             if measures or not self._has_memory:
                 self._has_memory = True
-                optimizer.coming.memory = self.inventory.memory(number)
+                optimizer.pending.memory = self.inventory.memory(number)
         if not measures:
             return
-        if not optimizer.coming.looks:  # no scale_loss
+        if not optimizer.pending.statistics:  # no scale_loss
             copies = HostCopies()
             readings = self._meter.stepped_gradients(session, copies)
-            optimizer.coming.looks[0] = Look(0, readings, copies)
+            optimizer.pending.statistics[0] = Statistics(0, readings, copies)
         if self.recording.numerics == "full":
-            optimizer.coming.before = self._meter.before(session)
+            optimizer.pending.before = self._meter.before(session)
 
     def step_called(self, session: OptimizerSession) -> None:
         """``optimizer.step`` is over, its outcome perhaps not known. Does not synchronise."""
@@ -190,20 +191,20 @@ class Recorder:
             return
         self._place()
         optimizer = self._optimizers[id(session)]
-        number, coming, optimizer.coming = optimizer.next_number, optimizer.coming, Coming()
+        number, pending, optimizer.pending = optimizer.next_number, optimizer.pending, PendingStep()
         is_full = self.recording.numerics == "full" and self.recording.measures(number)
         if is_full:
-            look = next(iter(coming.looks.values()), None)
-            if look is None:
-                look = coming.looks[0] = Look(0, [])
-            look.readings.extend(self._meter.weights(session, look.copies, coming.before))
-        step = coming.call(session.optimizer, self._scalers)
+            taken = next(iter(pending.statistics.values()), None)
+            if taken is None:
+                taken = pending.statistics[0] = Statistics(0, [])
+            taken.readings.extend(self._meter.weights(session, taken.copies, pending.before))
+        step = pending.call(session.optimizer, self._scalers)
         optimizer.called.append(step)
         self._waiting.append((optimizer, step))
         # Nothing that may fail comes before: the books know of the step by now.
         self._count_casts(optimizer)
-        if coming.memory is not None:
-            self.history.add(coming.memory)
+        if pending.memory is not None:
+            self.history.add(pending.memory)
         if is_full and optimizer.index == 0:
             self._note_casts(number)
         self.flush(late=(number - 1) % self.recording.every == 0)

@@ -23,7 +23,6 @@ from preamp.core.ranks import has_other_ranks, has_process_group
 from preamp.core.splits import Splits
 from preamp.core.undo import Removable
 from preamp.engine import refusals
-from preamp.engine.joint_findings import JointFindings
 from preamp.kernels.data_parallel import (
     active_data_parallel,
     is_hooked_to_parameters,
@@ -52,11 +51,9 @@ class Comparison(Protocol):
 class Reductions:
     """What an engine knows of the wrappers around and inside its models."""
 
-    def __init__(self, models: Sequence[nn.Module], splits: Splits | None = None) -> None:
+    def __init__(self, models: Sequence[nn.Module], splits: Splits) -> None:
         """Look into ``models``, and around them when they run; ``splits`` are their parameters'."""
-        self.splits = splits or Splits()  # over which ranks parameters are split
-        # What ranks tell each other that hold parts of the same parameters
-        self.joint = JointFindings(self.splits)
+        self.splits = splits  # over which ranks parameters are split
         self.on_forward: Callable[[], None] | None = None  # called when a model runs, may refuse it
         # How many forwards or blocks so far were under ``no_sync``; whoever remembers an earlier
         # number may hold gradients of this rank alone

@@ -18,6 +18,7 @@ from preamp.core.protocols import StepSharing
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import are_same, has_sharded, host_reaches, is_sharded, versions_of
 from preamp.engine import refusals
+from preamp.engine.joint_findings import of_all_ranks
 from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import Reductions
 from preamp.kernels import Census, Ops
@@ -350,7 +351,7 @@ class GradientBooks:
         if census.max_abs is not None:
             note.add(params, grads, census)
         if has_sharded(leaves) or self._reductions.splits.given:
-            census = self._reductions.joint.on(census, leaves, params)
+            census = of_all_ranks(census, leaves, params, self._reductions.splits)
         note.found_inf.append(census.found_inf)
         return grads, census
 

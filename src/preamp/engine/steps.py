@@ -18,7 +18,7 @@ from preamp.scaling import LossScaler
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Look:
+class Statistics:
     """Statistics of one backward's gradients, and of the weights after the step."""
 
     loss_id: int  # whose backward
@@ -27,19 +27,19 @@ class Look:
 
 
 @dataclass(slots=True, eq=False)
-class Coming:
+class PendingStep:
     """What is known of a step before ``optimizer.step`` is over."""
 
-    # Scalars, by loss id
+    # Scalars, and statistics, by loss id
     losses: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    statistics: dict[int, Statistics] = field(default_factory=dict[int, Statistics])
     norm: torch.Tensor | None = None
-    looks: dict[int, Look] = field(default_factory=dict[int, Look])  # statistics, by loss id
     # The half weights before the step; see `Meter.before`
     before: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     memory: MemoryRecord | None = None  # what was held before the step, or ``None``
     has_gradients: bool = False  # whether the latest backward left any
 
-    def call(self, optimizer: torch.optim.Optimizer, scalers: Sequence[LossScaler]) -> Called:
+    def call(self, optimizer: torch.optim.Optimizer, scalers: Sequence[LossScaler]) -> FinishedCall:
         """``optimizer.step`` is over: send off what is known. Does not synchronise."""
         copies = HostCopies()
         put = copies.put
@@ -50,9 +50,9 @@ class Coming:
             rate = torch.tensor(rate, dtype=torch.float64)
         else:  # optimizers may have other ideas of a rate
             rate = None
-        return Called(
+        return FinishedCall(
             copies=copies,
-            looks=list(self.looks.values()),
+            statistics=list(self.statistics.values()),
             losses={loss_id: put(loss) for loss_id, loss in self.losses.items()},
             scales={i: put(scaler.scale.clone()) for i, scaler in enumerate(scalers)},
             norm=None if self.norm is None else put(self.norm),
@@ -61,11 +61,11 @@ class Coming:
 
 
 @dataclass(slots=True, eq=False)
-class Called:
+class FinishedCall:
     """A call of ``optimizer.step`` whose records are still to be made."""
 
     copies: HostCopies  # the numbers below
-    looks: list[Look]  # statistics, with theirs
+    statistics: list[Statistics]
     losses: dict[int, int]  # places of the losses among the copies, by loss id
     scales: dict[int, int]  # places of the loss scales
     norm: int | None  # place of the norm, or ``None``
@@ -79,8 +79,8 @@ class Called:
 
     def _all_copies(self) -> Iterator[HostCopies]:
         yield self.copies
-        for look in self.looks:
-            yield look.copies
+        for taken in self.statistics:
+            yield taken.copies
 
     def records(self, optimizer: int, *, with_histograms: bool) -> Iterator[Record]:
         """Make the records. Waits for the numbers."""
@@ -95,13 +95,13 @@ class Called:
             lr=None if self.lr is None else number(self.lr),
             optimizer=optimizer,
         )
-        for look in self.looks:
+        for taken in self.statistics:
             tensors = [
-                reading.finish(look.copies, is_skipped=is_skipped, with_histogram=with_histograms)
-                for reading in look.readings
+                reading.finish(taken.copies, is_skipped=is_skipped, with_histogram=with_histograms)
+                for reading in taken.readings
             ]
             yield NumericsRecord(
-                step=self.number, loss_id=look.loss_id, tensors=tensors, optimizer=optimizer
+                step=self.number, loss_id=taken.loss_id, tensors=tensors, optimizer=optimizer
             )
 
 
@@ -111,9 +111,9 @@ class Steps:
 
     index: int  # its place in the engine
     session: OptimizerSession
-    coming: Coming = field(default_factory=Coming)  # the step that is being prepared
+    pending: PendingStep = field(default_factory=PendingStep)  # the step that is being prepared
     # Steps whose outcome is not known yet, oldest first
-    called: deque[Called] = field(default_factory=deque[Called])
+    called: deque[FinishedCall] = field(default_factory=deque[FinishedCall])
 
     @property
     def settled(self) -> int:

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,22 +25,10 @@ from preamp.core.link import Link
 from preamp.core.pytree import map_leaves
 from preamp.core.undo import Removable
 from preamp.engine.events import Backward, Events
-from preamp.engine.observation import OUTSIDE, Observation, Pass, Place, Reading, Sight, read
+from preamp.engine.observation import OUTSIDE, Observation, Pass, Place, Reading, read
 from preamp.engine.overflow import OverflowCause
 
 _COMPILED = "CompiledFunctionBackward"  # autograd's node of a graph that torch.compile has made
-
-
-@dataclass(frozen=True, slots=True)
-class Watching:
-    """What a backward's note keeps of the watching."""
-
-    observation: Observation
-    backward: int
-
-    def find(self, *, loss_was_finite: bool) -> Sight:
-        """See `Observation.find`."""
-        return self.observation.find(self.backward, loss_was_finite=loss_was_finite)
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +138,7 @@ class Tracer:
 
     def _note_watching(self, backward: Backward) -> None:
         """The note of the coming backward keeps what is seen."""
-        backward.note.watched = Watching(self.observation, self._backward)
+        backward.note.watched = partial(self.observation.find, self._backward)
 
     def _end_backward(self, backward: Backward) -> None:
         """A backward has ended, and gradients left scaled with it."""
