@@ -240,9 +240,7 @@ def _attach(engine: Engine) -> None:
     if policy.cast_model_type is not None:
         for model in engine.models:
             engine.conversion.convert(
-                model,
-                policy.cast_model_type,
-                keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32),
+                model, policy.cast_model_type, keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32)
             )
     if policy.cast_model_type in HALF_DTYPES:
         engine.undo.push(engine.reductions.retire_wrappers)

@@ -18,12 +18,7 @@ from typing import Any
 
 import torch
 
-from preamp.casting import (
-    disable_casts,
-    settle_thread,
-    thread_casts_restored,
-    thread_has_casts,
-)
+from preamp.casting import disable_casts, settle_thread, thread_casts_restored, thread_has_casts
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine.core import EngineCore
 from preamp.engine.session import OptimizerSession
@@ -75,9 +70,7 @@ class OptimizerHooks:
                 self._session.check_unscaled()
                 self._unread = self._session.unread_overflow()
                 if self._unread is None and self._session.overflowed():
-                    if getattr(inner, SCHEDULER_MARK, False):
-                        # What LRScheduler asks to decide whether it was called in the right order.
-                        setattr(optimizer, "_opt_called", True)  # noqa: B010
+                    excuse_scheduler(optimizer, inner)
                     self._engine.skip_step(self._session)
                     return None
             try:
@@ -281,6 +274,15 @@ class _Rerun:
 
 
 # -- methods put on an optimizer's instance, and the arguments they are called with -------------
+
+
+def excuse_scheduler(optimizer: torch.optim.Optimizer, step: Any) -> None:
+    """Let a learning-rate scheduler that wraps ``step`` count a skipped one as in the right order.
+
+    It warns if it is stepped before the optimizer, which it cannot tell from a skipped first step.
+    """
+    if getattr(step, SCHEDULER_MARK, False):
+        setattr(optimizer, "_opt_called", True)  # noqa: B010
 
 
 def previous_method(optimizer: torch.optim.Optimizer, name: str) -> Callable[..., Any]:

@@ -7,16 +7,23 @@ outcome is known and they have reached the host. Nobody is made to wait for eith
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from datetime import datetime, timezone
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from preamp.casting import CastAudit
+from preamp.core.dtypes import dtype_name
+from preamp.core.ranks import is_first_rank
 from preamp.core.tensors import is_capturing
 from preamp.core.undo import run_all
+from preamp.core.version import __version__
 from preamp.engine.events import Backward, Events
 from preamp.engine.host_copies import HostCopies
 from preamp.engine.inventory import Inventory
@@ -28,6 +35,9 @@ from preamp.engine.session import OptimizerSession
 from preamp.engine.steps import FinishedCall, PendingStep, Statistics, Steps
 from preamp.numerics import History, ResumeRecord, RunRecord
 from preamp.scaling import LossScaler
+
+if TYPE_CHECKING:
+    from preamp.engine.core import EngineCore
 
 
 class Recorder:
@@ -213,7 +223,7 @@ class Recorder:
         """It is known that a step was not taken, and why."""
         self._place()
         optimizer = self._optimizers[id(session)]
-        self.history.add(replace(cause.to_record(), optimizer=optimizer.index))
+        self.history.add(dataclasses.replace(cause.to_record(), optimizer=optimizer.index))
 
     def step_settled(self, session: OptimizerSession, number: int, is_skipped: bool) -> None:
         """It is known what became of a step."""
@@ -280,3 +290,45 @@ class Recorder:
     def _position(self) -> ResumeRecord:
         steps = [optimizer.settled for optimizer in self._optimizers.values()]
         return ResumeRecord(step=max(steps, default=0), steps=steps)
+
+
+def make_recorder(engine: EngineCore, recording: Recording) -> Recorder:
+    """Open the history and listen to the engine's ledger.
+
+    Of several processes the first one writes the file; the others keep their records in memory.
+    `History` raises where that cannot be, somebody else writes to it, or it holds something else.
+    """
+    recorder = Recorder(
+        History(recording.path if is_first_rank() else None),
+        recording,
+        Meter(engine.names, engine.policy.half_dtype),
+        engine.scalers,
+        engine.sessions.values(),
+        engine.ledger.lock,
+    )
+    audit = None
+    if recording.numerics == "full" and engine.casts_functions:
+        audit = CastAudit()
+        audit.start()
+        engine.process_undo.push(audit.stop)
+    if recording.numerics != "off":
+        recorder.inventory = Inventory(engine, audit)
+    recorder.listen(engine.events, engine.ledger)
+    return recorder
+
+
+def run_record(engine: EngineCore) -> RunRecord:
+    """Say what the run is: the decisions, the parameters, the machine."""
+    params = {engine.names.of(p): p for model in engine.models for p in model.parameters()}
+    on_gpu = engine.device.type == "cuda"
+    policy = dataclasses.asdict(engine.policy)
+    return RunRecord(
+        preamp=__version__,
+        torch=str(torch.__version__),
+        device=torch.cuda.get_device_name(engine.device) if on_gpu else engine.device.type,
+        opt_level=engine.policy.opt_level,
+        policy={name: str(value).removeprefix("torch.") for name, value in policy.items()},
+        parameters={name: 0 if is_lazy(p) else p.numel() for name, p in params.items()},
+        dtypes={name: dtype_name(param.dtype) for name, param in params.items()},
+        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )

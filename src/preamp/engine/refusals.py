@@ -29,16 +29,11 @@ def check_group(group: Any, masters: Masters, name_of: Callable[[torch.Tensor], 
     for item in items:
         param: Any = cast("tuple[str, Any]", item)[1] if isinstance(item, tuple) else item
         if masters.of_half(param) is not None:
-            raise known_parameter(name_of(param))
-
-
-def known_parameter(name: str) -> ValueError:
-    """A parameter is added to an optimizer that has its master."""
-    return bad_value(
-        f"Parameter {name!r} is in this optimizer already",
-        "A parameter may appear in one parameter group only",
-        "Leave it out of the new group",
-    )
+            raise bad_value(
+                f"Parameter {name_of(param)!r} is in this optimizer already",
+                "A parameter may appear in one parameter group only",
+                "Leave it out of the new group",
+            )
 
 
 def nested(optimizer: object) -> PreampStateError:
@@ -110,13 +105,18 @@ def no_such_loss(loss_id: object, count: int) -> IndexError:
     )
 
 
+_HOOKED = (
+    "It hooks parameters when it is built, and a cast takes the hooks off: gradients would not be "
+    "reduced, and each rank would train alone"
+)
+
+
 def wrapped_before_cast() -> PreampStateError:
     """A wrapper's reducer has lost the parameters it was made for, or is about to."""
     return bad_state(
         "DistributedDataParallel was built before preamp.initialize, which casts parameters at "
         "this level",
-        "It hooks parameters when it is built, and a cast takes the hooks off: gradients "
-        "would not be reduced, and each rank would train alone",
+        _HOOKED,
         "Call preamp.initialize(model, optimizer) first and wrap the model afterwards",
     )
 
@@ -125,7 +125,6 @@ def wrapped_for_closed() -> PreampStateError:
     """The same after the engine has given float32 parameters back."""
     return bad_state(
         "A DistributedDataParallel was called whose model's parameters Engine.close has cast",
-        "It hooks parameters when it is built, and a cast takes the hooks off: gradients "
-        "would not be reduced, and each rank would train alone",
+        _HOOKED,
         "Wrap the model again after engine.close()",
     )

@@ -23,13 +23,9 @@ def _beside(factor: Factor, grad: torch.Tensor) -> Factor:
     return factor.to(grad.device) if isinstance(factor, torch.Tensor) else factor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DirectMemo:
-    """What is known of gradients besides these, to go on in another process."""
-
-    untouched: list[int]  # indices of the parameters whose gradient is as the latest merge left it
-    # Index, gradient, and whether it is carried, of what is set aside
-    aside: list[tuple[int, torch.Tensor, bool]]
+DirectMemo = tuple[list[int], list[tuple[int, torch.Tensor, bool]]]
+"""What is known of gradients besides these: indices of the parameters whose gradient is as the
+latest merge left it; index, gradient, and whether it is carried, of what is set aside."""
 
 
 class Placeholders:
@@ -277,19 +273,15 @@ class DirectGradients:
         """What to keep beside the gradients of ``params``; masters among them are passed over."""
         known = {id(param): index for index, param in enumerate(params)}
         grads = [(index, id(param), stored_grad(param)) for index, param in enumerate(params)]
-        return DirectMemo(
-            [
-                i
-                for i, key, g in grads
-                if g is not None and version_of(g) == self._versions.get(key)
-            ],
-            [(known[key], e.grad, e.is_carried) for key, e in self._aside.items() if key in known],
-        )
+        own, away = self._versions, self._aside.items()
+        untouched = [i for i, key, g in grads if g is not None and version_of(g) == own.get(key)]
+        return untouched, [(known[k], e.grad, e.is_carried) for k, e in away if k in known]
 
     def recall(self, params: Sequence[torch.Tensor], memo: DirectMemo) -> None:
         """Go on from there; the gradients are in place again."""
-        self._aside = {id(params[i]): _Earlier(params[i], g, c) for i, g, c in memo.aside}
-        grads = [(id(params[index]), params[index].grad) for index in memo.untouched]
+        untouched, aside = memo
+        self._aside = {id(params[i]): _Earlier(params[i], g, c) for i, g, c in aside}
+        grads = [(id(params[index]), params[index].grad) for index in untouched]
         self._versions = {key: version_of(grad) for key, grad in grads if grad is not None}
 
     def forget(self) -> None:

@@ -9,13 +9,7 @@ from typing import Any
 
 import torch
 
-from preamp.core.errors import (
-    LossScaleError,
-    bad_state,
-    bad_type,
-    bad_value,
-    message,
-)
+from preamp.core.errors import LossScaleError, bad_state, bad_type, bad_value, message
 from preamp.optim import LARC
 from preamp.optim.fused.every import FusedLAMB, FusedLARS, FusedMixedPrecisionLamb, FusedNovoGrad
 

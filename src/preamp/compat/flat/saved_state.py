@@ -13,13 +13,7 @@ from preamp.compat.flat.refusals import is_usable
 from preamp.compat.fp16_utils.checks import check_mapping, missing_entries, shape_mismatch
 from preamp.core.errors import bad_value
 
-KEYS = (
-    "dynamic_loss_scale",
-    "cur_scale",
-    "cur_iter",
-    "optimizer_state_dict",
-    "fp32_groups_flat",
-)
+KEYS = ("dynamic_loss_scale", "cur_scale", "cur_iter", "optimizer_state_dict", "fp32_groups_flat")
 DYNAMIC_KEYS = ("last_overflow_iter", "scale_factor", "scale_window")
 
 

@@ -13,20 +13,23 @@ from preamp.compat.fp16_utils.checks import (
     check_loss,
     check_optimizer,
     closure_without_backward,
+    mark_wrapped,
     not_updated,
 )
-from preamp.compat.fp16_utils.master_lists import WithMasters
+from preamp.compat.fp16_utils.half_params import HalfParams, Params
 from preamp.compat.fp16_utils.scaled_gradients import ScaledGradients
 from preamp.compat.fp16_utils.scaling import make_scaler, scaler_from, set_scale, state_of
-from preamp.compat.fp16_utils.skips import Skips, excuse_scheduler
+from preamp.compat.fp16_utils.skips import Skips
 from preamp.compat.scaler import LossScaler
+from preamp.compat.wrapper import OptimizerWrapper
 from preamp.core.log import say
+from preamp.engine.optimizer_hooks import excuse_scheduler
 from preamp.kernels import backend
 
 Closure = Callable[[], Any]
 
 
-class FP16_Optimizer(WithMasters):
+class FP16_Optimizer(OptimizerWrapper):
     """Gives the half parameters of an optimizer float32 masters, and scales the loss.
 
     For scripts that use it already; new ones have `preamp.initialize` with O2 or O5. Call
@@ -75,7 +78,12 @@ class FP16_Optimizer(WithMasters):
         core = make_scaler(
             static_loss_scale, dynamic=bool(dynamic_loss_scale), options=dynamic_loss_args
         )
-        super().__init__(init_optimizer, backend())
+        super().__init__(init_optimizer)
+        self._params = HalfParams(init_optimizer, backend())
+        mark_wrapped(init_optimizer)
+        self.fp16_groups = self._params.fp16_groups
+        self.fp32_from_fp16_groups = self._params.fp32_from_fp16_groups
+        self.fp32_from_fp32_groups = self._params.fp32_from_fp32_groups
         self._gradients = ScaledGradients(self._params, backend())
         self._skips = Skips(init_optimizer)
         self._use_scaler(core)
@@ -98,6 +106,32 @@ class FP16_Optimizer(WithMasters):
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         set_scale(self._core, value)
+
+    # -- the lists of parameters that scripts read ------------------------------------------------
+
+    @property
+    def all_fp16_params(self) -> Params:
+        """The model's half parameters."""
+        return self._params.halves
+
+    @property
+    def all_fp32_from_fp16_params(self) -> Params:
+        """Their masters."""
+        return self._params.masters
+
+    @property
+    def all_fp32_from_fp32_params(self) -> Params:
+        """The parameters without a master."""
+        return self._params.directs
+
+    def _optimizer_params(self) -> Params:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _tell_parameters(self) -> None:
+        for index, group in enumerate(self.param_groups):
+            say(f"FP16_Optimizer processing param group {index}:")
+            for param in group["params"]:
+                say(f"FP16_Optimizer received {param.dtype} with {tuple(param.shape)}")
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -217,7 +251,7 @@ class FP16_Optimizer(WithMasters):
         if closure is None:
             self._check_updated("step")
             if self.overflow:
-                excuse_scheduler(self.optimizer)
+                excuse_scheduler(self.optimizer, self.optimizer.step)
                 self._skips.skipped(self._core)
                 return None
         self._params.absorb()

@@ -80,9 +80,7 @@ class ScaledGradients:
         return raw
 
     def _census(
-        self,
-        pairs: list[tuple[torch.Tensor, torch.Tensor]],
-        note: GradientNote,
+        self, pairs: list[tuple[torch.Tensor, torch.Tensor]], note: GradientNote
     ) -> torch.Tensor | None:
         # What an earlier backward left is looked at again: its overflow is in the sum.
         owners = pairs + [(param, param) for param in self._params.directs]

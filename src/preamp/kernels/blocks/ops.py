@@ -237,10 +237,7 @@ class Blocks(Ops):
 
     @torch.no_grad()
     def l2norm(
-        self,
-        tensors: Tensors,
-        factors: Sequence[torch.Tensor | None],
-        device: torch.device,
+        self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
     ) -> torch.Tensor:
         """See `preamp.kernels.ops.Ops.l2norm`."""
         if not self._are_near(tensors):

@@ -8,14 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from preamp.kernels import AdagradRule
-from preamp.optim.fused.base import (
-    FusedOptimizer,
-    Group,
-    Signals,
-    Work,
-    batches,
-    rate_of,
-)
+from preamp.optim.fused.base import FusedOptimizer, Group, Signals, Work, batches, rate_of
 from preamp.optim.fused.checks import check_numbers, check_one_device
 
 

@@ -19,15 +19,18 @@ NUMBERS = ("lr", "eps", "weight_decay", "momentum", "trust_coefficient")
 """Options of a group that are zero or larger, for every class that has them."""
 
 
+def refusal(got: str, allowed: str, do: str) -> RuntimeError:
+    """The error where Apex raises a ``RuntimeError``; see `message`."""
+    return RuntimeError(message(got, allowed, do))
+
+
 def refuse_amsgrad(kind: str, *, amsgrad: bool) -> None:
     """Raise ``RuntimeError`` for the AMSGrad variant, which no fused rule has."""
     if amsgrad:
-        raise RuntimeError(
-            message(
-                f"{kind} got amsgrad=True",
-                "It has no AMSGrad variant",
-                "Leave amsgrad out, or use torch.optim.AdamW(..., amsgrad=True)",
-            )
+        raise refusal(
+            f"{kind} got amsgrad=True",
+            "It has no AMSGrad variant",
+            "Leave amsgrad out, or use torch.optim.AdamW(..., amsgrad=True)",
         )
 
 
@@ -40,16 +43,13 @@ def check_numbers(kind: str, **values: Any) -> None:
     for name, value in values.items():
         if isinstance(value, torch.Tensor) or value is required:
             continue
-        do = f"Pass a {name} >= 0"
+        got, do = f"{kind} got {name}={value!r}", f"Pass a {name} >= 0"
         try:
             is_valid = bool(value >= 0)
         except TypeError as error:
-            raise bad_type(
-                f"{kind} got {name}={value!r}", f"{name} must be a number", do
-            ) from error
+            raise bad_type(got, f"{name} must be a number", do) from error
         if not is_valid:
-            allowed = f"{name} must be zero or larger"
-            raise bad_value(f"{kind} got {name}={value!r}", allowed, do)
+            raise bad_value(got, f"{name} must be zero or larger", do)
 
 
 def check_betas(kind: str, betas: tuple[float, float]) -> None:
@@ -82,34 +82,28 @@ def check_nesterov(kind: str, *, nesterov: bool, momentum: float, dampening: flo
 def check_masters(kind: str, *, capturable: bool, master_weights: bool) -> None:
     """Raise ``RuntimeError`` for masters without the device counters they come with."""
     if master_weights and not capturable:
-        raise RuntimeError(
-            message(
-                f"{kind} got master_weights=True with capturable=False",
-                "It keeps master weights only if it is capturable",
-                "Pass capturable=True too, or leave both to preamp.initialize(model, optimizer, "
-                "opt_level='O2')",
-            )
+        raise refusal(
+            f"{kind} got master_weights=True with capturable=False",
+            "It keeps master weights only if it is capturable",
+            "Pass capturable=True too, or leave both to preamp.initialize(model, optimizer, "
+            "opt_level='O2')",
         )
 
 
 def check_gradient(kind: str, param: torch.Tensor, grad: torch.Tensor) -> None:
     """Raise ``RuntimeError`` for a gradient or parameter that no rule can take."""
     if grad.layout is not torch.strided:
-        raise RuntimeError(
-            message(
-                f"{kind} got a sparse gradient of shape {tuple(grad.shape)}",
-                "Its update rule is dense",
-                "Use torch.optim.SparseAdam for this parameter, or sparse=False in the embedding",
-            )
+        raise refusal(
+            f"{kind} got a sparse gradient of shape {tuple(grad.shape)}",
+            "Its update rule is dense",
+            "Use torch.optim.SparseAdam for this parameter, or sparse=False in the embedding",
         )
     for tensor in (param, grad):
         if tensor.dtype not in DTYPES:
-            raise RuntimeError(
-                message(
-                    f"{kind} got a {dtype_name(tensor.dtype)} tensor",
-                    f"It updates {', '.join(map(dtype_name, DTYPES))}",
-                    "Give this parameter to an optimizer of torch.optim",
-                )
+            raise refusal(
+                f"{kind} got a {dtype_name(tensor.dtype)} tensor",
+                f"It updates {', '.join(map(dtype_name, DTYPES))}",
+                "Give this parameter to an optimizer of torch.optim",
             )
 
 
@@ -117,11 +111,8 @@ def check_one_device(kind: str, params: Iterable[torch.Tensor]) -> None:
     """Raise ``RuntimeError`` if the parameters of a group lie on several devices."""
     devices = sorted({str(param.device) for param in params})
     if len(devices) > 1:
-        raise RuntimeError(
-            message(
-                f"{kind} got a group whose tensors are not on the same device: "
-                f"{', '.join(devices)}",
-                "All parameters of a group share a device",
-                "Make one group per device",
-            )
+        raise refusal(
+            f"{kind} got a group whose tensors are not on the same device: {', '.join(devices)}",
+            "All parameters of a group share a device",
+            "Make one group per device",
         )

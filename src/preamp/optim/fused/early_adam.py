@@ -14,10 +14,11 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.core.errors import bad_state, bad_value, message
+from preamp.core.errors import bad_state, bad_value
 from preamp.core.splits import Splits
-from preamp.kernels import AdamRule, BiasCorrection, Ops
-from preamp.optim.fused.base import Entries, Group, rate_of, scalar_on
+from preamp.kernels import Ops
+from preamp.optim.fused.base import Entries, Group, scalar_on
+from preamp.optim.fused.checks import refusal
 from preamp.optim.fused.norms import global_norm
 
 CLIP_EPS = 1e-6
@@ -147,20 +148,16 @@ def check_formula(
     """
     names = ", ".join(early.given())
     if names and not is_early:
-        raise RuntimeError(
-            message(
-                f"FusedAdam.step() got {names}",
-                "Without grads they belong to the FusedAdam of early 2019 alone",
-                "Leave them out, or select that one by FusedAdam(..., max_grad_norm=0.0)",
-            )
+        raise refusal(
+            f"FusedAdam.step() got {names}",
+            "Without grads they belong to the FusedAdam of early 2019 alone",
+            "Leave them out, or select that one by FusedAdam(..., max_grad_norm=0.0)",
         )
     if is_early and is_capturable:
-        raise RuntimeError(
-            message(
-                f"FusedAdam.step() got {names} while capturable=True",
-                "A capturable FusedAdam takes no argument but the closure and grad_scaler",
-                "Construct it without capturable, or let torch.amp.GradScaler unscale",
-            )
+        raise refusal(
+            f"FusedAdam.step() got {names} while capturable=True",
+            "A capturable FusedAdam takes no argument but the closure and grad_scaler",
+            "Construct it without capturable, or let torch.amp.GradScaler unscale",
         )
     if counts_per_group if is_early else counts_per_parameter:
         here, there = ("early 2019", "today") if is_early else ("today", "early 2019")
@@ -172,21 +169,6 @@ def check_formula(
             "Call step always with grads or never, and load a file into the optimizer that "
             "wrote it",
         )
-
-
-def early_rule(group: Group, *, eps_inside_sqrt: bool) -> AdamRule:
-    """The early formula with a group's hyper-parameters."""
-    corrects = group["bias_correction"]
-    return AdamRule(
-        lr=rate_of(group),
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=True,
-        bias_correction=BiasCorrection.STEP_SIZE if corrects else BiasCorrection.NONE,
-        eps_inside_sqrt=eps_inside_sqrt,
-    )
 
 
 def _per_group(name: str, value: Any, groups: Sequence[Group]) -> list[list[Any]]:

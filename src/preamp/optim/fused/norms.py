@@ -22,21 +22,12 @@ def global_norm(entries: Entries, ops: Ops, splits: Splits) -> torch.Tensor:
     float32, or float64 if one of the gradients is.
     """
     return total_norm(
-        ops,
-        entries.grads,
-        entries.factors,
-        entries.owners,
-        splits,
-        entries.params[0].device,
+        ops, entries.grads, entries.factors, entries.owners, splits, entries.params[0].device
     )
 
 
 def clip_factor(
-    entries: Entries,
-    max_norm: float,
-    inv_scale: torch.Tensor | None,
-    ops: Ops,
-    splits: Splits,
+    entries: Entries, max_norm: float, inv_scale: torch.Tensor | None, ops: Ops, splits: Splits
 ) -> torch.Tensor | None:
     """What unscales gradients and clips them to a global norm, in one factor.
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from preamp.core.errors import bad_value, message
+from preamp.core.errors import bad_value
 from preamp.core.tensors import local_of
 from preamp.kernels import NovoGradRule, backend
 from preamp.optim.fused.base import (
@@ -22,7 +22,7 @@ from preamp.optim.fused.base import (
     count_step,
     rate_of,
 )
-from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
+from preamp.optim.fused.checks import check_betas, check_numbers, refusal, refuse_amsgrad
 from preamp.optim.fused.norms import norms_of_parts, norms_of_wholes
 
 NO_NORM_YET = -1.0
@@ -186,12 +186,10 @@ class FusedNovoGrad(FusedOptimizer):
 
 def _check_norm_type(norm_type: int) -> None:
     if norm_type not in (0, 2):
-        raise RuntimeError(
-            message(
-                f"FusedNovoGrad got norm_type={norm_type!r}",
-                "It knows 2, the L2 norm, and 0, the largest magnitude",
-                "Leave norm_type out for the L2 norm",
-            )
+        raise refusal(
+            f"FusedNovoGrad got norm_type={norm_type!r}",
+            "It knows 2, the L2 norm, and 0, the largest magnitude",
+            "Leave norm_type out for the L2 norm",
         )
 
 
