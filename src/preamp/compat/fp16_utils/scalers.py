@@ -25,25 +25,14 @@ class _Scaling:
     def scale_gradient(
         self, module: Any, grad_in: tuple[torch.Tensor | None, ...], grad_out: Any
     ) -> tuple[torch.Tensor | None, ...]:
-        """Multiply the gradients at a module's inputs; a backward hook.
-
-        Args:
-            module: Ignored.
-            grad_in: Gradients; ``None`` stays.
-            grad_out: Ignored.
-
-        Returns:
-            ``grad_in`` times the scale.
-        """
+        """Multiply the gradients at a module's inputs by the scale; a backward hook."""
         del module, grad_out
         return tuple(None if grad is None else self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Run backward on ``loss`` times the scale.
 
-        Args:
-            loss: Scalar tensor. A half one is widened first, as the product may not fit it.
-            retain_graph: As in ``Tensor.backward``.
+        A half loss is widened first, as the product may not fit it.
         """
         wide = loss if loss.dtype is torch.float64 else loss.float()
         scaled: Any = wide * self.loss_scale
