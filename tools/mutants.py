@@ -37,32 +37,42 @@ CASTING = "casting engine/test_initialize.py engine/test_matrix.py"
 
 FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     # (file, folders of tests): what stands there, and what a slip would make of it
-    ("kernels/reference/adam.py", KERNELS): (
-        ("v = rule.beta2 * v + (1 - rule.beta2) * g * g", "v = rule.beta2 * v + g * g"),
+    ("kernels/reference/formulas.py", KERNELS): (
+        (
+            "m = rule.beta1 * m + (1 - rule.beta1) * g\n    v = rule.beta2 * v + (1 - rule.beta2)",
+            "m = rule.beta1 * m + (1 - rule.beta1) * g\n    v = rule.beta2 * v + 1.0",
+        ),
         ("size = size * c2**0.5 / c1", "size = size * c2 / c1"),
         ("if rule.weight_decay != 0 and not rule.decoupled", "if rule.weight_decay != 0"),
-    ),
-    ("kernels/reference/lamb.py", KERNELS): (
         (
-            "beta3 = 1 - rule.beta1 if rule.grad_averaging",
-            "beta3 = 1 - rule.beta2 if rule.grad_averaging",
+            "ratio = p_norm / u_norm\n",
+            "ratio = p_norm / (u_norm + 1e-3)\n",
         ),
-        ("ratio = p_norm / u_norm\n", "ratio = p_norm / (u_norm + 1e-3)\n"),
-    ),
-    ("kernels/reference/lars.py", KERNELS): (
         ("g_norm + rule.weight_decay * p_norm + rule.eps", "g_norm + rule.weight_decay * p_norm"),
         ("(rule.momentum * m - step if rule.nesterov else m)", "m"),
-    ),
-    ("kernels/reference/novograd.py", KERNELS): (
         ("torch.where(v < 0, n, blend)", "torch.where(v <= 0, n, blend)"),
         ("denominator = v / c2**0.5 + rule.eps", "denominator = v / c2 + rule.eps"),
-    ),
-    ("kernels/reference/sgd.py", KERNELS): (
-        ("return first if step == 1 else later", "return later"),
+        ("m = g if step == 1 else later", "m = later"),
         ("(1 - rule.dampening) * g", "g"),
-    ),
-    ("kernels/reference/adagrad.py", KERNELS): (
         ("g / (h.sqrt() + rule.eps)", "g / (h + rule.eps).sqrt()"),
+    ),
+    ("kernels/vectors.py", KERNELS): (
+        ("if not has_long_sums(tensor.device, tensor.numel()):", "if True:"),
+    ),
+    ("kernels/blocks/ops.py", KERNELS): (
+        ("if update.found_inf.item() != 0:", "if False:"),
+        ("step = _constant(number(update.step) if corrects else math.inf)", "step = _constant(1)"),
+        ("        wide.mul_(inv_scale)\n", "        pass\n"),
+        ("copy_where_wanted(halves, params)\n    # torch", "pass\n    # torch"),
+        ("total if factor is None else total * factor.to(_CPU)", "total"),
+        (
+            "(~torch.isfinite(_stack(ends)).all()).float()",
+            "torch.isnan(_stack(ends)).any().float()",
+        ),
+    ),
+    ("kernels/blocks/cut.py", KERNELS): (
+        ("if total + size > most or len(together) == _TOGETHER:", "if len(together) == _TOGETHER:"),
+        ("if not all(map(_are_contiguous, columns)):\n        return None\n    kinds", "kinds"),
     ),
     ("kernels/reference/update.py", KERNELS): (
         (
@@ -74,7 +84,6 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
             "rounded = torch.where(skip, target, rounded)",
             "rounded = rounded * ~skip + target * skip",
         ),
-        ("if not has_long_sums(tensor):", "if True:"),
         ("return (a > 0) & (b > 0)", "return a > 0"),
     ),
     ("kernels/reference/ops.py", KERNELS): (
@@ -85,12 +94,18 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
             "grad.copy_(wide).add_(0 if addend is None else addend)",
         ),
     ),
-    ("kernels/triton/device/adam.py", TRITON): (
-        ("if DECAYS and DECOUPLED:", "if DECOUPLED and not DECAYS:"),
+    ("kernels/triton/device/updates.py", TRITON): (
+        (
+            "direction = divide(m, root(v, MATH) + number(eps, MATH), MATH)\n"
+            "            if DECAYS and DECOUPLED:",
+            "direction = divide(m, root(v, MATH) + number(eps, MATH), MATH)\n"
+            "            if DECOUPLED and not DECAYS:",
+        ),
         (
             "divide(m, root(v + number(eps, MATH), MATH), MATH)",
             "divide(m, root(v, MATH) + number(eps, MATH), MATH)",
         ),
+        ("blend = tl.where(v < 0, norm, blend)", "blend = tl.where(v <= 0, norm, blend)"),
     ),
     ("kernels/triton/device/walk.py", TRITON): (
         ("rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16", "rounded = (bits + 0x8000) >> 16"),
@@ -100,9 +115,6 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
             "tl.where(tl.load(found_inf_at) != 0, 0, count)",
             "tl.where(tl.load(found_inf_at) == 1, 0, count)",
         ),
-    ),
-    ("kernels/triton/device/novograd.py", TRITON): (
-        ("blend = tl.where(v < 0, norm, blend)", "blend = tl.where(v <= 0, norm, blend)"),
     ),
     ("kernels/triton/device/reductions.py", TRITON): (
         (
@@ -134,15 +146,14 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("if original is None else original.float()", ""),
         ("and value.shape == param.shape\n", ""),
     ),
-    ("scaling/records.py", SCALING): (
+    ("scaling/scaler.py", SCALING): (
         (
             "(state.scale * self.backoff_factor).clamp(min=self.floor)",
             "state.scale * self.backoff_factor",
         ),
         ("grows = tracker >= self.growth_interval", "grows = tracker > self.growth_interval"),
         ("torch.where(grows, 0, tracker)", "tracker"),
-    ),
-    ("scaling/scaler.py", SCALING): (
+        ("late.is_due |= is_due", "late.is_due = is_due"),
         ("torch.maximum(self.found_inf, found_inf.to(self.device))", "found_inf.to(self.device)"),
         (
             "        self.found_inf.zero_()\n        self.generation += 1\n",
@@ -156,6 +167,8 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
             "tensor.device.type == device_type",
         ),
         ("return has_half and has_float32", "return has_half"),
+    ),
+    ("core/pytree.py", CASTING): (
         ('kind(*mapped) if hasattr(kind, "_fields") else kind(mapped)', "list(mapped)"),
     ),
     ("casting/regions.py", CASTING): (
@@ -172,20 +185,30 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
             "return found\n    for arg",
         ),
     ),
-    ("engine/clip.py", ENGINE): (
+    ("engine/loop.py", ENGINE): (
         ("_EPS = 1e-6", "_EPS = 0.0"),
         ("(max_norm / (norm + _EPS)).clamp(max=1.0)", "max_norm / (norm + _EPS)"),
+        ('if self._reached != {"loss"}:', "if True:"),
     ),
     ("engine/session.py", ENGINE): (
         ("self.skips_in_row + 1 if skipped else 0", "self.skips_in_row + int(skipped)"),
         ("self.found_inf = None  # the overflowed gradients", "pass  # the overflowed gradients"),
-        ("            self.masters.absorb_external_writes()\n", ""),
-    ),
-    ("engine/known_norm.py", ENGINE): (
+        ("                table.absorb()\n", "                pass\n"),
         ("return bool(torch.isfinite(norm))", "return True"),
-        ("!= version_of(grad) for grad in grads)", "is None for grad in grads)"),
+        ("None if self._norm is None or marks() != self._marks else self._norm", "self._norm"),
     ),
-    ("engine/adjustments.py", ENGINE): (("late.is_due |= is_due", "late.is_due = is_due"),),
+    ("optim/table.py", "engine optim fp16_utils"): (
+        ("if are_same and versions == self.versions:", "if are_same:"),
+        ("        self.may_have_bases |= grad is not None\n", ""),
+        ("        if changed or False in rounded:", "        if False in rounded:"),
+        ("            self.records = [_SPENT[record.is_plain]] * len(self)\n", ""),
+        ("same = wide.to(half.dtype) == half", "same = torch.zeros_like(half, dtype=torch.bool)"),
+        ("            self._are_alike = len(kinds) == 1\n", "            self._are_alike = True\n"),
+    ),
+    ("optim/fused/base.py", "optim engine/test_fast_path.py engine/test_doors.py"): (
+        ("if known is not None and known[0] == ids and are_same(every, known[1]):", "if known:"),
+        ("both = self.factor * inv_scale.to(self.factor.device)", "both = self.factor"),
+    ),
 }
 
 

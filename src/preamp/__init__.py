@@ -17,8 +17,6 @@ from preamp.casting import register_bfloat16_function as register_bfloat16_funct
 from preamp.casting import register_float_function as register_float_function
 from preamp.casting import register_half_function as register_half_function
 from preamp.casting import register_promote_function as register_promote_function
-from preamp.checkpoint.entry import load_checkpoint as load_checkpoint
-from preamp.checkpoint.entry import save_checkpoint as save_checkpoint
 from preamp.compat.alias import install_apex_alias as install_apex_alias
 from preamp.compat.alias import remove_apex_alias as remove_apex_alias
 from preamp.core.errors import CheckpointError as CheckpointError
@@ -41,15 +39,28 @@ from preamp.engine import master_params as master_params
 from preamp.engine import scale_loss as scale_loss
 from preamp.engine import state_dict as state_dict
 from preamp.engine import step_scheduler as step_scheduler
-from preamp.planning import estimate as estimate
-from preamp.planning import plan as plan
 from preamp.policy import OPT_LEVELS as OPT_LEVELS
 from preamp.policy import Policy as Policy
 
 if TYPE_CHECKING:
     from preamp import amp as amp
+    from preamp import checkpoint as checkpoint
+    from preamp import planning as planning
+    from preamp.checkpoint.saving import load_checkpoint as load_checkpoint
+    from preamp.checkpoint.saving import save_checkpoint as save_checkpoint
+    from preamp.planning.memory import estimate as estimate
+    from preamp.planning.planner import plan as plan
 
-__getattr__ = names("preamp", amp="")  # only who came from Apex needs it
+__getattr__ = names(  # what not every program needs loads when it is first asked for
+    "preamp",
+    amp="",
+    checkpoint="",
+    estimate="planning.memory",
+    load_checkpoint="checkpoint.saving",
+    plan="planning.planner",
+    planning="",
+    save_checkpoint="checkpoint.saving",
+)
 
 __all__ = [
     "OPT_LEVELS",

@@ -49,14 +49,12 @@ ONLY_UNDER = {
 WITHOUT_CIRCLES = ("engine",)
 PRIVATE_TORCH_UNDER = ("preamp.kernels",)
 LATE_IMPORTS_IN = (
-    "preamp.checkpoint.entry",  # checkpoints would be a third of the time of importing preamp
     "preamp.engine.casts",  # records
     "preamp.engine.inventory",  # records
     "preamp.engine.overflow",  # records
     "preamp.engine.parts",  # what loads with the first engine, since importing must be fast
     "preamp.kernels.dispatch",  # a back end loads when it is first used
     "preamp.numerics.tensorboard",  # an extra, and slower to import than all of preamp
-    "preamp.planning.entry",  # planning would be a quarter of the time of importing preamp
     "preamp.report.page",  # jinja2, which the library is imported without
 )
 

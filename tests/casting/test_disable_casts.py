@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from casting.probe import BF16, CPU, F32, Probe, product
-from preamp.casting.disable import disable_casts, thread_casts_restored
 from preamp.casting.regions import attach_cast_region
-from preamp.casting.thread_casts import push_thread_casts
+from preamp.casting.thread_casts import disable_casts, push_thread_casts, thread_casts_restored
 
 pytestmark = pytest.mark.usefixtures("function_casts")
 

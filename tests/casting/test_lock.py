@@ -9,9 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from preamp.casting.lock import PATCH_LOCK, PatchLock
-from preamp.casting.patches import PATCHES, Rank
-from preamp.casting.shared_install import SharedInstall
+from preamp.casting.patches import PATCH_LOCK, PATCHES, PatchLock, Rank, SharedInstall
 
 
 def _here(run: Callable[[], None]) -> None:

@@ -13,7 +13,6 @@ import torch
 
 from casting.op_examples import example, options
 from op_table import render
-from preamp.casting.disable import disable_casts
 from preamp.casting.functions import (
     install_function_casts,
     install_wide_half,
@@ -21,8 +20,8 @@ from preamp.casting.functions import (
     row_wrapper,
 )
 from preamp.casting.op_lists import OP_TABLE, OpRow
-from preamp.casting.thread_casts import push_thread_casts
-from preamp.casting.wrappers import map_tensors
+from preamp.casting.thread_casts import disable_casts, push_thread_casts
+from preamp.core.pytree import map_tensors
 from preamp.kernels.wide_half import WIDE_FUNCTIONS
 
 # Some rows are functions that torch itself deprecates, or warns about in general.

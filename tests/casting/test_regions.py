@@ -17,9 +17,8 @@ from torch import nn
 from casting.probe import BF16, CPU, F16, F32, Probe, product
 from preamp.casting import regions
 from preamp.casting.autocast_state import AutocastState, nesting, weight_cache_keeps_gradients
-from preamp.casting.disable import disable_casts
 from preamp.casting.regions import attach_cast_region, attach_plain_region
-from preamp.casting.thread_casts import push_thread_casts
+from preamp.casting.thread_casts import disable_casts, push_thread_casts
 from preamp.core.undo import Removable
 
 pytestmark = pytest.mark.usefixtures("function_casts")

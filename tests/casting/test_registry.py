@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from preamp.casting.disable import disable_casts
 from preamp.casting.functions import (
     CAST_REPORTS,
     FUNCTION_CASTS,
@@ -29,7 +28,7 @@ from preamp.casting.registry import (
     register_half_function,
     register_promote_function,
 )
-from preamp.casting.thread_casts import push_thread_casts
+from preamp.casting.thread_casts import disable_casts, push_thread_casts
 from preamp.core.undo import Removable
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

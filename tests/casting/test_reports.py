@@ -23,7 +23,7 @@ from preamp.casting.functions import (
 from preamp.casting.op_lists import OP_TABLE
 from preamp.casting.registry import register_float_function, register_half_function
 from preamp.casting.thread_casts import push_thread_casts
-from preamp.casting.wrappers import map_tensors
+from preamp.core.pytree import map_tensors
 
 HALVES = {"O1": (torch.float16, "Half"), "O4": (torch.bfloat16, "BFloat16")}
 Lines = Callable[[], list[str]]
@@ -82,7 +82,7 @@ def test_recurrent_layer(level: str, lines: Lines) -> None:
 
 
 def test_what_is_not_cast_is_not_printed(lines: Lines) -> None:
-    _initialize(nn.Linear(4, 2), "O1", lines)
+    _model = _initialize(nn.Linear(4, 2), "O1", lines)  # the casts end with it
     half, single, double = (
         torch.ones(2, 2, dtype=d) for d in (torch.half, torch.float, torch.double)
     )
@@ -121,7 +121,7 @@ def test_registered_functions_are_printed_by_their_own_rule(lines: Lines) -> Non
 
     made.probe = probe
     register_half_function(made, "probe")
-    _initialize(nn.Linear(4, 2), "O1", lines)
+    _model = _initialize(nn.Linear(4, 2), "O1", lines)  # the casts end with it
     register_float_function(torch, "mm")
 
     made.probe(torch.ones(1))
@@ -150,7 +150,7 @@ def test_printing_ends_with_the_engine_that_asked(lines: Lines) -> None:
 
 @pytest.mark.apex("1.1 only the first rank prints")
 def test_lines_come_from_the_first_rank_only(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    _initialize(nn.Linear(4, 2), "O1", lines)
+    _model = _initialize(nn.Linear(4, 2), "O1", lines)  # the casts end with it
     monkeypatch.setattr("preamp.core.log.is_first_rank", lambda: False)
 
     torch.exp(torch.ones(1, dtype=torch.half))
@@ -184,7 +184,7 @@ def _count(value: Any, dtype: torch.dtype) -> int:
 @pytest.mark.filterwarnings("ignore")
 def test_every_row_that_casts_is_printed(lines: Lines) -> None:
     """What is printed is what the arguments hold; that it is cast is the table's own test."""
-    _initialize(nn.Linear(4, 2), "O4", lines)
+    _model = _initialize(nn.Linear(4, 2), "O4", lines)  # the casts end with it
     for row in OP_TABLE:
         owner = namespace_owner(row.namespace)
         if row.rule not in ("half", "float") or not hasattr(owner, row.name):

@@ -14,9 +14,8 @@ import torch
 from casting.probe import BF16, CPU, F16, F32, Probe, product
 from preamp.casting import functions
 from preamp.casting.autocast_state import AutocastState, nesting
-from preamp.casting.disable import disable_casts
 from preamp.casting.regions import attach_cast_region, attach_plain_region
-from preamp.casting.thread_casts import CASTS, push_thread_casts, settle_thread
+from preamp.casting.thread_casts import CASTS, disable_casts, push_thread_casts, settle_thread
 
 pytestmark = pytest.mark.usefixtures("function_casts")
 

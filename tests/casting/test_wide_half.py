@@ -13,7 +13,7 @@ from casting.op_examples import example
 from preamp.casting.functions import install_function_casts, install_wide_half, namespace_owner
 from preamp.casting.op_lists import OpRow
 from preamp.casting.regions import attach_cast_region
-from preamp.casting.wrappers import map_tensors
+from preamp.core.pytree import map_tensors
 from preamp.kernels.wide_half import WIDE_FUNCTIONS, cpu_lacks_fp16_matmul
 
 F16, F32 = torch.float16, torch.float32

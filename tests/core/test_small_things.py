@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from preamp.core import log
+from preamp.core import log, ranks
 from preamp.core.dtypes import dtype_name, is_half, math_dtype
 from preamp.core.errors import (
     LossScaleError,
@@ -168,8 +168,7 @@ def test_in_a_job_rank_0_speaks(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(torch.distributed, "is_available", lambda: True)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(ranks, "has_process_group", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     log.say("once")
     log.say("each", every_rank=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from preamp.kernels.graph import leaves_through
+from preamp.kernels.autograd import leaves_through
 
 HALF = torch.float16
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``apex.amp._initialize``."""
 
-from preamp.compat.applier import applier as applier
+from preamp.compat.frontend import applier as applier
 
 __all__ = ["applier"]

@@ -2,18 +2,16 @@
 """Casts: of functions (O1, O4), of whole models (O2, O3, O5), of what goes in and out."""
 
 from preamp.casting.audit import CastAudit as CastAudit
-from preamp.casting.disable import disable_casts as disable_casts
-from preamp.casting.disable import thread_casts_restored as thread_casts_restored
 from preamp.casting.functions import device_types_here as device_types_here
 from preamp.casting.functions import install_function_casts as install_function_casts
 from preamp.casting.functions import install_wide_half as install_wide_half
 from preamp.casting.io import attach_io_casts as attach_io_casts
 from preamp.casting.kept import changed_by_cast as changed_by_cast
 from preamp.casting.kept import find_kept as find_kept
-from preamp.casting.lock import PATCH_LOCK as PATCH_LOCK
 from preamp.casting.mixed import install_mixed_products as install_mixed_products
 from preamp.casting.modules import Conversion as Conversion
 from preamp.casting.modules import attach_layer_casts as attach_layer_casts
+from preamp.casting.patches import PATCH_LOCK as PATCH_LOCK
 from preamp.casting.regions import attach_cast_region as attach_cast_region
 from preamp.casting.regions import attach_plain_region as attach_plain_region
 from preamp.casting.registry import bfloat16_function as bfloat16_function
@@ -25,6 +23,8 @@ from preamp.casting.registry import register_float_function as register_float_fu
 from preamp.casting.registry import register_half_function as register_half_function
 from preamp.casting.registry import register_promote_function as register_promote_function
 from preamp.casting.state_hooks import attach_state_hooks as attach_state_hooks
+from preamp.casting.thread_casts import disable_casts as disable_casts
 from preamp.casting.thread_casts import push_thread_casts as push_thread_casts
 from preamp.casting.thread_casts import settle_thread as settle_thread
+from preamp.casting.thread_casts import thread_casts_restored as thread_casts_restored
 from preamp.casting.thread_casts import thread_has_casts as thread_has_casts

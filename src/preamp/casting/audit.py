@@ -19,19 +19,12 @@ from preamp.core.undo import Removable, UndoStack
 
 @dataclass(frozen=True, slots=True)
 class CastSite:
-    """Casts that are counted together.
+    """Casts that are counted together."""
 
-    Attributes:
-        function: Whose argument is cast, such as ``"linear"``.
-        source: dtype before.
-        target: dtype after.
-        where: ``"file.py:12"``, the innermost line that is neither torch's nor preamp's.
-    """
-
-    function: str
-    source: torch.dtype
-    target: torch.dtype
-    where: str
+    function: str  # whose argument is cast, such as ``"linear"``
+    source: torch.dtype  # dtype before
+    target: torch.dtype  # dtype after
+    where: str  # ``"file.py:12"``, the innermost line that is neither torch's nor preamp's
 
 
 class CastAudit:
@@ -39,16 +32,11 @@ class CastAudit:
 
     It costs a walk up the stack for each cast. A weight counts in each call, also where autocast's
     cache held its cast, and casts inside compiled code are not seen.
-
-    Attributes:
-        calls: Tensors cast, by site.
-        elements: Their elements, by site.
     """
 
     def __init__(self) -> None:
-        """Count nothing yet."""
-        self.calls: Counter[CastSite] = Counter()
-        self.elements: Counter[CastSite] = Counter()
+        self.calls: Counter[CastSite] = Counter()  # tensors cast, by site
+        self.elements: Counter[CastSite] = Counter()  # their elements, by site
         self._undo = UndoStack()
         self._listening: Removable | None = None
         self._is_on = False

@@ -11,15 +11,14 @@ run every function once on a device that the program may not even use.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
 
 from preamp.casting.op_lists import OP_TABLE, Namespace, OpRow
-from preamp.casting.patches import PATCHES, Rank, Wrapper
-from preamp.casting.removable import UndoOnce
+from preamp.casting.patches import PATCHES, Rank, SharedInstall, Wrapper
 from preamp.casting.reports import listen, say_cast, wrap_report
-from preamp.casting.shared_install import SharedInstall
 from preamp.casting.thread_casts import autocast_off
 from preamp.casting.wrappers import (
     AnyFunction,
@@ -30,8 +29,8 @@ from preamp.casting.wrappers import (
     wrap_promote,
     wrap_sequence_promote,
 )
-from preamp.core.undo import Removable
-from preamp.kernels.recurrent import recurrent_functions
+from preamp.core.undo import Removable, UndoOnce
+from preamp.kernels.modules import recurrent_functions
 from preamp.kernels.wide_half import WIDE_FUNCTIONS, wide
 
 
@@ -129,10 +128,13 @@ def _install_reports() -> list[Removable]:
     return handles
 
 
-def _install_wide() -> list[Removable]:
-    return [
-        PATCHES.add(namespace_owner(namespace), name, Rank.WIDE, wide)
-        for namespace, name in WIDE_FUNCTIONS
+def patch_all(
+    rows: Iterable[tuple[str, str]], rank: Rank, wrap: Wrapper
+) -> Callable[[], list[Removable]]:
+    """What puts ``wrap`` over the functions that this version of torch has."""
+    return lambda: [
+        PATCHES.add(namespace_owner(namespace), name, rank, wrap)
+        for namespace, name in rows
         if hasattr(namespace_owner(namespace), name)
     ]
 
@@ -146,7 +148,7 @@ CAST_REPORTS: Final = SharedInstall(_install_reports)
 CAST_LINES: Final = SharedInstall(lambda: [CAST_REPORTS.acquire(), listen(say_cast)])
 """The printing of casts."""
 
-WIDE_HALF: Final = SharedInstall(_install_wide)
+WIDE_HALF: Final = SharedInstall(patch_all(WIDE_FUNCTIONS, Rank.WIDE, wide))
 """The installation of wide float16 products on the CPU."""
 
 
@@ -154,20 +156,14 @@ def install_function_casts(*, allow_banned: bool = False, verbose: bool = False)
     """Wrap the functions of the op table, process-wide, while anybody holds the result.
 
     The wrappers act only where torch's autocast is enabled on the calling thread for the device
-    of the tensors, so threads and devices without casts are not affected.
+    of the tensors, so threads and devices without casts are not affected. After the last holder
+    is removed, every attribute is exactly what it was before the first.
 
-    Args:
-        allow_banned: Cast the arguments of banned functions to float32 instead of refusing them,
-            as long as this holder lives.
-        verbose: Print every cast, as long as this holder lives; see `say_cast`.
+    As long as its holder lives, ``allow_banned`` casts the arguments of banned functions to
+    float32 instead of refusing them, and ``verbose`` prints every cast; see `say_cast`.
 
-    Returns:
-        The handle of this holder. After the last one is removed, every attribute is exactly what
-        it was before the first.
-
-    Mutates:
-        ``torch``, ``torch.Tensor``, ``torch.nn.functional``, ``torch.linalg``, ``torch.autograd``
-        and the namespace of the recurrent layers.
+    Mutates ``torch``, ``torch.Tensor``, ``torch.nn.functional``, ``torch.linalg``,
+    ``torch.autograd`` and the namespace of the recurrent layers.
     """
     handles = [FUNCTION_CASTS.acquire()]
     if verbose:
@@ -193,12 +189,6 @@ def install_wide_half() -> Removable:
     """Run float16 products on the CPU in float32, while anybody holds the result.
 
     Worth it where ``preamp.kernels.wide_half.cpu_lacks_fp16_matmul()``; results keep the contract
-    stated there. Composes with ``install_function_casts`` in any order.
-
-    Returns:
-        The handle of this holder.
-
-    Mutates:
-        The same namespaces as ``install_function_casts``.
+    stated there. Composes with ``install_function_casts`` in any order, and mutates the same.
     """
     return WIDE_HALF.acquire()

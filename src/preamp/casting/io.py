@@ -24,7 +24,6 @@ class CastInputs(EngineHook):
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments to call ``forward`` with."""
-        del module
         if not self.is_on:  # the weights are exact for the moment
             return args, kwargs
         cast_kwargs = {name: cast_floating(value, self.dtype) for name, value in kwargs.items()}
@@ -40,7 +39,6 @@ class CastOutputs(EngineHook):
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return the result to hand to the caller."""
-        del module, args
         return cast_floating(output, self.dtype)
 
 
@@ -72,16 +70,7 @@ class MatchWeightDtype(EngineHook):
 def attach_io_casts(
     module: torch.nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None
 ) -> list[Removable]:
-    """Hook the casts of one engine onto a model.
-
-    Args:
-        module: Root of the model; mutated.
-        inputs: dtype for floating arguments, or ``None``.
-        outputs: dtype for floating results, or ``None``.
-
-    Returns:
-        Handles that take the hooks away.
-    """
+    """Hook the casts of one engine's floating arguments and results onto a model's root."""
     handles: list[Removable] = []
     if inputs is not None:
         handles.append(module.register_forward_pre_hook(CastInputs(inputs), with_kwargs=True))

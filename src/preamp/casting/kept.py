@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from preamp.core.dtypes import is_half
-from preamp.core.errors import PreampPolicyError, message
-from preamp.kernels.buffers import unsaved_buffers
+from preamp.core.errors import PreampPolicyError, worded
+from preamp.kernels.modules import unsaved_buffers
 from preamp.policy import KeepFP32
 
 # Layers whose kernels want inputs and weights of one dtype. Batch norms join them only where they
@@ -61,20 +61,16 @@ def is_single_layer(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Tensors by their ``id``, of some models.
+    """Tensors by their ``id``, of some models."""
 
-    Attributes:
-        modules: ``id`` of the modules that ``keep_fp32`` names, and of all modules in them: their
-            inputs are brought to float32.
-        named: Parameters and buffers in them, and those named themselves.
-        constants: Buffers that are not persistent, with their names.
-        norms: What only affine batch norms own.
-    """
-
+    # ``id`` of the modules that ``keep_fp32`` names, and of all modules in them: their inputs are
+    # brought to float32
     modules: frozenset[int] = frozenset()
+    # parameters and buffers in them, and those named themselves
     named: frozenset[int] = frozenset()
+    # buffers that are not persistent, with their names
     constants: Mapping[int, str] = field(default_factory=dict[int, str])
-    norms: frozenset[int] = frozenset()
+    norms: frozenset[int] = frozenset()  # what only affine batch norms own
 
     def is_wide(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is float32 where the rest of its model is half."""
@@ -85,14 +81,8 @@ def find_kept(models: Sequence[nn.Module], keep: KeepFP32) -> Kept:
     """Find in ``models`` what stays float32 if they are cast to half. Changes nothing.
 
     A layer of ``torch.nn`` stays together: naming its bias keeps its weight too. So does what is
-    tied: a tensor is kept if any of its names is.
-
-    Args:
-        models: Roots; patterns are compared with the names in each.
-        keep: The user's selection.
-
-    Raises:
-        PreampPolicyError: A type or pattern that nothing in the models answers to.
+    tied: a tensor is kept if any of its names is. Patterns are compared with the names in each
+    root; one, or a type, that nothing answers to raises ``PreampPolicyError``.
     """
     parts = [part for model in models for part in _named_modules(model)]
     owned = [(f"{name}.{own}".lstrip("."), t) for name, part in parts for own, t in _own(part)]
@@ -195,27 +185,18 @@ def _nearest(wanted: str, names: Sequence[str]) -> str:
 
 def _not_found(got: str, allowed: str) -> PreampPolicyError:
     do = "Name something that the models have, or leave it out; * in a pattern stands for any text"
-    return PreampPolicyError(message(got, allowed, do))
+    return worded(PreampPolicyError, got, allowed, do)
 
 
 def changed_by_cast(
     models: Iterable[nn.Module], kept: Kept, dtype: torch.dtype, *, keep_batchnorm_fp32: bool
 ) -> dict[str, str]:
-    """Find persistent buffers that a cast to ``dtype`` would change by more than its rounding.
+    """Say in words, by name, which persistent buffers a cast changes by more than its rounding.
 
     That is: a finite value becomes infinite, one that is not zero becomes zero, a buffer of whole
     numbers gets others, or the buffer as a whole is further off than half a unit in the last place
     of each of its values (as values too small for the format are). Reads values: synchronises.
-
-    Args:
-        models: Before the cast.
-        kept: What is not cast.
-        dtype: float16 or bfloat16.
-        keep_batchnorm_fp32: Whether affine batch norms are not cast either.
-
-    Returns:
-        What would happen, in words, by the buffers' names. Tensors without memory, sparse and
-        sharded ones are not looked at.
+    Tensors without memory, sparse and sharded ones are not looked at.
     """
     found: dict[str, str] = {}
     seen: set[int] = set()

@@ -17,12 +17,11 @@ import torch
 from torch import nn
 
 from preamp.casting.autocast_state import casting_device
-from preamp.casting.functions import namespace_owner
-from preamp.casting.patches import PATCHES, Rank
-from preamp.casting.shared_install import SharedInstall
-from preamp.casting.wrappers import AnyFunction, is_mixed, map_tensors
+from preamp.casting.functions import patch_all
+from preamp.casting.patches import Rank, SharedInstall
+from preamp.casting.wrappers import AnyFunction, is_mixed
 from preamp.core.dtypes import HALF_DTYPES
-from preamp.core.pytree import tensors_in
+from preamp.core.pytree import map_tensors, tensors_in
 from preamp.core.undo import Removable
 from preamp.kernels.wide_half import WIDE_FUNCTIONS
 
@@ -75,15 +74,7 @@ def _mixed(fn: AnyFunction) -> AnyFunction:
     return product
 
 
-def _install() -> list[Removable]:
-    return [
-        PATCHES.add(namespace_owner(namespace), name, Rank.MIXED, _mixed)
-        for namespace, name in FUNCTIONS
-        if hasattr(namespace_owner(namespace), name)
-    ]
-
-
-MIXED_PRODUCTS: Final = SharedInstall(_install)
+MIXED_PRODUCTS: Final = SharedInstall(patch_all(FUNCTIONS, Rank.MIXED, _mixed))
 """The installation of mixed products."""
 
 
@@ -91,11 +82,6 @@ def install_mixed_products() -> Removable:
     """Let products take float32 and half tensors together, while anybody holds the result.
 
     Process-wide; a call whose tensors share a dtype, or that autocast casts, is not touched.
-
-    Returns:
-        The handle of this holder.
-
-    Mutates:
-        The same namespaces as `install_wide_half`.
+    Mutates the same namespaces as `install_wide_half`.
     """
     return MIXED_PRODUCTS.acquire()

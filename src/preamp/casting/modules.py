@@ -9,12 +9,7 @@ import torch
 from torch import nn
 
 from preamp.casting.io import CastInputs, MatchWeightDtype
-from preamp.casting.kept import (
-    Kept,
-    floating_tensors,
-    is_affine_batchnorm,
-    is_single_layer,
-)
+from preamp.casting.kept import Kept, floating_tensors, is_affine_batchnorm, is_single_layer
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.undo import Removable
 from preamp.kernels.fsdp import renew, reshard
@@ -22,18 +17,13 @@ from preamp.kernels.shards import set_data
 
 
 class Conversion:
-    """The casts of one engine's models, and how to take them back.
-
-    Attributes:
-        originals: Values from before the cast, by ``id(parameter)``.
-        kept: What a cast to half leaves in float32.
-        changed: What to warn of: buffers that the cast changes by more than its rounding.
-    """
+    """The casts of one engine's models, and how to take them back."""
 
     def __init__(self, kept: Kept | None = None, changed: str = "") -> None:
-        """Start with nothing converted."""
-        self.kept = kept or Kept()
+        self.kept = kept or Kept()  # what a cast to half leaves in float32
+        # what to warn of: buffers that the cast changes by more than its rounding
         self.changed = changed
+        # values from before the cast, by ``id(parameter)``
         self.originals: dict[int, torch.Tensor] = {}
         self._original_grads: dict[int, torch.Tensor] = {}
         self._tensors: list[tuple[torch.Tensor, torch.dtype]] = []
@@ -43,11 +33,7 @@ class Conversion:
         """Cast the floating parameters, their gradients, and the floating buffers of ``model``.
 
         Parameters and buffers keep their identity, so an optimizer built before still owns them.
-
-        Args:
-            model: Mutated.
-            dtype: Target dtype; where it is half, what is kept becomes or stays float32.
-            keep_batchnorm_fp32: Leave batch norms with weights of their own as they are.
+        Where ``dtype`` is half, what is kept becomes or stays float32.
         """
         self._models.append(model)
         is_half = dtype in HALF_DTYPES
@@ -84,9 +70,8 @@ class Conversion:
     def revert(self, values: Mapping[int, torch.Tensor]) -> None:
         """Give every tensor its former dtype back.
 
-        Args:
-            values: Exact values to restore, by ``id(tensor)``: masters, or the originals. A
-                tensor that has none keeps its value, cast back.
+        ``values`` has exact ones to restore, by ``id(tensor)``: masters, or the originals. A
+        tensor that has none keeps its value, cast back.
         """
         reshard(self._models)
         for tensor, dtype in reversed(self._tensors):
@@ -102,14 +87,10 @@ class Conversion:
 
 
 def attach_layer_casts(model: nn.Module, dtype: torch.dtype, kept: Kept) -> list[Removable]:
-    """Let layers of a half model accept inputs of another floating dtype.
+    """Let layers of a model that was cast to ``dtype`` accept inputs of another floating dtype.
 
-    Args:
-        model: Mutated: its ``torch.nn`` layers with tensors of ``dtype``, or with tensors that are
-            kept in float32, get a pre-hook that follows their weights; modules that are kept get
-            one that brings their inputs to float32.
-        dtype: The half dtype the model was cast to.
-        kept: What was not cast.
+    ``torch.nn`` layers with tensors of ``dtype``, or with tensors that are kept in float32, get a
+    pre-hook that follows their weights; modules that are kept one that brings inputs to float32.
     """
     handles: list[Removable] = []
     for module in model.modules():

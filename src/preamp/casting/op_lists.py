@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 Rule = Literal[
@@ -94,15 +95,9 @@ def _rows(
     native: frozenset[str] = _NOWHERE,
     is_closed: bool = False,
 ) -> Iterator[OpRow]:
+    row = partial(OpRow, namespace=namespace, rule=rule, reason=reason)
     for name in names.split():
-        yield OpRow(
-            namespace=namespace,
-            name=name,
-            rule=rule,
-            reason=reason,
-            native=native,
-            is_closed=is_closed,
-        )
+        yield row(name=name, native=native, is_closed=is_closed)
 
 
 _CONVOLUTIONS = (
@@ -116,6 +111,7 @@ _POINTWISE_F32 = (
 _SUMS = "cumprod cumsum sum prod logsumexp logcumsumexp nansum"
 _STATISTICS = "std var"
 _NORMS = "norm dist renorm"
+_SOLVERS = "cholesky det logdet slogdet inverse pinverse svd qr matrix_exp matrix_power"
 _COMPARE = "eq equal ge gt le lt ne"
 _ARITHMETIC = "addcdiv addcmul atan2 cross dot add div mul"
 _OPERATORS = (
@@ -189,20 +185,8 @@ _FLOAT: Final = (
         SOLVE,
         is_closed=True,
     ),
-    *_rows(
-        "torch",
-        "cholesky det logdet slogdet inverse pinverse svd qr matrix_exp matrix_power",
-        "float",
-        SOLVE,
-        is_closed=True,
-    ),
-    *_rows(
-        "torch.Tensor",
-        "cholesky det logdet slogdet inverse pinverse svd qr matrix_exp matrix_power",
-        "float",
-        SOLVE,
-        is_closed=True,
-    ),
+    *_rows("torch", _SOLVERS, "float", SOLVE, is_closed=True),
+    *_rows("torch.Tensor", _SOLVERS, "float", SOLVE, is_closed=True),
     *_rows("torch.Tensor", "cpu", "float", TO_HOST),
 )
 

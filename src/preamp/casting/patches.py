@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import enum
 import inspect
+import threading
 import types
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
-from preamp.casting.lock import PATCH_LOCK
-from preamp.casting.removable import UndoOnce
-from preamp.core.undo import Removable
-from preamp.kernels.scripting import scriptable
+from preamp.core.undo import Removable, UndoOnce
+from preamp.kernels.scripting import forget_traced_names, know_traced_names, scriptable
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -92,23 +92,11 @@ class PatchTable:
         self._patched: dict[tuple[int, str], _Patched] = {}
 
     def add(self, owner: Any, name: str, rank: Rank, wrap: Wrapper) -> Removable:
-        """Put a layer on ``owner.name``.
+        """Put a layer on ``owner.name``, made by ``wrap`` from the callable below it.
 
-        Args:
-            owner: A module, class or instance.
-            name: An attribute that ``owner`` has, perhaps by inheritance.
-            rank: Where among the layers it goes; of equal ranks the newer is outside.
-            wrap: Makes the replacement from the callable below it.
-
-        Returns:
-            The handle that takes this layer off again.
-
-        Raises:
-            AttributeError: ``owner`` has no such attribute, or none that can be set.
-            TypeError: ``owner`` is a type of C's, or has no attributes of its own.
-
-        Mutates:
-            ``owner``.
+        ``owner`` is a module, class or instance that has the attribute, perhaps by inheritance.
+        Of equal ranks the newer layer is outside. What cannot be set raises ``AttributeError``,
+        and ``TypeError`` if ``owner`` is a type of C's or has no attributes of its own.
         """
         token = object()
         key = (id(owner), name)
@@ -158,3 +146,130 @@ class PatchTable:
 
 PATCHES: Final = PatchTable()
 """The one table of patched attributes: attributes of torch are process-wide, so this must be."""
+
+
+class PatchLock:
+    """A re-entrant lock with jobs that run when nobody is in the middle of a change.
+
+    An engine that nobody refers to any more is collected on whichever thread allocates next,
+    perhaps on one that holds this lock and is half-way through a change. Waiting there would be a
+    deadlock, and running there would change a list while it is being sorted. So a finalizer hands
+    its work in, and whoever holds the lock does it on the way out.
+    """
+
+    def __init__(self) -> None:
+        """Start unlocked, with nothing to do."""
+        self._lock = threading.RLock()
+        self._depth = 0  # changed only by the thread that holds the lock
+        self._jobs: deque[Callable[[], None]] = deque()
+
+    def __enter__(self) -> None:
+        """Wait for the lock; the holder may enter again."""
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        """Leave; the outermost exit runs the jobs that came meanwhile."""
+        try:
+            if self._depth == 1:
+                self._run_jobs()
+        finally:
+            self._depth -= 1
+            self._lock.release()
+        # One may have come between the last look and the release.
+        self._run_unless_held()
+
+    def run_or_leave(self, job: Callable[[], None]) -> None:
+        """Run ``job`` now if the lock is free, else leave it to the holder; never waits."""
+        self._jobs.append(job)
+        self._run_unless_held()
+
+    def _run_unless_held(self) -> None:
+        while self._jobs and self._lock.acquire(blocking=False):
+            try:
+                if self._depth:  # held by this very thread, further up
+                    return
+                self._depth = 1
+                try:
+                    self._run_jobs()
+                finally:
+                    self._depth = 0
+            finally:
+                self._lock.release()
+
+    def _run_jobs(self) -> None:
+        while self._jobs:
+            self._jobs.popleft()()
+
+
+PATCH_LOCK: Final = PatchLock()
+"""Held during every change to the table of patches and to the counts of who wants them."""
+
+
+Builder = Callable[[], Removable]
+
+
+class SharedInstall:
+    """Patches that are on while anybody holds them."""
+
+    def __init__(self, build: Callable[[], list[Removable]]) -> None:
+        self._build = build
+        self._holders = 0
+        self._handles: list[Removable] = []
+        self._extras: dict[Hashable, Builder] = {}
+        self._extra_handles: dict[Hashable, Removable] = {}
+        self._compiler_knows = False
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether anybody holds the patches now."""
+        return self._holders > 0
+
+    def acquire(self) -> Removable:
+        """Hold the patches; the first holder installs them, the last one removes them."""
+        with PATCH_LOCK:
+            if not self._holders:
+                self._install()
+            self._holders += 1
+        return UndoOnce(self._release)
+
+    def _install(self) -> None:
+        self._compiler_knows = know_traced_names()
+        self._handles = self._build()
+        try:
+            for key, make in self._extras.items():
+                self._extra_handles[key] = make()
+        except BaseException:
+            self._remove_all()
+            raise
+
+    def _remove_all(self) -> None:
+        for handle in (*self._extra_handles.values(), *self._handles):
+            handle.remove()
+        self._extra_handles, self._handles = {}, []
+        if not self._compiler_knows:
+            forget_traced_names()
+
+    def _release(self) -> None:
+        with PATCH_LOCK:
+            self._holders -= 1
+            if not self._holders:
+                self._remove_all()
+
+    def extend(self, key: Hashable, build: Builder) -> None:
+        """Add a patch to this and all later installations; a known ``key`` is replaced."""
+        with PATCH_LOCK:
+            self._extras[key] = build
+            if self._holders:
+                known = self._extra_handles.pop(key, None)
+                if known is not None:
+                    known.remove()
+                self._extra_handles[key] = build()
+
+    def discard(self, key: Hashable) -> None:
+        """Forget what ``extend`` added under ``key``."""
+        with PATCH_LOCK:
+            self._extras.pop(key, None)
+            known = self._extra_handles.pop(key, None)
+            if known is not None:
+                known.remove()

@@ -19,11 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from preamp.casting.autocast_state import (
-    know_device_types,
-    untraced,
-    weight_cache_keeps_gradients,
-)
+from preamp.casting.autocast_state import know_device_types, untraced, weight_cache_keeps_gradients
 from preamp.casting.thread_casts import CASTS, FORWARDS_OPEN, open_bracket, unwind_to
 from preamp.core.link import EngineHook
 from preamp.core.undo import Removable
@@ -117,16 +113,7 @@ def attach_cast_region(
 ) -> list[Removable]:
     """Run the forwards of ``module`` in an autocast region with its weight cache.
 
-    Args:
-        module: The model; only hooks are added, which copy and pickle with it.
-        device_types: Device types whose tensors are cast.
-        dtype: The half dtype.
-
-    Returns:
-        The hooks' handles.
-
-    Mutates:
-        The hooks of ``module``.
+    Only hooks are added, which copy and pickle with it; so in `attach_plain_region`.
     """
     know_device_types(device_types)
     return _attach(module, _EnterCasts(tuple(sorted(device_types)), dtype))
@@ -136,14 +123,5 @@ def attach_plain_region(module: nn.Module) -> list[Removable]:
     """Run the forwards of ``module`` untouched by other engines' casts on the thread.
 
     A ``torch.autocast`` region that the user opens around the call is respected.
-
-    Args:
-        module: The model; only hooks are added.
-
-    Returns:
-        The hooks' handles.
-
-    Mutates:
-        The hooks of ``module``.
     """
     return _attach(module, _EnterPlain())

@@ -20,7 +20,7 @@ from preamp.casting.op_lists import OP_TABLE
 from preamp.casting.patches import PATCHES, Rank, Wrapper, wrap_raw
 from preamp.casting.reports import wrap_report
 from preamp.casting.wrappers import AnyFunction, wrap_float, wrap_half, wrap_promote
-from preamp.core.errors import message
+from preamp.core.errors import bad_type, bad_value
 from preamp.kernels import wide_half
 
 Fn = TypeVar("Fn")
@@ -56,24 +56,20 @@ def _promote(fn: AnyFunction) -> AnyFunction:
 def _register(module: Any, name: str, caller: str, wrap: Wrapper, report: Wrapper) -> None:
     if not hasattr(module, name):
         label = getattr(module, "__name__", type(module).__name__)
-        raise ValueError(
-            message(
-                f"{caller}({label}, {name!r}): there is no such attribute",
-                f"the name must be one that {label} has now",
-                "Check the spelling, and that the module that defines it has been imported",
-            )
+        raise bad_value(
+            f"{caller}({label}, {name!r}): there is no such attribute",
+            f"the name must be one that {label} has now",
+            "Check the spelling, and that the module that defines it has been imported",
         )
     try:  # now, since what cannot be wrapped would fail every later engine
         if not callable(getattr(module, name)):
             raise TypeError("it is not callable")
         PATCHES.add(module, name, Rank.REGISTERED, wrap).remove()
     except (AttributeError, TypeError) as error:
-        raise TypeError(
-            message(
-                f"{caller}({module!r}, {name!r}): this attribute cannot be replaced ({error})",
-                "it must be a function in a Python module, class or instance",
-                "Register it where your program looks it up, such as torch or torch.Tensor",
-            )
+        raise bad_type(
+            f"{caller}({module!r}, {name!r}): this attribute cannot be replaced ({error})",
+            "it must be a function in a Python module, class or instance",
+            "Register it where your program looks it up, such as torch or torch.Tensor",
         ) from error
     for install, rank, layer in (
         (FUNCTION_CASTS, Rank.REGISTERED, wrap),
@@ -101,26 +97,17 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
-    """Run ``module.name`` in bfloat16 wherever casts are active; else ``register_half_function``.
-
-    Raises:
-        ValueError: ``module`` has no attribute ``name``.
-        TypeError: The attribute is no function, or cannot be replaced, as those of C's types.
-    """
+    """Run ``module.name`` in bfloat16; otherwise as ``register_half_function``."""
     _register(
         module, name, "register_bfloat16_function", _bfloat16, wrap_report("half", torch.bfloat16)
     )
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Run ``module.name`` in float32 wherever casts are active; else ``register_half_function``.
+    """Run ``module.name`` in float32; otherwise as ``register_half_function``.
 
     Example:
         >>> register_float_function(torch, "sigmoid")
-
-    Raises:
-        ValueError: ``module`` has no attribute ``name``.
-        TypeError: The attribute is no function, or cannot be replaced, as those of C's types.
     """
     _register(module, name, "register_float_function", _float, wrap_report("float"))
 
@@ -128,9 +115,7 @@ def register_float_function(module: Any, name: str) -> None:
 def register_promote_function(module: Any, name: str) -> None:
     """Cast half arguments of ``module.name`` to float32 where they are mixed with float32.
 
-    Raises:
-        ValueError: ``module`` has no attribute ``name``.
-        TypeError: The attribute is no function, or cannot be replaced, as those of C's types.
+    Otherwise as ``register_half_function``.
     """
     _register(module, name, "register_promote_function", _promote, wrap_report("promote"))
 
@@ -138,11 +123,7 @@ def register_promote_function(module: Any, name: str) -> None:
 def half_function(fn: Fn) -> Fn:
     """Decorate ``fn`` so that its tensor arguments are cast to the half dtype where casts are on.
 
-    Args:
-        fn: A function, method, C function, or static or class method.
-
-    Returns:
-        The wrapped function; a plain call wherever casts are not active.
+    ``fn`` is a function, method, C function, or static or class method.
     """
     return cast("Fn", wrap_raw(fn, _half))
 

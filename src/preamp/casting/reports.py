@@ -6,17 +6,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 import torch
 
 from preamp.casting.autocast_state import casting_device
-from preamp.casting.lock import PATCH_LOCK
-from preamp.casting.patches import Wrapper
-from preamp.casting.removable import UndoOnce
+from preamp.casting.patches import PATCH_LOCK, Wrapper
 from preamp.casting.wrappers import CASTABLE, AnyFunction, is_mixed
 from preamp.core.log import say
-from preamp.core.undo import Removable
+from preamp.core.pytree import tensors_in
+from preamp.core.undo import Removable, UndoOnce
 
 CastRule = Literal["half", "float", "promote", "sequence_promote"]
 
@@ -25,19 +24,12 @@ _NAMES: Final = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """One tensor that is about to be cast.
+    """One tensor that is about to be cast."""
 
-    Attributes:
-        function: Whose argument it is.
-        source: Its dtype.
-        target: The dtype that the function gets.
-        elements: How many there are.
-    """
-
-    function: str
-    source: torch.dtype
-    target: torch.dtype
-    elements: int
+    function: str  # whose argument it is
+    source: torch.dtype  # its dtype
+    target: torch.dtype  # the dtype that the function gets
+    elements: int  # how many there are
 
 
 Listener = Callable[[Cast], None]
@@ -67,11 +59,8 @@ def wrap_report(rule: CastRule, dtype: torch.dtype | None = None) -> Wrapper:
     """Tell the listeners of each tensor that the function below will cast; casts nothing itself.
 
     A weight is told of in each call, also where autocast's cache holds its cast already. Compiled
-    code tells nothing: what it casts was decided when it was compiled.
-
-    Args:
-        rule: The rule of the function, from the op table or a registration.
-        dtype: What a ``half`` rule casts to; ``None`` means the dtype active where it is called.
+    code tells nothing: what it casts was decided when it was compiled. Without ``dtype`` a
+    ``half`` rule casts to the dtype active where it is called.
     """
 
     def wrap(fn: AnyFunction) -> AnyFunction:
@@ -108,15 +97,6 @@ def _casts(
         values = args[0] if args else kwargs.get("tensors", ())
     if rule in ("promote", "sequence_promote") and not is_mixed(values):
         return
-    for tensor in _floating(values):
+    for tensor in tensors_in(values):
         if tensor.dtype in CASTABLE and tensor.dtype is not target and tensor.device.type == device:
             yield Cast(function, tensor.dtype, target, tensor.numel())
-
-
-def _floating(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            if value.is_floating_point():
-                yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _floating(cast("Sequence[Any]", value))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from preamp.core.dtypes import is_half
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state
 from preamp.core.link import EngineHook, Link
 from preamp.core.protocols import MasterLookup
 from preamp.core.undo import Removable
@@ -31,7 +31,6 @@ class SaveFloat32(EngineHook):
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
         """Mutates ``state_dict``; the new entries share no memory with the model."""
-        del metadata
         lookup = self.link.target
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state_dict.get(prefix + name)
@@ -60,21 +59,15 @@ class LoadMasters(EngineHook):
         metadata: dict[str, Any],
         *_: Any,
     ) -> None:
-        """Mutates the masters, and ``state_dict`` so that the half weight is the rounded master.
-
-        Raises:
-            PreampStateError: ``load_state_dict(assign=True)`` would replace the parameters.
-        """
+        """Mutates the masters, and ``state_dict`` so that the half weight is the rounded master."""
         lookup = self.link.target
         if lookup is None or not lookup.has_masters:
             return
         if metadata.get("assign_to_params_buffers", False):
-            raise PreampStateError(
-                message(
-                    "load_state_dict(assign=True) on a model with master weights",
-                    "Parameters must keep their identity: the optimizer's masters belong to them",
-                    "Load without assign=True, or load before preamp.initialize",
-                )
+            raise bad_state(
+                "load_state_dict(assign=True) on a model with master weights",
+                "Parameters must keep their identity: the optimizer's masters belong to them",
+                "Load without assign=True, or load before preamp.initialize",
             )
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state_dict.get(prefix + name)

@@ -25,8 +25,7 @@ from torch import nn
 
 from preamp.casting import autocast_state
 from preamp.casting.autocast_state import AutocastState, know_device_types, nesting, untraced
-from preamp.casting.removable import UndoOnce
-from preamp.core.undo import Removable
+from preamp.core.undo import Removable, UndoOnce
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,9 +113,7 @@ def _drop_abandoned() -> None:
 def open_bracket(module: nn.Module | None) -> Bracket:
     """Begin a bracket on this thread; the autocast state is not changed yet.
 
-    Args:
-        module: The model whose forward it is; ``None`` for code that closes it itself, whatever
-            happens.
+    It is of a forward of ``module``, or, with ``None``, of code that closes it whatever happens.
     """
     _settle()
     frame = None
@@ -163,15 +160,9 @@ def push_thread_casts(device_types: Iterable[str], dtype: torch.dtype) -> Remova
     torch's count of nested regions is not raised, so the weight cache of a model's forward is
     still cleared when that forward ends; out here the cache is off.
 
-    Args:
-        device_types: Device types whose tensors are cast.
-        dtype: The half dtype.
-
-    Returns:
-        A handle to remove in any order with other handles, on any thread. After the last one the
-        thread's autocast state is what it was before the first: at once if ``remove`` is called
-        on this thread and outside ``torch.autocast`` blocks opened since, else when this thread
-        next enters or leaves preamp.
+    Handles may be removed in any order, on any thread. After the last one the thread's autocast
+    state is what it was before the first: at once if ``remove`` is called on this thread and
+    outside ``torch.autocast`` blocks opened since, else when it next enters or leaves preamp.
     """
     types = frozenset(device_types)
     know_device_types(types)
@@ -278,3 +269,64 @@ def _set_base(state: AutocastState) -> None:
         CASTS.brackets[0].saved = state
     else:
         state.restore()
+
+
+@contextlib.contextmanager
+def disable_casts() -> Generator[None]:
+    """Run the block without casts on this thread: functions as written, models as stored.
+
+    Nests, and ends properly on exceptions. Where no engine is alive it changes nothing: an
+    autocast region of the user's own stays on.
+    """
+    bracket, outermost = _disable()
+    try:
+        yield
+    finally:
+        _enable(bracket, outermost)
+
+
+@untraced
+def _disable() -> tuple[Bracket, bool]:
+    bracket = open_bracket(None)
+    outermost = CASTS.disabled is None
+    if outermost:
+        CASTS.disabled = bracket.saved
+    if CASTS.pushes or len(CASTS.brackets) > 1:
+        bracket.saved.without_casts().restore()
+    return bracket, outermost
+
+
+@untraced
+def _enable(bracket: Bracket, outermost: bool) -> None:
+    unwind_to(bracket)
+    if outermost:
+        CASTS.disabled = None
+
+
+@contextlib.contextmanager
+def thread_casts_restored() -> Generator[None]:
+    """Inside ``disable_casts``: run the block as if outside of it; elsewhere change nothing.
+
+    For a closure that an optimizer step, which runs without casts, calls back.
+    """
+    disabled = CASTS.disabled
+    before = _restore_casts(disabled)
+    try:
+        yield
+    finally:
+        CASTS.disabled = disabled
+        _set_state(before)
+
+
+@untraced
+def _restore_casts(disabled: AutocastState | None) -> AutocastState:
+    before = AutocastState.capture()
+    if disabled is not None:
+        CASTS.disabled = None
+        disabled.restore()
+    return before
+
+
+@untraced
+def _set_state(state: AutocastState) -> None:
+    state.restore()

@@ -17,7 +17,8 @@ import torch
 from preamp.casting.autocast_state import casting_device, is_casting
 from preamp.casting.patches import Wrapper
 from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
-from preamp.core.errors import message
+from preamp.core.errors import worded
+from preamp.core.pytree import map_tensors
 
 AnyFunction = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -25,28 +26,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 CASTABLE: Final = (*HALF_DTYPES, torch.float32)
 
 
-def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply ``fn`` to floating tensors in ``value`` and in (nested) lists and tuples.
-
-    Whatever holds nothing that changed is returned itself.
-    """
-    if isinstance(value, torch.Tensor):
-        return fn(value) if value.is_floating_point() else value
-    if isinstance(value, (list, tuple)):
-        items = cast("Sequence[Any]", value)
-        mapped = [map_tensors(fn, item) for item in items]
-        if all(new is old for new, old in zip(mapped, items, strict=True)):
-            return items
-        kind = type(items)
-        return kind(*mapped) if hasattr(kind, "_fields") else kind(mapped)  # pyright: ignore[reportCallIssue]
-    return value
-
-
 def cast_arguments(
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    dtype: torch.dtype,
-    device_type: str,
+    args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype, device_type: str
 ) -> Arguments:
     """The arguments with half and float32 tensors on ``device_type`` cast to ``dtype``."""
 
@@ -76,12 +57,9 @@ def wrap_half(
     is_closed: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Wrapper:
-    """Rule ``half``.
+    """Rule ``half``, which leaves casting to autocast on ``native`` device types.
 
-    Args:
-        native: Device types on which autocast casts by itself.
-        is_closed: Run the function with autocast off.
-        dtype: The half dtype; ``None`` means the one that is active where the call happens.
+    A closed function runs with autocast off. Without ``dtype`` the one active at the call counts.
     """
 
     def wrap(fn: AnyFunction) -> AnyFunction:
@@ -184,30 +162,27 @@ def wrap_banned() -> Wrapper:
             device = casting_device(args, kwargs)
             if device is None:
                 return fn(*args, **kwargs)
-            halves = [a for a in (*args, *kwargs.values()) if _is_half_tensor(a)]
+            halves = [
+                a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and is_half(a)
+            ]
             if halves:
-                raise NotImplementedError(
-                    message(
-                        f"{fn.__name__} got a {dtype_name(halves[0].dtype)} tensor while casts "
-                        "are active",
-                        "it takes float32 here, because the logarithm of a half-precision "
-                        "probability is infinite once the probability rounds to 0 or 1",
-                        "Use torch.nn.BCEWithLogitsLoss on the logits, or call "
-                        "register_float_function(torch, 'sigmoid') so that the probabilities "
-                        "are float32, or, where they stay clear of 0 and 1, "
-                        f"register_float_function(torch.nn.functional, {fn.__name__!r}) to have "
-                        "them cast here",
-                    )
+                raise worded(
+                    NotImplementedError,
+                    f"{fn.__name__} got a {dtype_name(halves[0].dtype)} tensor while casts "
+                    "are active",
+                    "it takes float32 here, because the logarithm of a half-precision "
+                    "probability is infinite once the probability rounds to 0 or 1",
+                    "Use torch.nn.BCEWithLogitsLoss on the logits, or call "
+                    "register_float_function(torch, 'sigmoid') so that the probabilities "
+                    "are float32, or, where they stay clear of 0 and 1, "
+                    f"register_float_function(torch.nn.functional, {fn.__name__!r}) to have "
+                    "them cast here",
                 )
             return _run(fn, (args, kwargs), device)
 
         return banned
 
     return wrap
-
-
-def _is_half_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and is_half(value)
 
 
 def _cast_rest(args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Arguments:
@@ -228,14 +203,13 @@ def wrap_in_place(*, refuse_half: bool) -> Wrapper:
                 return fn(*args, **kwargs)
             if refuse_half and is_half(target):
                 name = fn.__name__
-                raise NotImplementedError(
-                    message(
-                        f"{name} got a {dtype_name(target.dtype)} target while casts are active",
-                        f"it runs in float32, as {name.rstrip('_')} does, and cannot store its "
-                        "result in a half tensor",
-                        f"Use {name.rstrip('_')}, which returns a new float32 tensor, or call it "
-                        "on tensor.float(), or inside disable_casts()",
-                    )
+                raise worded(
+                    NotImplementedError,
+                    f"{name} got a {dtype_name(target.dtype)} target while casts are active",
+                    f"it runs in float32, as {name.rstrip('_')} does, and cannot store its "
+                    "result in a half tensor",
+                    f"Use {name.rstrip('_')}, which returns a new float32 tensor, or call it "
+                    "on tensor.float(), or inside disable_casts()",
                 )
             if target.dtype not in CASTABLE:
                 return fn(*args, **kwargs)

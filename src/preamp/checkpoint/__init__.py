@@ -4,8 +4,6 @@
 from typing import TYPE_CHECKING
 
 from preamp.checkpoint.background import Saving as Saving
-from preamp.checkpoint.entry import latest_checkpoint as latest_checkpoint
-from preamp.checkpoint.entry import read_checkpoint as read_checkpoint
 from preamp.checkpoint.stopping import StopRequest as StopRequest
 from preamp.checkpoint.stopping import stop_on_signal as stop_on_signal
 from preamp.core.late import names
@@ -18,16 +16,21 @@ if TYPE_CHECKING:
     from preamp.checkpoint.convert import plain_loss_scaler as plain_loss_scaler
     from preamp.checkpoint.reader import ApexRecord as ApexRecord
     from preamp.checkpoint.reader import read_apex_checkpoint as read_apex_checkpoint
+    from preamp.checkpoint.saving import latest_checkpoint as latest_checkpoint
+    from preamp.checkpoint.saving import read_checkpoint as read_checkpoint
 
-__getattr__ = names(  # only files of earlier programs need them
+# Checkpoints would be a third of the time of importing preamp.
+__getattr__ = names(
     "preamp.checkpoint",
     ApexRecord="reader",
     Finding="convert",
     ScalerState="convert",
     convert_apex_checkpoint="convert",
     describe="convert",
+    latest_checkpoint="saving",
     plain_loss_scaler="convert",
     read_apex_checkpoint="reader",
+    read_checkpoint="saving",
 )
 
 __all__ = [

@@ -13,7 +13,7 @@ import numbers
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, cast
 
@@ -52,10 +52,6 @@ class ManifestEntry:
     order: tuple[int, ...] | None
     bytes: int  # size
     sha256: str  # of the bytes as they are stored, in hexadecimal
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> ManifestEntry:

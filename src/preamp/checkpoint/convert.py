@@ -70,53 +70,51 @@ def plain_loss_scaler(source: object) -> ScalerState:
         ) from error
 
 
-def _from_mapping(source: Mapping[str, Any]) -> ScalerState:
-    floor = source["min_loss_scale"]
+def _state(
+    dynamic: Any,
+    scale: Any,
+    unskipped: Any,
+    *,
+    factor: Any = 2.0,
+    window: Any = 1000,
+    floor: Any = None,
+    ceiling: Any = math.inf,
+) -> ScalerState:
     return ScalerState(
-        dynamic=bool(source["dynamic"]),
-        loss_scale=float(source["loss_scale"]),
-        unskipped=int(source["unskipped"]),
-        scale_factor=float(source["scale_factor"]),
-        scale_window=int(source["scale_window"]),
+        dynamic=bool(dynamic),
+        loss_scale=float(scale),
+        unskipped=int(unskipped),
+        scale_factor=float(factor),
+        scale_window=int(window),
         min_loss_scale=None if floor is None else float(floor),
-        max_loss_scale=float(source["max_loss_scale"]),
+        max_loss_scale=float(ceiling),
     )
+
+
+def _from_mapping(source: Mapping[str, Any]) -> ScalerState:
+    dynamic, scale, unskipped, *others = (source[name] for name in ScalerState.__annotations__)
+    names = ("factor", "window", "floor", "ceiling")
+    return _state(dynamic, scale, unskipped, **dict(zip(names, others, strict=True)))
 
 
 def _from_apex(found: Mapping[str, Any]) -> ScalerState:
     if "_loss_scale" in found:  # apex.amp.scaler.LossScaler, whose factor was always 2
-        floor = found.get("_min_loss_scale")  # files from before June 2019 have no limits
-        return ScalerState(
-            dynamic=bool(found["dynamic"]),
-            loss_scale=float(found["_loss_scale"]),
-            unskipped=int(found["_unskipped"]),
-            scale_factor=2.0,
-            scale_window=int(found.get("_scale_seq_len", 2000)),
-            min_loss_scale=float(floor) if floor else None,
-            max_loss_scale=float(found.get("_max_loss_scale", 2.0**24)),
+        return _state(
+            found["dynamic"],
+            found["_loss_scale"],
+            found["_unskipped"],
+            window=found.get("_scale_seq_len", 2000),
+            floor=found.get("_min_loss_scale") or None,  # files from before June 2019 have none
+            ceiling=found.get("_max_loss_scale", 2.0**24),
         )
     if "cur_iter" not in found:  # apex.fp16_utils.LossScaler
-        return ScalerState(
-            dynamic=False,
-            loss_scale=float(found["cur_scale"]),
-            unskipped=0,
-            scale_factor=2.0,
-            scale_window=1000,
-            min_loss_scale=None,
-            max_loss_scale=math.inf,
-        )
+        return _state(False, found["cur_scale"], 0)
     window = int(found["scale_window"])
     # Growth came whenever the distance from the last overflow was a multiple of the window.
     clean = int(found["cur_iter"]) - int(found["last_overflow_iter"]) - 1
-    return ScalerState(
-        dynamic=True,
-        loss_scale=float(found["cur_scale"]),
-        unskipped=clean % window if window > 0 else 0,
-        scale_factor=float(found["scale_factor"]),
-        scale_window=window,
-        min_loss_scale=1.0,
-        max_loss_scale=math.inf,
-    )
+    unskipped = clean % window if window > 0 else 0
+    factor = found["scale_factor"]
+    return _state(True, found["cur_scale"], unskipped, factor=factor, window=window, floor=1.0)
 
 
 def _check(state: ScalerState) -> None:
@@ -271,8 +269,7 @@ def _name_of(content: Any) -> str:
 def to_plain(content: Any) -> Any:
     """Return what `read_apex_checkpoint` returned with records of loss scalers as plain data.
 
-    Containers in which nothing changed are the same ones; nothing is mutated. Raises `ValueError`
-    if a record cannot be read, or is where a dict cannot be, or if ``content`` contains itself.
+    Containers in which nothing changed are the same ones; nothing is mutated.
     """
     try:
         return _to_plain(content, {})
@@ -378,10 +375,7 @@ def convert_apex_checkpoint(
 
 
 def write_atomically(content: Any, target: Path) -> None:
-    """Save plain data so that ``target`` is either what it was or complete.
-
-    Raises `OSError` if the file cannot be written.
-    """
+    """Save plain data so that ``target`` is either what it was or complete."""
     with replacing(target) as file:
         torch.save(content, file)
         file.flush()

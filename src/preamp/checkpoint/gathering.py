@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from preamp.checkpoint.codec import Stored, Tensors, encode
+from preamp.checkpoint.codec import Stored, Tensors
 from preamp.checkpoint.ranks import (
     Print,
     check_shared,
@@ -30,11 +30,6 @@ from preamp.core.errors import PreampStateError, bad_state
 
 Encoded = tuple[Any, Tensors]
 _Told = tuple[dict[str, Print], str, int]  # with a token, and the number of the next save
-
-
-def encoded(content: Any) -> Encoded:
-    """Take a content apart; see `encode` for the errors."""
-    return encode(content, "the checkpoint", world_size())
 
 
 def gather(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from preamp.core.errors import PreampError, bad_state, message
+from preamp.core.errors import PreampError, bad_state, worded
 from preamp.core.ranks import has_process_group
 
 if TYPE_CHECKING:
@@ -93,12 +93,11 @@ def raise_together(own: Exception | None, value: Any = None) -> list[Any]:
     failed = [(number, text) for number, (text, _) in enumerate(told) if text is not None]
     if failed:
         number, text = failed[0]
-        raise PreampError(
-            message(
-                f"Rank {number} of {len(told)} failed with {text}",
-                "A checkpoint is saved or loaded by all ranks or by none",
-                "See to the cause on that rank; this one is as it was",
-            )
+        raise worded(
+            PreampError,
+            f"Rank {number} of {len(told)} failed with {text}",
+            "A checkpoint is saved or loaded by all ranks or by none",
+            "See to the cause on that rank; this one is as it was",
         )
     return [value for _, value in told]
 
@@ -146,14 +145,13 @@ def _answered() -> Generator[None]:
         yield
     except RuntimeError as error:  # torch's, of a closed connection or the group's timeout
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise PreampError(
-            message(
-                f"Another rank did not answer while a checkpoint was saved or loaded: {reason[0]}",
-                "All ranks save or load together, each by the same calls; files that were complete "
-                "are as they were",
-                "See why that rank ended, start all again, and load what "
-                "preamp.checkpoint.latest_checkpoint finds",
-            )
+        raise worded(
+            PreampError,
+            f"Another rank did not answer while a checkpoint was saved or loaded: {reason[0]}",
+            "All ranks save or load together, each by the same calls; files that were complete "
+            "are as they were",
+            "See why that rank ended, start all again, and load what "
+            "preamp.checkpoint.latest_checkpoint finds",
         ) from error
 
 
@@ -176,12 +174,7 @@ def fingerprints(tensors: Mapping[str, torch.Tensor | Shard]) -> dict[str, Print
     return {
         name: (str(kept.dtype), tuple(kept.shape), of(kept))
         if isinstance(kept, torch.Tensor)
-        else (
-            kept.box,
-            kept.frame,
-            str(kept.data.dtype),
-            None if kept.is_alone else of(kept.data),
-        )
+        else (kept.box, kept.frame, str(kept.data.dtype), None if kept.is_alone else of(kept.data))
         for name, kept in tensors.items()
     }
 

@@ -1,61 +1,119 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`save_checkpoint` and `load_checkpoint`, past their arguments."""
+"""Checkpoints saved, loaded, read and found."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+from torch import nn
+
 from preamp.checkpoint.background import LATEST, Saving
 from preamp.checkpoint.capture import capture
-from preamp.checkpoint.gathering import Encoded, encoded, gather
-from preamp.checkpoint.placing import placed
+from preamp.checkpoint.codec import encode
+from preamp.checkpoint.gathering import Encoded, gather
+from preamp.checkpoint.placing import placed, whole
 from preamp.checkpoint.ranks import check_same, rank, together, world_size
 from preamp.checkpoint.restore import owned, restore
-from preamp.checkpoint.series import check_keep_last, instead_of, tidy
 from preamp.checkpoint.storage import (
     Draft,
     Loaded,
     Reader,
     check_format,
     check_shared_folder,
+    is_checkpoint,
+    is_sharded_folder,
     naming,
     read,
+    remove,
+    tidy_folder,
     write,
+    written_at,
 )
 from preamp.checkpoint.subjects import Subjects
-from preamp.core.errors import CheckpointError, bad_value, message
+from preamp.core.errors import CheckpointError, PreampUnavailableError, bad_value, message, worded
+from preamp.core.files import remove_leftovers
 from preamp.core.log import say
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How to save."""
-
-    keep_last: int | None  # how many of the series to keep, or ``None``
-    asynchronous: bool  # whether to write in the background
+Models = nn.Module | Sequence[nn.Module] | None
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
-def save(path: Path, subjects: Subjects, extra: Any, options: Options) -> Saving:
-    """See ``preamp.save_checkpoint``."""
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    models: Models = None,
+    optimizers: Optimizers = None,
+    schedulers: Any = None,
+    extra: Any = None,
+    *,
+    keep_last: int | None = None,
+    asynchronous: bool = False,
+) -> Saving:
+    """Save everything that training goes on from, at any point between two ``scale_loss`` blocks.
+
+    The file holds the models' float32 values, the optimizers' state in its own dtypes, loss scales
+    and counters, gradients that are there (with what is known of them, so also between
+    ``scale_loss`` and ``step`` and within an accumulation), schedulers, and the states of the
+    random generators of Python, numpy and torch. A run that loads it goes on bitwise as the one
+    that saved it. Gradients take room: save after ``zero_grad`` where that is possible.
+
+    The file is written beside its place, flushed to the disk and then put there in one move:
+    whatever happens meanwhile, ``path`` is the old file or the new one. Where ranks hold parts of
+    parameters (``fully_shard``), or of masters and optimizer state (`shard_optimizer`), ``path`` is
+    a folder into which each rank writes a file with its parts; complete with the last of them.
+
+    Args:
+        path: The file, or that folder; its folder is made. A name ending in ``.safetensors``
+            chooses that format (``pip install 'preamp[safetensors]'``), any other torch's.
+        models: One or several, initialized or not. Wrappers are looked through.
+        optimizers: One or several; all of a ``preamp.initialize`` call.
+        schedulers: One or several objects with ``state_dict`` and ``load_state_dict``.
+        extra: Plain data of your own: numbers, strings, tensors, and containers of them.
+        keep_last: Remove older checkpoints whose name differs from this one's in its last number
+            only, up to so many of the newest, this one included; afterwards. Other files stay.
+        asynchronous: Return when everything is copied to the CPU's memory, and write in the
+            background. The next call waits for the writing to end.
+
+    Returns:
+        A handle, whose ``wait()`` returns when the file is on the disk.
+
+    Raises:
+        OSError: The file cannot be written; what was there before still is. Or it is written,
+            and an older one cannot be removed. Also of the previous call, if that was asynchronous.
+        TypeError: Something is no plain data, or of the wrong kind.
+        ValueError: ``keep_last`` with a name without a number.
+        PreampStateError: Inside a ``scale_loss`` block; an optimizer of the ``initialize`` call
+            is missing; gradients lie unreduced inside of ``fully_shard``; or ranks differ in what
+            they have to share.
+        PreampError: Another rank has failed, or did not answer within the group's timeout.
+        PreampUnavailableError: The package of the format is missing.
+
+    Mutates:
+        Nothing, except that masters take over what was written to their half weights. Synchronises.
+    """
+    path, subjects = Path(path), Subjects.of(models, optimizers, schedulers)
     LATEST.wait()
 
     def content() -> Encoded:
         check_format(path)
-        check_keep_last(path, options.keep_last)
-        return encoded(capture(subjects, extra))
+        check_keep_last(path, keep_last)
+        return encode(capture(subjects, extra), "the checkpoint", world_size())
 
     collect = gather(content, path, subjects.buffer_names())
     saving = Saving(path)
-    if options.asynchronous:
-        saving.start(_writing(_collected_now(collect), path, options))
+    if asynchronous:
+        saving.start(_writing(_collected_now(collect), path, keep_last, alone=True))
         LATEST.set(saving)
     else:
         with together():
-            _writing(lambda: collect(False), path, options)()
+            _writing(lambda: collect(False), path, keep_last)()
     return saving
 
 
@@ -79,7 +137,11 @@ def _collected_now(collect: Callable[[bool], Draft | None]) -> Callable[[], Draf
 
 
 def _writing(
-    collected: Callable[[], Draft | None], path: Path, options: Options
+    collected: Callable[[], Draft | None],
+    path: Path,
+    keep_last: int | None,
+    *,
+    alone: bool = False,
 ) -> Callable[[], None]:
     place = path.absolute()  # the working directory may be another one when it is written
 
@@ -92,9 +154,9 @@ def _writing(
             check_shared_folder(place, draft.member)
             file = draft.member.file_in(place)
         with naming(path):
-            write(draft, file, alone=options.asynchronous)
+            write(draft, file, alone=alone)
         try:
-            tidy(place, options.keep_last)
+            tidy(place, keep_last)
         except OSError as error:
             raise _not_tidied(path, error) from error
 
@@ -111,8 +173,43 @@ def _not_tidied(path: Path, error: OSError) -> OSError:
     return OSError(error.errno or errno.EIO, text)
 
 
-def load(path: Path, subjects: Subjects, *, gradients: bool, rng: bool) -> Any:
-    """See ``preamp.load_checkpoint``."""
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    models: Models = None,
+    optimizers: Optimizers = None,
+    schedulers: Any = None,
+    *,
+    gradients: bool = True,
+    rng: bool | None = None,
+) -> Any:
+    """Load what `save_checkpoint` has written, all of it or nothing.
+
+    The file is read in full and verified before anything changes, and nothing in it is executed.
+    Call ``preamp.initialize`` first. The level may be another one than that of the run that saved:
+    weights and optimizer state are float32. So may the number of ranks, and what they share.
+
+    Args:
+        path: The file, or the folder of a sharded checkpoint.
+        models: As many as were saved, in the same order; mutated. Left out, none is loaded.
+        optimizers: The same; with them come loss scales, counters and gradients.
+        schedulers: The same.
+        gradients: Take over gradients that were pending. Otherwise there are none afterwards.
+        rng: Set the random generators. Left out: where optimizers are given.
+
+    Returns:
+        The ``extra`` that was saved.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        OSError: It cannot be read; or an earlier asynchronous save had failed, untold until now.
+        CheckpointError: The file is damaged, incomplete, foreign, or of a newer version. The
+            message names the newest complete checkpoint of the folder.
+        ValueError: The file does not fit the objects.
+        PreampStateError: Inside a ``scale_loss`` block; or ranks load different checkpoints.
+        PreampError: Another rank has failed, or did not answer within the group's timeout.
+        PreampUnavailableError: The package of the format is missing.
+    """
+    path, subjects = Path(path), Subjects.of(models, optimizers, schedulers)
     LATEST.wait()
     with together():
         loaded = read_or_refuse(path, Reader(rank=rank(), ranks=world_size()))
@@ -122,7 +219,8 @@ def load(path: Path, subjects: Subjects, *, gradients: bool, rng: bool) -> Any:
             _check_ranks(loaded)
         content = placed(loaded.content, subjects)
         extra = owned(content["extra"])
-    states = content["rng"] if rng else None
+    sets_random = bool(subjects.optimizers) if rng is None else rng
+    states = content["rng"] if sets_random else None
     if states is not None and loaded.ranks != world_size():
         say(
             f"preamp: {path} has the random states of {loaded.ranks} ranks; those of "
@@ -155,10 +253,123 @@ def read_or_refuse(path: Path, reader: Reader | None = None) -> Loaded:
         )
         raise FileNotFoundError(errno.ENOENT, text) from error
     except CheckpointError as error:
-        raise CheckpointError(
-            message(
-                f"{path} is not loaded: {error}",
-                "Complete and unchanged files of preamp.save_checkpoint are loaded; nothing was",
-                instead_of(path),
-            )
+        raise worded(
+            CheckpointError,
+            f"{path} is not loaded: {error}",
+            "Complete and unchanged files of preamp.save_checkpoint are loaded; nothing was",
+            instead_of(path),
         ) from error
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read and verify a file of ``preamp.save_checkpoint`` without any objects to load it into.
+
+    Args:
+        path: The file, or the folder of a sharded checkpoint.
+
+    Returns:
+        The content: under ``"models"`` and ``"optimizers"`` a list of dicts with what
+        ``state_dict()`` returned under ``"state"``, under ``"extra"`` what was given. Tensors are
+        on the CPU and mapped from the file; sharded ones are put together.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        CheckpointError: It is damaged, incomplete, foreign, or of a newer version.
+        PreampUnavailableError: The package of the format is missing.
+    """
+    LATEST.join()
+    return whole(read_or_refuse(Path(path)).content)
+
+
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the newest checkpoint in ``folder`` that would load, or ``None``.
+
+    That is a file, or the folder of a sharded one. Files are read in full to verify them, the one
+    written last first, until one is good. Anything else is passed over, as are drafts that a killed
+    process has left, and folders that lack the file of a rank. One that this process is writing in
+    the background is waited for; for the files of other ranks call its ``wait()``, else ranks may
+    find different ones.
+
+    Args:
+        folder: Where to look, not deeper. It need not exist.
+    """
+    LATEST.join()
+    return next(good_ones(Path(folder)), None)
+
+
+_NUMBER = re.compile(r"\d+(?=\D*$)")
+
+
+def good_ones(folder: Path) -> Iterator[Path]:
+    """Yield the checkpoints in ``folder`` that can be loaded, newest first, reading all of each."""
+    for path in _newest_first(folder):
+        with contextlib.suppress(CheckpointError, PreampUnavailableError, OSError):
+            read(path)
+            yield path
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    found: list[tuple[int, int, Path]] = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        # Another process may have removed it, and a folder may be anything.
+        with contextlib.suppress(OSError, ValueError):
+            if (path.is_file() or path.is_dir()) and not path.name.startswith("."):
+                found.append((written_at(path), _number_in(path.name) or 0, path))
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def _number_in(name: str) -> int | None:
+    match = _NUMBER.search(name)
+    return None if match is None else int(match[0])
+
+
+def instead_of(path: Path) -> str:
+    """Say which checkpoint to load instead of ``path``."""
+    inside = good_ones(path) if path.is_dir() else iter(())  # a folder of checkpoints, perhaps
+    others = (good for good in itertools.chain(inside, good_ones(path.parent)) if good != path)
+    other = next(others, None)
+    if other is None:
+        return f"There is no other complete checkpoint in {path.parent}; take one from elsewhere"
+    return f"Load {other}, the newest complete checkpoint in its folder"
+
+
+def check_keep_last(path: Path, keep_last: int | None) -> None:
+    """Raise `ValueError` unless it can be told which files to remove."""
+    if keep_last is None:
+        return
+    if keep_last < 1:
+        raise bad_value(
+            f"keep_last is {keep_last}",
+            "At least the checkpoint just written is kept: a number from 1, or None for all",
+            "Pass how many of the newest to keep",
+        )
+    if _number_in(path.name) is None:
+        raise bad_value(
+            f"keep_last={keep_last} with the file name {path.name!r}",
+            "Files to be removed are those whose name differs in its last number only",
+            "Put the step into the name, such as 'step_1000.pt'",
+        )
+
+
+def tidy(path: Path, keep_last: int | None) -> None:
+    """Remove the oldest of the series of ``path``, which was just written, and dead drafts of it.
+
+    Nothing is removed while other ranks' files are missing. ``keep_last`` are left of those whose
+    name differs in the last number only, by the time they were written; ``None`` leaves all. Files
+    that are no checkpoints stay.
+    """
+    if path.is_dir() and not tidy_folder(path):
+        return
+    pattern = _NUMBER.sub("#", path.name)
+    remove_leftovers(path.parent, lambda name: _NUMBER.sub("#", name) == pattern)
+    series = [p for p in path.parent.iterdir() if _NUMBER.sub("#", p.name) == pattern]
+    complete = [p for p in _newest_first(path.parent) if p in series and p != path]
+    for old in series:  # of saves that were cut short
+        if old not in complete and old != path and is_sharded_folder(old):
+            remove(old)
+    if keep_last is None:
+        return
+    ours = [p for p in complete if p.is_dir() or is_checkpoint(p)]  # others are not ours to remove
+    for old in ours[keep_last - 1 :]:
+        with contextlib.suppress(FileNotFoundError):
+            remove(old) if old.is_dir() else old.unlink()

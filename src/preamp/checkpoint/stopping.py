@@ -84,7 +84,6 @@ def stop_on_signal(*signals: int) -> Generator[StopRequest]:
     request = StopRequest()
 
     def note(number: int, frame: FrameType | None) -> None:
-        del frame
         request.signal_number = number
 
     before: dict[int, Any] = {}

@@ -31,7 +31,7 @@ import torch
 from preamp.checkpoint.codec import Found, ManifestEntry, Stored, decode, describe, verified
 from preamp.checkpoint.reader import cause_of
 from preamp.checkpoint.shards import Box
-from preamp.core.errors import CheckpointError, PreampError, message, unavailable
+from preamp.core.errors import CheckpointError, PreampError, message, unavailable, worded
 from preamp.core.files import remove_leftovers, replacing
 from preamp.core.version import __version__
 
@@ -51,10 +51,6 @@ class ShardFile:
         """Its path in ``folder``, whose suffix chooses the format."""
         suffix = ".safetensors" if folder.suffix == ".safetensors" else ".pt"
         return folder / f"{self.number}-rank{self.rank}-of{self.ranks}{suffix}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
 
 
 def next_number(folder: Path) -> int:
@@ -76,13 +72,12 @@ def check_shared_folder(folder: Path, member: ShardFile) -> None:
         return
     except FileNotFoundError:
         pass
-    raise PreampError(
-        message(
-            f"Rank {member.rank} does not find {folder.absolute()}, which rank 0 has made",
-            "The files of a sharded checkpoint are in one folder that all ranks reach by the "
-            "same path; nothing that can be loaded was saved",
-            "Save to a file system that all nodes share, and under one name on all ranks",
-        )
+    raise worded(
+        PreampError,
+        f"Rank {member.rank} does not find {folder.absolute()}, which rank 0 has made",
+        "The files of a sharded checkpoint are in one folder that all ranks reach by the "
+        "same path; nothing that can be loaded was saved",
+        "Save to a file system that all nodes share, and under one name on all ranks",
     )
 
 
@@ -251,7 +246,7 @@ def write(draft: Draft, path: Path, *, alone: bool = False) -> None:
             "preamp": __version__,
             "torch": str(torch.__version__),
             "trees": draft.trees,
-            "parts": {name: part.to_json() for name, part in parts.items()},
+            "parts": {name: asdict(part) for name, part in parts.items()},
             **_membership(draft),
         },
         allow_nan=False,
@@ -269,7 +264,7 @@ def _membership(draft: Draft) -> dict[str, Any]:
     if draft.member is None:
         return {}
     boxes = {name: box.to_json() for name, box in draft.boxes.items()}
-    return {"member": draft.member.to_json(), "boxes": boxes}
+    return {"member": asdict(draft.member), "boxes": boxes}
 
 
 def _write_safetensors(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -32,11 +32,7 @@ class Subjects:
 
     @classmethod
     def of(cls, models: Any, optimizers: Any, schedulers: Any) -> Subjects:
-        """Take single objects, sequences, or ``None`` for none.
-
-        Raises `TypeError` for one of another kind, `PreampStateError` if an engine's optimizer is
-        missing.
-        """
+        """Take single objects, sequences, or ``None`` for none."""
         found = cls(
             models=[_bare_model(model) for model in _listed(models, nn.Module, "models")],
             optimizers=[
@@ -185,7 +181,6 @@ class MasterShards:
     """Everything of which `shard_optimizer` has left a part on this rank."""
 
     def __init__(self, subjects: Subjects) -> None:
-        """Look at the optimizers. Not mutated."""
         self._of: dict[int, MasterShard] = {}
         self._twins: dict[int, Twin] = {}
         for engine in subjects.engines:
@@ -243,15 +238,11 @@ class MasterShards:
         own: dict[int, Any] = dict(state["state"])
         for number, share in enumerate(shares):  # the numbers that state_dict gives
             if share is not None and number in own:
-                own[number] = _with_pieces(own[number], share)
+                own[number] = {
+                    key: share.piece(value) if share.is_of(key, value) else value
+                    for key, value in own[number].items()
+                }
         return {**state, "state": own}
-
-
-def _with_pieces(entries: Mapping[str, Any], share: MasterShard) -> dict[str, Any]:
-    return {
-        key: share.piece(value) if share.is_of(key, value) else value
-        for key, value in entries.items()
-    }
 
 
 def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:

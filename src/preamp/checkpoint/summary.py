@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,17 +50,9 @@ class Summary:
     # counts once.
     bytes: dict[str, int]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
-
 
 def summarize_checkpoint(path: Path) -> Summary:
-    """Read and verify a checkpoint, a file or the folder of a sharded one; tell what is in it.
-
-    Raises `FileNotFoundError`; `CheckpointError` if it is damaged, incomplete, foreign, or of a
-    newer version; `PreampUnavailableError` if the package of the format is missing.
-    """
+    """Read and verify a checkpoint, a file or the folder of a sharded one; tell what is in it."""
     LATEST.join()
     loaded = read_or_refuse(path)
     content = whole(loaded.content)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,7 +49,7 @@ def show(
         typer.echo(json.dumps(answer, indent=2))
         raise typer.Exit(REFUSED) from None
     if as_json:
-        typer.echo(json.dumps({"status": "verified", **summary.to_json()}, indent=2))
+        typer.echo(json.dumps({"status": "verified", **asdict(summary)}, indent=2))
     else:
         _print(summary, make_console())
 

@@ -100,10 +100,7 @@ def demo(
 
 
 def finish(result: DemoResult, console: Console, out: Path) -> None:
-    """Print and write the result, where this is the first rank, which tells for all.
-
-    Raises `typer.Exit` if the run was interrupted.
-    """
+    """Print and write the result, where this is the first rank, which tells for all."""
     if own_rank() == 0:
         show(result, console)
         page, data = write(result, out)
@@ -113,11 +110,7 @@ def finish(result: DemoResult, console: Console, out: Path) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """Turn the option into a device that works.
-
-    Raises `ValueError` for a name that means nothing to torch, and `PreampUnavailableError` for a
-    device that this machine, or this torch, does not have.
-    """
+    """Turn the option into a device that works."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

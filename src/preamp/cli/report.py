@@ -36,10 +36,7 @@ def report(
 
 
 def names_of(files: Sequence[Path]) -> list[str]:
-    """Name runs after their files, with as many folders as it takes to tell them apart.
-
-    Raises `ValueError` if a file is named twice.
-    """
+    """Name runs after their files, with as many folders as it takes to tell them apart."""
     paths = [path.resolve().with_suffix("") for path in files]
     twice = [path for path, count in Counter(path.resolve() for path in files).items() if count > 1]
     if twice:

@@ -6,37 +6,50 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from preamp.compat.properties import Properties
 from preamp.compat.scaler import LossScaler
 from preamp.engine import Engine
+from preamp.policy import APEX_OPTIONS, Policy
+
+
+class Properties:
+    """Read-only view: each option is an attribute and an entry of ``options``.
+
+    Attributes:
+        options: The options by name; a dict of its own.
+    """
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        """Show ``policy``, or Apex's state before ``initialize``: everything off."""
+        self.options: dict[str, Any]
+        if policy is None or not policy.enabled:
+            self.options = dict.fromkeys(APEX_OPTIONS)
+            self.options |= {"enabled": False, "patch_torch_functions": False, "loss_scale": 1.0}
+        else:
+            self.options = {name: getattr(policy, name) for name in APEX_OPTIONS}
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an option by name."""
+        options: dict[str, Any] = self.__dict__.get("options", {})
+        if name in options:
+            return options[name]
+        raise AttributeError(f"opt_properties has no option {name!r}; it has {list(APEX_OPTIONS)}")
 
 
 class AmpState:
-    """What scripts read and write as ``amp._amp_state``.
+    """What scripts read and write as ``amp._amp_state``."""
 
-    Attributes:
-        hard_override: Warn instead of refusing contradictory overrides.
-        allow_incoming_model_not_fp32: Accept models that are half already.
-        is_off: Whether the latest ``amp.initialize`` was called with ``enabled=False``.
-        opt_properties: Its policy as Apex showed it.
-        loss_scalers: Its scalers under Apex's names.
-        min_loss_scale: As passed to ``initialize``.
-        max_loss_scale: As passed to ``initialize``.
-        handle: Of the latest ``amp.initialize`` at O1 or O4, or ``amp.init``; not there before.
-    """
-
-    handle: Any
+    handle: Any  # of the latest ``amp.initialize`` at O1 or O4, or ``amp.init``; not there before
 
     def __init__(self) -> None:
-        """Nothing is initialized."""
-        self.hard_override = False
-        self.allow_incoming_model_not_fp32 = False
+        self.hard_override = False  # warn instead of refusing contradictory overrides
+        self.allow_incoming_model_not_fp32 = False  # accept models that are half already
+        # whether the latest ``amp.initialize`` was called with ``enabled=False``
         self.is_off = False
         self._engine: weakref.ref[Engine] | None = None
-        self.opt_properties = Properties()
-        self.loss_scalers: list[LossScaler] = []
-        self.min_loss_scale: float | None = None
-        self.max_loss_scale: float | None = None
+        self.opt_properties = Properties()  # its policy as Apex showed it
+        self.loss_scalers: list[LossScaler] = []  # its scalers under Apex's names
+        self.min_loss_scale: float | None = None  # as passed to ``initialize``
+        self.max_loss_scale: float | None = None  # as passed to ``initialize``
         self._verbosity = 1
 
     @property
@@ -59,12 +72,7 @@ class AmpState:
             self.engine.verbosity = value
 
     def make_current(self, engine: Engine | None, *, is_off: bool = False) -> None:
-        """Let the argument-free functions mean ``engine`` from now on.
-
-        Args:
-            engine: The new engine; ``None`` for none.
-            is_off: Whether amp was turned off by ``enabled=False``.
-        """
+        """Let the argument-free functions mean ``engine`` from now on, or none."""
         self.is_off = is_off
         self._engine = None if engine is None else weakref.ref(engine)
         self.opt_properties = Properties(None if engine is None else engine.policy)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
@@ -15,8 +15,9 @@ from preamp.compat.amp_state import amp_state
 from preamp.compat.handle import AmpHandle
 from preamp.compat.stash import attach_stashes
 from preamp.compat.wrapper import OptimizerWrapper
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state
 from preamp.core.log import say
+from preamp.core.pytree import map_leaves
 from preamp.policy import Scope
 
 _PREFIX = "loss_scaler"
@@ -44,39 +45,14 @@ def initialize(
 ) -> Any:
     """Put models and optimizers into mixed precision; see `preamp.initialize`.
 
-    On top of that the new engine becomes the current one, which ``amp.state_dict()``,
-    ``amp.load_state_dict()`` and ``amp._amp_state`` refer to. ``_amp_state.hard_override`` and
-    ``_amp_state.allow_incoming_model_not_fp32`` are honoured.
-
-    Args:
-        models: A module or a list of modules.
-        optimizers: An optimizer, a list of them, or ``None``.
-        enabled: False turns this and everything after it into a pass-through.
-        opt_level: ``"O0"`` to ``"O5"``.
-        cast_model_type: See `preamp.initialize`.
-        patch_torch_functions: See `preamp.initialize`.
-        keep_batchnorm_fp32: See `preamp.initialize`.
-        master_weights: See `preamp.initialize`.
-        loss_scale: See `preamp.initialize`.
-        cast_model_outputs: See `preamp.initialize`.
-        num_losses: How many losses have a scale of their own.
-        verbosity: 0 prints nothing, 2 also each cast of a function's argument.
-        min_loss_scale: Floor of a dynamic scale.
-        max_loss_scale: Ceiling of a dynamic scale.
-        patch_torch_functions_type: ROCm's argument; keyword-only, since its fork inserted it in
-            the middle of the positional ones.
-        scope: See `preamp.initialize`.
-        keep_fp32: See `preamp.initialize`.
-
-    Returns:
-        The objects passed in, in the shape they were passed in.
+    Arguments, result and errors are described there. On top of that the new engine becomes the
+    current one, which ``amp.state_dict()``, ``amp.load_state_dict()`` and ``amp._amp_state`` refer
+    to. ``_amp_state.hard_override`` and ``_amp_state.allow_incoming_model_not_fp32`` are honoured.
+    ``patch_torch_functions_type`` is ROCm's argument; keyword-only, since its fork inserted it in
+    the middle of the positional ones.
 
     Raises:
-        PreampPolicyError: Unknown level or contradictory override; a ``RuntimeError``.
-        PreampStateError: A model is half, wrapped or lazy, or an optimizer is taken or an
-            ``FP16_Optimizer``; likewise.
-        TypeError: Wrong kind of argument.
-        ValueError: Right kind, wrong value.
+        PreampStateError: Also for an ``FP16_Optimizer``.
     """
     if enabled:
         _refuse_fp16_optimizers(optimizers)
@@ -126,12 +102,10 @@ def _number(verbosity: Any) -> int:
 def _refuse_fp16_optimizers(optimizers: Any) -> None:
     given = cast("list[Any]", optimizers) if isinstance(optimizers, list) else [optimizers]
     if any(isinstance(optimizer, OptimizerWrapper) for optimizer in given):
-        raise PreampStateError(
-            message(
-                "There is an FP16_Optimizer in optimizers",
-                "It keeps masters and a loss scale of its own, and so would amp",
-                "Pass the optimizer inside it, or leave amp out",
-            )
+        raise bad_state(
+            "There is an FP16_Optimizer in optimizers",
+            "It keeps masters and a loss scale of its own, and so would amp",
+            "Pass the optimizer inside it, or leave amp out",
         )
 
 
@@ -170,16 +144,7 @@ def scale_loss(
 ) -> Generator[torch.Tensor]:
     """Scale the loss for the backward in the body; see `preamp.scale_loss`.
 
-    Args:
-        loss: Floating tensor.
-        optimizers: One optimizer or a sequence of them.
-        loss_id: Which loss scaler.
-        model: Ignored.
-        delay_unscale: Leave gradients scaled.
-        delay_overflow_check: Check, but adjust the loss scale later.
-
-    Yields:
-        The scaled loss, or ``loss`` itself where amp is off.
+    Where amp is off the loss itself is yielded. ``model`` is ignored.
 
     Raises:
         PreampStateError: ``amp.initialize`` was never called, or not for these optimizers.
@@ -196,13 +161,11 @@ def scale_loss(
             yield loss
             return
         if amp_state.engine is None:
-            raise PreampStateError(
-                message(
-                    "amp.scale_loss was called before amp.initialize",
-                    "It takes optimizers that went through amp.initialize",
-                    "Call model, optimizer = amp.initialize(model, optimizer, opt_level=…) "
-                    "before the training loop; enabled=False turns amp off",
-                )
+            raise bad_state(
+                "amp.scale_loss was called before amp.initialize",
+                "It takes optimizers that went through amp.initialize",
+                "Call model, optimizer = amp.initialize(model, optimizer, opt_level=…) "
+                "before the training loop; enabled=False turns amp off",
             )
     with rooms.scale_loss(
         loss, members, loss_id, model, delay_unscale, delay_overflow_check
@@ -211,10 +174,7 @@ def scale_loss(
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the current engine's loss scalers in Apex's format.
-
-    Args:
-        destination: Filled and returned, if given.
+    """Return the current engine's loss scalers in Apex's format, in ``destination`` if given.
 
     Returns:
         ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, …}``, empty where amp is off.
@@ -234,9 +194,6 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     Entries are matched by the number in their key. As in Apex, entries without a scaler and
     scalers without an entry are told of and left; static scales keep their value.
 
-    Args:
-        state_dict: What `state_dict` returned, here or in Apex.
-
     Raises:
         PreampStateError: amp was never initialized and there is something to load, or a key is
             unknown; nothing was applied.
@@ -246,21 +203,17 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if not state_dict or amp_state.is_off:
         return
     if engine is None:
-        raise PreampStateError(
-            message(
-                "amp.load_state_dict was called before amp.initialize",
-                "Loss scalers exist from amp.initialize on",
-                "Load models and optimizers in any order, but amp's state after amp.initialize",
-            )
+        raise bad_state(
+            "amp.load_state_dict was called before amp.initialize",
+            "Loss scalers exist from amp.initialize on",
+            "Load models and optimizers in any order, but amp's state after amp.initialize",
         )
     unknown = [key for key in state_dict if not _is_scaler_key(key)]
     if unknown:
-        raise PreampStateError(
-            message(
-                f"The state has unknown keys {unknown}",
-                f"Allowed are {_PREFIX}0, {_PREFIX}1, …",
-                "Pass what amp.state_dict() returned; nothing was loaded",
-            )
+        raise bad_state(
+            f"The state has unknown keys {unknown}",
+            f"Allowed are {_PREFIX}0, {_PREFIX}1, …",
+            "Pass what amp.state_dict() returned; nothing was loaded",
         )
     if len(state_dict) != len(engine.scalers):
         say(
@@ -279,3 +232,11 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 def _is_scaler_key(key: Any) -> bool:
     return isinstance(key, str) and key.removeprefix(_PREFIX).isdigit() and key.startswith(_PREFIX)
+
+
+def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
+    """Return ``value`` with ``fn`` applied to every tensor in it, and to each object with ``to``.
+
+    Containers keep their type; see `preamp.core.pytree.map_leaves`.
+    """
+    return map_leaves(fn, value)

@@ -160,7 +160,6 @@ class LossScaler:
             models_are_masters: Whether both lists hold the same tensors.
             scale_override: Scale to use instead of the current one.
         """
-        del unused_scale, models_are_masters
         scale = self.core.value() if scale_override is None else scale_override
         self._combine(model_grads, [None] * len(model_grads), master_grads, 1.0 / scale, 0.0)
 

@@ -23,7 +23,6 @@ class AmpStash:
     """Apex's view of an optimizer's half parameters and masters; lists are made when read."""
 
     def __init__(self, session: OptimizerSession) -> None:
-        """Show ``session``."""
         self._session = session
         self.lazy_init_called = True
         self.process_zero_grad = True
@@ -122,11 +121,8 @@ class _Backward:
     def post(self, scaler: LossScaler) -> None:
         """Unscale the gradients of the backward and add the earlier ones.
 
-        Args:
-            scaler: One of ``amp._amp_state.loss_scalers``, by whose scale the loss was multiplied.
-
-        Mutates:
-            Gradients; the overflow flag that ``scaler.update_scale()`` looks at.
+        ``scaler`` is the one of ``amp._amp_state.loss_scalers`` by whose scale the loss was
+        multiplied. Mutates gradients, and the flag that its ``update_scale()`` looks at.
         """
         core = scaler.core
         note = GradientNote(

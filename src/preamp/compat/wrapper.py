@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import PreampStateError, bad_state
 
 
 class OptimizerWrapper:
@@ -47,10 +47,8 @@ class OptimizerWrapper:
 
 
 def _no_copies() -> PreampStateError:
-    return PreampStateError(
-        message(
-            "An FP16_Optimizer cannot be pickled or copied",
-            "Its masters belong to one model",
-            "Save optimizer.state_dict(), and load it into one made for the other model",
-        )
+    return bad_state(
+        "An FP16_Optimizer cannot be pickled or copied",
+        "Its masters belong to one model",
+        "Save optimizer.state_dict(), and load it into one made for the other model",
     )

@@ -7,6 +7,9 @@ Every message has three parts: what was got, what is allowed, what to do. Bad va
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TypeVar
+
 
 class PreampError(RuntimeError):
     """Base class of preamp's own errors; a ``RuntimeError``, as scripts written for Apex expect."""
@@ -36,15 +39,9 @@ class LossScaleError(PreampError):
 
 
 def message(got: str, allowed: str, do: str) -> str:
-    """Join the three parts of an error message into sentences.
+    """Join the three parts of an error message into sentences, separated by single spaces.
 
-    Args:
-        got: What the caller passed or did.
-        allowed: What would have been accepted.
-        do: The way out.
-
-    Returns:
-        The three parts, each ending in a full stop, separated by single spaces.
+    They say what the caller passed or did, what would have been accepted, and the way out.
     """
     return " ".join(f"{part.strip().rstrip('.')}." for part in (got, allowed, do))
 
@@ -58,21 +55,15 @@ def system_error(error: OSError, got: str, allowed: str, do: str) -> OSError:
     return type(error)(message(f"{got}: {reason[:1].lower()}{reason[1:]}", allowed, do))
 
 
-def bad_value(got: str, allowed: str, do: str) -> ValueError:
-    """The error of a wrong value; see `message`."""
-    return ValueError(message(got, allowed, do))
+E = TypeVar("E", bound=Exception)
 
 
-def bad_type(got: str, allowed: str, do: str) -> TypeError:
-    """The error of a wrong type; see `message`."""
-    return TypeError(message(got, allowed, do))
+def worded(kind: type[E], got: str, allowed: str, do: str) -> E:
+    """An error of any class; see `message`."""
+    return kind(message(got, allowed, do))
 
 
-def bad_state(got: str, allowed: str, do: str) -> PreampStateError:
-    """The error of a call in the wrong order; see `message`."""
-    return PreampStateError(message(got, allowed, do))
-
-
-def unavailable(got: str, allowed: str, do: str) -> PreampUnavailableError:
-    """The error of missing hardware or a missing package; see `message`."""
-    return PreampUnavailableError(message(got, allowed, do))
+bad_value = partial(worded, ValueError)  # a wrong value
+bad_type = partial(worded, TypeError)  # a wrong type
+bad_state = partial(worded, PreampStateError)  # a call in the wrong order
+unavailable = partial(worded, PreampUnavailableError)  # missing hardware, or a missing package

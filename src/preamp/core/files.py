@@ -52,14 +52,15 @@ def _draft_of(path: Path) -> Generator[str]:
     """Make a draft and hold its lock, without which it would pass for that of a dead process."""
     is_ours = False
     while not is_ours:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=_prefix(path), suffix=".part")
+        prefix = f".{path.name[:_NAME_KEPT]}."
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=".part")
         if fcntl is None:
             os.close(handle)  # Windows moves no open file
             yield name
             return
         try:
             # Another process may have taken it for a leftover before it was locked.
-            is_ours = _lock(handle) is not False and os.path.exists(name)
+            is_ours = lock(handle) is not False and os.path.exists(name)
             if is_ours:
                 yield name
         finally:
@@ -74,25 +75,26 @@ def remove_leftovers(folder: Path, is_meant: Callable[[str], bool]) -> None:
     for draft in folder.glob(".*.part") if fcntl is not None else ():
         if is_meant(draft.name[1:].rsplit(".", 2)[0]):
             with contextlib.suppress(OSError), draft.open("rb") as file:
-                if _lock(file.fileno()):  # the system has released its writer's
+                if lock(file.fileno()):  # the system has released its writer's
                     draft.unlink()
 
 
-def _prefix(path: Path) -> str:
-    return f".{path.name[:_NAME_KEPT]}."
-
-
-def _lock(handle: int) -> bool | None:
+def lock(handle: int) -> bool | None:
     """Lock an open file; whether it could be had, or ``None`` where there are no locks."""
     if fcntl is None:
         return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:  # somebody else has it
-        return False
-    except OSError:  # the file system has none
-        return None
+    except OSError as error:
+        # Either somebody else has it, or the file system has none.
+        return False if error.errno in (errno.EACCES, errno.EAGAIN) else None
     return True
+
+
+def unlock(handle: int) -> None:
+    """Give the lock up for all processes that share it."""
+    if fcntl is not None:
+        fcntl.flock(handle, fcntl.LOCK_UN)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -18,7 +18,6 @@ class Link(Generic[T]):
     __slots__ = ("target",)
 
     def __init__(self, target: T | None = None) -> None:
-        """Refer to ``target``."""
         self.target: T | None = target  # ``None`` in a copy and after `cut`
 
     def cut(self) -> None:
@@ -26,15 +25,12 @@ class Link(Generic[T]):
         self.target = None
 
     def __copy__(self) -> Link[T]:
-        """A shallow copy refers to nothing."""
         return Link()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Link[T]:
-        """A deep copy refers to nothing."""
         return Link()
 
     def __reduce__(self) -> tuple[type[Link[T]], tuple[()]]:
-        """A pickled link refers to nothing."""
         return (Link, ())
 
 

@@ -120,6 +120,23 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Apply ``fn`` to floating tensors in ``value`` and in (nested) lists and tuples.
+
+    Whatever holds nothing that changed is returned itself.
+    """
+    if isinstance(value, torch.Tensor):
+        return fn(value) if value.is_floating_point() else value
+    if isinstance(value, (list, tuple)):
+        items = cast("Sequence[Any]", value)
+        mapped = [map_tensors(fn, item) for item in items]
+        if all(new is old for new, old in zip(mapped, items, strict=True)):
+            return items
+        kind = type(items)
+        return kind(*mapped) if hasattr(kind, "_fields") else kind(mapped)  # pyright: ignore[reportCallIssue]
+    return value
+
+
 def map_plain(fn: LeafFn, tree: Any) -> Any:
     """Return a new tree of plain data, ``fn`` applied to all that is no dict, list or tuple."""
     if isinstance(tree, dict):

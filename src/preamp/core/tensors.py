@@ -127,7 +127,6 @@ class WeightMarks:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        """Mark ``tensors`` as they are now."""
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._storages: list[Any] = []

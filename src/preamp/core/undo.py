@@ -15,6 +15,21 @@ class Removable(Protocol):
         ...
 
 
+class UndoOnce:
+    """A `Removable` whose callback runs on the first ``remove`` only."""
+
+    __slots__ = ("_callback",)
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback: Callable[[], None] | None = callback
+
+    def remove(self) -> None:
+        """Run the callback once."""
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            callback()
+
+
 def run_all(steps: Iterable[Callable[[], Any]]) -> None:
     """Run all steps in order, as what is not taken back now never is; raise the first error."""
     first: BaseException | None = None

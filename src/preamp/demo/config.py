@@ -21,7 +21,6 @@ class ModelConfig:
     context: int = 64  # bytes that the model sees at once
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no model can have."""
         for name in ("layers", "width", "heads", "context"):
             _require_at_least(name, getattr(self, name), 1)
         if self.width % self.heads:
@@ -48,7 +47,6 @@ class OptimizerConfig:
     max_norm: float = 1.0  # norm that gradients are clipped to
 
     def __post_init__(self) -> None:
-        """Refuse a rate that cannot train."""
         if not 0 < self.learning_rate < float("inf"):
             raise bad_value(
                 f"Got learning rate {self.learning_rate}",
@@ -95,7 +93,5 @@ class DemoConfig:
 def _require_at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise bad_value(
-            f"Got {name}={value}",
-            f"The smallest possible is {least}",
-            f"Pass {least} or more",
+            f"Got {name}={value}", f"The smallest possible is {least}", f"Pass {least} or more"
         )

@@ -46,7 +46,7 @@ def read_corpus(folder: Path | None = None) -> Corpus:
     """Read the Python files below ``folder``, sorted by path, and split them by file.
 
     By default the folder is the running interpreter's standard library. The split depends on
-    nothing but the relative paths. Raises `PreampUnavailableError` where there is too little text.
+    nothing but the relative paths.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     train: dict[str, bytes] = {}

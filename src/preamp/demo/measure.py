@@ -86,11 +86,7 @@ def dtypes_of(model: GPT, optimizer: torch.optim.Optimizer, batch: Batch) -> Dty
     finally:
         for handle in handles:
             handle.remove()
-    return Dtypes(
-        weights=weights,
-        compute=_formats(seen),
-        masters=masters or "none",
-    )
+    return Dtypes(weights=weights, compute=_formats(seen), masters=masters or "none")
 
 
 def activation_bytes(model: GPT, batch: Batch) -> int:

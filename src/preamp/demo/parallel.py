@@ -41,10 +41,7 @@ class RankResult:
 
 
 def choose_parallel(name: str) -> Parallel:
-    """Turn the option, ``"auto"`` or one of `Parallel`, into what this process can do.
-
-    Raises `ValueError` for anything else, and for what needs more processes, or just one.
-    """
+    """Turn the option, ``"auto"`` or one of `Parallel`, into what this process can do."""
     ranks = launched_ranks()
     if name == "auto":
         return "none" if ranks == 1 else "ddp"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from preamp.demo.parallel import agreement_of
 from preamp.demo.records import DemoResult, LevelResult, ratio
@@ -21,6 +22,9 @@ class Cell:
     detail: str = ""  # its parts, or its ratio to O0; may be empty
 
 
+MakeCell = Callable[[LevelResult, LevelResult | None], Cell]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
     """One column."""
@@ -29,7 +33,7 @@ class Column:
     unit: str  # second line of the heading; may be empty
     is_number: bool  # whether to align to the right
     # Makes the cell of a row; the second argument is the row of O0, if there is one.
-    cell: Callable[[LevelResult, LevelResult | None], Cell]
+    cell: MakeCell
 
 
 def columns_of(result: DemoResult) -> tuple[Column, ...]:
@@ -94,12 +98,9 @@ def _seconds(value: float | None, base: float | None) -> Cell:
     return Cell(value=format_seconds(value), detail=_times(ratio(value, base)))
 
 
-def _best(row: LevelResult, base: LevelResult | None) -> Cell:
-    return _seconds(row.best_seconds, base and base.best_seconds)
-
-
-def _median(row: LevelResult, base: LevelResult | None) -> Cell:
-    return _seconds(row.median_seconds, base and base.median_seconds)
+def _compared(name: str, spell: Callable[[Any, Any], Cell]) -> MakeCell:
+    """A measurement, beside that of O0."""
+    return lambda row, base: spell(getattr(row, name), base and getattr(base, name))
 
 
 def _speed(row: LevelResult, _base: LevelResult | None) -> Cell:
@@ -113,14 +114,6 @@ def _memory(row: LevelResult, _base: LevelResult | None) -> Cell:
         return Cell(value=MISSING)
     parts = (memory.weights, memory.masters, memory.gradients, memory.optimizer_state)
     return Cell(value=f"{memory.total:.1f}", detail="+".join(f"{part:.3g}" for part in parts))
-
-
-def _activations(row: LevelResult, base: LevelResult | None) -> Cell:
-    return _mebibytes(row.activation_bytes, base and base.activation_bytes)
-
-
-def _peak(row: LevelResult, base: LevelResult | None) -> Cell:
-    return _mebibytes(row.peak_bytes, base and base.peak_bytes)
 
 
 def _mebibytes(value: int | None, base: int | None) -> Cell:
@@ -145,12 +138,14 @@ _COLUMNS = (
     Column(title="level", unit="", is_number=False, cell=_level),
     Column(title="weights / compute", unit="", is_number=False, cell=_formats),
     Column(title="held-out", unit="bits/byte", is_number=True, cell=_held_out),
-    Column(title="best step", unit="ms", is_number=True, cell=_best),
-    Column(title="median", unit="ms", is_number=True, cell=_median),
+    Column(title="best step", unit="ms", is_number=True, cell=_compared("best_seconds", _seconds)),
+    Column(title="median", unit="ms", is_number=True, cell=_compared("median_seconds", _seconds)),
     Column(title="speed", unit="tokens/s", is_number=True, cell=_speed),
     Column(title="memory", unit="B/param", is_number=True, cell=_memory),
-    Column(title="kept", unit="MiB", is_number=True, cell=_activations),
-    Column(title="peak", unit="MiB", is_number=True, cell=_peak),
+    Column(
+        title="kept", unit="MiB", is_number=True, cell=_compared("activation_bytes", _mebibytes)
+    ),
+    Column(title="peak", unit="MiB", is_number=True, cell=_compared("peak_bytes", _mebibytes)),
     Column(title="loss", unit="scale", is_number=True, cell=_scale),
     Column(title="skipped", unit="steps", is_number=True, cell=_skipped),
 )

@@ -85,17 +85,13 @@ def note_memory(history: History, step: int, memory: Memory, model: nn.Module) -
 
 
 def records_of(history: History, engine: preamp.Engine) -> tuple[Record, ...]:
-    """All records of a training, with those that its engine kept; before the engine is closed."""
-    return (*history, *_kept_by(engine))
+    """All records of a training, before its engine is closed.
 
-
-def _kept_by(engine: preamp.Engine) -> tuple[Record, ...]:
-    """Return what the engine itself has recorded about tensors and casts.
-
-    Steps, overflows and memory the loop has written down already, in its own units.
+    Of what the engine itself has recorded those about tensors and casts: steps, overflows and
+    memory the loop has written down already, in its own units.
     """
-    history = engine.history
-    return (*history.of(NumericsRecord), *history.of(CastsRecord))
+    own = engine.history
+    return (*history, *own.of(NumericsRecord), *own.of(CastsRecord))
 
 
 PATIENCE = 5

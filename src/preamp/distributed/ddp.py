@@ -98,7 +98,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         Mutates:
             ``module``: parameters and their masters on all ranks but the first.
         """
-        del gradient_average_split_factor, prof
         _refuse_old(shared_param, delay_allreduce, allreduce_trigger_params, num_allreduce_streams)
         groups = _checked_groups(allreduce_communicators, num_allreduce_streams)
         _check_numbers(message_size, gradient_predivide_factor)

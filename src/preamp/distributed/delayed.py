@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from preamp.distributed.groups import collectives
-from preamp.kernels.backward import after_backward, backward_under_way
+from preamp.kernels.autograd import after_backward, backward_under_way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +78,7 @@ class DelayedReduction:
     """
 
     def __init__(
-        self,
-        wrapper: DistributedDataParallel,
-        averaging: Averaging,
-        *,
-        makes_views: bool,
+        self, wrapper: DistributedDataParallel, averaging: Averaging, *, makes_views: bool
     ) -> None:
         """Hook the parameters that require grad; the hooks do nothing once this object is gone.
 
@@ -148,7 +144,6 @@ class _Note:
         self._index = index
 
     def __call__(self, param: torch.Tensor) -> None:
-        del param
         reduction = self._reduction()
         if reduction is not None:
             reduction.note(self._index)

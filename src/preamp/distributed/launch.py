@@ -45,10 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_world_size(arguments: Sequence[str]) -> int | None:
-    """The number that follows ``--world-size``, or ``None`` without the flag.
-
-    Raises `ValueError` if there is no script, or no number from 1 after the flag.
-    """
+    """The number that follows ``--world-size``, or ``None`` without the flag."""
     if not arguments:
         raise bad_value(
             "No script was given",

@@ -92,7 +92,6 @@ class Sharing:
     """
 
     def __init__(self, session: OptimizerSession, group: dist.ProcessGroup) -> None:
-        """Share nothing yet; see `share_out`."""
         self.group = group
         self._session = session
         self._gate = Gate()
@@ -164,10 +163,6 @@ class Sharing:
             else value
             for key, value in state.items()
         }
-
-    def gather(self, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """See `gather_parts`."""
-        return gather_parts(part, like, self.group)
 
     def _part_of(self, param: torch.Tensor) -> Part | None:
         twin = pair_of(param)
@@ -344,14 +339,14 @@ def full_state_dicts(
     Raises:
         PreampStateError: ``optimizer`` has no engine.
     """
-    sharing = _session_of(optimizer).sharing
+    sharing = engine_of(optimizer).sessions[id(bare(optimizer))].sharing
     if not isinstance(sharing, Sharing):  # as with one process
         is_mine = not has_process_group() or default_group().rank() == to
         return (model.state_dict(), optimizer.state_dict()) if is_mine else None
     is_mine = sharing.group.rank() == to
     for twin in sharing.twins():
         twin.settle()
-        whole = sharing.gather(twin.master.detach(), twin.half)
+        whole = gather_parts(twin.master.detach(), twin.half, sharing.group)
         twin.held.gathered = whole.cpu() if is_mine else None
     try:
         weights: dict[str, Any] = model.state_dict() if is_mine else {}
@@ -372,7 +367,6 @@ class _TakePart:
         self._sharing = sharing
 
     def __call__(self, optimizer: optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        del optimizer
         saved = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
         places = {number: place for place, number in enumerate(saved)}
         own = {
@@ -380,10 +374,6 @@ class _TakePart:
             for number, entry in state["state"].items()
         }
         return {**state, "state": own}
-
-
-def _session_of(optimizer: optim.Optimizer) -> OptimizerSession:
-    return engine_of(optimizer).sessions[id(bare(optimizer))]
 
 
 def _check_elementwise(optimizer: Any, *, is_elementwise: bool) -> None:

@@ -39,7 +39,7 @@ RULES: Final[dict[str, Rule]] = {
 def select_rules(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule, ...]:
     """Return the rules to look for, by ids or beginnings of ids such as ``PA1``.
 
-    All are selected by default. Raises `ValueError` if an id fits no rule, or none is left.
+    All are selected by default.
     """
     for start in (*select, *ignore):
         if not any(key.startswith(start) for key in RULES) or not start:

@@ -48,6 +48,12 @@ class Rule:
             raise ValueError(f"{self.id!r} is not PA and three digits")
 
 
+def define_rule(*, id: str, severity: Severity, title: str, why: str, how: str, do: str) -> Rule:
+    """Make a rule of texts in which lines may end anywhere."""
+    why, how, do = (" ".join(text.split()) for text in (why, how, do))
+    return Rule(id=id, severity=severity, title=title, why=why, how=how, do=do)
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A line of the script, or of a library that it calls."""
@@ -125,9 +131,6 @@ def _is_below(frame: FrameType) -> bool:
 def _shown(code: CodeType, line: int) -> Place:
     """The place with its file relative to the working directory where it lies inside."""
     file = os.path.abspath(code.co_filename)
-    relative = os.path.relpath(file) if os.path.splitdrive(file)[0] == _drive() else file
+    is_near = os.path.splitdrive(file)[0] == os.path.splitdrive(os.getcwd())[0]
+    relative = os.path.relpath(file) if is_near else file
     return Place(file if relative.startswith("..") else relative, line)
-
-
-def _drive() -> str:
-    return os.path.splitdrive(os.getcwd())[0]

@@ -4,79 +4,54 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, cast
 
 import torch
 
-from preamp.core.errors import PreampUnavailableError, message
+from preamp.core.errors import unavailable
 from preamp.kernels.by_device import ByDevice
 from preamp.kernels.ops import Ops
 
-
-def _triton() -> Ops:
-    from preamp.kernels.triton import Triton
-
-    return Triton()
-
-
-def _blocks() -> Ops:
-    from preamp.kernels.blocks import Blocks
-
-    return Blocks()
-
-
-def _reference() -> Ops:
-    from preamp.kernels.reference import Reference
-
-    return Reference()
-
-
-_LOADERS: Final[Mapping[str, Callable[[], Ops]]] = {
-    "triton": _triton,
-    "blocks": _blocks,
-    "reference": _reference,
+_CLASSES: Final[Mapping[str, str]] = {
+    "triton": "Triton",
+    "blocks": "Blocks",
+    "reference": "Reference",
 }
+"""Back ends that exist: folders beside this file, and the class in each."""
+
 _ALIASES: Final[Mapping[str, str]] = {"cpu": "blocks", "foreach": "blocks"}
 """What `blocks` were when they were two; ``"cpu"`` still takes tensors on the CPU only."""
 
-BACKENDS = tuple(_LOADERS)
-"""Back ends that exist."""
+BACKENDS = tuple(_CLASSES)
 
 _TRITON_DEVICES = ("cuda", "xpu")
 
 
 @functools.cache
 def backend(name: str = "auto") -> Ops:
-    """Return the back end called ``name``.
+    """Return the back end called ``name``, which is used or refused, never replaced.
 
-    Args:
-        name: ``"auto"`` for the fastest one on the device of the tensors given to each op, or one
-            of `BACKENDS`, which then is used or refused, never replaced. ``"cpu"`` and
-            ``"foreach"`` are earlier names of ``"blocks"``.
-
-    Raises:
-        PreampUnavailableError: There is no such back end, or it does not run here.
+    ``"auto"`` is the fastest one on the device of the tensors given to each op. ``"cpu"`` and
+    ``"foreach"`` are earlier names of ``"blocks"``. One that does not exist, or does not run here,
+    raises ``PreampUnavailableError``.
     """
     if name == "auto":
         return ByDevice(name, lambda device: _load(choose(device)[0]))
     if name not in (*BACKENDS, *_ALIASES):
-        raise PreampUnavailableError(
-            message(
-                f"backend={name!r} is not known",
-                f"Choose 'auto' or one of {', '.join(map(repr, BACKENDS))}",
-                "Leave the argument out to let preamp choose",
-            )
+        raise unavailable(
+            f"backend={name!r} is not known",
+            f"Choose 'auto' or one of {', '.join(map(repr, BACKENDS))}",
+            "Leave the argument out to let preamp choose",
         )
     if name == "triton" and not has_triton():
-        raise PreampUnavailableError(
-            message(
-                "backend='triton' was asked for, but the package triton is not installed",
-                "It comes with torch for CUDA, ROCm and XPU",
-                "Install triton, or leave the argument out to let preamp choose",
-            )
+        raise unavailable(
+            "backend='triton' was asked for, but the package triton is not installed",
+            "It comes with torch for CUDA, ROCm and XPU",
+            "Install triton, or leave the argument out to let preamp choose",
         )
     return ByDevice(name, lambda device: _load_for(name, device))
 
@@ -102,27 +77,22 @@ def choose(device: torch.device) -> tuple[str, str]:
 
 def _load_for(name: str, device: torch.device) -> Ops:
     if name == "cpu" and device.type != "cpu":
-        raise PreampUnavailableError(
-            message(
-                f"backend='cpu' was given a tensor on {device}",
-                "It computes on the CPU only",
-                "Leave the argument out to let preamp choose, or take 'blocks' or 'reference'",
-            )
+        raise unavailable(
+            f"backend='cpu' was given a tensor on {device}",
+            "It computes on the CPU only",
+            "Leave the argument out to let preamp choose, or take 'blocks' or 'reference'",
         )
     return _load(_ALIASES.get(name, name))
 
 
 @functools.cache
 def _load(name: str) -> Ops:
-    return _LOADERS[name]()
+    module = importlib.import_module(f"preamp.kernels.{name}")
+    return cast("Ops", getattr(module, _CLASSES[name])())
 
 
 def explain(name: str = "auto", device: torch.device | str = "cpu") -> str:
-    """Say in one line which back end ``name`` stands for on ``device``, and why.
-
-    Raises:
-        PreampUnavailableError: There is no such back end, or it does not run here.
-    """
+    """Say in one line which back end ``name`` stands for on ``device``, and why."""
     if name != "auto":
         return f"kernels: {backend(name).name} (asked for by name)"
     chosen, why = choose(torch.device(device))

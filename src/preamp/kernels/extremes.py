@@ -22,17 +22,11 @@ _READABLE = (
 
 @torch.no_grad()
 def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Read ``tensor`` once.
+    """Read ``tensor`` once: its smallest and largest value, 0-dim, both nan if any is.
 
-    Args:
-        tensor: Of any dtype, layout and device. Not mutated.
-
-    Returns:
-        Smallest and largest value, 0-dim tensors on its device; both nan if any value is. Of
-        complex tensors those of the parts; of sparse ones those of the stored values, duplicates
-        not summed. ``None`` for what has no such values: integers, 8-bit floats, empty, nested
-        and meta tensors, subclasses, and tensors inside of ``torch.func`` transforms. Does not
-        synchronise.
+    Of complex tensors those of the parts; of sparse ones those of the stored values, duplicates
+    not summed. ``None`` for what has no such values: integers, 8-bit floats, empty, nested and
+    meta tensors, subclasses, and tensors inside of ``torch.func`` transforms. Does not synchronise.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.dtype not in _READABLE:
         return None

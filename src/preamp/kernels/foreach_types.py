@@ -18,7 +18,6 @@ class ForeachType:
     """
 
     def __init__(self, cls: type[torch.Tensor]) -> None:
-        """Add ``cls`` to the list."""
         self._cls = cls
         self._types: list[type] | None = _supported_types()
         if self._types is not None:

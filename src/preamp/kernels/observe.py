@@ -30,7 +30,6 @@ class ObservedOps(_python_dispatch.TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, observer: Observer) -> None:
-        """Begin with ``with``, or with `start`."""
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self._observer = observer
 
@@ -53,11 +52,7 @@ class ObservedOps(_python_dispatch.TorchDispatchMode):
         self.__enter__()
 
     def stop(self) -> bool:
-        """End that, if no other mode was started since and is still on.
-
-        Returns:
-            Whether it has ended; modes can end in the reverse order only.
-        """
+        """End that, and tell whether it has ended: modes can end in the reverse order only."""
         if cast("Any", _python_dispatch)._get_current_dispatch_mode() is not self:
             return False
         cast("Any", self).__exit__(None, None, None)

@@ -30,38 +30,24 @@ from dataclasses import dataclass
 
 import torch
 
-from preamp.kernels.rules import (
-    AdagradRule,
-    AdamRule,
-    LambRule,
-    LarsRule,
-    NovoGradRule,
-    Rule,
-    SgdRule,
-    Update,
-)
+from preamp.kernels.rules import LambRule, Rule, Update
 
 Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """What one read of the gradients tells.
+    """What one read of the gradients tells."""
 
-    Attributes:
-        found_inf: float32 scalar, 1.0 if any value is infinite or nan, else 0.0.
-        norm: float32 scalar, L2 norm over all gradients, if it was asked for.
-        max_abs: float32, shape ``(n,)``: largest magnitude per tensor, in the order given;
-            nan or inf marks the tensors that are not finite. May be ``None`` if it was not asked
-            for and nothing was found.
-        max_finite: float32, shape ``(n,)``: largest finite magnitude per tensor, 0 if there is
-            none, nan where it was not looked for. ``None`` from back ends for which it would cost
-            another pass.
-    """
-
-    found_inf: torch.Tensor
+    found_inf: torch.Tensor  # float32 scalar, 1.0 if any value is infinite or nan, else 0.0
+    # float32 scalar, L2 norm over all gradients, if it was asked for
     norm: torch.Tensor | None = None
+    # float32, shape ``(n,)``: largest magnitude per tensor, in the order given; nan or inf marks
+    # the tensors that are not finite. May be ``None`` if it was not asked for and nothing was
+    # found.
     max_abs: torch.Tensor | None = None
+    # float32, shape ``(n,)``: largest finite magnitude per tensor, 0 if there is none, nan where
+    # it was not looked for. ``None`` from back ends for which it would cost another pass.
     max_finite: torch.Tensor | None = None
 
 
@@ -79,18 +65,15 @@ class Ops(ABC):
         with_norm: bool = False,
         with_max_abs: bool = True,
     ) -> Census:
-        """Read every gradient once.
+        """Read every gradient, of any dtype, layout and device, once.
 
         Overflow is decided by the largest magnitude, never by a sum: the float32 sum of finite
         values can overflow. Empty tensors count as zeros. Sparse tensors are judged by their
         values. The result lies on ``device``. Mutates nothing.
 
-        Args:
-            grads: Gradients of any dtype, layout and device.
-            device: Where the results go.
-            with_norm: Take the norm of `l2norm` along, without factors.
-            with_max_abs: Look for the largest magnitudes even where all is finite. Neither costs
-                a GPU anything, but a CPU computes less without.
+        ``with_norm`` takes the norm of `l2norm` along, without factors; ``with_max_abs`` looks for
+        the largest magnitudes even where all is finite. Neither costs a GPU anything, but a CPU
+        computes less without.
         """
 
     @abstractmethod
@@ -99,10 +82,7 @@ class Ops(ABC):
     ) -> None:
         """``grad = grad * factor + addend`` in place, for each pair; no addend means zero.
 
-        Args:
-            grads: Mutated; any floating dtype, dense or sparse.
-            factor: float32 scalar.
-            addends: Same dtype and shape as their gradient, or ``None``.
+        The factor is a float32 scalar, an addend of its gradient's dtype; both may be sparse.
         """
 
     @abstractmethod
@@ -112,12 +92,9 @@ class Ops(ABC):
         factors: Sequence[torch.Tensor],
         addends: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor]:
-        """Return ``float32(half) * factor + addend`` for each triple.
+        """Return ``float32(half) * factor + addend`` for each triple, with a float32 scalar each.
 
-        Args:
-            halves: Half gradients; not mutated.
-            factors: One float32 scalar each.
-            addends: float32 accumulators that may be overwritten with the result, or ``None``.
+        Addends, float32 accumulators or ``None``, may be overwritten with the result.
         """
 
     @abstractmethod
@@ -136,14 +113,8 @@ class Ops(ABC):
         """``target = a * x + b * y``, for each triple; no ``y`` means ``a * x``.
 
         Products are rounded to float32 (float64 for a float64 tensor), their sum to the wider of
-        the two, and then once to the target's dtype.
-
-        Args:
-            targets: Mutated; any dense floating dtype. May be ``x`` or ``y`` itself.
-            a: float32 scalar on the tensors' device, or a number.
-            xs: Same shapes as the targets, any dense floating dtype.
-            b: As ``a``.
-            ys: As ``xs``, or ``None``.
+        the two, and then once to the target's dtype. All may have any dense floating dtype, and a
+        target may be its ``x`` or ``y``. Factors are numbers, or float32 scalars on the device.
         """
 
     @abstractmethod
@@ -189,76 +160,13 @@ class Ops(ABC):
     ) -> torch.Tensor:
         """The ``|p|`` and ``|u|`` that `update_` would take, ``(2, n)``; mutates nothing."""
 
-    # -- `update_` with lists that have names, for who knows the rule ---------------------------
-
-    def adam_(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        exp_avgs: Tensors,
-        exp_avg_sqs: Tensors,
-        *,
-        rule: AdamRule,
-        update: Update,
+    def _update(
+        self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
     ) -> None:
-        """See `AdamRule`."""
-        self.update_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
+        """`update_` under the name of a rule."""
+        self.update_(params, grads, *state, rule=rule, update=update)
 
-    def lamb_(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        exp_avgs: Tensors,
-        exp_avg_sqs: Tensors,
-        *,
-        rule: LambRule,
-        update: Update,
-    ) -> None:
-        """See `LambRule`."""
-        self.update_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
-
-    def sgd_(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        momentum_buffers: Tensors,
-        *,
-        rule: SgdRule,
-        update: Update,
-    ) -> None:
-        """See `SgdRule`."""
-        self.update_(params, grads, momentum_buffers, rule=rule, update=update)
-
-    def novograd_(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        exp_avgs: Tensors,
-        norms: Tensors,
-        *,
-        rule: NovoGradRule,
-        update: Update,
-    ) -> None:
-        """See `NovoGradRule`."""
-        self.update_(params, grads, exp_avgs, norms, rule=rule, update=update)
-
-    def adagrad_(
-        self, params: Tensors, grads: Tensors, sums: Tensors, *, rule: AdagradRule, update: Update
-    ) -> None:
-        """See `AdagradRule`."""
-        self.update_(params, grads, sums, rule=rule, update=update)
-
-    def lars_(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        momentum_buffers: Tensors,
-        *,
-        rule: LarsRule,
-        update: Update,
-    ) -> None:
-        """See `LarsRule`."""
-        self.update_(params, grads, momentum_buffers, rule=rule, update=update)
+    adam_ = lamb_ = sgd_ = novograd_ = adagrad_ = lars_ = _update
 
 
 OP_NAMES = tuple(sorted(Ops.__abstractmethods__))

@@ -15,7 +15,7 @@ from typing import ClassVar, NoReturn
 
 import torch
 
-from preamp.core.errors import message
+from preamp.core.errors import worded
 
 Scalar = float | torch.Tensor
 """A number, or a 0-dim tensor that a back end reads on the device, without synchronising."""
@@ -23,28 +23,25 @@ Scalar = float | torch.Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What one update is told besides its rule and its tensors; the same for every rule.
+    """What one update is told besides its rule and its tensors; the same for every rule."""
 
-    Attributes:
-        step: Number of this update, counted from 1, for bias corrections and first-run cases. A
-            0-dim integer tensor is read on the device. The caller owns and advances it; where
-            ``found_inf`` may be set it advances a tensor only if it is not.
-        inv_scale: float32 scalar (or float64, for float64 tensors) that every gradient is
-            multiplied by after widening. Gradients themselves are never written.
-        found_inf: float32 scalar. Anything but zero makes the whole update a no-op: parameters,
-            state and halves keep every bit. Decided on the device.
-        halves: For each parameter a tensor that gets the new value rounded to its own dtype, or
-            ``None``. Always rounded from the parameter as stored, so that a half weight equals
-            its rounded master bitwise.
-        norms: The norms that the rule needs, shape ``(k, n)``, in place of those of the tensors
-            given: these are parts of larger ones. ``|p|`` and ``|u|`` for LAMB, ``|p|`` and ``|g|``
-            for LARS, that of the gradient for NovoGrad. Other rules ignore it.
-    """
-
+    # Number of this update, counted from 1, for bias corrections and first-run cases. A 0-dim
+    # integer tensor is read on the device. The caller owns and advances it; where ``found_inf``
+    # may be set it advances a tensor only if it is not.
     step: int | torch.Tensor = 1
+    # float32 scalar (or float64, for float64 tensors) that every gradient is multiplied by after
+    # widening. Gradients themselves are never written.
     inv_scale: torch.Tensor | None = None
+    # float32 scalar. Anything but zero makes the whole update a no-op: parameters, state and
+    # halves keep every bit. Decided on the device.
     found_inf: torch.Tensor | None = None
+    # For each parameter a tensor that gets the new value rounded to its own dtype, or ``None``.
+    # Always rounded from the parameter as stored, so that a half weight equals its rounded master
+    # bitwise.
     halves: Sequence[torch.Tensor | None] | None = None
+    # The norms that the rule needs, shape ``(k, n)``, in place of those of the tensors given:
+    # these are parts of larger ones. ``|p|`` and ``|u|`` for LAMB, ``|p|`` and ``|g|`` for LARS,
+    # that of the gradient for NovoGrad. Other rules ignore it.
     norms: torch.Tensor | None = None
 
     def at(self, places: Sequence[int]) -> Update:
@@ -66,35 +63,38 @@ class BiasCorrection(Enum):
     """Where Adam makes up for moments that start at zero.
 
     With ``c1 = 1 - beta1**step`` and ``c2 = 1 - beta2**step``:
-
-    Attributes:
-        NONE: Nowhere.
-        MOMENTS: ``m / c1`` and ``v / c2``, as in the algorithm of the paper; eps is added to the
-            corrected root.
-        STEP_SIZE: ``lr * sqrt(c2) / c1``, the paper's cheaper form at the end of its section 2;
-            eps is added to the raw root, and decoupled decay is scaled along.
     """
 
-    NONE = "none"
+    NONE = "none"  # nowhere
+    # ``m / c1`` and ``v / c2``, as in the algorithm of the paper; eps is added to the corrected
+    # root
     MOMENTS = "moments"
+    # ``lr * sqrt(c2) / c1``, the paper's cheaper form at the end of its section 2; eps is added
+    # to the raw root, and decoupled decay is scaled along
     STEP_SIZE = "step_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AnyRule:
-    """What every rule has.
+    """What every rule has."""
 
-    Attributes:
-        lr: Learning rate.
-        has_numbers: Whether the last list of its state has a 0-dim tensor for each parameter.
-    """
-
-    lr: Scalar
+    lr: Scalar  # learning rate
+    weight_decay: float
+    # whether the last list of its state has a 0-dim tensor for each parameter
     has_numbers: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamRule(_AnyRule):
+class _MomentsRule(_AnyRule):
+    """What rules with two moments have."""
+
+    beta1: float  # decay of the first moment
+    beta2: float  # decay of the second moment, or of the norm
+    eps: float  # added to the denominator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamRule(_MomentsRule):
     """Adam and AdamW; state ``exp_avgs``, ``exp_avg_sqs``.
 
     ``g += weight_decay * p`` unless decoupled; ``m = beta1 * m + (1 - beta1) * g``;
@@ -105,28 +105,15 @@ class AdamRule(_AnyRule):
 
     Source: Kingma and Ba, "Adam" (arXiv:1412.6980); Loshchilov and Hutter, "Decoupled Weight
     Decay Regularization" (arXiv:1711.05101).
-
-    Attributes:
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        eps: Added to the denominator.
-        weight_decay: Weight decay.
-        decoupled: Decay the parameter (AdamW) rather than add the decay to the gradient.
-        bias_correction: Where moments are corrected.
-        eps_inside_sqrt: Add eps to the second moment rather than to its root.
     """
 
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool
-    bias_correction: BiasCorrection
-    eps_inside_sqrt: bool = False
+    decoupled: bool  # decay the parameter (AdamW) rather than add the decay to the gradient
+    bias_correction: BiasCorrection  # where moments are corrected
+    eps_inside_sqrt: bool = False  # add eps to the second moment rather than to its root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LambRule(_AnyRule):
+class LambRule(_MomentsRule):
     """LAMB; state ``exp_avgs``, ``exp_avg_sqs``. A global norm clips through ``inv_scale``.
 
     Moments as in `AdamRule`, with ``beta3 = 1 - beta1`` or 1 in front of ``g``;
@@ -135,26 +122,12 @@ class LambRule(_AnyRule):
     rule has no trust ratio. ``|p|`` is the norm before the update.
 
     Source: You et al., "Large Batch Optimization for Deep Learning" (arXiv:1904.00962).
-
-    Attributes:
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        eps: Added to the denominator.
-        weight_decay: Weight decay.
-        decoupled: Add the decay to the update (AdamW) rather than to the gradient.
-        bias_correction: Divide the moments by ``1 - beta**step``.
-        grad_averaging: Weigh a new gradient by ``1 - beta1`` rather than by 1.
-        uses_trust_ratio: Scale each tensor's step by the ratio of its norms.
     """
 
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool
-    bias_correction: bool
-    grad_averaging: bool
-    uses_trust_ratio: bool
+    decoupled: bool  # add the decay to the update (AdamW) rather than to the gradient
+    bias_correction: bool  # divide the moments by ``1 - beta**step``
+    grad_averaging: bool  # weigh a new gradient by ``1 - beta1`` rather than by 1
+    uses_trust_ratio: bool  # scale each tensor's step by the ratio of its norms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,24 +140,16 @@ class SgdRule(_AnyRule):
 
     Source: Sutskever et al., "On the importance of initialization and momentum in deep
     learning" (ICML 2013), in torch's form, where lr scales the momentum as a whole.
-
-    Attributes:
-        momentum: Decay of the momentum; 0 for none.
-        dampening: A new gradient enters the momentum with weight ``1 - dampening``.
-        weight_decay: Weight decay.
-        nesterov: Look ahead along the momentum.
-        decays_after_momentum: Add the decay after the momentum rather than before.
     """
 
-    momentum: float
-    dampening: float
-    weight_decay: float
-    nesterov: bool
-    decays_after_momentum: bool = False
+    momentum: float  # decay of the momentum; 0 for none
+    dampening: float  # A new gradient enters the momentum with weight ``1 - dampening``
+    nesterov: bool  # look ahead along the momentum
+    decays_after_momentum: bool = False  # add the decay after the momentum rather than before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NovoGradRule(_AnyRule):
+class NovoGradRule(_MomentsRule):
     """NovoGrad: Adam with one second moment per tensor, kept as a norm.
 
     State ``exp_avgs``, ``norms``. With ``n`` the norm of ``g``:
@@ -198,27 +163,13 @@ class NovoGradRule(_AnyRule):
 
     Source: Ginsburg et al., "Training Deep Networks with Stochastic Normalized Gradient
     Descent" (arXiv:1905.11286).
-
-    Attributes:
-        beta1: Decay of the first moment.
-        beta2: Decay of the norm.
-        eps: Added to the denominator.
-        weight_decay: Weight decay.
-        bias_correction: Correct moment and norm for the number of steps.
-        grad_averaging: Weigh a new gradient by ``1 - beta1`` rather than by 1.
-        decays_inside_moment: Normalise the gradient and add the decay before the moment rather
-            than after.
-        uses_max_norm: Take the largest magnitude of a gradient rather than its L2 norm.
     """
 
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    bias_correction: bool
-    grad_averaging: bool
+    bias_correction: bool  # correct moment and norm for the number of steps
+    grad_averaging: bool  # weigh a new gradient by ``1 - beta1`` rather than by 1
+    # normalise the gradient and add the decay before the moment rather than after
     decays_inside_moment: bool
-    uses_max_norm: bool
+    uses_max_norm: bool  # take the largest magnitude of a gradient rather than its L2 norm
     has_numbers: ClassVar[bool] = True
 
 
@@ -230,16 +181,10 @@ class AdagradRule(_AnyRule):
     ``p -= lr * (g / (sqrt(h) + eps) + weight_decay * p)``, the last term if decoupled.
 
     Source: Duchi, Hazan and Singer, "Adaptive Subgradient Methods" (JMLR 12, 2011).
-
-    Attributes:
-        eps: Added to the denominator.
-        weight_decay: Weight decay.
-        decoupled: Decay the parameter rather than add the decay to the gradient.
     """
 
-    eps: float
-    weight_decay: float
-    decoupled: bool
+    eps: float  # added to the denominator
+    decoupled: bool  # decay the parameter rather than add the decay to the gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,22 +197,13 @@ class LarsRule(_AnyRule):
 
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks"
     (arXiv:1708.03888).
-
-    Attributes:
-        momentum: Decay of the momentum.
-        weight_decay: Weight decay, added to the gradient.
-        nesterov: Look ahead along the momentum.
-        trust_coefficient: Factor of the trust ratio.
-        eps: Added to the denominator of the trust ratio.
-        uses_trust_ratio: Scale each tensor's step by the ratio of its norms.
     """
 
-    momentum: float
-    weight_decay: float
-    nesterov: bool
-    trust_coefficient: float
-    eps: float
-    uses_trust_ratio: bool
+    momentum: float  # decay of the momentum
+    nesterov: bool  # look ahead along the momentum
+    trust_coefficient: float  # factor of the trust ratio
+    eps: float  # added to the denominator of the trust ratio
+    uses_trust_ratio: bool  # scale each tensor's step by the ratio of its norms
 
 
 Rule = AdamRule | LambRule | SgdRule | NovoGradRule | AdagradRule | LarsRule
@@ -276,10 +212,9 @@ Rule = AdamRule | LambRule | SgdRule | NovoGradRule | AdagradRule | LarsRule
 
 def left_out(rule: NoReturn) -> NoReturn:
     """Refuse a rule that a back end has no formula or kernel for; for the end of a ``match``."""
-    raise NotImplementedError(
-        message(
-            f"There is no formula or kernel for {type(rule).__name__} here",
-            "Every back end has all rules of preamp.kernels.rules.Rule",
-            "Add it where this was raised; docs/design.md lists the places",
-        )
+    raise worded(
+        NotImplementedError,
+        f"There is no formula or kernel for {type(rule).__name__} here",
+        "Every back end has all rules of preamp.kernels.rules.Rule",
+        "Add it where this was raised; docs/design.md lists the places",
     )

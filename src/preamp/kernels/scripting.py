@@ -16,17 +16,8 @@ def scriptable(replacement: types.FunctionType, original: Any) -> types.Function
 
     Forward-mode derivatives need this too: torch scripts their formulas on first use. Scripted
     code is cast by torch's own autocast only. TorchScript knows C functions by their identity, in
-    a table that is private, and asks Python functions what to compile in their place.
-
-    Args:
-        replacement: A Python function.
-        original: The C or Python function that it was made from.
-
-    Returns:
-        ``replacement``, or a function that calls it.
-
-    Mutates:
-        ``replacement``, or torch's table, for as long as ``replacement`` lives.
+    a table that is private, and asks Python functions what to compile in their place. So either
+    ``replacement`` is mutated, or that table as long as the result lives, which may wrap it.
     """
     table = _builtin_table()
     op = table.get(id(original))
@@ -48,10 +39,8 @@ def know_traced_names() -> bool:
     """Let ``torch.compile`` look torch's functions up before any of them is replaced.
 
     It knows them by their identity, in a table that is made once. Made while functions are
-    replaced, the table would not know the originals, which the replacements call.
-
-    Returns:
-        Whether it does; not where the compiler is not loaded yet, which takes a second.
+    replaced, the table would not know the originals, which the replacements call. Returns whether
+    it does; not where the compiler is not loaded yet, which takes a second.
     """
     rules = sys.modules.get("torch._dynamo.trace_rules")
     look_up = getattr(rules, "get_torch_obj_rule_map", None)

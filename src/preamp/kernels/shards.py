@@ -21,9 +21,7 @@ T = TypeVar("T", bound=torch.Tensor)
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """``tensor.data = value``, which torch does only half for a sharded tensor.
 
-    Args:
-        tensor: Mutated; keeps its identity. It has no gradient of another dtype.
-        value: Of the same shape and placements.
+    The value has the same shape and placements, and no gradient has another dtype.
     """
     tensor.data = value
     if is_sharded(tensor):
@@ -34,11 +32,9 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 @torch.no_grad()
 def sharded_as(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return ``local`` as this rank's part of a tensor that is sharded as ``like`` is.
+    """Return ``local``, not copied, as this rank's part of a tensor sharded as ``like`` is.
 
-    Args:
-        local: Of the shape of this rank's part of ``like``, any dtype; not copied.
-        like: Any tensor; if it is not sharded, ``local`` itself is returned.
+    Where ``like`` is not sharded that is ``local`` itself.
     """
     if not is_sharded(like):
         return local

@@ -11,12 +11,8 @@ import torch
 def stored_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return indices and values of a COO tensor as they lie there, duplicates apart.
 
-    Args:
-        tensor: Of the layout ``torch.sparse_coo``. Not mutated.
-
-    Returns:
-        The indices, int64 of shape ``(sparse_dim, n)``, and the values, of ``n`` rows. Does not
-        synchronise: coalescing would, and would allocate.
+    The indices are int64 of shape ``(sparse_dim, n)``, the values have ``n`` rows. Does not
+    synchronise: coalescing would, and would allocate.
     """
     inside = cast("Any", tensor)
     return inside._indices(), inside._values()

@@ -17,6 +17,8 @@ from typing import Any, Final, cast
 
 import torch
 
+from preamp.core.pytree import map_tensors
+
 AnyFunction = Callable[..., Any]
 
 WIDE_FUNCTIONS: Final[tuple[tuple[str, str], ...]] = (
@@ -67,17 +69,6 @@ def cpu_lacks_fp16_matmul() -> bool:
     return not supported()
 
 
-def _map(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return fn(value)
-    if isinstance(value, (list, tuple)):
-        items = cast("Sequence[Any]", value)
-        mapped = [_map(fn, item) for item in items]
-        kind = type(items)
-        return kind(*mapped) if hasattr(kind, "_fields") else kind(mapped)  # pyright: ignore[reportCallIssue]
-    return value
-
-
 def _leaves(values: Sequence[Any]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for value in values:
@@ -103,7 +94,7 @@ def _runs_wide(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.float16).float() if tensor.is_floating_point() else tensor
+    return tensor.to(torch.float16).float()
 
 
 def _narrow(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,23 +102,16 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wide(fn: AnyFunction) -> AnyFunction:
-    """Wrap ``fn`` so that calls torch would compute in float16 on the CPU run wide.
-
-    Args:
-        fn: A function that multiplies tensors.
-
-    Returns:
-        A function with the same arguments; any other call passes through unchanged.
-    """
+    """Wrap ``fn``, a product, so that calls torch would compute in float16 on the CPU run wide."""
 
     @functools.wraps(fn)
     def run_wide(*args: Any, **kwargs: Any) -> Any:
         if not _runs_wide(fn.__name__, args, kwargs):
             return fn(*args, **kwargs)
-        wide_args = [_map(_widen, arg) for arg in args]
-        wide_kwargs = {name: _map(_widen, arg) for name, arg in kwargs.items()}
+        wide_args = [map_tensors(_widen, arg) for arg in args]
+        wide_kwargs = {name: map_tensors(_widen, arg) for name, arg in kwargs.items()}
         with torch.autocast("cpu", enabled=False):
             result = fn(*wide_args, **wide_kwargs)
-        return _map(_narrow, result)
+        return map_tensors(_narrow, result)
 
     return run_wide

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import os
@@ -12,20 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import RLock
-from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from preamp.core.errors import bad_state, bad_value
+from preamp.core.files import lock, unlock
 from preamp.core.undo import run_all
 from preamp.numerics.records import NumericsRecord, Record, ResumeRecord, from_json, to_line
-
-locks: ModuleType | None
-try:
-    import fcntl as locks
-except ImportError:  # a system without
-    locks = None
-
-_TAKEN = (errno.EACCES, errno.EAGAIN)
 
 
 class Journal:
@@ -130,30 +121,20 @@ def _is_at(file: int, path: Path) -> bool:
 
 def _release(file: int, owner: int) -> None:
     # Processes forked meanwhile share the lock: they would keep it, and must not give it up.
-    if locks is not None and os.getpid() == owner:
-        locks.flock(file, locks.LOCK_UN)
+    if os.getpid() == owner:
+        unlock(file)
     os.close(file)
 
 
 def _lock(file: int, path: Path) -> None:
-    if _is_locked(file):
+    if lock(file) is False:
         gc.collect()  # an engine that is gone may be in a reference cycle, its file still open
-        if _is_locked(file):
+        if lock(file) is False:
             raise bad_state(
                 f"The history {path} is being written already, by another engine or process",
                 "Each engine has a file of its own",
                 "Pass another path, or call close() on the engine that writes to it",
             )
-
-
-def _is_locked(file: int) -> bool:
-    if locks is None:
-        return False
-    try:
-        locks.flock(file, locks.LOCK_EX | locks.LOCK_NB)
-    except OSError as error:
-        return error.errno in _TAKEN  # other errors: a file system without locks
-    return False
 
 
 def _remove_partial_line(file: int) -> int:
@@ -260,7 +241,7 @@ class History:
         Those that a later `ResumeRecord` made void are left out.
         """
         with self._lock:
-            return [r for r in self._records.get(_kind_of(kind), ()) if isinstance(r, kind)]
+            return [r for r in self._records.get(cast("Any", kind).kind, ()) if isinstance(r, kind)]
 
     def close(self) -> None:
         """Close the file and the listeners; what is in memory stays. A second call does nothing.
@@ -313,19 +294,11 @@ def _size_of(record: Record) -> int:
     return len(record.tensors) + _HISTOGRAM * with_histogram
 
 
-def _kind_of(kind: type[Any]) -> str:
-    return str(kind.kind)
-
-
 def read_history(path: str | os.PathLike[str]) -> list[Record]:
-    """Read a file of records.
+    """Read a file of records, in their order, also those that a `ResumeRecord` made void.
 
-    Args:
-        path: What a `History` wrote. A half-written last line, as a killed process leaves it, is
-            left out, and so are kinds of records that this version does not know.
-
-    Returns:
-        All records, in the order of the file, also those that a `ResumeRecord` made void.
+    A half-written last line, as a killed process leaves it, is left out, and so are kinds of
+    records that this version does not know.
 
     Raises:
         ValueError: A line is not a record.

@@ -280,10 +280,7 @@ def to_line(record: Record) -> str:
 
 
 def from_json(line: Mapping[str, Any]) -> Record | None:
-    """Return the record of one line, or ``None`` if its kind is unknown.
-
-    Raises `ValueError` if it has no kind, or a field is missing or of the wrong type.
-    """
+    """Return the record of one line, or ``None`` if its kind is unknown."""
     kind = line.get("kind")
     if not isinstance(kind, str):
         raise ValueError("it has no kind")

@@ -173,10 +173,10 @@ class Measured:
             elements=sum(counts),
             zeros=counts[ZERO],
             nonfinite=counts[NONFINITE],
-            below_subnormal=_below(counts, form.subnormal_exponent),
-            below_normal=_below(counts, form.min_exponent),
-            unscaled_below_subnormal=_below(counts, form.subnormal_exponent + shift),
-            unscaled_below_normal=_below(counts, form.min_exponent + shift),
+            below_subnormal=below(counts, form.subnormal_exponent),
+            below_normal=below(counts, form.min_exponent),
+            unscaled_below_subnormal=below(counts, form.subnormal_exponent + shift),
+            unscaled_below_normal=below(counts, form.min_exponent + shift),
             max_abs=max_abs,
             rms=rms,
             scale=scale,
@@ -223,8 +223,8 @@ def _extremes(flat: torch.Tensor, finite: torch.Tensor, *, is_finite: bool) -> t
     return torch.stack((largest, rms))
 
 
-def _below(counts: Sequence[int], exponent: int) -> int:
-    """How many values are not zero and less than ``2 ** exponent``."""
+def below(counts: Sequence[int], exponent: int) -> int:
+    """How many of the counted values are not zero and less than ``2 ** exponent``."""
     stop = min(max(exponent - EXPONENTS.start, 0), len(EXPONENTS))
     return sum(counts[BELOW : FIRST + stop])
 

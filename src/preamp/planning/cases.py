@@ -7,7 +7,7 @@ Every case is deterministic and takes about a second to plan.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from preamp.planning.peak import LossFn
 
 Made = tuple[nn.Module, LossFn, Any, torch.optim.Optimizer]
 _WIDTH = 32
+_WITH_MASTERS = frozenset({"O1", "O2", "O4", "O5"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +30,9 @@ class Case:
     brief: str  # what it shows
     make: Callable[[], Made]  # makes model, loss function, batch and optimizer
     recommended: frozenset[str]  # levels of which any is right
-    fits: frozenset[str]  # levels that have to fit
+    fits: frozenset[str] = _WITH_MASTERS  # levels that have to fit
     # Levels that must not, with the kind of problem and a part of the tensor's name.
-    fails: dict[str, tuple[str, str]]
+    fails: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
 
 
 def _random(*shape: int, seed: int = 0, std: float = 1.0) -> torch.Tensor:
@@ -60,9 +61,13 @@ def _mean_square(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> 
     return F.mse_loss(model(batch[0]).float(), batch[1])
 
 
+def _adamw(model: nn.Module, lr: float = 1e-3, eps: float = 1e-8) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=lr, eps=eps)
+
+
 def _stable() -> Made:
     model = _mlp(nn.LayerNorm(_WIDTH))
-    return model, _mean_square, _batch(), torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, _mean_square, _batch(), _adamw(model)
 
 
 _SMALL = 2.0**-14  # brings the gradients of this model to about 1e-8
@@ -74,8 +79,7 @@ def _small_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> t
 
 def _tiny_gradients() -> Made:
     model = _mlp(nn.LayerNorm(_WIDTH))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-14)
-    return model, _small_loss, _batch(), optimizer
+    return model, _small_loss, _batch(), _adamw(model, eps=1e-14)
 
 
 class _Attention(nn.Module):
@@ -102,18 +106,18 @@ class _Attention(nn.Module):
 def _attention_logits() -> Made:
     model = _Attention()
     batch = torch.eye(_WIDTH).expand(4, _WIDTH, _WIDTH), _random(4, _WIDTH, _WIDTH, seed=101)
-    return model, _mean_square, batch, torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, _mean_square, batch, _adamw(model)
 
 
 def _small_steps() -> Made:
     model = _mlp(nn.LayerNorm(_WIDTH))
-    return model, _mean_square, _batch(), torch.optim.AdamW(model.parameters(), lr=1e-6)
+    return model, _mean_square, _batch(), _adamw(model, lr=1e-6)
 
 
 def _batch_norm() -> Made:
     model = _initialized(nn.Sequential(nn.BatchNorm1d(_WIDTH), nn.Linear(_WIDTH, _WIDTH)))
     x, y = _batch()
-    return model, _mean_square, (1000 * x, y), torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, _mean_square, (1000 * x, y), _adamw(model)
 
 
 class _Wide(nn.Module):
@@ -134,10 +138,9 @@ class _Wide(nn.Module):
 
 def _healthy_bfloat16() -> Made:
     model = _Wide()
-    return model, _mean_square, _batch(), torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, _mean_square, _batch(), _adamw(model)
 
 
-_WITH_MASTERS = frozenset({"O1", "O2", "O4", "O5"})
 _BF16 = frozenset({"O4", "O5"})
 _HALF_WEIGHTS = "O5 without masters"
 
@@ -149,16 +152,12 @@ CASES = {
             brief="Everything in the middle of float16's range.",
             make=_stable,
             recommended=frozenset({"O2"}),
-            fits=_WITH_MASTERS,
-            fails={},
         ),
         Case(
             name="tiny-gradients",
             brief="Gradients of about 1e-8, below what float16 can hold without a loss scale.",
             make=_tiny_gradients,
             recommended=frozenset({"O2"}),
-            fits=_WITH_MASTERS,
-            fails={},
         ),
         Case(
             name="attention-logits",
@@ -173,7 +172,6 @@ CASES = {
             brief="A learning rate of 1e-6, whose steps half weights without masters lose.",
             make=_small_steps,
             recommended=frozenset({"O2", "O5"}),
-            fits=_WITH_MASTERS,
             fails={level: ("stall", "") for level in ("O3", _HALF_WEIGHTS)},
         ),
         Case(
@@ -181,7 +179,6 @@ CASES = {
             brief="Inputs whose variance of 1e6 a float16 batch norm cannot store.",
             make=_batch_norm,
             recommended=frozenset({"O2"}),
-            fits=_WITH_MASTERS,
             fails={"O3": ("overflow", "running_var")},
         ),
         Case(
@@ -189,8 +186,6 @@ CASES = {
             brief="Features of 20000 in the residual stream: float16 fits with little room.",
             make=_healthy_bfloat16,
             recommended=frozenset({"O5"}),
-            fits=_WITH_MASTERS,
-            fails={},
         ),
     )
 }

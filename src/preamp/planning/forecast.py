@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from preamp.numerics import EXPONENTS, NumberFormat
+from preamp.numerics import NumberFormat
 from preamp.numerics.records import What
-from preamp.numerics.statistics import BELOW, FIRST
+from preamp.numerics.statistics import BELOW, below
 
 MARGIN = 3
 """Powers of two that the recommended loss scale leaves free above the largest gradient seen."""
@@ -44,12 +43,6 @@ class Range:
     def below(self, exponent: int) -> int:
         """How many are not zero and less than ``2 ** exponent`` in magnitude."""
         return below(self.counts, exponent)
-
-
-def below(counts: Sequence[int], exponent: int) -> int:
-    """How many of the counted values are not zero and less than ``2 ** exponent``."""
-    stop = min(max(exponent - EXPONENTS.start, 0), len(EXPONENTS))
-    return sum(counts[BELOW : FIRST + stop])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,10 +43,7 @@ def _accelerators() -> tuple[str, list[int]]:
 
 
 def copy_of(model: nn.Module, optimizer: SomeOptimizer) -> tuple[nn.Module, SomeOptimizer]:
-    """Copy a model together with its optimizer, which then updates the copy.
-
-    Raises `ValueError` if they cannot be copied.
-    """
+    """Copy a model together with its optimizer, which then updates the copy."""
     try:
         twin, other = copy.deepcopy((model, optimizer))
     except Exception as error:

@@ -62,8 +62,7 @@ def slots_of(model: object, keep: KeepFP32 | None = None) -> list[Slot]:
     The model is a module on any device, ``"meta"`` included; a function without arguments that
     makes one, called with ``torch.device("meta")``; or a number of parameters, which become one
     float32 tensor. Returns parameters and buffers in the order of ``model.modules()``, each tensor
-    once. Raises `TypeError` for anything else, and `ValueError` if the number is not a whole one
-    from 1 to 1e18, the function raised, or a parameter is half already.
+    once.
     """
     if isinstance(model, (int, float)) and not isinstance(model, bool):
         return [_flat_slot(model)]
@@ -80,10 +79,7 @@ def slots_of(model: object, keep: KeepFP32 | None = None) -> list[Slot]:
 
 
 def made(model: object) -> nn.Module:
-    """Return the module itself, or the one that a factory makes on the meta device.
-
-    Raises `TypeError` if there is no module, `ValueError` if the function raised.
-    """
+    """Return the module itself, or the one that a factory makes on the meta device."""
     if isinstance(model, nn.Module):
         return model
     if callable(model):
@@ -122,7 +118,10 @@ def _slots_in(model: nn.Module, keep: KeepFP32) -> Iterator[Slot]:
     names: dict[int, str] = {}
     tensors: dict[int, torch.Tensor] = {}
     for prefix, module in named_modules(model):
-        for name, tensor in _own_tensors(module):
+        for name, tensor in (
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ):
             tensors.setdefault(id(tensor), tensor)
             names.setdefault(id(tensor), f"{prefix}.{name}" if prefix else name)
     for key, tensor in tensors.items():
@@ -139,11 +138,6 @@ def _slots_in(model: nn.Module, keep: KeepFP32) -> Iterator[Slot]:
             is_norm=key in kept.norms,
             is_kept=kept.is_wide(tensor),
         )
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -107,7 +107,41 @@ def estimate(
     loss_fn: LossFn | None = None,
     batch: Any = None,
 ) -> MemoryEstimate:
-    """Do what `preamp.estimate` says."""
+    """Tell how much memory training takes on one rank, without allocating it.
+
+    Gradients are counted as dense, and for every trainable parameter. With ``loss_fn`` a forward
+    and a backward are traced on tensors without memory; what a kernel allocates inside of itself,
+    an optimizer's temporary tensors and an allocator's rounding are not known. Not counted either
+    are what data-parallel wrappers keep for communication (buckets, gathered weights) and the
+    batch.
+
+    Args:
+        model: A float32 module on any device, a function without arguments that makes one (called
+            under ``torch.device("meta")``), or a number of parameters, taken as one tensor.
+            Not mutated.
+        opt_level: A level, or a `Policy` with overrides such as
+            ``OPT_LEVELS["O2"].replace(keep_batchnorm_fp32=False)``.
+        optimizer: A name (``"FusedAdam"``, ``"SGD(momentum=0.9)"``), a class, a function of the
+            parameters, an optimizer, or ``None``. An optimizer has its own parameters, anything
+            else all of the model's. Its state is found by one step on tensors of a few elements.
+        world_size: Ranks.
+        sharding: ``"none"``: every rank has everything. ``"zero1"``: each tensor's master and
+            optimizer state are shared out, as by ``preamp.parallel.shard_optimizer``.
+            ``"fsdp"``: weights and gradients too. Tensors are split by elements; told is what
+            the rank with the largest shares has.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar loss; adds ``activations`` and
+            ``peak``, for one rank without sharding.
+        batch: For ``loss_fn``: tensors, or containers of them.
+
+    Returns:
+        The estimate.
+
+    Raises:
+        PreampPolicyError: The level is not known.
+        TypeError: Wrong kind of model or optimizer.
+        ValueError: A half model, an optimizer whose state follows from more than the parameters'
+            shapes, a wrong number of ranks, or a ``loss_fn`` that cannot be traced.
+    """
     policy = opt_level if isinstance(opt_level, Policy) else resolve(opt_level, {})
     optimizer = bare(optimizer)
     _check_ranks(world_size, sharding, has_loss=loss_fn is not None)

@@ -35,11 +35,7 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])  # keyword arguments
 
     def import_function(self) -> Callable[..., Any]:
-        """Import the module and return the function in it.
-
-        Raises `ValueError` if the text named no module, or there is no such module or name, or it
-        cannot be called.
-        """
+        """Import the module and return the function in it."""
         if not self.module:
             raise _malformed(self.name)
         try:
@@ -60,8 +56,7 @@ class Call:
 def parse_call(text: str) -> Call:
     """Read a factory and its arguments; nothing is imported or run.
 
-    Such as ``"torch.nn:Linear(10, 20, bias=False)"`` or ``"AdamW(lr=1e-3)"``. Raises `ValueError`
-    for another form, or an argument that is no literal.
+    Such as ``"torch.nn:Linear(10, 20, bias=False)"`` or ``"AdamW(lr=1e-3)"``.
     """
     place, bracket, rest = text.strip().partition("(")
     module, _, name = place.rpartition(":")
@@ -86,9 +81,7 @@ def parse_call(text: str) -> Call:
 
 def _malformed(text: str) -> ValueError:
     return bad_value(
-        f"{text!r} does not name a factory",
-        _FORM,
-        'Write for example "torch.nn:Linear(10, 20)"',
+        f"{text!r} does not name a factory", _FORM, 'Write for example "torch.nn:Linear(10, 20)"'
     )
 
 
@@ -112,8 +105,7 @@ def optimizer_factory(optimizer: OptimizerLike) -> Make:
 
     Given is a name in `NAMES`, with arguments if need be (``"SGD(lr=0.1, momentum=0.9)"``);
     ``"package.module:Name(...)"``; a class or other function of the parameters; or an optimizer, of
-    whose class another one is made with the same options. Raises `ValueError` for another name or
-    form, `TypeError` for anything else.
+    whose class another one is made with the same options.
     """
     if isinstance(optimizer, str):
         return _named(optimizer)
@@ -223,9 +215,7 @@ def state_bytes(
     """Count the state that an optimizer has after its first step over ``tensors``.
 
     ``options`` are of each group; ``part`` tells how many elements of a tensor one rank holds, and
-    is applied to state of the parameter's size. Raises `ValueError` if the optimizer has no state
-    per parameter, refuses such tensors, or has state whose size follows from something else than
-    the parameter's shape.
+    is applied to state of the parameter's size.
     """
     small = {tensor: _small_parameter(tensor) for tensor in dict.fromkeys(tensors)}
     optimizer = _stepped(make, small, options)
@@ -260,9 +250,7 @@ def _small_parameter(tensor: Updated) -> torch.nn.Parameter:
 
 
 def _stepped(
-    make: Make,
-    small: Mapping[Updated, torch.nn.Parameter],
-    options: Sequence[Mapping[str, Any]],
+    make: Make, small: Mapping[Updated, torch.nn.Parameter], options: Sequence[Mapping[str, Any]]
 ) -> torch.optim.Optimizer:
     groups: list[dict[str, Any]] = [
         {"params": [p for t, p in small.items() if t.group == index], **own}

@@ -48,7 +48,6 @@ class Traffic:
     def _see(
         self, op: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> None:
-        del op
         ours = {id(tensor) for tensor in inputs}
         held = {id(tensor.untyped_storage()) for tensor in inputs if _has_storage(tensor)}
         is_view = bool(outputs)
@@ -101,13 +100,12 @@ class Pass:
 def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -> Pass:
     """Run ``loss_fn`` and its backward at a policy on a copy without memory.
 
-    A model on the meta device is traced as if on the CPU; it is not changed. Raises `ValueError` if
-    the forward looks at values, which such tensors do not have.
+    A model on the meta device is traced as if on the CPU; it is not changed.
     """
     mode = fake_tensors()
     with mode:
         memo = {id(t): _fake(t) for t in (*model.parameters(), *model.buffers())}
-        fake_batch = map_leaves(_fake_leaf, batch)
+        fake_batch = map_leaves(lambda x: _fake(x) if isinstance(x, torch.Tensor) else x, batch)
     twin = copy.deepcopy(model, cast("dict[int, Any]", memo))
     with untouched_random(), mode:
         engine = create_engine(twin, None, policy)
@@ -137,7 +135,3 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(like, tensor.requires_grad)
     return like.requires_grad_(tensor.requires_grad)
-
-
-def _fake_leaf(leaf: Any) -> Any:
-    return _fake(leaf) if isinstance(leaf, torch.Tensor) else leaf

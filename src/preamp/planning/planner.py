@@ -39,11 +39,7 @@ from preamp.policy import OPT_LEVELS, Policy, level_defaults
 
 
 def check_model(model: object) -> nn.Module:
-    """Return the model, which has something to train and no engine.
-
-    Raises `TypeError` for what is no module, `ValueError` if it is half already or has nothing to
-    train, `PreampStateError` if it has an engine.
-    """
+    """Return the model, which has something to train and no engine."""
     if not isinstance(model, nn.Module):
         raise bad_type(
             f"Got {type(model).__name__} in place of a model",
@@ -165,7 +161,38 @@ def plan(
     steps: int = 4,
     verify_steps: int = 8,
 ) -> PlanReport:
-    """Do what `preamp.plan` says."""
+    """Recommend an opt level and a loss scale to start with, by watching and trying.
+
+    Some float32 steps on a copy record the magnitudes of module outputs, of what operations inside
+    of modules compute, of gradients, weights, buffers and updates. From these follows what would
+    overflow, vanish or stall at each level, since one forward at the level shows what is half
+    there. The best two levels are then tried on further copies and their losses compared with
+    float32's. Nothing of the caller's changes: model, optimizer, buffers and random states are as
+    before, also if the call raises.
+
+    Args:
+        model: A float32 module as it is before `initialize`, in training mode, on its device.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar loss; it uses the model it is given.
+        batch: Whatever ``loss_fn`` takes; used for every step, and not to be changed by it.
+        optimizer: Over the model's parameters; AdamW with a learning rate of 1e-3 if left out. Its
+            own state, learning rate included, is where the steps start.
+        levels: Which to look at; O1 to O5 and `PURE_BFLOAT16` if left out.
+        steps: float32 steps to watch.
+        verify_steps: Steps to try levels with; 0 tries none.
+
+    Returns:
+        The report; ``print`` shows it.
+
+    Raises:
+        ValueError: A half model, one without anything to train, one that cannot be copied or that
+            the loss does not use, a loss that is no finite scalar, gradients that are all zero,
+            an optimizer of another model or one that needs a closure, or a wrong number of
+            steps.
+        TypeError: ``model`` is no module, ``optimizer`` no optimizer, or ``loss_fn`` cannot be
+            called with a model and a batch.
+        PreampPolicyError: A level is not known.
+        PreampStateError: The model is initialized already.
+    """
     policies = _policies(levels)
     check_count("steps", steps, 1)
     check_count("verify_steps", verify_steps, 0)
@@ -280,10 +307,7 @@ def _expected(task: _Task, steps: int) -> tuple[float, ...]:
 
 
 def _verify(
-    task: _Task,
-    policies: dict[str, Policy],
-    found: dict[str, LevelPlan],
-    expected: Sequence[float],
+    task: _Task, policies: dict[str, Policy], found: dict[str, LevelPlan], expected: Sequence[float]
 ) -> dict[str, LevelPlan]:
     """Try the best levels until two of them hold, or none is left."""
     found = dict(found)

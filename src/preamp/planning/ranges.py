@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -90,6 +90,17 @@ class ModulePath:
         name = f"{place or 'model'}: {op.removeprefix('aten.')}"
         self._ops[name] += 1
         return name if self._ops[name] == 1 else f"{name} {self._ops[name]}"
+
+    def observed(self, on_values: Callable[[str, torch.Tensor], None]) -> ObservedOps:
+        """While entered, tells of the values that operations compute, by the operation's name."""
+
+        def watch(func: Any, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+            op = str(func.overloadpacket)
+            values = new_values(op, ins, outs)
+            if values is not None:
+                on_values(self.next_op(op), values)
+
+        return ObservedOps(watch)
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -212,11 +223,7 @@ class Recorder:
 def record_ranges(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, steps: int
 ) -> Recording:
-    """Train ``steps`` steps and watch. Mutates model and optimizer, which are copies in float32.
-
-    Raises `ValueError` if the loss is no finite scalar, or no parameter gets a gradient other than
-    zero.
-    """
+    """Train ``steps`` steps and watch. Mutates model and optimizer, which are copies in float32."""
     recorder, losses = Recorder(), list[float]()
 
     def watch_gradient(name: str, output: torch.Tensor) -> None:
@@ -229,16 +236,10 @@ def record_ranges(
 
     path = ModulePath(model, watch_gradient)
 
-    def watch(func: Any, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-        op = str(func.overloadpacket)
-        values = new_values(op, ins, outs)
-        if values is not None:
-            recorder.add(path.next_op(op), "activation", values)
-
     try:
         for _ in range(steps):
             path.start()
-            with ObservedOps(watch):
+            with path.observed(lambda name, values: recorder.add(name, "activation", values)):
                 loss = loss_fn(model, batch)
             losses.append(checked_loss(loss))
             require_graph(loss)
@@ -282,13 +283,10 @@ def _record_step(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: R
     optimizer.step()
     for name, param in graded.items():
         recorder.add_update(name, before[name], param.detach())
-    for name, buffer in _buffers(model):
-        recorder.add(name, "weight", buffer)
+    for name, buffer in model.named_buffers():
+        if is_measurable(buffer):
+            recorder.add(name, "weight", buffer)
     optimizer.zero_grad()
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, b) for name, b in model.named_buffers() if is_measurable(b))
 
 
 def in_bfloat16(policy: Policy) -> Policy:
@@ -342,20 +340,17 @@ def find_places(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -
 
     path = ModulePath(model, note_output)
 
-    def watch(func: Any, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-        op = str(func.overloadpacket)
-        values = new_values(op, ins, outs)
-        if values is not None:
-            name = path.next_op(op)
-            known.add(name)
-            if is_half(values):
-                half.add(name)
-                if "norm" not in op:  # norms take half inputs with float32 weights as they are
-                    computing.add(name.partition(": ")[0])
+    def note(name: str, values: torch.Tensor) -> None:
+        known.add(name)
+        if is_half(values):
+            half.add(name)
+            place, op = name.split(": ", 1)
+            if "norm" not in op:  # norms take half inputs with float32 weights as they are
+                computing.add(place)
 
     try:
         path.start()
-        with ObservedOps(watch), torch.no_grad():
+        with path.observed(note), torch.no_grad():
             loss_fn(model, batch)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if is_half(tensor):

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_type
 
 KeepPredicate = Callable[[str, torch.Tensor], bool]
 KeepEntry = type[nn.Module] | str | KeepPredicate
@@ -63,26 +63,19 @@ def describe_entry(entry: KeepEntry) -> str:
 
 
 def parse_keep(value: object) -> KeepFP32:
-    """Return what ``value`` names, one entry or a list or tuple of them.
-
-    Raises:
-        TypeError: Something else is among them.
-    """
+    """Return what ``value`` names, one entry or a list or tuple of them."""
     if isinstance(value, KeepFP32):
         return value
     given = cast("Sequence[Any]", value if isinstance(value, (list, tuple)) else [value])
     for entry in given:
         is_type = isinstance(entry, type)
         if not (issubclass(entry, nn.Module) if is_type else _is_pattern_or_predicate(entry)):
-            raise TypeError(
-                message(
-                    f"keep_fp32 contains {entry!r}",
-                    "Allowed are module types, patterns for the names of parameters, buffers or "
-                    "modules, and functions of (name, tensor) that return a bool; one of them or "
-                    "a list",
-                    "Pass for example torch.nn.LayerNorm, 'rotary.*', or "
-                    "[torch.nn.LayerNorm, 'head']",
-                )
+            raise bad_type(
+                f"keep_fp32 contains {entry!r}",
+                "Allowed are module types, patterns for the names of parameters, buffers or "
+                "modules, and functions of (name, tensor) that return a bool; one of them or "
+                "a list",
+                "Pass for example torch.nn.LayerNorm, 'rotary.*', or [torch.nn.LayerNorm, 'head']",
             )
     return KeepFP32(given)
 

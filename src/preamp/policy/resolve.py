@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
 import torch
 
 from preamp.core.dtypes import HALF_DTYPES
-from preamp.core.errors import PreampPolicyError, message
-from preamp.policy.choices import parse_choice
+from preamp.core.errors import PreampPolicyError, bad_type, bad_value, message, worded
 from preamp.policy.keep import parse_keep
 from preamp.policy.levels import OPT_LEVELS
 from preamp.policy.policy import Policy
@@ -49,6 +48,9 @@ def resolve(
     for name, check in _CHECKS.items():
         if overrides.get(name) is not None:
             changes.update(check(policy, overrides[name], refuse))
+    for name, parse in _PARSERS.items():
+        if overrides.get(name) is not None:
+            changes[name] = parse(name, overrides[name])
     for name in ("max_loss_scale", "max_consecutive_skips"):
         if name in overrides:
             changes[name] = overrides[name]
@@ -68,12 +70,11 @@ def level_defaults(opt_level: object) -> Policy:
         return OPT_LEVELS[opt_level]
     meant = f"O{str(opt_level).lstrip('0oO') or '0'}"
     hint = f"; here {meant!r} was probably meant" if meant in OPT_LEVELS else ""
-    raise PreampPolicyError(
-        message(
-            f"opt_level={opt_level!r} is not known",
-            f"Choose one of {_LEVEL_NAMES}",
-            f"Levels are strings that begin with the letter O, not the digit zero{hint}",
-        )
+    raise worded(
+        PreampPolicyError,
+        f"opt_level={opt_level!r} is not known",
+        f"Choose one of {_LEVEL_NAMES}",
+        f"Levels are strings that begin with the letter O, not the digit zero{hint}",
     )
 
 
@@ -99,13 +100,11 @@ def _cast_model_type(policy: Policy, value: object, refuse: _Refusal) -> dict[st
     if value is False:  # the documented way to say "do not cast the model at all"
         return {"cast_model_type": None}
     if not (isinstance(value, torch.dtype) and value.is_floating_point):
-        raise TypeError(
-            message(
-                f"cast_model_type={value!r} is not a floating-point dtype",
-                "Allowed are torch.float16, torch.bfloat16, torch.float32, torch.float64, "
-                "or False for no cast",
-                "Pass the dtype itself, or leave the argument out for the level's default",
-            )
+        raise bad_type(
+            f"cast_model_type={value!r} is not a floating-point dtype",
+            "Allowed are torch.float16, torch.bfloat16, torch.float32, torch.float64, "
+            "or False for no cast",
+            "Pass the dtype itself, or leave the argument out for the level's default",
         )
     if _is_function_level(policy):
         if value is torch.float32:
@@ -153,10 +152,6 @@ def _keep_batchnorm(policy: Policy, value: object, refuse: _Refusal) -> dict[str
     return {"keep_batchnorm_fp32": parse_bool("keep_batchnorm_fp32", value)}
 
 
-def _keep_fp32(_: Policy, value: object, __: _Refusal) -> dict[str, object]:
-    return {"keep_fp32": parse_keep(value)}
-
-
 def _master_weights(policy: Policy, value: object, refuse: _Refusal) -> dict[str, object]:
     if _is_function_level(policy):
         refuse(
@@ -167,48 +162,14 @@ def _master_weights(policy: Policy, value: object, refuse: _Refusal) -> dict[str
     return {"master_weights": parse_bool("master_weights", value)}
 
 
-def _loss_scale(_: Policy, value: object, __: _Refusal) -> dict[str, object]:
-    return {"loss_scale": parse_scale("loss_scale", value)}
-
-
-def _min_loss_scale(_: Policy, value: object, __: _Refusal) -> dict[str, object]:
-    # Any falsy value means "no floor", as scripts that pass 0 from a flag expect.
-    return {"min_loss_scale": parse_number("min_loss_scale", value) or None}
-
-
-def _cast_outputs(_: Policy, value: object, __: _Refusal) -> dict[str, object]:
-    if isinstance(value, torch.dtype) and value.is_floating_point:
-        return {"cast_model_outputs": value}
-    raise TypeError(
-        message(
-            f"cast_model_outputs={value!r} is not a floating-point dtype",
-            "Allowed is a dtype such as torch.float32 or torch.float16",
-            "Pass the dtype itself, or leave the argument out for float32 outputs",
-        )
-    )
-
-
-def _scope(_: Policy, value: object, __: _Refusal) -> dict[str, object]:
-    return {"scope": parse_choice("scope", value)}
-
-
-def _overflow(_: Policy, value: object, __: _Refusal) -> dict[str, object]:
-    return {"overflow": parse_choice("overflow", value)}
-
-
 _CHECKS = {
     "cast_model_type": _cast_model_type,
     "patch_torch_functions": _patch_torch_functions,
     "patch_torch_functions_type": _patch_type,
     "keep_batchnorm_fp32": _keep_batchnorm,
-    "keep_fp32": _keep_fp32,
     "master_weights": _master_weights,
-    "loss_scale": _loss_scale,
-    "min_loss_scale": _min_loss_scale,
-    "cast_model_outputs": _cast_outputs,
-    "scope": _scope,
-    "overflow": _overflow,
 }
+"""What depends on the level."""
 
 
 def parse_bool(name: str, value: object) -> bool:
@@ -217,12 +178,10 @@ def parse_bool(name: str, value: object) -> bool:
         return value
     if value in ("True", "False"):
         return value == "True"
-    raise TypeError(
-        message(
-            f"{name}={value!r} is not a truth value",
-            "Allowed are True, False, 'True' and 'False'",
-            "Pass one of them, or leave the argument out for the level's default",
-        )
+    raise bad_type(
+        f"{name}={value!r} is not a truth value",
+        "Allowed are True, False, 'True' and 'False'",
+        "Pass one of them, or leave the argument out for the level's default",
     )
 
 
@@ -240,53 +199,88 @@ def parse_number(name: str, value: object, *, positive: bool = False) -> float:
     if math.isfinite(number) and (number > 0 if positive else number >= 0):
         return number
     choices = "'dynamic' or a positive number" if name == "loss_scale" else "a positive number"
-    raise ValueError(
-        message(
-            f"{name}={value!r} cannot be used",
-            f"Allowed is {choices}, also as a string such as '128.0'",
-            "Pass a power of two if in doubt: scaling by it is exact",
-        )
+    raise bad_value(
+        f"{name}={value!r} cannot be used",
+        f"Allowed is {choices}, also as a string such as '128.0'",
+        "Pass a power of two if in doubt: scaling by it is exact",
     )
+
+
+def parse_dtype(name: str, value: object) -> torch.dtype:
+    """Return ``value``, a floating-point dtype."""
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return value
+    raise bad_type(
+        f"{name}={value!r} is not a floating-point dtype",
+        "Allowed is a dtype such as torch.float32 or torch.float16",
+        "Pass the dtype itself, or leave the argument out for float32 outputs",
+    )
+
+
+def parse_choice(name: str, value: object) -> str:
+    """Return ``value``, one of the two words that argument ``name`` allows."""
+    if isinstance(value, str) and value in _CHOICES[name]:
+        return value
+    allowed = " and ".join(f"{choice!r} ({why})" for choice, why in _CHOICES[name].items())
+    raise bad_value(
+        f"{name}={value!r} is not known", f"Allowed are {allowed}", "Choose one of the two"
+    )
+
+
+_CHOICES = {
+    "scope": {
+        "thread": "casts hold in the whole thread",
+        "model": "casts hold inside the models' forward only",
+    },
+    "overflow": {
+        "skip": "the step is skipped and told",
+        "trace": "modules are watched too, to tell the first to go wrong",
+    },
+}
+
+_PARSERS: dict[str, Callable[[str, object], object]] = {
+    "keep_fp32": lambda _, value: parse_keep(value),
+    "loss_scale": parse_scale,
+    # Any falsy value means "no floor", as scripts that pass 0 from a flag expect.
+    "min_loss_scale": lambda name, value: parse_number(name, value) or None,
+    "cast_model_outputs": parse_dtype,
+    "scope": parse_choice,
+    "overflow": parse_choice,
+}
+"""The others."""
 
 
 def _check_scale_range(policy: Policy) -> Policy:
     """Check what only the whole policy shows: the range of a dynamic scale, and the limits."""
     limit = policy.max_consecutive_skips
     if limit is not None and (type(limit) is not int or limit < 1):
-        raise ValueError(
-            message(
-                f"max_consecutive_skips={limit!r} cannot be used",
-                "Allowed is a whole number from 1, or None for no limit",
-                "Pass the number of skipped steps in a row after which training should stop",
-            )
+        raise bad_value(
+            f"max_consecutive_skips={limit!r} cannot be used",
+            "Allowed is a whole number from 1, or None for no limit",
+            "Pass the number of skipped steps in a row after which training should stop",
         )
     if not policy.is_dynamic and policy.overflow == "trace":
-        raise PreampPolicyError(
-            message(
-                f"overflow='trace' with the static loss scale {policy.loss_scale}",
-                "Overflows are looked for with a dynamic loss scale only",
-                "Pass loss_scale='dynamic', or leave overflow out",
-            )
+        raise worded(
+            PreampPolicyError,
+            f"overflow='trace' with the static loss scale {policy.loss_scale}",
+            "Overflows are looked for with a dynamic loss scale only",
+            "Pass loss_scale='dynamic', or leave overflow out",
         )
     if not policy.is_dynamic:
         return policy
     if policy.max_loss_scale is None:
-        raise TypeError(
-            message(
-                "max_loss_scale=None with a dynamic loss scale",
-                "A dynamic scale needs a ceiling, or it grows to infinity on a tiny loss",
-                "Leave max_loss_scale out (2**24) or pass a number",
-            )
+        raise bad_type(
+            "max_loss_scale=None with a dynamic loss scale",
+            "A dynamic scale needs a ceiling, or it grows to infinity on a tiny loss",
+            "Leave max_loss_scale out (2**24) or pass a number",
         )
     ceiling = parse_number("max_loss_scale", policy.max_loss_scale, positive=True)
     floor = policy.min_loss_scale
     if floor is not None and floor > ceiling:
-        raise ValueError(
-            message(
-                f"min_loss_scale={floor} is above max_loss_scale={ceiling}",
-                "The floor of the loss scale must not be above its ceiling",
-                "Lower min_loss_scale or raise max_loss_scale",
-            )
+        raise bad_value(
+            f"min_loss_scale={floor} is above max_loss_scale={ceiling}",
+            "The floor of the loss scale must not be above its ceiling",
+            "Lower min_loss_scale or raise max_loss_scale",
         )
     return policy.replace(max_loss_scale=ceiling)
 

@@ -245,14 +245,11 @@ def judge(run: Run, findings: Sequence[Finding]) -> Verdict:
 
 def _trouble(findings: Sequence[Finding], worst: Severity) -> str:
     if worst is Severity.CRITICAL:
-        return f"Something went wrong: {_decapitalised(findings[0].title)}"
+        title = findings[0].title
+        return f"Something went wrong: {title[:1].lower()}{title[1:]}"
     count = sum(finding.severity > Severity.NOTE for finding in findings)
     verb = "deserves" if count == 1 else "deserve"
     return f"{words.counted(count, 'thing')} {verb} attention"
-
-
-def _decapitalised(text: str) -> str:
-    return text[:1].lower() + text[1:]
 
 
 def _skips(run: Run) -> str:

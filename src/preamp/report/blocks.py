@@ -40,6 +40,11 @@ class Column:
     unit: str = ""  # second line of the heading; may be empty
 
 
+def columns(*titles: str, numbers: Sequence[str] = (), wide: Sequence[str] = ()) -> list[Column]:
+    """Make columns of their titles."""
+    return [Column(title=t, is_number=t in numbers, is_wide=t in wide) for t in titles]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
     """Rows of cells; the first cell of each is its heading."""

@@ -218,10 +218,7 @@ def draw(chart: Chart) -> Html:
         *_x_labels(chart.x, chart.x_name, top, bottom),
         *(part for row, marks in enumerate(rows) for part in _rug(marks, chart.x, row)),
         stretched(
-            *(_drawn(line, chart) for line in chart.lines),
-            width=_BOX,
-            height=chart.height,
-            y=top,
+            *(_drawn(line, chart) for line in chart.lines), width=_BOX, height=chart.height, y=top
         ),
         height=bottom + _FOOT,
     )

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, inf, log2
 
@@ -187,8 +186,3 @@ def legend(*, with_outline: bool) -> Html:
     return legend_of(
         (sample(tag("rect", x=1, y=1, width=18, height=8, class_=c)), name) for c, name in entries
     )
-
-
-def uses_scale(chosen: Sequence[Chosen]) -> bool:
-    """Whether a loss scale is on any of the tensors."""
-    return any(item.tensor.scale != 1 for item in chosen)

@@ -91,16 +91,9 @@ def render(
 ) -> str:
     """Write what is known of a run as one HTML page that refers to nothing outside itself.
 
-    Args:
-        records: A history, or the records of a file in their order; several of them, by name, are
-            compared.
-        title: Heading of the page.
-        intro: A paragraph below it.
-        before: Parts that come before all others.
-        after: Parts that come after all others.
-
-    Returns:
-        The page. What is not recorded is named on it, with what to switch on.
+    ``records`` are a history, or the records of a file in their order; several of them, by name,
+    are compared. The sections ``before`` and ``after`` stand around all others. What is not
+    recorded is named on the page, with what to switch on.
 
     Raises:
         ValueError: A mapping without runs.
@@ -147,18 +140,9 @@ def write(
     before: Sequence[Section] = (),
     after: Sequence[Section] = (),
 ) -> Path:
-    """Write the page of `render` to a file, all of it or nothing.
+    """Write the page of `render` to a file, all of it or nothing; makes its folder.
 
-    Args:
-        path: The file; its folder is made where it does not exist.
-        records: As the other arguments and errors, see `render`.
-        title: Heading of the page.
-        intro: A paragraph below it.
-        before: Parts that come before all others.
-        after: Parts that come after all others.
-
-    Raises:
-        OSError: The file cannot be written; what was there before still is.
+    If the file cannot be written, raises ``OSError``, and what was there before still is.
     """
     path = Path(path)
     page = render(records, title=title, intro=intro, before=before, after=after)

@@ -12,7 +12,6 @@ from preamp.report.advice import advise, judge
 from preamp.report.blocks import (
     Advice,
     Block,
-    Column,
     Facts,
     Figure,
     Gallery,
@@ -20,6 +19,7 @@ from preamp.report.blocks import (
     Section,
     Table,
     Text,
+    columns,
 )
 from preamp.report.evidence import has_masters, uses_half
 from preamp.report.gather import Run
@@ -52,20 +52,18 @@ def skips(run: Run, prefix: str) -> list[Table]:
         caption = f"The first {FIRST} and the last {LAST} of {len(steps):,} skipped steps"
     # Each optimizer counts its own steps.
     has_several = any(step.optimizer for step in run.steps) or any(index for _, index in steps)
-    columns = (
-        Column(title="step", is_number=True),
-        *([Column(title="optimizer", is_number=True)] if has_several else []),
-        Column(title="loss scale", is_number=True),
-        Column(title="cause"),
-        Column(title="first in", is_wide=True),
-        Column(title="largest finite", is_number=True),
-        Column(title="trace", is_wide=True),
-    )
+    numbers = ("step", *(["optimizer"] if has_several else []), "loss scale")
+    titles = (*numbers, "cause", "first in", "largest finite", "trace")
     rows = [
         [f"{step:,}", *([str(index)] if has_several else []), *_cause(causes.get((step, index)))]
         for step, index in listed
     ]
-    table = Table(name=f"{prefix}-list", caption=caption, columns=columns, rows=rows)
+    table = Table(
+        name=f"{prefix}-list",
+        caption=caption,
+        columns=columns(*titles, numbers=(*numbers, "largest finite"), wide=("first in", "trace")),
+        rows=rows,
+    )
     return [table] if len(listed) == len(steps) else [table, _by_cause(run, prefix)]
 
 
@@ -131,11 +129,7 @@ def _by_cause(run: Run, prefix: str) -> Table:
     return Table(
         name=f"{prefix}-causes",
         caption="All skipped steps by cause",
-        columns=(
-            Column(title="first in", is_wide=True),
-            Column(title="cause"),
-            Column(title="steps", is_number=True),
-        ),
+        columns=columns("first in", "cause", "steps", numbers=("steps",), wide=("first in",)),
         rows=rows,
     )
 
@@ -163,18 +157,12 @@ def casts(run: Run, prefix: str) -> Table | None:
         cells = [f"{calls:,}", words.size(count), words.share(count / total), ""]
         rows.append([f"{len(rest):,} others", "", *cells])
     calls = sum(cast.calls for cast in audit)
+    numbers, last = ("tensors", "moved", "share"), "source line"
     return Table(
         name=f"{prefix}-list",
         caption=f"{words.counted(calls, 'cast')}, {words.size(total)} read and written, up to step "
         f"{run.casts.step:,}",
-        columns=(
-            Column(title="function"),
-            Column(title="cast"),
-            Column(title="tensors", is_number=True),
-            Column(title="moved", is_number=True),
-            Column(title="share", is_number=True),
-            Column(title="source line", is_wide=True),
-        ),
+        columns=columns("function", "cast", *numbers, last, numbers=numbers, wide=(last,)),
         rows=rows,
     )
 
@@ -182,16 +170,11 @@ def casts(run: Run, prefix: str) -> Table | None:
 def comparison(runs: Sequence[Run], prefix: str) -> Table:
     """List the runs with their main numbers; ``prefix`` is of the table's id."""
     of_losses = "; last losses are running means" if any(map(is_smoothed, runs)) else ""
-    titles = ("steps", "skipped", "last loss", "loss scale", "memory")
+    numbers, last = ("steps", "skipped", "last loss", "loss scale", "memory"), "findings"
     return Table(
         name=f"{prefix}-table",
         caption=f"The main numbers{of_losses}",
-        columns=(
-            Column(title="run"),
-            Column(title="level"),
-            *(Column(title=title, is_number=True) for title in titles),
-            Column(title="findings", is_wide=True),
-        ),
+        columns=columns("run", "level", *numbers, last, numbers=numbers, wide=(last,)),
         rows=[_compared(run, index) for index, run in enumerate(runs)],
     )
 
@@ -312,15 +295,11 @@ def _heat_table(found: HeatMap, prefix: str) -> Table:
         strip = layers.strip(summed, found, f"{prefix}-rest")
         label = f"the worst of {len(rest):,} others"
         rows.append([label, words.share(summed.worst), words.share(summed.latest.share), strip])
+    numbers, last = ("worst", "latest"), "over time"
     return Table(
         name=f"{prefix}-map",
         caption=f"Share of underflow by layer, {layers.axis(found)}",
-        columns=(
-            Column(title="layer"),
-            Column(title="worst", is_number=True),
-            Column(title="latest", is_number=True),
-            Column(title="over time", is_wide=True),
-        ),
+        columns=columns("layer", *numbers, last, numbers=numbers, wide=(last,)),
         rows=rows,
         is_fluid=True,
         after=layers.legend(),
@@ -336,10 +315,7 @@ def _heat_details(found: HeatMap, prefix: str) -> Table:
         summary=f"The numbers of all {len(found.layers):,} layers{more}",
         caption="Worst and latest: below the smallest normal number. Lost: below the smallest"
         " number of all. Zeros: exactly zero. The last three are of the latest look",
-        columns=(
-            Column(title="layer", is_wide=True),
-            *(Column(title=title, is_number=True) for title in numbers),
-        ),
+        columns=columns("layer", *numbers, numbers=numbers, wide=("layer",)),
         rows=[[name(layer.name), *layers.numbers(layer)] for layer in shown],
     )
 
@@ -362,7 +338,7 @@ def _exponents(run: Run, prefix: str) -> Section:
         )
         for index, item in enumerate(chosen)
     ]
-    from_legend = exponents.legend(with_outline=exponents.uses_scale(chosen))
+    from_legend = exponents.legend(with_outline=any(item.tensor.scale != 1 for item in chosen))
     return Section(
         name=prefix, title=title, lead=lead, blocks=[Gallery(figures=figures, legend=from_legend)]
     )
@@ -380,14 +356,11 @@ def _stall(run: Run, prefix: str) -> Section:
     )
     if has_masters(run):
         lead += " That is harmless here: float32 masters keep the updates until they add up."
+    numbers = ("stalled", "share")
     table = Table(
         name=f"{prefix}-list",
         caption="Half weights whose update rounded to nothing, by layer",
-        columns=(
-            Column(title="layer", is_wide=True),
-            Column(title="stalled", is_number=True),
-            Column(title="share", is_number=True),
-        ),
+        columns=columns("layer", *numbers, numbers=numbers, wide=("layer",)),
         rows=[
             [name(row.name), f"{row.stalled:,}", words.share(row.share)]
             for row in rows[:STALL_ROWS]
@@ -420,15 +393,12 @@ def memory_section(runs: list[Run], prefix: str) -> Section:
         )
         return Section(name=prefix, title="Memory", blocks=[missing])
     categories = memory.categories_of(runs)
+    numbers = (*(words.shown(category, 32) for category in categories), "all")
     table = Table(
         name=f"{prefix}-table",
         caption="Bytes by category",
         summary="The same as a table",
-        columns=(
-            Column(title="run" if len(runs) > 1 else ""),
-            *(Column(title=words.shown(category, 32), is_number=True) for category in categories),
-            Column(title="all", is_number=True),
-        ),
+        columns=columns("run" if len(runs) > 1 else "", *numbers, numbers=numbers),
         rows=[
             [words.shown(run.name) or "bytes", *_bytes(run.memory.categories, categories)]
             for run in runs

@@ -15,7 +15,6 @@ class Html(str):
     __slots__ = ()
 
     def __html__(self) -> str:
-        """Return it, as the protocol of template engines has it."""
         return str(self)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from preamp.report import words
 from preamp.report.chart import (
@@ -28,6 +29,15 @@ _SMOOTHED_FROM = 100  # steps; a mean of fewer lags more than it calms
 _NAMED_STEPS = 12  # skipped steps that a description names one by one
 
 
+def _by_step(
+    runs: Sequence[Run], name: str, title: str, lines: Sequence[Line], y: Scale, **more: Any
+) -> Html:
+    chart = Chart(
+        name=name, title=title, lines=lines, x=step_axis(runs), y=y, x_name="step", **more
+    )
+    return draw(chart)
+
+
 def loss_chart(run: Run, name: str) -> Html | None:
     """Draw a run's losses, skipped steps and non-finite losses marked; ``None`` without any."""
     rows = run.losses()
@@ -41,19 +51,9 @@ def loss_chart(run: Run, name: str) -> Html | None:
             lines.append(Line(points=points, style=style, faint=True))
         lines.append(Line(name=label, points=smoothed(points), style=style))
     bad = sorted({x for points in rows.values() for x, loss in points if not math.isfinite(loss)})
-    chart = Chart(
-        name=name,
-        title="Loss by step",
-        description=" ".join(
-            [*(_describe_loss(f"Loss {i}", points) for i, points in rows.items()), _skips(run)]
-        ),
-        lines=lines,
-        x=step_axis([run]),
-        y=y,
-        x_name="step",
-        marks=(_skip_marks(run), Marks(name="inf, nan", xs=bad, kind="bad")),
-    )
-    return draw(chart)
+    told = [*(_describe_loss(f"Loss {i}", points) for i, points in rows.items()), _skips(run)]
+    marks = (_skip_marks(run), Marks(name="inf, nan", xs=bad, kind="bad"))
+    return _by_step([run], name, "Loss by step", lines, y, description=" ".join(told), marks=marks)
 
 
 def scale_chart(run: Run, name: str) -> Html | None:
@@ -66,18 +66,11 @@ def scale_chart(run: Run, name: str) -> Html | None:
         Line(name=f"loss {i}" if len(rows) > 1 else "", points=points, style=style, steps=True)
         for style, (i, points) in enumerate(rows.items())
     ]
-    chart = Chart(
-        name=name,
-        title="Loss scale by step",
-        description=" ".join([*(_describe_scale(i, p) for i, p in rows.items()), _skips(run)]),
-        lines=lines,
-        x=step_axis([run]),
-        y=y,
-        x_name="step",
-        marks=(_skip_marks(run),),
-        height=120,
+    told = " ".join([*(_describe_scale(i, p) for i, p in rows.items()), _skips(run)])
+    marks = (_skip_marks(run),)
+    return _by_step(
+        [run], name, "Loss scale by step", lines, y, description=told, marks=marks, height=120
     )
-    return draw(chart)
 
 
 def loss_comparison(runs: Sequence[Run], name: str) -> Html | None:
@@ -89,50 +82,27 @@ def loss_comparison(runs: Sequence[Run], name: str) -> Html | None:
     lines = [
         Line(name=words.shown(run.name), points=p, style=i) for i, (run, p) in enumerate(rows) if p
     ]
-    chart = Chart(
-        name=name,
-        title="Loss by step, all runs",
-        description=" ".join(_describe_loss(words.shown(run.name), p) for run, p in rows if p)
-        + " Lines that lie on each other train equally well.",
-        lines=lines,
-        x=step_axis(runs),
-        y=y,
-        x_name="step",
-        height=240,
-    )
-    return draw(chart)
+    told = " ".join(_describe_loss(words.shown(run.name), p) for run, p in rows if p)
+    told += " Lines that lie on each other train equally well."
+    return _by_step(runs, name, "Loss by step, all runs", lines, y, description=told, height=240)
 
 
 def scale_comparison(runs: Sequence[Run], name: str) -> Html | None:
     """Draw the first loss scale of several runs over each other, with a row of skips for each."""
-    rows = [(run, run.first_scales) for run in runs]
-    y = power_axis([value for _, points in rows for _, value in points])
+    rows = [(i, run, run.first_scales) for i, run in enumerate(runs) if run.first_scales]
+    y = power_axis([value for _, _, points in rows for _, value in points])
     if y is None:
         return None
-    lines = [
-        Line(name=words.shown(run.name), points=p, style=i, steps=True)
-        for i, (run, p) in enumerate(rows)
-        if p
-    ]
-    chart = Chart(
-        name=name,
-        title="Loss scale by step, all runs",
-        description=" ".join(
-            f"{words.shown(run.name)}: {_describe_scale('0', p)} {_skips(run)}"
-            for run, p in rows
-            if p
-        ),
-        lines=lines,
-        x=step_axis(runs),
-        y=y,
-        x_name="step",
-        marks=[
-            Marks(name=words.shown(run.name, 6), xs=[s.step for s in run.skipped], kind="skip")
-            for run in runs
-        ],
-        height=140,
+    lines = [Line(name=words.shown(run.name), points=p, style=i, steps=True) for i, run, p in rows]
+    told = " ".join(
+        f"{words.shown(run.name)}: {_describe_scale('0', p)} {_skips(run)}" for _, run, p in rows
     )
-    return draw(chart)
+    marks = [
+        Marks(name=words.shown(run.name, 6), xs=[s.step for s in run.skipped], kind="skip")
+        for run in runs
+    ]
+    title = "Loss scale by step, all runs"
+    return _by_step(runs, name, title, lines, y, description=told, marks=marks, height=140)
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:

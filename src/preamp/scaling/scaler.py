@@ -23,15 +23,10 @@ smaller scale could not bring any gradient back into range."""
 
 
 class ScaleState(NamedTuple):
-    """What a rule changes: tensors, so that adjusting needs no host synchronisation.
+    """What a rule changes: tensors, so that adjusting needs no host synchronisation."""
 
-    Attributes:
-        scale: float32 scalar, the factor of the loss.
-        growth_tracker: int32 scalar, clean updates since the last overflow or growth.
-    """
-
-    scale: torch.Tensor
-    growth_tracker: torch.Tensor
+    scale: torch.Tensor  # float32 scalar, the factor of the loss
+    growth_tracker: torch.Tensor  # int32 scalar, clean updates since the last overflow or growth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,23 +44,15 @@ class StaticScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicScale:
-    """Back off on overflow, grow after a run of clean updates.
+    """Back off on overflow, grow after a run of clean updates."""
 
-    Attributes:
-        init_scale: Factor to start with.
-        growth_factor: Multiplier when ``growth_interval`` updates in a row were clean.
-        backoff_factor: Multiplier on overflow.
-        growth_interval: Clean updates before growth.
-        min_scale: Floor that backing off never goes below; ``None`` for `SMALLEST_SCALE`.
-        max_scale: Ceiling that growth never goes above.
-    """
-
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
+    init_scale: float = 2.0**16  # factor to start with
+    growth_factor: float = 2.0  # multiplier when ``growth_interval`` updates in a row were clean
+    backoff_factor: float = 0.5  # multiplier on overflow
+    growth_interval: int = 2000  # clean updates before growth
+    # floor that backing off never goes below; ``None`` for `SMALLEST_SCALE`
     min_scale: float | None = None
-    max_scale: float = 2.0**24
+    max_scale: float = 2.0**24  # ceiling that growth never goes above
     is_dynamic: bool = True
 
     @property
@@ -74,12 +61,7 @@ class DynamicScale:
         return SMALLEST_SCALE if self.min_scale is None else self.min_scale
 
     def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> ScaleState:
-        """Return the state after one update.
-
-        Args:
-            state: Scale and tracker before.
-            found_inf: float32 scalar, not zero if any gradient was infinite or nan.
-        """
+        """Return the state after an update, clean where the float32 scalar ``found_inf`` is 0."""
         overflow = found_inf != 0
         # A scale set by hand below the floor is not raised by an overflow.
         lower = torch.minimum(
@@ -101,32 +83,23 @@ ScaleRule = StaticScale | DynamicScale
 
 
 class LossScaler:
-    """Scale of one loss, with all state in device tensors.
-
-    Attributes:
-        rule: How the scale reacts; replaceable, the record itself is frozen.
-        scale: float32 scalar tensor.
-        growth_tracker: int32 scalar tensor, clean updates since the last overflow or growth.
-        found_inf: float32 scalar tensor; set by `record`, consumed by `update`. It stays set
-            until an update looks at it, so a delayed check loses nothing.
-        generation: Counts changes of the scale as far as the host knows of them.
-    """
+    """Scale of one loss, with all state in device tensors."""
 
     def __init__(self, rule: ScaleRule, device: torch.device | str = "cpu") -> None:
-        """Start at the rule's initial scale.
-
-        Args:
-            rule: `StaticScale` or `DynamicScale`.
-            device: Where the three tensors live.
-        """
+        """Start at the rule's initial scale."""
+        # how the scale reacts; replaceable, the record itself is frozen
         self.rule: ScaleRule = rule
         start = rule.init_scale
         if isinstance(rule, DynamicScale):
             start = max(min(start, rule.max_scale), rule.min_scale or 0.0)
+        # float32 scalar tensor
         self.scale = torch.tensor(start, dtype=torch.float32, device=device)
+        # int32 scalar tensor, clean updates since the last overflow or growth
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+        # float32 scalar tensor; set by `record`, consumed by `update`. It stays set until an
+        # update looks at it, so a delayed check loses nothing.
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
-        self.generation = 0
+        self.generation = 0  # counts changes of the scale as far as the host knows of them
 
     @property
     def device(self) -> torch.device:
@@ -146,10 +119,7 @@ class LossScaler:
     def scale_loss(self, loss: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``loss`` in float32 (float64 stays) times the scale; differentiable.
 
-        Args:
-            loss: Floating tensor.
-            scale: A copy of the scale that nobody changes before the backward, which keeps it;
-                made here if left out.
+        ``scale`` is a copy of it that nobody changes before the backward, made here if left out.
         """
         wide = loss if loss.dtype is torch.float64 else loss.float()
         if self.is_identity:
@@ -165,10 +135,9 @@ class LossScaler:
         self.found_inf.copy_(torch.maximum(self.found_inf, found_inf.to(self.device)))
 
     def update(self) -> torch.Tensor:
-        """Adjust the scale to what was recorded since the last update.
+        """Adjust the scale to what was recorded since the last update. Does not synchronise.
 
-        Returns:
-            float32 scalar tensor, 1.0 if the step must be skipped. Does not synchronise.
+        Returns a float32 scalar, 1.0 if the step must be skipped.
         """
         found_inf = self.found_inf.clone()
         state = self.rule.adjust(ScaleState(self.scale, self.growth_tracker), found_inf)
@@ -195,11 +164,7 @@ class LossScaler:
 
     @staticmethod
     def read_state(state: Mapping[str, float | int]) -> tuple[float, int]:
-        """Return the scale and the counter in ``state``.
-
-        Raises:
-            ValueError: ``state`` lacks an entry or has one that is no usable number.
-        """
+        """Return the scale and the counter in ``state``, or raise ``ValueError``."""
         try:
             scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
             if not (math.isfinite(scale) and scale > 0 and unskipped >= 0):
@@ -218,9 +183,6 @@ class LossScaler:
         """Take over scale and counter; nothing changes if an entry is missing or unusable.
 
         A static scale stays what it was told to be; only its counter is taken.
-
-        Raises:
-            ValueError: ``state`` lacks an entry or has one that is no usable number.
         """
         scale, unskipped = self.read_state(state)
         if self.is_dynamic:
@@ -231,19 +193,14 @@ class LossScaler:
 
 @dataclass(slots=True, eq=False)
 class _Late:
-    """What this rank alone has found, while the gradients wait to be reduced.
+    """What this rank alone has found, while the gradients wait to be reduced."""
 
-    Attributes:
-        scaler: By whose scale they were multiplied.
-        waits_for: ``id`` of the sessions whose gradients have not been reduced since.
-        found_inf: Found in these; ``None`` once the reduction has shown it to all ranks.
-        is_due: Whether the scale has to react, and not only to remember.
-    """
-
-    scaler: LossScaler
+    scaler: LossScaler  # by whose scale they were multiplied
+    # ``id`` of the sessions whose gradients have not been reduced since
     waits_for: set[int] = field(default_factory=set[int])
+    # found in these; ``None`` once the reduction has shown it to all ranks
     found_inf: torch.Tensor | None = None
-    is_due: bool = False
+    is_due: bool = False  # whether the scale has to react, and not only to remember
 
     def settle(self, sessions: Iterable[object]) -> None:
         """The gradients of ``sessions`` are no longer those of this rank alone."""
@@ -279,14 +236,7 @@ class Adjustments:
         *,
         is_due: bool = True,
     ) -> None:
-        """Let ``scaler`` react with a later block, at the latest with the next step.
-
-        Args:
-            scaler: Of the block.
-            sessions: Whose gradients it has left on this rank.
-            found_inf: What was found in them.
-            is_due: Whether to react at all, or to remember only.
-        """
+        """Let ``scaler`` react with a later block, at the latest with the next step."""
         late = self._late.setdefault(id(scaler), _Late(scaler))
         late.waits_for.update(map(id, sessions))
         late.is_due |= is_due
@@ -332,11 +282,7 @@ class Adjustments:
     def prepared(
         self, scaler: LossScaler, sessions: Sequence[object], state: Mapping[str, Any] | None
     ) -> Callable[[], None]:
-        """Read what `state_of` returned, and return what applies it.
-
-        Raises:
-            KeyError, TypeError, ValueError, IndexError: It cannot be read.
-        """
+        """Read what `state_of` returned, and return what applies it."""
         late = None
         if state is not None:
             found = state["found_inf"]

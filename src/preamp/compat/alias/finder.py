@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 
 from preamp.compat.alias.table import NEEDS_DISTRIBUTED, REFUSED, RUNNABLE, SUPPLIED
-from preamp.core.errors import bad_state, message
+from preamp.core.errors import bad_state, worded
 
 ROOT = "apex"
 
@@ -140,10 +140,7 @@ class AliasFinder(DistributionFinder):
         refuse_missing(fullname)
         loader = AliasLoader(SUPPLIED[fullname])
         return ModuleSpec(
-            fullname,
-            loader,
-            origin=SUPPLIED[fullname],
-            is_package=loader.is_package(fullname),
+            fullname, loader, origin=SUPPLIED[fullname], is_package=loader.is_package(fullname)
         )
 
     def find_distributions(
@@ -205,13 +202,12 @@ def refuse_missing(name: str) -> None:
         return
     do = f"Use {REFUSED[name]}" if name in REFUSED else "Use a torch built with torch.distributed"
     # No name= on the error: with it, `from apex import mlp` would replace the text by its own.
-    raise ModuleNotFoundError(
-        message(
-            f"{name} is not supplied under the alias for Apex",
-            "preamp has apex.amp, apex.fp16_utils, apex.optimizers, apex.contrib.optimizers, "
-            "apex.multi_tensor_apply, apex.parallel, apex.normalization, amp_C and apex_C",
-            do,
-        )
+    raise worded(
+        ModuleNotFoundError,
+        f"{name} is not supplied under the alias for Apex",
+        "preamp has apex.amp, apex.fp16_utils, apex.optimizers, apex.contrib.optimizers, "
+        "apex.multi_tensor_apply, apex.parallel, apex.normalization, amp_C and apex_C",
+        do,
     )
 
 
@@ -271,7 +267,8 @@ def remove_apex_alias() -> None:
     sys.meta_path[:] = other_finders()
     for name in reversed(SUPPLIED):
         module = sys.modules.get(name)
-        if module is not None and isinstance(_loader(module), AliasLoader):
+        loader = getattr(getattr(module, "__spec__", None), "loader", None)
+        if module is not None and isinstance(loader, AliasLoader):
             del sys.modules[name]
             _forget_child(name, module)
     entries = _entries()
@@ -311,10 +308,6 @@ def _forget_child(name: str, module: ModuleType) -> None:
     holder = sys.modules.get(parent)
     if holder is not None and vars(holder).get(child) is module:
         delattr(holder, child)
-
-
-def _loader(module: ModuleType) -> object:
-    return getattr(getattr(module, "__spec__", None), "loader", None)
 
 
 def _entries() -> list[str]:

@@ -19,12 +19,12 @@ class FlatGroup(WeightPairs):
     """A parameter group in two buffers of shape ``(n,)``; the rows are views of both."""
 
     def __init__(self, params: Sequence[torch.Tensor], ops: Ops) -> None:
-        """Lay ``params``, accepted by `check_group`, out in one buffer. Mutates their ``data``."""
+        """Lay ``params``, which `check_group` lets through, out in one buffer. Mutates them."""
         super().__init__(ops)
         self.params = self.halves  # the model's parameters; their data are views of ``flat``
         pieces = [param.detach().reshape(-1) for param in params]
         self.flat = torch.cat(pieces) if pieces else torch.zeros(0)  # their values, in their dtype
-        # Float32 parameter, what the optimizer updates
+        # float32 parameter, what the optimizer updates
         self.master = torch.nn.Parameter(self.flat.to(torch.float32, copy=True))
         sizes = [param.numel() for param in params]
         self._views: list[list[torch.Tensor]] = []
@@ -65,9 +65,9 @@ class FlatGroup(WeightPairs):
     # -- gradients -----------------------------------------------------------------------------
 
     def flat_gradient(self) -> torch.Tensor | None:
-        """All gradients as one tensor ``(n,)``, still scaled; ``None`` if there is none.
+        """Return all gradients, still scaled, as one tensor ``(n,)``, with zeros for those missing.
 
-        Zeros where a parameter has none.
+        ``None`` if no parameter has any.
         """
         if all(param.grad is None for param in self.params):
             return None

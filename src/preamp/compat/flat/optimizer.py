@@ -5,27 +5,38 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
-from preamp.compat.flat import saved_state
 from preamp.compat.flat.buffers import FlatGroup, check_group
 from preamp.compat.flat.refusals import (
     check_elementwise,
     check_groups_unchanged,
     check_scale_arguments,
     endless_overflow,
+    is_usable,
 )
-from preamp.compat.fp16_utils.checks import check_loss, check_optimizer, mark_wrapped
+from preamp.compat.fp16_utils.checks import (
+    check_loss,
+    check_mapping,
+    check_optimizer,
+    mark_wrapped,
+    missing_entries,
+    shape_mismatch,
+)
 from preamp.compat.fp16_utils.skips import MAX_SKIPS
 from preamp.compat.wrapper import OptimizerWrapper
+from preamp.core.errors import bad_value
 from preamp.core.log import say
 from preamp.engine.optimizer_hooks import excuse_scheduler
 from preamp.kernels import backend
 
 Grads = list[torch.Tensor | None]
+
+_KEYS = ("dynamic_loss_scale", "cur_scale", "cur_iter", "optimizer_state_dict", "fp32_groups_flat")
+_DYNAMIC_KEYS = ("last_overflow_iter", "scale_factor", "scale_window")
 
 
 class FP16_Optimizer(OptimizerWrapper):
@@ -112,11 +123,7 @@ class FP16_Optimizer(OptimizerWrapper):
             self.cur_scale = float(static_loss_scale)
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:
-        """Clear the gradients of the model's parameters.
-
-        Args:
-            set_grads_to_None: Drop them instead of filling them with zeros.
-        """
+        """Fill the gradients of the model's parameters with zeros, or drop them."""
         for param in (param for group in self._groups for param in group.params):
             if set_grads_to_None:
                 param.grad = None
@@ -125,9 +132,6 @@ class FP16_Optimizer(OptimizerWrapper):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward on ``loss``, in float32 (float64 stays), times ``cur_scale``.
-
-        Args:
-            loss: Scalar tensor.
 
         Raises:
             TypeError: ``loss`` is not a floating tensor.
@@ -247,9 +251,9 @@ class FP16_Optimizer(OptimizerWrapper):
             group.check_bound()
         for group in self._groups:
             group.absorb()
-        names = saved_state.KEYS[:3]
+        names = _KEYS[:3]
         if self.dynamic_loss_scale:
-            names += saved_state.DYNAMIC_KEYS
+            names += _DYNAMIC_KEYS
         state = {name: getattr(self, name) for name in names}
         state["optimizer_state_dict"] = self.optimizer.state_dict()
         state["fp32_groups_flat"] = [master.detach() for master in self.fp32_groups_flat]
@@ -260,23 +264,60 @@ class FP16_Optimizer(OptimizerWrapper):
 
         The model's parameters are rounded from the loaded masters, so that it need not be loaded.
 
-        Args:
-            state_dict: Plain data.
-
         Raises:
             TypeError: ``state_dict`` is not a mapping.
             ValueError: An entry is missing or unusable, or groups or sizes differ; nothing was
                 applied.
             PreampStateError: A parameter left for another dtype or device.
         """
-        saved = saved_state.read(state_dict, self.fp32_groups_flat)
+        fields, masters = _checked_state(state_dict, self.fp32_groups_flat)
         for group in self._groups:
             group.check_bound()
-        self.optimizer.load_state_dict(saved.optimizer)
-        for name, value in saved.fields.items():
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        for name, value in fields.items():
             setattr(self, name, value)
-        for group, value in zip(self._groups, saved.masters, strict=True):
+        for group, value in zip(self._groups, masters, strict=True):
             group.absorb()
             with torch.no_grad():
                 group.master.copy_(value)
             group.write_flat()
+
+
+def _checked_state(
+    state: Mapping[str, Any], own: Sequence[torch.Tensor]
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Return the attributes and masters of a state, of ours or Apex's, if they fit ``own``."""
+    check_mapping(state)
+    needed = (*_KEYS, *(_DYNAMIC_KEYS if state.get("dynamic_loss_scale") else ()))
+    missing = [key for key in needed if key not in state]
+    if missing:
+        raise missing_entries(missing, list(map(str, state)), "the flat FP16_Optimizer")
+    masters: list[torch.Tensor] = [master.detach() for master in state["fp32_groups_flat"]]
+    if [master.shape for master in masters] != [master.shape for master in own]:
+        saved = [master.numel() for master in masters]
+        raise shape_mismatch("flat masters of sizes", saved, [master.numel() for master in own])
+    fields = {key: state[key] for key in needed[:3] + needed[len(_KEYS) :]}
+    _check_numbers(fields)
+    return fields, masters
+
+
+def _check_numbers(fields: Mapping[str, Any]) -> None:
+    for key in ("cur_scale", "scale_factor", "scale_window"):
+        if key in fields and not (_is_number(fields[key]) and is_usable(fields[key])):
+            what = "A loss scale" if key == "cur_scale" else f"A {key}"
+            raise _unusable(key, fields[key], f"{what} is a number above 0")
+    for key in ("cur_iter", "last_overflow_iter"):
+        if key in fields and not _is_number(fields[key]):
+            raise _unusable(key, fields[key], "Steps are counted in whole numbers")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float))
+
+
+def _unusable(key: str, value: object, allowed: str) -> ValueError:
+    return bad_value(
+        f"The state has {key}={value!r}",
+        allowed,
+        "Pass what state_dict() returned; nothing was loaded",
+    )

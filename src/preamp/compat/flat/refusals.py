@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from preamp.core.errors import LossScaleError, bad_state, bad_type, bad_value, message
+from preamp.core.errors import LossScaleError, bad_state, bad_type, bad_value, worded
 from preamp.optim import LARC
 from preamp.optim.fused.every import FusedLAMB, FusedLARS, FusedMixedPrecisionLamb, FusedNovoGrad
 
@@ -31,11 +31,7 @@ _NOT_ELEMENTWISE = (
 
 
 def check_elementwise(optimizer: Any) -> None:
-    """Refuse optimizers that would compute something else on a flat parameter.
-
-    Their update of an element depends on the parameter's shape or other elements, or they have
-    state, which belongs to the parameters one by one.
-    """
+    """Refuse optimizers that would compute something else on a flat parameter."""
     if isinstance(optimizer, _NOT_ELEMENTWISE):
         raise bad_type(
             f"init_optimizer is {type(optimizer).__name__}, which does not update each "
@@ -106,14 +102,13 @@ def endless_overflow(
         if param.grad is not None and not bool(torch.isfinite(_dense(param.grad)).all())
     ]
     more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-    return LossScaleError(
-        message(
-            f"{skips} optimizer steps in a row skipped; gradients overflow in "
-            f"{where[0] if where else 'their sum'}{more} at loss scale {scale}",
-            "Training needs a step without overflow now and then",
-            "Check that the loss is finite, call zero_grad() after each step, lower a static "
-            "scale or the learning rate, or train in bfloat16",
-        )
+    return worded(
+        LossScaleError,
+        f"{skips} optimizer steps in a row skipped; gradients overflow in "
+        f"{where[0] if where else 'their sum'}{more} at loss scale {scale}",
+        "Training needs a step without overflow now and then",
+        "Check that the loss is finite, call zero_grad() after each step, lower a static "
+        "scale or the learning rate, or train in bfloat16",
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from preamp.core.errors import PreampStateError, bad_state, bad_type, bad_value
+from preamp.core.errors import bad_state, bad_type, bad_value
 from preamp.engine import find_engine
 
 _MARK = "_preamp_is_wrapped"
@@ -55,25 +55,6 @@ def check_loss(loss: object) -> None:
             "The loss is a floating-point tensor with one element",
             "Pass the loss itself, not loss.item() or a tuple",
         )
-
-
-def not_updated(what: str) -> PreampStateError:
-    """Return the error for using gradients that have not reached the masters."""
-    return bad_state(
-        f"{what} was called while gradients had not reached the masters",
-        "A backward with update_master_grads=False, or one that failed, is followed by "
-        "update_master_grads() or zero_grad()",
-        "Call optimizer.update_master_grads() after the last backward",
-    )
-
-
-def closure_without_backward() -> PreampStateError:
-    """Return the error for a closure whose gradients never reach the masters."""
-    return bad_state(
-        "The closure given to FP16_Optimizer.step made no gradients",
-        "It calls optimizer.backward(loss), with update_master_grads left on",
-        "Replace loss.backward() in it by optimizer.backward(loss)",
-    )
 
 
 def check_mapping(state: object) -> None:

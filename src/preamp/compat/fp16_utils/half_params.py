@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The half parameters of an optimizer and their float32 masters, group by group."""
+"""The half parameters of an optimizer, their float32 masters, and the gradients of both."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 
 from preamp.core.dtypes import is_half
 from preamp.core.errors import bad_type
+from preamp.core.tensors import version_of
+from preamp.engine.overflow import GradientNote
 from preamp.kernels import Ops
-from preamp.optim import WeightPairs, cast_state
+from preamp.optim import DirectGradients, WeightPairs, cast_state
 
 Params = list[torch.Tensor]
 
@@ -22,14 +24,13 @@ class HalfParams:
     """Parameters by what becomes of them; all lists run parallel to ``param_groups``."""
 
     def __init__(self, optimizer: Any, ops: Ops) -> None:
-        """Make masters for what is trainable now."""
         self._optimizer = optimizer
         self._known: set[int] = set()
         self._pairs = WeightPairs(ops)
         self.fp16_groups: list[Params] = []  # the model's half parameters
-        # Their masters, which the optimizer has in their place
+        # their masters, which the optimizer has in their place
         self.fp32_from_fp16_groups: list[Params] = []
-        # Parameters that the optimizer updates itself
+        # parameters that the optimizer updates itself
         self.fp32_from_fp32_groups: list[Params] = []
         self.adopt()
 
@@ -53,8 +54,8 @@ class HalfParams:
     def adopt(self) -> None:
         """Take in the trainable parameters that are new to the optimizer, or newly trainable.
 
-        Without this a parameter unfrozen later would be updated by its scaled gradient. If one has
-        a dtype that cannot be trained, nothing is taken in.
+        Without this a parameter unfrozen later would be updated by its scaled gradient. If one
+        has a dtype that cannot be trained, nothing is taken in.
         """
         news = list(self._new_params())
         for _, _, param in news:
@@ -100,6 +101,111 @@ class HalfParams:
         """Let the masters see what was written to half parameters since `write_halves`.
 
         Loading a model, clipping weights and ``p.data = …`` count; writes *through* ``p.data``
-        leave no trace in torch. A half parameter that is not half any more is refused.
+        leave no trace in torch.
         """
         self._pairs.absorb()
+
+
+class ScaledGradients:
+    """Keeps the books on which gradients carry a loss scale, and which one.
+
+    Gradients on half parameters stay scaled, so that autograd can go on adding to them; their
+    masters get the unscaled sum. A gradient on a float32 parameter is the one the optimizer uses:
+    what was unscaled already steps aside while a backward runs and is added afterwards.
+    """
+
+    def __init__(self, params: HalfParams, ops: Ops) -> None:
+        self._params = params
+        self._ops = ops
+        self._direct = DirectGradients(ops)
+        self._scale: float | None = None
+        self._unscaled: dict[int, tuple[torch.Tensor, int]] = {}
+        # whether a backward ran whose gradients have not reached the masters
+        self.is_pending = False
+
+    def begin(self, scale: float) -> None:
+        """Prepare for a backward of the loss times ``scale``. Mutates gradients."""
+        if not self.is_pending:
+            self._direct.set_aside(self._params.directs)
+        raw = self._params.halves + (self._params.directs if self.is_pending else [])
+        grads = [param.grad for param in raw if param.grad is not None]
+        if self._scale is not None and self._scale != scale:
+            # The scale changed between two backwards that are summed: bring the first to it.
+            with torch.no_grad():
+                self._ops.scale_add_(grads, scale / self._scale, [None] * len(grads))
+        self._scale = scale
+        self.is_pending = True
+
+    def finish(self, scale: float, note: GradientNote | None) -> torch.Tensor | None:
+        """Bring the masters' and the float32 parameters' gradients up to date.
+
+        The current ``scale`` counts for gradients of a backward that went past `begin`. With a
+        ``note``, which gets the largest magnitudes, returns the census's ``found_inf``, a float32
+        scalar. Does not synchronise.
+        """
+        if self.is_pending and self._scale is not None:
+            scale = self._scale
+        directs = self._params.directs if self.is_pending else self._raw_directs()
+        pairs = list(zip(self._params.halves, self._params.masters, strict=True))
+        with torch.no_grad():
+            self._fill_masters(pairs, 1.0 / scale)
+        self._merge(directs, 1.0 / scale)
+        found_inf = None if note is None else self._census(pairs, note)
+        self._scale = scale
+        self.is_pending = False
+        return found_inf
+
+    def forget(self) -> None:
+        """The gradients were cleared."""
+        self._direct.forget()
+        self._unscaled.clear()
+        self._scale = None
+        self.is_pending = False
+
+    def _raw_directs(self) -> list[torch.Tensor]:
+        """Parameters without a master whose gradient changed since it was last unscaled."""
+        raw: list[torch.Tensor] = []
+        for param in self._params.directs:
+            grad = param.grad
+            known, version = self._unscaled.get(id(param), (None, -1))
+            if grad is not None and (grad is not known or version_of(grad) != version):
+                raw.append(param)
+        return raw
+
+    def _census(
+        self, pairs: list[tuple[torch.Tensor, torch.Tensor]], note: GradientNote
+    ) -> torch.Tensor | None:
+        # What an earlier backward left is looked at again: its overflow is in the sum.
+        owners = pairs + [(param, param) for param in self._params.directs]
+        found = [(half.grad, owner) for half, owner in owners if half.grad is not None]
+        if not found:
+            return None
+        grads = [grad for grad, _ in found]
+        census = self._ops.census(grads, grads[0].device)
+        note.add([owner for _, owner in found], grads, census)
+        return census.found_inf
+
+    def _fill_masters(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], inverse: float) -> None:
+        for _, master in pairs:
+            master.grad = None  # also where the model has none: an old one must not be used again
+        found = [(half.grad, master) for half, master in pairs if half.grad is not None]
+        factors = {
+            device: torch.tensor(inverse, dtype=torch.float32, device=device)
+            for device in {grad.device for grad, _ in found}
+        }
+        wide = self._ops.widen_add(
+            [grad for grad, _ in found],
+            [factors[grad.device] for grad, _ in found],
+            [None] * len(found),
+        )
+        for (_, master), grad in zip(found, wide, strict=True):
+            master.grad = grad
+
+    def _merge(self, directs: list[torch.Tensor], inverse: float) -> None:
+        self._direct.merge(directs, None if inverse == 1.0 else torch.tensor(inverse))
+        self._direct.commit(directs)
+        self._unscaled = {
+            id(param): (param.grad, version_of(param.grad))
+            for param in self._params.directs
+            if param.grad is not None
+        }

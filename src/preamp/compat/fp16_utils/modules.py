@@ -19,22 +19,14 @@ class tofp16(nn.Module):
     """A module that casts its input to float16, for use in ``nn.Sequential``."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return ``input.half()``, whatever its dtype was.
-
-        Args:
-            input: Any tensor.
-        """
+        """Return ``input.half()``, whatever its dtype was."""
         return input.half()
 
 
 def BN_convert_float(module: ModuleT) -> ModuleT:
-    """Cast every batch norm with weights of its own in ``module`` to float32.
+    """Cast every batch norm with weights of its own in ``module`` to float32, and return that.
 
-    Args:
-        module: Mutated. A batch norm that is half already has lost its precision.
-
-    Returns:
-        ``module``.
+    A batch norm that is half already has lost its precision.
     """
     for part in module.modules():
         if is_affine_batchnorm(part):
@@ -46,10 +38,7 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
     """Put a cast to float16 before ``network`` and make it half, batch norms float32.
 
     Batch norms never pass through half, so their statistics and weights keep every bit; Apex
-    rounded them.
-
-    Args:
-        network: Mutated.
+    rounded them. Mutates ``network``.
 
     Returns:
         ``nn.Sequential(tofp16(), network)``, the structure that state dict keys of old files
@@ -99,11 +88,7 @@ class FP16Model(nn.Module):
     """
 
     def __init__(self, network: nn.Module) -> None:
-        """Convert ``network``.
-
-        Args:
-            network: Mutated.
-        """
+        """Convert ``network``, in place."""
         super().__init__()
         self.network = convert_network(network, torch.float16)
 

@@ -3,30 +3,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from preamp.compat.fp16_utils import saved_state
+from preamp.checkpoint import plain_loss_scaler
 from preamp.compat.fp16_utils.checks import (
     check_loss,
+    check_mapping,
     check_optimizer,
-    closure_without_backward,
     mark_wrapped,
-    not_updated,
+    missing_entries,
+    shape_mismatch,
 )
-from preamp.compat.fp16_utils.half_params import HalfParams, Params
-from preamp.compat.fp16_utils.scaled_gradients import ScaledGradients
+from preamp.compat.fp16_utils.half_params import HalfParams, ScaledGradients
 from preamp.compat.fp16_utils.scaling import make_scaler, scaler_from, set_scale, state_of
 from preamp.compat.fp16_utils.skips import Skips
 from preamp.compat.scaler import LossScaler
 from preamp.compat.wrapper import OptimizerWrapper
+from preamp.core.errors import bad_state
 from preamp.core.log import say
 from preamp.engine.optimizer_hooks import excuse_scheduler
 from preamp.kernels import backend
 
 Closure = Callable[[], Any]
+Params = list[torch.Tensor]
+
+_KEYS = (
+    "loss_scaler",
+    "dynamic_loss_scale",
+    "overflow",
+    "first_closure_call_this_step",
+    "optimizer_state_dict",
+    "fp32_from_fp16",
+)
+"""What a saved state has to have."""
 
 
 class FP16_Optimizer(OptimizerWrapper):
@@ -91,7 +103,10 @@ class FP16_Optimizer(OptimizerWrapper):
         self.overflow = False
         self.first_closure_call_this_step = True
         if verbose:
-            self._tell_parameters()
+            for index, group in enumerate(self.param_groups):
+                say(f"FP16_Optimizer processing param group {index}:")
+                for param in group["params"]:
+                    say(f"FP16_Optimizer received {param.dtype} with {tuple(param.shape)}")
 
     def _use_scaler(self, core: Any) -> None:
         self._core = core
@@ -106,8 +121,6 @@ class FP16_Optimizer(OptimizerWrapper):
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         set_scale(self._core, value)
-
-    # -- the lists of parameters that scripts read ------------------------------------------------
 
     @property
     def all_fp16_params(self) -> Params:
@@ -127,20 +140,10 @@ class FP16_Optimizer(OptimizerWrapper):
     def _optimizer_params(self) -> Params:
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _tell_parameters(self) -> None:
-        for index, group in enumerate(self.param_groups):
-            say(f"FP16_Optimizer processing param group {index}:")
-            for param in group["params"]:
-                say(f"FP16_Optimizer received {param.dtype} with {tuple(param.shape)}")
-
     # -- gradients -------------------------------------------------------------------------------
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
-        """Clear the gradients of masters, half and float32 parameters.
-
-        Args:
-            set_grads_to_None: Drop them instead of filling them with zeros.
-        """
+        """Fill the gradients of masters, half and float32 parameters with zeros, or drop them."""
         for param in (*self._optimizer_params(), *self._params.halves):
             if set_grads_to_None:
                 param.grad = None
@@ -228,7 +231,12 @@ class FP16_Optimizer(OptimizerWrapper):
 
     def _check_updated(self, what: str) -> None:
         if self._gradients.is_pending:
-            raise not_updated(what)
+            raise bad_state(
+                f"{what} was called while gradients had not reached the masters",
+                "A backward with update_master_grads=False, or one that failed, is followed by "
+                "update_master_grads() or zero_grad()",
+                "Call optimizer.update_master_grads() after the last backward",
+            )
 
     # -- step ------------------------------------------------------------------------------------
 
@@ -281,7 +289,11 @@ class FP16_Optimizer(OptimizerWrapper):
         updates = self._updates
         loss = closure()
         if updates == self._updates:
-            raise closure_without_backward()
+            raise bad_state(
+                "The closure given to FP16_Optimizer.step made no gradients",
+                "It calls optimizer.backward(loss), with update_master_grads left on",
+                "Replace loss.backward() in it by optimizer.backward(loss)",
+            )
         return loss
 
     # -- checkpoints -----------------------------------------------------------------------------
@@ -323,12 +335,22 @@ class FP16_Optimizer(OptimizerWrapper):
             ValueError: An entry is missing or unreadable, or groups or shapes differ; nothing
                 was applied.
         """
-        saved = saved_state.read(state_dict, self.fp32_from_fp16_groups)
-        self.optimizer.load_state_dict(saved.optimizer)
+        check_mapping(state_dict)
+        missing = [key for key in _KEYS if key not in state_dict]
+        if missing:
+            raise missing_entries(missing, list(map(str, state_dict)), "fp16_utils.FP16_Optimizer")
+        masters: Sequence[Sequence[torch.Tensor]] = state_dict["fp32_from_fp16"]
+        shapes = [[tuple(master.shape) for master in group] for group in masters]
+        wanted = [[tuple(own.shape) for own in group] for group in self.fp32_from_fp16_groups]
+        if shapes != wanted:
+            raise shape_mismatch("masters of shapes", shapes, wanted)
+        scaler = scaler_from(plain_loss_scaler(state_dict["loss_scaler"]))
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         with torch.no_grad():
-            for master, value in zip(self._params.masters, saved.masters, strict=True):
+            values = (master for group in masters for master in group)
+            for master, value in zip(self._params.masters, values, strict=True):
                 master.copy_(value)
         self._params.write_halves()
-        self._use_scaler(scaler_from(saved.scaler))
-        self.overflow = saved.overflow
-        self.first_closure_call_this_step = saved.first_closure_call
+        self._use_scaler(scaler)
+        self.overflow = bool(state_dict["overflow"])
+        self.first_closure_call_this_step = bool(state_dict["first_closure_call_this_step"])

@@ -116,8 +116,7 @@ def master_params_to_model_params(
 def to_python_float(t: Any) -> Any:
     """Return the number in a tensor of one element, or the first item of a sequence.
 
-    Args:
-        t: Tensor, numpy scalar, or a sequence. Reading a tensor synchronises with its device.
+    ``t`` may be a numpy scalar too. Reading a tensor synchronises with its device.
     """
     return t.item() if hasattr(t, "item") else t[0]
 

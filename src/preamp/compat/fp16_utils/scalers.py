@@ -25,14 +25,18 @@ class _Scaling:
     def scale_gradient(
         self, module: Any, grad_in: tuple[torch.Tensor | None, ...], grad_out: Any
     ) -> tuple[torch.Tensor | None, ...]:
-        """Multiply the gradients at a module's inputs by the scale; a backward hook."""
-        del module, grad_out
+        """Return ``grad_in``, the gradients at a module's inputs, times the scale; a backward hook.
+
+        ``None`` among them stays; the other arguments are ignored.
+        """
         return tuple(None if grad is None else self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Run backward on ``loss`` times the scale.
 
-        A half loss is widened first, as the product may not fit it.
+        Args:
+            loss: Scalar tensor. A half one is widened first, as the product may not fit it.
+            retain_graph: As in ``Tensor.backward``.
         """
         wide = loss if loss.dtype is torch.float64 else loss.float()
         scaled: Any = wide * self.loss_scale
@@ -47,28 +51,15 @@ class LossScaler(_Scaling):
     """
 
     def __init__(self, scale: float = 1) -> None:
-        """Start.
-
-        Args:
-            scale: Factor of the loss.
-        """
+        """Start with ``scale``, the factor of the loss."""
         super().__init__(scale)
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """Return False: a constant scale does not look for overflow.
-
-        Args:
-            params: Ignored.
-        """
-        del params
+        """Return False: a constant scale does not look for overflow. ``params`` is ignored."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
-        """Change nothing.
-
-        Args:
-            overflow: Ignored.
-        """
+        """Change nothing. ``overflow`` is ignored."""
 
 
 class DynamicLossScaler(_Scaling):
@@ -104,9 +95,7 @@ class DynamicLossScaler(_Scaling):
         """Return whether a gradient has an infinite or nan value. Synchronises once.
 
         Values are looked at, not their sum, which may overflow where they do not.
-
-        Args:
-            params: Parameters; those without a gradient are passed over.
+        Parameters without a gradient are passed over.
         """
         grads = [param.grad for param in params if param.grad is not None]
         if not grads:
@@ -118,11 +107,7 @@ class DynamicLossScaler(_Scaling):
         return bool(backend().census([x], x.device).found_inf.item())
 
     def update_scale(self, overflow: bool) -> None:
-        """Adjust the scale.
-
-        Args:
-            overflow: Whether the latest gradients overflowed.
-        """
+        """Adjust the scale to whether the latest gradients overflowed."""
         if overflow:
             self.cur_scale = max(self.cur_scale / self.scale_factor, 1)
             self.last_overflow_iter = self.cur_iter

@@ -24,8 +24,8 @@ def make_scaler(
 ) -> LossScaler:
     """Make a scaler from the arguments of Apex's constructor.
 
-    It lives on the host, where the one value that a step reads arrives anyway. As in Apex
-    ``options``, the ``dynamic_loss_args``, are ignored unless ``dynamic``.
+    It lives on the host, where the one value that a step reads arrives anyway. ``options`` are
+    ignored unless ``dynamic``, as in Apex.
     """
     if not dynamic:
         return scaler_from(_state(static_scale, dynamic=False, options=_DEFAULTS))
@@ -68,7 +68,7 @@ def scaler_from(state: ScalerState) -> LossScaler:
 
 
 def set_scale(scaler: LossScaler, value: float) -> None:
-    """Set the scale by hand."""
+    """Set the scale by hand, to a finite number above 0."""
     scaler.set_scale(plain_loss_scaler({**state_of(scaler), "loss_scale": value})["loss_scale"])
 
 

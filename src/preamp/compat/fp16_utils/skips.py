@@ -23,7 +23,6 @@ class Skips:
     """Counts steps, tells of those not taken, and gives up where scaling cannot go on."""
 
     def __init__(self, optimizer: Any) -> None:
-        """Start counting for ``optimizer``."""
         self._optimizer = optimizer
         self._name_of = ParameterNames((), (optimizer,)).of
         self._steps = 0
@@ -44,7 +43,10 @@ class Skips:
         self.note = None
 
     def skipped(self, scaler: LossScaler) -> None:
-        """Tell of a step that was not taken; see `check_limits`. Synchronises."""
+        """Tell of a step that was not taken. Synchronises.
+
+        Raises ``LossScaleError`` at the scale's built-in minimum, or after too many in a row.
+        """
         self._steps += 1
         self.in_row += 1
         note, self.note = self.note, None

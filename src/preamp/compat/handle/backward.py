@@ -51,9 +51,17 @@ def scaled_backward(
 ) -> Generator[tuple[torch.Tensor, Callable[[], bool]]]:
     """Scale ``loss``; after the block unscale the gradients, add the earlier ones and adjust.
 
-    If the body raises, the gradients from before are restored and the scale stays. Yields the
-    scaled loss, and a function that after the block tells whether a gradient overflowed, which
-    synchronises. Mutates gradients and ``scaler``.
+    If the body raises, the gradients from before are restored and the scale stays.
+
+    Yields:
+        The scaled loss, and a function that after the block tells whether a gradient overflowed.
+
+    Raises:
+        PreampStateError: ``optimizer`` scales by itself, or belongs to an engine that does.
+        TypeError: ``loss`` is not a floating-point tensor, or ``optimizer`` no optimizer.
+
+    Mutates:
+        Gradients and ``scaler``. Synchronises when the result is asked for.
     """
     check_loss(loss)
     check_owner(optimizer)

@@ -5,34 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from preamp.compat.handle.backward import scaled_backward, skip_next_step
-from preamp.core.errors import bad_state, bad_value, message
+from preamp.core.errors import bad_state, bad_value, worded
 from preamp.engine.params import first_device
-from preamp.scaling import LossScaler
 
-
-class Handle(Protocol):
-    """What the wrapper needs of a handle."""
-
-    def scales_losses(self) -> bool:
-        """Whether losses are scaled at all."""
-        ...
-
-    def new_scaler(self, device: torch.device) -> LossScaler:
-        """Make a scaler with the handle's rule."""
-        ...
-
-    def remove_cache(self, param: torch.Tensor) -> None:
-        """Forget the cached cast of ``param``."""
-        ...
-
-    def clear_cache(self) -> None:
-        """Forget all cached casts."""
-        ...
+if TYPE_CHECKING:
+    from preamp.compat.handle.handle import AmpHandle, NoOpHandle
 
 
 class OptimWrapper:
@@ -42,7 +24,10 @@ class OptimWrapper:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, amp_handle: Handle, num_loss: int = 1
+        self,
+        optimizer: torch.optim.Optimizer,
+        amp_handle: AmpHandle | NoOpHandle,
+        num_loss: int = 1,
     ) -> None:
         """Wrap ``optimizer``, which stays as it is.
 
@@ -105,12 +90,11 @@ class OptimWrapper:
         if not self._handle.scales_losses():
             return self._optimizer.step() if closure is None else self._optimizer.step(closure)
         if closure is not None:
-            raise NotImplementedError(
-                message(
-                    "step() of a wrapped optimizer was given a closure",
-                    "It takes none",
-                    "Use amp.initialize and amp.scale_loss, which run closures",
-                )
+            raise worded(
+                NotImplementedError,
+                "step() of a wrapped optimizer was given a closure",
+                "It takes none",
+                "Use amp.initialize and amp.scale_loss, which run closures",
             )
         overflows, self._overflows, self._loss_idx = self._overflows, [], 0
         for group in self._optimizer.param_groups:

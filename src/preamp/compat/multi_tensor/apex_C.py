@@ -15,12 +15,7 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return all elements of ``tensors`` in one dimension, in order.
 
     As ``flatten_dense_tensors`` of torch: differentiable, each tensor in row-major order.
-
-    Args:
-        tensors: Dense tensors of one dtype and device.
-
-    Returns:
-        Shape ``(total,)``; memory of its own.
+    They are dense, of one dtype and device; the result has memory of its own.
     """
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 

@@ -8,7 +8,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from preamp.core.errors import PreampUnavailableError, message
+from preamp.core.errors import unavailable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,11 +32,7 @@ class MultiTensorApply:
     import_err: ImportError | None = None
 
     def __init__(self, chunk_size: int) -> None:
-        """Remember the chunk size that operations are to be given.
-
-        Args:
-            chunk_size: Elements per block; any number gives the same results.
-        """
+        """Remember the elements per block; any number gives the same results."""
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
@@ -46,12 +42,10 @@ class MultiTensorApply:
             PreampUnavailableError: It was; a ``RuntimeError``, as in Apex.
         """
         if not self.available:
-            raise PreampUnavailableError(
-                message(
-                    "MultiTensorApply.available is False",
-                    "preamp's operations are available everywhere unless a program says otherwise",
-                    "Set MultiTensorApply.available = True, or test it before calling",
-                )
+            raise unavailable(
+                "MultiTensorApply.available is False",
+                "preamp's operations are available everywhere unless a program says otherwise",
+                "Set MultiTensorApply.available = True, or test it before calling",
             )
 
     def __call__(

@@ -14,7 +14,7 @@ import torch
 
 from preamp.compat.multi_tensor.applier import TensorLists
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import message
+from preamp.core.errors import bad_type, worded
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -23,18 +23,13 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Checked lists of one call.
+    """Checked lists of one call."""
 
-    Attributes:
-        op: Name of the operation, for messages.
-        lists: Detached tensors that share their memory with the caller's. Those of one element
-            have equal shapes.
-        device: Where all of them lie.
-    """
-
-    op: str
+    op: str  # name of the operation, for messages
+    # Detached tensors that share their memory with the caller's. Those of one element have equal
+    # shapes.
     lists: tuple[Tensors, ...]
-    device: torch.device
+    device: torch.device  # where all of them lie
 
     def flag(self, noop_flag: torch.Tensor) -> torch.Tensor:
         """Return the no-op flag as a scalar that shares its memory."""
@@ -67,12 +62,10 @@ class Call:
         if not isinstance(value, torch.Tensor):
             return value
         if value.numel() != 1:
-            raise RuntimeError(
-                message(
-                    f"{self.op}: {name} has {value.numel()} elements",
-                    f"{name} is a number or a tensor of one element",
-                    "Call the op once for each factor",
-                )
+            raise self.refuse(
+                f"{name} has {value.numel()} elements",
+                f"{name} is a number or a tensor of one element",
+                "Call the op once for each factor",
             )
         return value.detach().reshape(())
 
@@ -82,15 +75,19 @@ class Call:
         )
         do = f"Make it with torch.zeros({count}, dtype={dtype}, device={str(self.device)!r})"
         if not isinstance(value, torch.Tensor):
-            raise TypeError(message(f"{self.op}: {name} is a {type(value).__name__}", wanted, do))
+            raise bad_type(f"{self.op}: {name} is a {type(value).__name__}", wanted, do)
         got = f"{dtype_name(value.dtype)} of shape {tuple(value.shape)} on {value.device}"
         fits = value.dtype is dtype and value.numel() == count and value.is_contiguous()
         if not fits or value.device != self.device:
-            raise RuntimeError(message(f"{self.op}: {name} is {got}", wanted, do))
+            raise self.refuse(f"{name} is {got}", wanted, do)
 
     def refuse(self, got: str, allowed: str, do: str) -> RuntimeError:
         """Return the error for an argument of this call."""
-        return RuntimeError(message(f"{self.op}: {got}", allowed, do))
+        return _refused(f"{self.op}: {got}", allowed, do)
+
+
+def _refused(got: str, allowed: str, do: str) -> RuntimeError:
+    return worded(RuntimeError, got, allowed, do)
 
 
 def checked(
@@ -99,17 +96,9 @@ def checked(
     """Check the lists of a call and return what the arithmetic works on.
 
     Tensors are paired by index where their shapes agree, whatever their strides. Where only
-    their sizes agree, both are taken as flat memory.
-
-    Args:
-        op: Name of the operation.
-        tensor_lists: As the user passed them.
-        names: What each list holds.
-        optional: Names of lists that may follow.
-
-    Raises:
-        RuntimeError: A tensor or a list does not fit the others.
-        TypeError: A list holds something other than tensors.
+    their sizes agree, both are taken as flat memory. ``names`` say what each list holds, those in
+    ``optional`` may follow. A list that does not fit raises ``RuntimeError``; one that holds
+    something other than tensors, ``TypeError``.
     """
     lists = [list(tensors) for tensors in tensor_lists]
     every = (*names, *optional)
@@ -120,13 +109,11 @@ def checked(
             _check_element(op, f"{name}[{index}]", tensor, tensors[0])
             _check_pair(op, f"{name}[{index}]", tensor, (f"{names[0]}[{index}]", lists[0][index]))
             if tensor.device != first.device:
-                raise RuntimeError(
-                    message(
-                        f"{op}: A tensor was not on the same device as the first tensor: "
-                        f"{name}[{index}] is on {tensor.device}, {names[0]}[0] on {first.device}",
-                        "All tensors of a call lie on one device",
-                        "Call the op once for each device",
-                    )
+                raise _refused(
+                    f"{op}: A tensor was not on the same device as the first tensor: "
+                    f"{name}[{index}] is on {tensor.device}, {names[0]}[0] on {first.device}",
+                    "All tensors of a call lie on one device",
+                    "Call the op once for each device",
                 )
     rows = [_aligned(row) for row in zip(*lists, strict=True)]
     return Call(op, tuple(list(column) for column in zip(*rows, strict=True)), first.device)
@@ -152,57 +139,45 @@ def _check_counts(
 ) -> None:
     if not len(names) <= len(lists) <= len(names) + len(optional):
         more = "".join(f", and optionally {name}" for name in optional)
-        raise RuntimeError(
-            message(
-                f"{op} got {len(lists)} tensor lists",
-                f"It takes {len(names)}: {', '.join(names)}{more}",
-                "Pass them in this order as one list of lists",
-            )
+        raise _refused(
+            f"{op} got {len(lists)} tensor lists",
+            f"It takes {len(names)}: {', '.join(names)}{more}",
+            "Pass them in this order as one list of lists",
         )
     lengths = [len(tensors) for tensors in lists]
     if len(set(lengths)) > 1:
-        raise RuntimeError(
-            message(
-                f"{op} got tensor lists of {', '.join(map(str, lengths))} tensors",
-                "The lists of a call are equally long",
-                "Pass one tensor in every list for each element",
-            )
+        raise _refused(
+            f"{op} got tensor lists of {', '.join(map(str, lengths))} tensors",
+            "The lists of a call are equally long",
+            "Pass one tensor in every list for each element",
         )
     if not lengths[0]:
-        raise RuntimeError(
-            message(
-                f"{op} got empty tensor lists",
-                "Each list holds at least one tensor",
-                "Leave the call out when there is nothing to do",
-            )
+        raise _refused(
+            f"{op} got empty tensor lists",
+            "Each list holds at least one tensor",
+            "Leave the call out when there is nothing to do",
         )
 
 
 def _check_element(op: str, where: str, tensor: object, first: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(
-            message(
-                f"{op}: {where} is a {type(tensor).__name__}",
-                "Lists hold tensors only",
-                "Leave parameters without a gradient out of every list",
-            )
+        raise bad_type(
+            f"{op}: {where} is a {type(tensor).__name__}",
+            "Lists hold tensors only",
+            "Leave parameters without a gradient out of every list",
         )
     if tensor.dtype not in FLOATING:
-        raise RuntimeError(
-            message(
-                f"{op}: {where} is {dtype_name(tensor.dtype)}",
-                f"Tensors are {', '.join(map(dtype_name, FLOATING))}",
-                "Leave other tensors out of every list",
-            )
+        raise _refused(
+            f"{op}: {where} is {dtype_name(tensor.dtype)}",
+            f"Tensors are {', '.join(map(dtype_name, FLOATING))}",
+            "Leave other tensors out of every list",
         )
     if tensor.dtype is not first.dtype:
-        raise RuntimeError(
-            message(
-                f"{op}: {where} is {dtype_name(tensor.dtype)}, the first of its list "
-                f"{dtype_name(first.dtype)}",
-                "The tensors of one list share a dtype",
-                "Call the op once for each dtype",
-            )
+        raise _refused(
+            f"{op}: {where} is {dtype_name(tensor.dtype)}, the first of its list "
+            f"{dtype_name(first.dtype)}",
+            "The tensors of one list share a dtype",
+            "Call the op once for each dtype",
         )
     if not _is_dense(tensor):
         layout = f"shape {tuple(tensor.shape)}"
@@ -210,25 +185,21 @@ def _check_element(op: str, where: str, tensor: object, first: torch.Tensor) -> 
             layout += f" and strides {tensor.stride()}"
         else:
             layout += f" and layout {tensor.layout}"
-        raise RuntimeError(
-            message(
-                f"{op}: {where} is not contiguous: it has {layout}",
-                "Tensors are dense and contiguous, channels_last or channels_last_3d",
-                "Pass its contiguous() and copy back what the op changes",
-            )
+        raise _refused(
+            f"{op}: {where} is not contiguous: it has {layout}",
+            "Tensors are dense and contiguous, channels_last or channels_last_3d",
+            "Pass its contiguous() and copy back what the op changes",
         )
 
 
 def _check_pair(op: str, where: str, tensor: torch.Tensor, other: tuple[str, torch.Tensor]) -> None:
     name, partner = other
     if tensor.numel() != partner.numel():
-        raise RuntimeError(
-            message(
-                f"{op} got a size mismatch: {where} has {tensor.numel()} elements, "
-                f"{name} has {partner.numel()}",
-                "Tensors at the same place of each list have equally many elements",
-                "Check the order of the lists",
-            )
+        raise _refused(
+            f"{op} got a size mismatch: {where} has {tensor.numel()} elements, "
+            f"{name} has {partner.numel()}",
+            "Tensors at the same place of each list have equally many elements",
+            "Check the order of the lists",
         )
 
 

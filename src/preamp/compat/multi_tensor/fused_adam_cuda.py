@@ -58,25 +58,14 @@ def _adam_(
     params, exp_avgs, exp_avg_sqs, grads, *outputs = call.lists
     halves = outputs[0] if outputs else None
     update = Update(step=step, inv_scale=call.factor(1.0 / scale), halves=halves)
-    backend().adam_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
+    backend().update_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
 
 
 def adam(
-    p: torch.Tensor,
-    out_p: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    grad_scale: float,
-    step: int,
-    eps_mode: int,
-    bias_correction: int,
-    decay: float,
-) -> None:
+    p: torch.Tensor, out_p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
+    lr: float, beta1: float, beta2: float, eps: float, grad_scale: float, step: int, eps_mode: int,
+    bias_correction: int, decay: float,
+) -> None:  # fmt: skip
     """One step of Apex's first FusedAdam on one parameter. Does not synchronise.
 
         m = beta1 * m + (1 - beta1) * g / c
@@ -93,21 +82,13 @@ def adam(
         m: First moment, as ``p``.
         v: Second moment, as ``p``.
         g: Gradient: as ``p``, float16 or bfloat16.
-        lr: Step size.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
         eps: Added to the denominator.
         grad_scale: ``c``: the loss scale, and what clips.
         step: Counts from 1.
         eps_mode: 0 for ``sqrt(v + eps)``, 1 for ``sqrt(v) + eps``.
         bias_correction: Whether ``s`` is corrected, or else ``lr``.
-        decay: ``wd``.
 
-    Raises:
-        RuntimeError: The tensors do not fit.
-
-    Mutates:
-        ``p``, ``m``, ``v`` and ``out_p``.
+    Mutates ``p``, ``m``, ``v`` and ``out_p``.
     """
     lists = [[p], [m], [v], [g]]
     if out_p.numel():
@@ -117,42 +98,17 @@ def adam(
 
 
 def adam_mt(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    grad_scale: float,
-    step: int,
-    eps_mode: int,
-    bias_correction: int,
-    decay: float,
-) -> None:
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    lr: float, beta1: float, beta2: float, eps: float, grad_scale: float, step: int, eps_mode: int,
+    bias_correction: int, decay: float,
+) -> None:  # fmt: skip
     """As `adam`, on lists. Does not synchronise.
 
     Args:
-        chunk_size: Has no effect.
-        noop_flag: int32, shape ``(1,)``; neither read nor set.
         tensor_lists: ``[params, exp_avgs, exp_avg_sqs, grads]``, and optionally ``outputs``.
-        lr: Step size.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        eps: Added to the denominator.
-        grad_scale: What gradients are divided by.
-        step: Counts from 1.
-        eps_mode: 0 for ``sqrt(v + eps)``, 1 for ``sqrt(v) + eps``.
-        bias_correction: Whether the step size is corrected.
-        decay: Weight decay.
 
-    Raises:
-        RuntimeError: The lists do not fit.
-
-    Mutates:
-        Parameters, moments and outputs.
+    Mutates parameters, moments and outputs.
     """
-    del chunk_size
     call = checked("adam_mt", tensor_lists, LISTS, ("outputs",))
     call.flag(noop_flag)
     _adam_(call, (lr, beta1, beta2, eps, decay), grad_scale, step, eps_mode, bias_correction)

@@ -1,15 +1,39 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``amp_C.multi_tensor_sgd``, ``_lars``, ``_adagrad`` and ``_novograd``."""
+"""The optimizer steps of ``amp_C``.
+
+Apex's LAMB leaves the updates in the gradients, or in a list of their own. So they are made first,
+as what a step of size -1 from zero arrives at, and then applied by a step of LARS without momentum:
+that is, with a rate for each tensor.
+
+Signatures are Apex's, and have several arguments on a line.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from preamp.compat.multi_tensor.applier import TensorLists
 from preamp.compat.multi_tensor.checks import Call, check_mode, checked
-from preamp.core.dtypes import HALF_DTYPES, dtype_name
-from preamp.kernels import AdagradRule, LarsRule, NovoGradRule, SgdRule, Update, backend
+from preamp.core.dtypes import HALF_DTYPES, dtype_name, math_dtype
+from preamp.kernels import (
+    AdagradRule,
+    AdamRule,
+    BiasCorrection,
+    LambRule,
+    LarsRule,
+    NovoGradRule,
+    Scalar,
+    SgdRule,
+    Update,
+    backend,
+)
 from preamp.kernels.vectors import stack
+
+Tensors = Sequence[torch.Tensor]
+LISTS = ("grads", "params", "exp_avgs", "exp_avg_sqs")
 
 
 def _check_dtypes_of_sgd(call: Call) -> None:
@@ -31,18 +55,10 @@ def _check_dtypes_of_sgd(call: Call) -> None:
 
 
 def multi_tensor_sgd(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    weight_decay: float,
-    momentum: float,
-    dampening: float,
-    learning_rate: float,
-    nesterov: bool,
-    first_run: bool,
-    weight_decay_after_momentum: bool,
-    scale: float,
-) -> None:
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    weight_decay: float, momentum: float, dampening: float, learning_rate: float, nesterov: bool,
+    first_run: bool, weight_decay_after_momentum: bool, scale: float,
+) -> None:  # fmt: skip
     """One SGD step. Does not synchronise.
 
         g = scale * grad + wd * p
@@ -56,27 +72,17 @@ def multi_tensor_sgd(
     is off by up to half a unit in the last place of the step more.
 
     Args:
-        chunk_size: Has no effect.
         noop_flag: int32, shape ``(1,)``; nothing is changed where it is set.
         tensor_lists: ``[grads, params, momentum_buffers]`` of one dtype, or the same with a
             fourth list ``copies`` of half parameters, where params and buffers are float32 and
             gradients float32 or of the copies' dtype.
-        weight_decay: ``wd``.
         momentum: 0 leaves the buffers alone.
-        dampening: See the formula.
-        learning_rate: ``lr``.
-        nesterov: Whether to look ahead.
         first_run: Whether the buffers are yet to be filled.
         weight_decay_after_momentum: Whether the decay is added to the step instead of ``g``.
         scale: Gradients are multiplied by it; not written back.
 
-    Raises:
-        RuntimeError: The lists do not fit, or are of other dtypes.
-
-    Mutates:
-        Parameters, buffers and copies.
+    Mutates parameters, buffers and copies.
     """
-    del chunk_size
     names = ("grads", "params", "momentum_buffers")
     call = checked("multi_tensor_sgd", tensor_lists, names, ("copies",))
     _check_dtypes_of_sgd(call)
@@ -95,27 +101,15 @@ def multi_tensor_sgd(
         found_inf=call.found_inf(noop_flag),
         halves=copies[0] if copies else None,
     )
-    backend().sgd_(params, grads, buffers, rule=rule, update=update)
+    backend().update_(params, grads, buffers, rule=rule, update=update)
 
 
 def multi_tensor_lars(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    grad_norms: torch.Tensor,
-    param_norms: torch.Tensor,
-    lr: float,
-    trust_coefficient: float,
-    epsilon: float,
-    weight_decay: float,
-    momentum: float,
-    dampening: float,
-    nesterov: bool,
-    first_run: bool,
-    weight_decay_after_momentum: bool,
-    scale: float,
-    is_skipped: bool,
-) -> None:
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    grad_norms: torch.Tensor, param_norms: torch.Tensor, lr: float, trust_coefficient: float,
+    epsilon: float, weight_decay: float, momentum: float, dampening: float, nesterov: bool,
+    first_run: bool, weight_decay_after_momentum: bool, scale: float, is_skipped: bool,
+) -> None:  # fmt: skip
     """One LARS step. Does not synchronise.
 
         s = lr * tc * |p| / (|g| + wd * |p| + eps)
@@ -127,31 +121,19 @@ def multi_tensor_lars(
     the new ``m``. The step size is part of the buffer. Source: You et al., 2017.
 
     Args:
-        chunk_size: Has no effect.
         noop_flag: int32, shape ``(1,)``; nothing is changed where it is set.
         tensor_lists: ``[grads, params, momentum_buffers]``, each of any floating dtype, and
             optionally ``copies`` that receive the rounded parameters.
         grad_norms: float32, one for each tensor: norms of the gradients as they are.
         param_norms: float32, one for each tensor.
-        lr: Step size.
-        trust_coefficient: ``tc``.
-        epsilon: See the formula.
-        weight_decay: ``wd``.
-        momentum: See the formula.
         dampening: Has no effect, as in Apex.
-        nesterov: Whether to look ahead.
         first_run: Has no effect, as in Apex.
         weight_decay_after_momentum: Has no effect, as in Apex.
         scale: Has no effect, as in Apex.
         is_skipped: Whether these tensors take plain steps of size ``lr``.
 
-    Raises:
-        RuntimeError: An argument does not fit.
-
-    Mutates:
-        Parameters, buffers and copies.
+    Mutates parameters, buffers and copies.
     """
-    del chunk_size, dampening, first_run, weight_decay_after_momentum, scale
     names = ("grads", "params", "momentum_buffers")
     call = checked("multi_tensor_lars", tensor_lists, names, ("copies",))
     g_norms, p_norms = (
@@ -173,18 +155,13 @@ def multi_tensor_lars(
         halves=copies[0] if copies else None,
         norms=stack([p_norms, g_norms]),
     )
-    backend().lars_(params, grads, buffers, rule=rule, update=update)
+    backend().update_(params, grads, buffers, rule=rule, update=update)
 
 
 def multi_tensor_adagrad(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    lr: float,
-    epsilon: float,
-    mode: int,
-    weight_decay: float,
-) -> None:
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    lr: float, epsilon: float, mode: int, weight_decay: float,
+) -> None:  # fmt: skip
     """One Adagrad step. Does not synchronise.
 
         h = h + g²
@@ -193,45 +170,26 @@ def multi_tensor_adagrad(
     In mode 0 the decay ``wd * p`` is added to ``g`` instead. Source: Duchi et al., 2011.
 
     Args:
-        chunk_size: Has no effect.
-        noop_flag: int32, shape ``(1,)``; neither read nor set.
         tensor_lists: ``[grads, params, sums]``, each of any floating dtype.
-        lr: Step size.
         epsilon: Added outside the root.
         mode: 0 for L2 regularisation, 1 for decoupled decay.
-        weight_decay: ``wd``.
 
-    Raises:
-        RuntimeError: The lists do not fit, or ``mode`` is unknown.
-
-    Mutates:
-        Parameters and sums.
+    Mutates parameters and sums.
     """
-    del chunk_size
     call = checked("multi_tensor_adagrad", tensor_lists, ("grads", "params", "sums"))
     call.flag(noop_flag)
     check_mode(call, mode)
     grads, params, sums = call.lists
     rule = AdagradRule(lr=lr, eps=epsilon, weight_decay=weight_decay, decoupled=mode == 1)
-    backend().adagrad_(params, grads, sums, rule=rule, update=Update())
+    backend().update_(params, grads, sums, rule=rule, update=Update())
 
 
 def multi_tensor_novograd(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: TensorLists,
-    grad_norms: torch.Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    moment_mode: int,
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    grad_norms: torch.Tensor, lr: float, beta1: float, beta2: float, epsilon: float, step: int,
+    bias_correction: int, weight_decay: float, grad_averaging: int, moment_mode: int,
     norm_type: int,
-) -> None:
+) -> None:  # fmt: skip
     """One NovoGrad step. Does not synchronise.
 
     With the norm ``n`` of each gradient,
@@ -254,29 +212,18 @@ def multi_tensor_novograd(
     Ginsburg et al., 2019.
 
     Args:
-        chunk_size: Has no effect.
-        noop_flag: int32, shape ``(1,)``; neither read nor set.
         tensor_lists: ``[grads, params, exp_avgs]``, each of any floating dtype.
         grad_norms: ``v``: float32, one running norm (not its square) for each tensor, whose sign
             does not matter. What it holds before the first step is the caller's choice.
-        lr: Step size.
-        beta1: Decay of the moment.
-        beta2: Decay of the norms.
         epsilon: Added to the norm.
         step: Counts from 1.
         bias_correction: Whether to divide by ``c1`` and by the root in ``d``.
-        weight_decay: ``wd``.
         grad_averaging: Whether ``beta3`` is ``1 - beta1``.
         moment_mode: 0 normalises and decays inside the moment, 1 outside.
         norm_type: 2 for the L2 norm, 0 for the largest magnitude.
 
-    Raises:
-        RuntimeError: An argument does not fit.
-
-    Mutates:
-        Parameters, moments and ``grad_norms``.
+    Mutates parameters, moments and ``grad_norms``.
     """
-    del chunk_size
     call = checked("multi_tensor_novograd", tensor_lists, ("grads", "params", "exp_avgs"))
     call.flag(noop_flag)
     if moment_mode not in (0, 1):
@@ -306,4 +253,364 @@ def multi_tensor_novograd(
     norms = (
         call.vector("grad_norms", grad_norms).abs_().unbind()
     )  # a negative one would be none yet
-    backend().novograd_(params, grads, exp_avgs, norms, rule=rule, update=Update(step=step))
+    backend().update_(params, grads, exp_avgs, norms, rule=rule, update=Update(step=step))
+
+
+def _checked_adam(
+    op: str, tensor_lists: TensorLists, mode: int, masters: Sequence[str] = ()
+) -> Call:
+    call = checked(op, tensor_lists, (*LISTS, *masters))
+    check_mode(call, mode)
+    wanted = torch.float32 if masters else math_dtype(call.lists[1][0].dtype)
+    for name, tensors in zip((*LISTS[2:], *masters), call.lists[2:], strict=True):
+        if tensors[0].dtype is not wanted:
+            raise call.refuse(
+                f"{name} are {dtype_name(tensors[0].dtype)}",
+                f"They are {dtype_name(wanted)} for {dtype_name(call.lists[1][0].dtype)} params",
+                f"Convert them with .to({wanted}) after loading a checkpoint",
+            )
+    return call
+
+
+def _adam_rule(
+    lr: Scalar,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    mode: int,
+    bias_correction: int,
+) -> AdamRule:
+    return AdamRule(
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=mode == 1,
+        bias_correction=BiasCorrection.MOMENTS if bias_correction else BiasCorrection.NONE,
+    )
+
+
+def _capturable(
+    call: Call,
+    rule: AdamRule,
+    scalars: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lists: Sequence[Sequence[torch.Tensor]],
+    copies: Sequence[torch.Tensor] | None = None,
+) -> None:
+    """Update, and unscale the gradients in memory as well; neither where the flag is set."""
+    step, scale = call.scalar("step", scalars[0], torch.int32), call.scalar("inv_scale", scalars[1])
+    found_inf = call.found_inf(scalars[2])
+    grads, params, exp_avgs, exp_avg_sqs = lists
+    update = Update(step=step, inv_scale=scale, found_inf=found_inf, halves=copies)
+    ops = backend()
+    ops.update_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
+    ops.scale_add_(grads, torch.where(found_inf != 0, 1.0, scale), [None] * len(grads))
+
+
+def multi_tensor_adam(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    lr: float, beta1: float, beta2: float, epsilon: float, step: int, mode: int,
+    bias_correction: int, weight_decay: float,
+) -> None:  # fmt: skip
+    """One Adam or AdamW step. Does not synchronise.
+
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g²
+        p = p - lr * ((m / c1) / (sqrt(v / c2) + eps) + wd * p)
+
+    with ``c = 1 - beta ** step``. In mode 0 the decay ``wd * p`` is added to ``g`` instead.
+    Sources: Kingma and Ba, 2015; Loshchilov and Hutter, 2019.
+
+    Args:
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``. Both moments are float32
+            (float64 for float64 parameters).
+        epsilon: Added outside the root.
+        step: Counts from 1.
+        mode: 0 for L2 regularisation, 1 for decoupled decay.
+        bias_correction: Whether to divide by ``c1`` and ``c2``.
+
+    Mutates parameters and moments.
+    """
+    call = _checked_adam("multi_tensor_adam", tensor_lists, mode)
+    call.flag(noop_flag)
+    rule = _adam_rule(lr, (beta1, beta2), epsilon, weight_decay, mode, bias_correction)
+    grads, params, exp_avgs, exp_avg_sqs = call.lists
+    backend().update_(params, grads, exp_avgs, exp_avg_sqs, rule=rule, update=Update(step=step))
+
+
+def multi_tensor_adam_capturable(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    lr: torch.Tensor, beta1: float, beta2: float, epsilon: float, step: torch.Tensor, mode: int,
+    bias_correction: int, weight_decay: float, inv_scale: torch.Tensor,
+) -> None:  # fmt: skip
+    """As `multi_tensor_adam`, with step size, step and loss scale on the device.
+
+    Does not synchronise, so it can be captured in a CUDA graph.
+
+    Args:
+        noop_flag: int32, shape ``(1,)``; nothing is changed where it is set.
+        lr: float32, shape ``(1,)``.
+        step: int32, shape ``(1,)``; counts from 1.
+        inv_scale: float32, shape ``(1,)``; gradients are multiplied by it in place.
+
+    Mutates gradients, parameters and moments.
+    """
+    call = _checked_adam("multi_tensor_adam_capturable", tensor_lists, mode)
+    rate = call.scalar("lr", lr)
+    rule = _adam_rule(rate, (beta1, beta2), epsilon, weight_decay, mode, bias_correction)
+    _capturable(call, rule, (step, inv_scale, noop_flag), call.lists)
+
+
+def multi_tensor_adam_capturable_master(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    lr: torch.Tensor, beta1: float, beta2: float, epsilon: float, step: torch.Tensor, mode: int,
+    bias_correction: int, weight_decay: float, inv_scale: torch.Tensor,
+) -> None:  # fmt: skip
+    """As `multi_tensor_adam_capturable` on float32 masters, which parameters are rounded from.
+
+    Args:
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs, masters]``; the values of
+            ``params`` are not read.
+
+    Mutates gradients, parameters, moments and masters.
+    """
+    name = "multi_tensor_adam_capturable_master"
+    call = _checked_adam(name, tensor_lists, mode, masters=("masters",))
+    rate = call.scalar("lr", lr)
+    rule = _adam_rule(rate, (beta1, beta2), epsilon, weight_decay, mode, bias_correction)
+    grads, params, exp_avgs, exp_avg_sqs, masters = call.lists
+    lists = (grads, masters, exp_avgs, exp_avg_sqs)
+    _capturable(call, rule, (step, inv_scale, noop_flag), lists, copies=params)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decay:
+    """Weight decay: how much, 0 in ``mode`` for L2, and whether tensors without have a rate."""
+
+    weight: float
+    mode: int
+    use_nvlamb: bool | None
+
+    @property
+    def is_layerwise(self) -> bool:
+        return bool(self.use_nvlamb) or self.weight != 0
+
+
+def _lamb_rule(
+    betas: tuple[float, float], eps: float, bias_correction: int, grad_averaging: int
+) -> LambRule:
+    """The rule that leaves the direction of a step where there was zero."""
+    return LambRule(
+        lr=-1.0,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+        weight_decay=0.0,
+        decoupled=True,
+        bias_correction=bool(bias_correction),
+        grad_averaging=bool(grad_averaging),
+        uses_trust_ratio=False,
+    )
+
+
+def clip_factor(norm: torch.Tensor, largest: Scalar) -> torch.Tensor:
+    """``largest / norm`` where the norm is larger, else 1; a ``largest`` of 0 clips nothing."""
+    return torch.where((norm > largest) & (largest > 0), largest / norm, 1.0)
+
+
+def _directions(lists: Sequence[Tensors], rule: LambRule, update: Update) -> list[torch.Tensor]:
+    """Advance the moments; return the updates without decay, in the dtype of the arithmetic."""
+    grads, params, exp_avgs, exp_avg_sqs = lists
+    found = [torch.zeros_like(param, dtype=math_dtype(param.dtype)) for param in params]
+    backend().update_(found, grads, exp_avgs, exp_avg_sqs, rule=rule, update=update)
+    return found
+
+
+def _apply_(params: Tensors, updates: Tensors, lr: Scalar, update: Update) -> None:
+    """``p = p - lr * |p| / |u| * u``, with ``lr`` alone without norms or where one is zero."""
+    rule = LarsRule(
+        lr=lr,
+        momentum=0.0,
+        weight_decay=0.0,
+        nesterov=False,
+        trust_coefficient=1.0,
+        eps=0.0,
+        uses_trust_ratio=update.norms is not None,
+    )
+    unused = [torch.zeros_like(param, dtype=math_dtype(param.dtype)) for param in params]
+    backend().update_(params, updates, unused, rule=rule, update=update)
+
+
+def _lamb_(
+    lists: Sequence[Tensors], rule: LambRule, update: Update, lr: Scalar, decay: _Decay
+) -> None:
+    """Update ``(grads, params, exp_avgs, exp_avg_sqs)``; the updates go to the gradients."""
+    grads, params, *moments = lists
+    ops, weight = backend(), decay.weight
+    told = replace(update, halves=None)
+    decayed: Tensors = grads
+    if weight and decay.mode == 0:
+        factor = 1.0 if update.inv_scale is None else update.inv_scale
+        decayed = [torch.empty_like(p, dtype=math_dtype(p.dtype)) for p in params]
+        ops.axpby_(decayed, factor, grads, weight, params)
+        told = replace(told, inv_scale=None)
+    updates = _directions((decayed, params, *moments), rule, told)
+    if weight and decay.mode == 1:
+        ops.axpby_(updates, 1.0, updates, weight, params)
+    norms = None
+    if decay.is_layerwise:
+        device = params[0].device
+        norms = stack([ops.l2norms(params, None, device), ops.l2norms(updates, None, device)])
+    for grad, value in zip(grads, updates, strict=True):
+        if update.found_inf is None:
+            grad.copy_(value)
+        else:
+            grad.copy_(torch.where(update.found_inf != 0, grad, value))
+    _apply_(params, updates, lr, replace(update, inv_scale=None, norms=norms))
+
+
+def multi_tensor_lamb(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    lr: float, beta1: float, beta2: float, epsilon: float, step: int, bias_correction: int,
+    weight_decay: float, grad_averaging: int, mode: int, global_grad_norm: torch.Tensor,
+    max_grad_norm: float, use_nvlamb: bool | None = False,
+) -> None:  # fmt: skip
+    """One LAMB step, which leaves the updates in the gradients. Does not synchronise.
+
+        g = grad / max(1, |G| / max)
+        m = beta1 * m + beta3 * g
+        v = beta2 * v + (1 - beta2) * g²
+        u = (m / c1) / (sqrt(v / c2) + eps) + wd * p
+        p = p - lr * |p| / |u| * u
+
+    with ``c = 1 - beta ** step``, and ``beta3`` being ``1 - beta1`` if averaging, else 1. In mode
+    0 the decay ``wd * p`` is added to ``g`` instead. The step is ``lr * u`` where either norm is
+    0, and wherever ``wd`` is 0 unless ``use_nvlamb``. Source: You et al., 2020.
+
+    Args:
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``, each of any floating dtype.
+        epsilon: Added outside the root.
+        step: Counts from 1.
+        bias_correction: Whether to divide by ``c1`` and ``c2``.
+        grad_averaging: Whether ``beta3`` is ``1 - beta1``.
+        mode: 0 for L2 regularisation, 1 for decoupled decay.
+        global_grad_norm: ``|G|``: float32, one element.
+        max_grad_norm: ``max``; 0 clips nothing, where Apex would zero the gradients.
+        use_nvlamb: Whether tensors without decay have a rate of their own too.
+
+    Mutates gradients, parameters and moments.
+    """
+    call = checked("multi_tensor_lamb", tensor_lists, LISTS)
+    call.flag(noop_flag)
+    check_mode(call, mode)
+    norm = call.scalar("global_grad_norm", global_grad_norm)
+    rule = _lamb_rule((beta1, beta2), epsilon, bias_correction, grad_averaging)
+    update = Update(step=step, inv_scale=clip_factor(norm, max_grad_norm))
+    decay = _Decay(weight_decay, mode, use_nvlamb)
+    _lamb_(call.lists, rule, update, lr, decay)
+
+
+def multi_tensor_lamb_mp(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    lr: torch.Tensor, beta1: float, beta2: float, epsilon: float, step: torch.Tensor,
+    bias_correction: int, weight_decay: float, grad_averaging: int, mode: int,
+    global_grad_norm: torch.Tensor, max_grad_norm: torch.Tensor, use_nvlamb: bool | None,
+    found_inf: torch.Tensor, inv_scale: torch.Tensor,
+) -> None:  # fmt: skip
+    """As `multi_tensor_lamb` on scaled gradients, with all that varies on the device.
+
+    Does not synchronise, so it can be captured in a CUDA graph.
+
+    Args:
+        noop_flag: int32, shape ``(1,)``; nothing is changed where it is set.
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``, and optionally ``copies`` that
+            receive the rounded parameters.
+        lr: float32, shape ``(1,)``.
+        step: int32, shape ``(1,)``; counts from 1.
+        global_grad_norm: float32, shape ``(1,)``: norm of the scaled gradients.
+        max_grad_norm: float32, shape ``(1,)``: times the loss scale as well; 0 clips nothing.
+        found_inf: float32, shape ``(1,)``; nothing is changed where it is not 0.
+        inv_scale: float32, shape ``(1,)``: what removes the loss scale.
+
+    Mutates gradients, parameters, moments and copies.
+    """
+    call = checked("multi_tensor_lamb_mp", tensor_lists, LISTS, ("copies",))
+    check_mode(call, mode)
+    count = call.scalar("step", step, torch.int32)
+    norm = call.scalar("global_grad_norm", global_grad_norm)
+    largest = call.scalar("max_grad_norm", max_grad_norm)
+    found_inf = call.found_inf(noop_flag) + call.scalar("found_inf", found_inf).abs()
+    rule = _lamb_rule((beta1, beta2), epsilon, bias_correction, grad_averaging)
+    factor = clip_factor(norm, largest) * call.scalar("inv_scale", inv_scale)
+    copies = call.lists[4] if len(call.lists) == 5 else None
+    update = Update(step=count, inv_scale=factor, found_inf=found_inf, halves=copies)
+    decay = _Decay(weight_decay, mode, use_nvlamb)
+    _lamb_(call.lists[:4], rule, update, call.scalar("lr", lr), decay)
+
+
+def multi_tensor_lamb_stage1_cuda(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    per_tensor_decay: torch.Tensor, step: int, beta1: float, beta2: float, epsilon: float,
+    global_grad_norm: torch.Tensor | float, max_global_grad_norm: float,
+) -> None:  # fmt: skip
+    """Write LAMB's updates; see `multi_tensor_lamb` for the formula. Does not synchronise.
+
+    Decay is decoupled, gradients are averaged, and moments are corrected with the exponent
+    ``step + 1``.
+
+    Args:
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs, updates]``, each of any floating
+            dtype.
+        per_tensor_decay: float32, one weight decay for each tensor.
+        step: Counts from 0.
+        epsilon: Added outside the root.
+        global_grad_norm: Number, or a tensor of one element on the CPU, where Apex wants it, or
+            on the tensors' device.
+        max_global_grad_norm: Larger norms are clipped to it; 0 clips nothing, where Apex would
+            zero the gradients.
+
+    Mutates moments and updates.
+    """
+    names = ("grads", "params", "exp_avgs", "exp_avg_sqs", "updates")
+    call = checked("multi_tensor_lamb_stage1_cuda", tensor_lists, names)
+    call.flag(noop_flag)
+    decays = call.vector("per_tensor_decay", per_tensor_decay).unbind()
+    given = call.number("global_grad_norm", global_grad_norm)
+    if not isinstance(given, torch.Tensor):  # a scalar on the host goes with tensors anywhere
+        given = torch.tensor(given, dtype=torch.float32, device="cpu")
+    rule = _lamb_rule((beta1, beta2), epsilon, bias_correction=1, grad_averaging=1)
+    factor = clip_factor(given.to(torch.float32), max_global_grad_norm)
+    *lists, targets = call.lists
+    directions = _directions(lists, rule, Update(step=step + 1, inv_scale=factor))
+    ops = backend()
+    for place, target in enumerate(targets):
+        direction, param = directions[place], lists[1][place]
+        ops.axpby_([target], 1.0, [direction], decays[place], [param])
+
+
+def multi_tensor_lamb_stage2_cuda(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists,
+    per_tensor_param_norm: torch.Tensor, per_tensor_update_norm: torch.Tensor, lr: float,
+    weight_decay: float, use_nvlamb: bool | None = False,
+) -> None:  # fmt: skip
+    """``p = p - lr * |p| / |u| * u``. Does not synchronise.
+
+    The rate is ``lr`` where either norm is 0, and wherever the decay is 0 unless ``use_nvlamb``.
+
+    Args:
+        tensor_lists: ``[params, updates]``, each of any floating dtype.
+        per_tensor_param_norm: ``|p|``: float32, one for each tensor.
+        per_tensor_update_norm: ``|u|``: float32, one for each tensor.
+        weight_decay: Only whether it is 0 matters.
+        use_nvlamb: Whether tensors without decay have a rate of their own too.
+
+    Mutates parameters.
+    """
+    call = checked("multi_tensor_lamb_stage2_cuda", tensor_lists, ("params", "updates"))
+    call.flag(noop_flag)
+    param_norms = call.vector("per_tensor_param_norm", per_tensor_param_norm)
+    update_norms = call.vector("per_tensor_update_norm", per_tensor_update_norm)
+    params, updates = call.lists
+    norms = stack([param_norms, update_norms]) if use_nvlamb or weight_decay != 0 else None
+    _apply_(params, updates, lr, Update(norms=norms))

@@ -8,10 +8,15 @@ output for backward instead of the input; weights that start at zero do not lear
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, cast
 
 import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from preamp.compat.normalization.compute import Norm, as_shape, normalize
+from preamp.core.dtypes import math_dtype
 
 Shape = int | Sequence[int]
 
@@ -127,3 +132,114 @@ def mixed_dtype_fused_rms_norm_affine(
     """
     norm = _norm(normalized_shape, eps, memory_efficient, is_centred=False, is_mixed=True)
     return normalize(norm, input, weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """What to compute: ``x̂ · weight + bias`` with ``x̂ = (x - mean) / sqrt(mean square + eps)``."""
+
+    shape: tuple[int, ...]  # the last dimensions of x, which mean and mean square are taken over
+    eps: float  # added to the mean square
+    is_centred: bool  # layer norm; an RMS norm takes 0 in place of the mean and has no bias
+    is_mixed: bool = False  # whether the result has the weight's dtype; otherwise it has that of x
+    # Whether backward starts from the output, so that x need not be kept.
+    memory_efficient: bool = False
+
+
+def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
+    """A single number, NumPy's too, as a shape of one dimension; a shape as a tuple."""
+    if isinstance(normalized_shape, Integral):
+        return (int(normalized_shape),)
+    return tuple(cast("Sequence[int]", normalized_shape))
+
+
+def normalize(
+    norm: Norm, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the norm of ``x``, of shape ``(…, *norm.shape)`` and any floating dtype.
+
+    Statistics are in float32 (float64 for float64). Under autocast the arguments are first cast
+    to its dtype, float64 ones excepted, which then is also the result's. ``None`` stands for a
+    weight of ones, and a bias of zeros.
+    """
+    device = x.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return _normalize(norm, x, weight, bias)
+    half = torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        return _normalize(norm, *(_autocast(tensor, half) for tensor in (x, weight, bias)))
+
+
+def _autocast(tensor: Any, dtype: torch.dtype) -> Any:
+    return tensor if tensor is None or tensor.dtype is torch.float64 else tensor.to(dtype)
+
+
+def _normalize(norm: Norm, x: Any, weight: Any, bias: Any) -> torch.Tensor:
+    if norm.memory_efficient and not cast("Any", torch.jit).is_tracing():
+        return cast("Any", NormFromOutput).apply(norm, x, weight, bias)
+    return _in_torch(norm, x, weight, bias)
+
+
+def _in_torch(norm: Norm, x: Any, weight: Any, bias: Any) -> torch.Tensor:
+    out_dtype = weight.dtype if norm.is_mixed else x.dtype
+    dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
+    if dtypes != {out_dtype}:  # torch wants one dtype; the wide one rounds once
+        wide = torch.float64 if torch.float64 in dtypes else torch.float32
+        x, weight, bias = (t if t is None else t.to(wide) for t in (x, weight, bias))
+    if norm.is_centred:
+        result = F.layer_norm(x, norm.shape, weight, bias, norm.eps)
+    else:
+        result = F.rms_norm(x, norm.shape, weight, norm.eps)
+    return result.to(out_dtype)
+
+
+class NormFromOutput(torch.autograd.Function):
+    """The norm with a backward that recovers x̂ from the output y, as ``(y - bias) / weight``.
+
+    With g = dy · weight and means over ``norm.shape``,
+
+        dx = (g - mean(g) - x̂ · mean(g · x̂)) / sqrt(mean square + eps)
+
+    without the first mean for an RMS norm. The output usually is kept anyway, by whatever comes
+    next; then x can go. Half outputs make x̂ as coarse as they are. Where a weight is zero the
+    output tells nothing, and x̂ counts as zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, norm: Norm, x: Any, weight: Any, bias: Any) -> torch.Tensor:  # noqa: D102
+        y = _in_torch(norm, x, weight, bias)
+        dims = _normalized_dims(norm)
+        wide = x.to(math_dtype(x.dtype))
+        if norm.is_centred:
+            wide = wide - wide.mean(dims, keepdim=True)
+        rstd = torch.rsqrt(wide.square().mean(dims, keepdim=True) + norm.eps)
+        ctx.save_for_backward(y, weight, bias, rstd)
+        ctx.norm, ctx.x_dtype = norm, x.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Any
+    ) -> Any:
+        y, weight, bias, rstd = ctx.saved_tensors
+        dims = _normalized_dims(ctx.norm)
+        dy, x_hat = grad_outputs[0].to(rstd.dtype), y.to(rstd.dtype)
+        leading = list(range(dy.dim() - len(dims)))
+        g, dw, db = dy, None, None
+        if bias is not None:
+            x_hat = x_hat - bias
+            db = dy.sum(leading).to(bias.dtype) if leading else dy.to(bias.dtype)
+        if weight is not None:
+            x_hat = x_hat / torch.where(weight == 0, 1, weight)
+            g = dy * weight
+            dw = dy * x_hat
+            dw = (dw.sum(leading) if leading else dw).to(weight.dtype)
+        dx = g - x_hat * (g * x_hat).mean(dims, keepdim=True)
+        if ctx.norm.is_centred:
+            dx = dx - g.mean(dims, keepdim=True)
+        return None, (dx * rstd).to(ctx.x_dtype), dw, db
+
+
+def _normalized_dims(norm: Norm) -> list[int]:
+    return list(range(-len(norm.shape), 0))

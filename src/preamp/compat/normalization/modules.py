@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from preamp.compat.normalization.compute import Norm, as_shape, normalize
+from preamp.compat.normalization.functions import Norm, as_shape, normalize
 from preamp.compat.normalization.scripted import ScriptedNorm
 from preamp.core.errors import bad_state
 

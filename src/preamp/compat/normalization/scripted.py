@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from preamp.compat.normalization.compute import Norm
+from preamp.compat.normalization.functions import Norm
 
 
 class ScriptedNorm(nn.Module):
@@ -19,7 +19,6 @@ class ScriptedNorm(nn.Module):
     bias: torch.Tensor | None
 
     def __init__(self, norm: Norm, weight: nn.Parameter | None, bias: nn.Parameter | None) -> None:
-        """Share ``weight`` and ``bias``."""
         super().__init__()
         self.shape = list(norm.shape)
         self.eps = norm.eps

@@ -38,7 +38,7 @@ def over_all_but_channels(x: torch.Tensor) -> list[int]:
 
 
 def merged_statistics(x: torch.Tensor, group: dist.ProcessGroup | None) -> Statistics:
-    """Return the statistics of all ranks' ``x`` as of one batch.
+    """Return the statistics of all ranks' ``x``, ``(batch, channels, …)``, as of one batch.
 
     Every rank contributes its count n, mean μ and sum of squared deviations M, all of one
     all-gather; then, after Chan, Golub and LeVeque (1979),
@@ -46,11 +46,8 @@ def merged_statistics(x: torch.Tensor, group: dist.ProcessGroup | None) -> Stati
         n = Σ nᵢ,  μ = μ₀ + Σ nᵢ·(μᵢ - μ₀) / n,  n·σ² = Σ Mᵢ + nᵢ·(μᵢ - μ)²
 
     which is exact for batches of different sizes, an empty one included. Nothing cancels as in a
-    difference of sums, and where the means are close μ is rounded once.
-
-    Args:
-        x: Shape ``(batch, channels, …)``, any floating dtype; computed on in float32, or float64.
-        group: The ranks; ``None`` for all.
+    difference of sums, and where the means are close μ is rounded once. The arithmetic is in
+    float32, or float64 for float64.
     """
     parts = _gather(_local_moments(x), group)
     counts, means, squares = parts[:, :1], *parts[:, 1:].chunk(2, dim=1)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -15,10 +15,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
 from preamp.doctor.detector import CastCount, ModuleCall
-from preamp.doctor.probes.watch import Watch, around
+from preamp.doctor.probes.watch import around
 from preamp.doctor.rule import Place, current_place
 from preamp.doctor.rules.speed import kind_of_cast
 from preamp.kernels.observe import ObservedOps
+
+if TYPE_CHECKING:
+    from preamp.doctor.examination import Examination
 
 STEPS = 8  # optimizer steps after which calls of modules are not looked at any more
 
@@ -26,8 +29,7 @@ STEPS = 8  # optimizer steps after which calls of modules are not looked at any 
 class ModuleProbes:
     """Hooks on all modules for the first steps, and wrappers of ``to`` and ``half``."""
 
-    def __init__(self, watch: Watch, undo: UndoStack) -> None:
-        """Install the probes; ``undo`` takes them off."""
+    def __init__(self, watch: Examination, undo: UndoStack) -> None:
         self._watch = watch
         self._depth = threading.local()
         self._hooks = UndoStack()
@@ -94,8 +96,7 @@ _CASTS: Final = ("aten._to_copy.default", "aten.copy_.default")
 class CastProbes:
     """Looks at all operations between the first and the second optimizer step."""
 
-    def __init__(self, watch: Watch, undo: UndoStack) -> None:
-        """Install the probe; ``undo`` takes it off."""
+    def __init__(self, watch: Examination, undo: UndoStack) -> None:
         self._watch = watch
         self._mode: ObservedOps | None = None
         self._thread = 0
@@ -159,9 +160,8 @@ class CompileProbe:
     """Ends what would be compiled into the model, or would keep it from running compiled."""
 
     def __init__(
-        self, watch: Watch, undo: UndoStack, modules: ModuleProbes, casts: CastProbes
+        self, watch: Examination, undo: UndoStack, modules: ModuleProbes, casts: CastProbes
     ) -> None:
-        """Install the probe; ``undo`` takes it off."""
         self._watch = watch
         self._probes = (modules, casts)
         around(torch, "compile", self._compile, undo)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.optim import lr_scheduler
@@ -17,11 +17,14 @@ from torch.optim.optimizer import (
 
 from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
-from preamp.doctor.probes.watch import Watch, around
+from preamp.doctor.probes.watch import around
 from preamp.doctor.rule import current_place
 from preamp.doctor.seen import Origin
-from preamp.kernels.graph import leaves_through
+from preamp.kernels.autograd import leaves_through
 from preamp.scaling import LossScaler
+
+if TYPE_CHECKING:
+    from preamp.doctor.examination import Examination
 
 Function = Callable[..., Any]
 _CLIPPING = {
@@ -37,8 +40,7 @@ _READ = 64  # backwards whose graph is read; it takes milliseconds for a thousan
 class TrainingProbes:
     """Everything around an optimizer's step."""
 
-    def __init__(self, watch: Watch, undo: UndoStack) -> None:
-        """Install the probes; ``undo`` takes them off."""
+    def __init__(self, watch: Examination, undo: UndoStack) -> None:
         self._watch = watch
         self._read = 0
         undo.hold(
@@ -72,7 +74,6 @@ class TrainingProbes:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        del args, kwargs
         if torch.compiler.is_compiling() or not self._watch.is_active:
             return
         facts = self._watch.seen.facts(optimizer)
@@ -85,7 +86,6 @@ class TrainingProbes:
     def _after_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        del args, kwargs
         if torch.compiler.is_compiling() or not self._watch.is_active:
             return
         facts = self._watch.seen.facts(optimizer)
@@ -124,11 +124,7 @@ class TrainingProbes:
         return result
 
     def _before_clipping(
-        self,
-        name: str,
-        params: list[torch.Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, name: str, params: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[torch.Tensor]:
         """Tell of it unless the limit is infinite, which only asks for the norm."""
         limit = args[1] if len(args) > 1 else kwargs.get(_CLIPPING[name])
@@ -166,7 +162,9 @@ class TrainingProbes:
             return (Origin.GRAD_SCALER, scaler, half) if is_torchs else (Origin.OTHER, None, half)
         for root in roots:
             self._watch.tell("loss_made", root)
-        if seed is not None or any(map(_is_multiplied, roots)):
+        # The last thing done to a loss that was scaled by hand is a product.
+        last = (root.grad_fn.name() for root in roots if root.grad_fn is not None)
+        if seed is not None or any(name.startswith("MulBackward") for name in last):
             return Origin.OTHER, None, half
         return Origin.PLAIN, None, half
 
@@ -194,16 +192,10 @@ def _tensors(given: Any) -> Iterable[torch.Tensor]:
     return (item for item in items if isinstance(item, torch.Tensor))
 
 
-def _is_multiplied(loss: torch.Tensor) -> bool:
-    """Whether the last thing done to the loss was a product, perhaps with a scale."""
-    return loss.grad_fn is not None and loss.grad_fn.name().startswith("MulBackward")
-
-
 class ScalerProbes:
     """Everything that multiplies a loss."""
 
-    def __init__(self, watch: Watch, undo: UndoStack) -> None:
-        """Install the probes; ``undo`` takes them off."""
+    def __init__(self, watch: Examination, undo: UndoStack) -> None:
         self._watch = watch
         around(torch.amp.GradScaler, "scale", self._scale, undo)
         around(torch.amp.GradScaler, "unscale_", self._unscale, undo)

@@ -10,45 +10,33 @@ from torch import nn
 
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.doctor.detector import Detector, Findings, ModuleCall
-from preamp.doctor.rule import Place, Rule, Severity, current_place
+from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.seen import Seen
 from preamp.numerics import FORMATS
 
-HALF_BATCH_NORM = Rule(
+HALF_BATCH_NORM = define_rule(
     id="PA301",
     severity=Severity.WARNING,
     title="BatchNorm keeps weights or statistics in half",
-    why=(
-        "The running mean and variance move by a tenth of a difference per step. In half precision "
-        "small differences round away, so the statistics that evaluation uses are not those of "
-        "the training; a variance above 65504 is infinite in float16."
-    ),
-    how=(
-        "A BatchNorm layer was called in training mode, and its running statistics or its weight "
-        "are float16 or bfloat16. Half inputs to a float32 BatchNorm are fine."
-    ),
-    do=(
-        "Keep BatchNorm in float32: preamp's O2 and O5 do (keep_batchnorm_fp32). By hand, call "
-        ".float() on these layers after model.half()."
-    ),
+    why="""The running mean and variance move by a tenth of a difference per step. In half precision
+    small differences round away, so the statistics that evaluation uses are not those of the
+    training; a variance above 65504 is infinite in float16.""",
+    how="""A BatchNorm layer was called in training mode, and its running statistics or its weight
+    are float16 or bfloat16. Half inputs to a float32 BatchNorm are fine.""",
+    do="""Keep BatchNorm in float32: preamp's O2 and O5 do (keep_batchnorm_fp32). By hand, call
+    .float() on these layers after model.half().""",
 )
-HALF_LOSS = Rule(
+HALF_LOSS = define_rule(
     id="PA302",
     severity=Severity.WARNING,
     title="The loss is computed in half precision",
-    why=(
-        "A loss is a sum over many elements, often of exponentials and logarithms. In half "
-        "precision large terms overflow, small ones drop out of the sum, and what is printed has "
-        "two or three digits. Its first derivative starts the whole backward."
-    ),
-    how=(
-        "The tensor that backward starts from, or that a loss scaler is given, is float16 or "
-        "bfloat16; or a loss module of torch.nn returned one."
-    ),
-    do=(
-        "Hand the loss function float32: criterion(output.float(), target). Loss functions of "
-        "torch run in float32 under autocast and at preamp's O1 and O4 by themselves."
-    ),
+    why="""A loss is a sum over many elements, often of exponentials and logarithms. In half
+    precision large terms overflow, small ones drop out of the sum, and what is printed has two or
+    three digits. Its first derivative starts the whole backward.""",
+    how="""The tensor that backward starts from, or that a loss scaler is given, is float16 or
+    bfloat16; or a loss module of torch.nn returned one.""",
+    do="""Hand the loss function float32: criterion(output.float(), target). Loss functions of torch
+    run in float32 under autocast and at preamp's O1 and O4 by themselves.""",
 )
 
 _BATCH_NORM: type[nn.Module] = nn.BatchNorm1d.__bases__[0]  # its own name is private

@@ -14,7 +14,7 @@ from torch import nn
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.tensors import stored_grad
 from preamp.doctor.detector import Detector, Findings
-from preamp.doctor.rule import Place, Rule, Severity
+from preamp.doctor.rule import Place, Severity, define_rule
 from preamp.doctor.seen import Seen
 from preamp.numerics import FORMATS
 
@@ -48,7 +48,9 @@ def weight_range(params: Iterable[torch.Tensor]) -> WeightRange | None:
         if param.dim() > 1 and param.numel() >= _FEWEST and param.is_floating_point()
         if param.layout is torch.strided and param.device.type != "meta"
     ]
-    telling = [matrix for matrix in matrices if _has_many_values(matrix)]
+    samples = (cast("Any", matrix.reshape(-1)[:_SAMPLE].float()).tolist() for matrix in matrices)
+    pairs = zip(matrices, map(set, samples), strict=True)
+    telling = [matrix for matrix, values in pairs if len(values) >= _FEWEST_VALUES]
     exact = [matrix for matrix in telling if _is_exact(matrix.reshape(-1)[:_SAMPLE])]
     exact = [matrix for matrix in exact if _is_exact(matrix)]
     elements = sum(matrix.numel() for matrix in exact)
@@ -66,72 +68,50 @@ def weight_range(params: Iterable[torch.Tensor]) -> WeightRange | None:
     return WeightRange(elements, nonzero, vanishing, max_abs)
 
 
-def _has_many_values(matrix: torch.Tensor) -> bool:
-    sample = matrix.reshape(-1)[:_SAMPLE]
-    return len(set(cast("Any", sample.float()).tolist())) >= _FEWEST_VALUES
-
-
 def _is_exact(values: torch.Tensor) -> bool:
     return bool((values.bfloat16().to(values.dtype) == values).all())
 
 
-EPS_IS_ZERO = Rule(
+EPS_IS_ZERO = define_rule(
     id="PA201",
     severity=Severity.ERROR,
     title="The optimizer's eps is zero in float16",
-    why=(
-        "torch's optimizers compute in the dtype of the parameter. Adam's default eps of 1e-8 is "
-        "less than the smallest positive float16, 6e-8, so it is zero there. A weight whose "
-        "gradient is zero, or small enough for its square to be, is then divided by zero and "
-        "becomes nan."
-    ),
-    how=(
-        "An optimizer of torch.optim that divides by a root plus eps updates float16 parameters, "
-        "and eps rounds to zero in float16: 0 <= eps <= 2**-25. Left out are fused optimizers, "
-        "which compute in float32, subclasses with a step of their own, and Adagrad if its initial "
-        "accumulator value is above that, since its sum of squares is then never zero."
-    ),
-    do=(
-        "Update float32 masters (preamp's O2), or keep the weights in float32 and use autocast. "
-        "Where float16 weights are wanted, pass eps=1e-4 or a fused optimizer."
-    ),
+    why="""torch's optimizers compute in the dtype of the parameter. Adam's default eps of 1e-8 is
+    less than the smallest positive float16, 6e-8, so it is zero there. A weight whose gradient is
+    zero, or small enough for its square to be, is then divided by zero and becomes nan.""",
+    how="""An optimizer of torch.optim that divides by a root plus eps updates float16 parameters,
+    and eps rounds to zero in float16: 0 <= eps <= 2**-25. Left out are fused optimizers, which
+    compute in float32, subclasses with a step of their own, and Adagrad if its initial accumulator
+    value is above that, since its sum of squares is then never zero.""",
+    do="""Update float32 masters (preamp's O2), or keep the weights in float32 and use autocast.
+    Where float16 weights are wanted, pass eps=1e-4 or a fused optimizer.""",
 )
-UPDATE_IS_LOST = Rule(
+UPDATE_IS_LOST = define_rule(
     id="PA202",
     severity=Severity.WARNING,
     title="Updates are below the resolution of half weights",
-    why=(
-        "A half weight can change only in steps of its last digit: about 1/2000 of itself in "
-        "float16, 1/256 in bfloat16. An update of less than half of that rounds away, every time "
-        "anew, however many steps are taken. Training slows down or stops without an error."
-    ),
-    how=(
-        "Up to a million half weights without a master are compared before and after steps 1, 2, "
-        "4, 8 and so on. Reported if in the majority of these steps, and in the last of them, more "
-        "than half of the weights with a gradient stayed bit for bit what they were, at a learning "
-        "rate that is not zero. Optimizers whose step is not torch's or preamp's own may keep what "
-        "is rounded away, and are left out."
-    ),
-    do=(
-        "Update float32 masters (preamp's O2, or O5 for bfloat16), or keep the weights in float32 "
-        "and use autocast. A larger learning rate helps only while training can bear it."
-    ),
+    why="""A half weight can change only in steps of its last digit: about 1/2000 of itself in
+    float16, 1/256 in bfloat16. An update of less than half of that rounds away, every time anew,
+    however many steps are taken. Training slows down or stops without an error.""",
+    how="""Up to a million half weights without a master are compared before and after steps 1, 2,
+    4, 8 and so on. Reported if in the majority of these steps, and in the last of them, more than
+    half of the weights with a gradient stayed bit for bit what they were, at a learning rate that
+    is not zero. Optimizers whose step is not torch's or preamp's own may keep what is rounded away,
+    and are left out.""",
+    do="""Update float32 masters (preamp's O2, or O5 for bfloat16), or keep the weights in float32
+    and use autocast. A larger learning rate helps only while training can bear it.""",
 )
-BFLOAT16_WEIGHTS = Rule(
+BFLOAT16_WEIGHTS = define_rule(
     id="PA203",
     severity=Severity.WARNING,
     title="Weights trained in bfloat16 are used in float16",
-    why=(
-        "bfloat16 reaches from 1e-38 to 3e38, float16 from 6e-8 to 65504. Networks trained in the "
-        "first may have weights and activations that the second cannot hold: small ones "
-        "become zero, large ones infinite, in the first forward or after thousands of steps."
-    ),
-    how=(
-        "A heuristic. Nine tenths of the weights in matrices have eight significant bits at most, "
-        "which does not happen by chance in float32 or float16, they meet float16 (by a cast, "
-        "autocast, or an opt level), and one weight in a thousand vanishes there or one is at "
-        "least 1024. Activations are not looked at."
-    ),
+    why="""bfloat16 reaches from 1e-38 to 3e38, float16 from 6e-8 to 65504. Networks trained in the
+    first may have weights and activations that the second cannot hold: small ones become zero,
+    large ones infinite, in the first forward or after thousands of steps.""",
+    how="""A heuristic. Nine tenths of the weights in matrices have eight significant bits at most,
+    which does not happen by chance in float32 or float16, they meet float16 (by a cast, autocast,
+    or an opt level), and one weight in a thousand vanishes there or one is at least 1024.
+    Activations are not looked at.""",
     do="Train in bfloat16: preamp's O4 or O5, or autocast with dtype=torch.bfloat16.",
 )
 
@@ -165,7 +145,8 @@ class Eps(Detector):
             eps = group.get("eps")
             if group.get("fused") or not isinstance(eps, float | int):
                 continue
-            half = [p for p in group["params"] if _has_half_gradient(p)]
+            params: list[torch.Tensor] = group["params"]
+            half = [p for p in params if p.dtype is torch.float16 and stored_grad(p) is not None]
             smallest = FORMATS["float16"].smallest_subnormal
             zero = smallest / 2  # and what is smaller; half of the smallest value rounds to even
             if half and 0 <= eps <= zero and group.get("initial_accumulator_value", 0) <= zero:
@@ -179,10 +160,6 @@ class Eps(Detector):
                     smallest_positive=smallest,
                     weights=count,
                 )
-
-
-def _has_half_gradient(param: torch.Tensor) -> bool:
-    return param.dtype is torch.float16 and stored_grad(param) is not None
 
 
 @dataclass(slots=True)

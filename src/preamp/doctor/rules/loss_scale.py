@@ -12,67 +12,51 @@ import torch
 
 from preamp.core.tensors import stored_grad
 from preamp.doctor.detector import Detector, Findings
-from preamp.doctor.rule import Place, Rule, Severity, current_place
+from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.seen import Origin, Seen
 from preamp.engine import find_engine
 
-CLIPPED_SCALED = Rule(
+CLIPPED_SCALED = define_rule(
     id="PA101",
     severity=Severity.ERROR,
     title="Gradients are clipped while they carry the loss scale",
-    why=(
-        "A scaled gradient is many thousand times its real size, so its norm is above any sensible "
-        "limit and every step is clipped. Unscaled afterwards, the update is smaller than intended "
-        "by about the loss scale, and training seems to stand still."
-    ),
-    how=(
-        "The gradients given to a clipping function of torch.nn.utils are the ones that a backward "
-        "from a scaled loss has left, and nobody but clipping has written to them since. An "
-        "infinite limit only asks for the norm and is left out. Inside a scale_loss block, and for "
-        "half gradients whose float32 masters carry the unscaled values, the engine is asked. "
-        "Clipping written by hand is not seen."
-    ),
-    do=(
-        "With torch.amp call scaler.unscale_(optimizer) before clipping. With scale_loss clip "
-        "after the block: preamp.clip_grad_norm_(optimizer, max_norm), or torch's function on "
-        "master_params(optimizer)."
-    ),
+    why="""A scaled gradient is many thousand times its real size, so its norm is above any sensible
+    limit and every step is clipped. Unscaled afterwards, the update is smaller than intended by
+    about the loss scale, and training seems to stand still.""",
+    how="""The gradients given to a clipping function of torch.nn.utils are the ones that a backward
+    from a scaled loss has left, and nobody but clipping has written to them since. An infinite
+    limit only asks for the norm and is left out. Inside a scale_loss block, and for half gradients
+    whose float32 masters carry the unscaled values, the engine is asked. Clipping written by hand
+    is not seen.""",
+    do="""With torch.amp call scaler.unscale_(optimizer) before clipping. With scale_loss clip after
+    the block: preamp.clip_grad_norm_(optimizer, max_norm), or torch's function on
+    master_params(optimizer).""",
 )
-NOT_SCALED = Rule(
+NOT_SCALED = define_rule(
     id="PA102",
     severity=Severity.WARNING,
     title="float16 training without a loss scale",
-    why=(
-        "Gradients in float16 below 6e-8 become zero, and below 6.1e-5 they lose digits. Most "
-        "networks have many of these. Without a loss scale they are lost before the optimizer "
-        "sees them."
-    ),
-    how=(
-        "An optimizer step used gradients as a backward without a loss scale had left them, "
-        "clipped or not, and they are float16 or were on their way through the graph, as under "
-        "autocast. The graphs of the first 64 backwards are read. A loss that the script "
-        "multiplies by hand, or gradients that it changes afterwards, are left out, and so is the "
-        "inside of what is compiled."
-    ),
-    do=(
-        "With torch.amp use torch.amp.GradScaler. With preamp or apex call backward inside "
-        "scale_loss. Or train in bfloat16, which needs no loss scale."
-    ),
+    why="""Gradients in float16 below 6e-8 become zero, and below 6.1e-5 they lose digits. Most
+    networks have many of these. Without a loss scale they are lost before the optimizer sees
+    them.""",
+    how="""An optimizer step used gradients as a backward without a loss scale had left them,
+    clipped or not, and they are float16 or were on their way through the graph, as under autocast.
+    The graphs of the first 64 backwards are read. A loss that the script multiplies by hand, or
+    gradients that it changes afterwards, are left out, and so is the inside of what is
+    compiled.""",
+    do="""With torch.amp use torch.amp.GradScaler. With preamp or apex call backward inside
+    scale_loss. Or train in bfloat16, which needs no loss scale.""",
 )
-BYPASSED = Rule(
+BYPASSED = define_rule(
     id="PA103",
     severity=Severity.ERROR,
     title="optimizer.step() passes by the GradScaler",
-    why=(
-        "GradScaler.step unscales the gradients and leaves the step out if they overflowed. A "
-        "direct call of optimizer.step does neither: weights move by an update that is as many "
-        "times too large as the loss scale says, or become infinite with the first overflow."
-    ),
-    how=(
-        "optimizer.step ran outside scaler.step on gradients that carry the scale, or that "
-        "scaler.unscale_ had unscaled for a step that was to follow. The latter is an info where "
-        "no gradient overflowed, since the script may look for that by itself."
-    ),
+    why="""GradScaler.step unscales the gradients and leaves the step out if they overflowed. A
+    direct call of optimizer.step does neither: weights move by an update that is as many times too
+    large as the loss scale says, or become infinite with the first overflow.""",
+    how="""optimizer.step ran outside scaler.step on gradients that carry the scale, or that
+    scaler.unscale_ had unscaled for a step that was to follow. The latter is an info where no
+    gradient overflowed, since the script may look for that by itself.""",
     do="Call scaler.step(optimizer) and then scaler.update() in place of optimizer.step().",
 )
 
@@ -230,24 +214,18 @@ class Stepping(Detector):
         )
 
 
-SCHEDULED_SKIP = Rule(
+SCHEDULED_SKIP = define_rule(
     id="PA104",
     severity=Severity.WARNING,
     title="The learning-rate schedule advances on skipped steps",
-    why=(
-        "After an overflow the optimizer's step is left out, and the first steps of a dynamic loss "
-        "scale often are. A schedule that goes on all the same runs ahead of the training: warm-up "
-        "ends too early, and its first, smallest rates are never used."
-    ),
-    how=(
-        "scheduler.step was called when since its last call the optimizer had skipped steps and "
-        "applied none. Steps that an FP16_Optimizer leaves out are not seen."
-    ),
-    do=(
-        "Step the schedule only if the optimizer stepped. With torch.amp the scale has shrunk "
-        "after a skip: compare scaler.get_scale() before and after scaler.update(). With preamp "
-        "call preamp.step_scheduler(scheduler, optimizer)."
-    ),
+    why="""After an overflow the optimizer's step is left out, and the first steps of a dynamic loss
+    scale often are. A schedule that goes on all the same runs ahead of the training: warm-up ends
+    too early, and its first, smallest rates are never used.""",
+    how="""scheduler.step was called when since its last call the optimizer had skipped steps and
+    applied none. Steps that an FP16_Optimizer leaves out are not seen.""",
+    do="""Step the schedule only if the optimizer stepped. With torch.amp the scale has shrunk after
+    a skip: compare scaler.get_scale() before and after scaler.update(). With preamp call
+    preamp.step_scheduler(scheduler, optimizer).""",
 )
 
 

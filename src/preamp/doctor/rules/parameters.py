@@ -11,43 +11,33 @@ from torch import nn
 
 from preamp.core.tensors import stored_grad
 from preamp.doctor.detector import Detector, Findings
-from preamp.doctor.rule import Place, Rule, Severity
+from preamp.doctor.rule import Place, Severity, define_rule
 from preamp.doctor.seen import Seen
 from preamp.engine import find_engine
 
-MISSING = Rule(
+MISSING = define_rule(
     id="PA401",
     severity=Severity.WARNING,
     title="Trainable parameters are in no optimizer",
-    why=(
-        "They keep their initial values, while their gradients are computed, stored and summed up "
-        "step after step, and under a GradScaler never unscaled or checked for overflow."
-    ),
-    how=(
-        "A model that the script calls has parameters with requires_grad that no optimizer was "
-        "given, while others of the same model are in one. Without a gradient it is an info, "
-        "since the parameter may be unused. A model none of whose parameters is in an "
-        "optimizer is taken for one that is not to be trained, or has copies of them trained."
-    ),
-    do=(
-        "Pass them to the optimizer (add_param_group for layers made later), or say that they "
-        "stay as they are: requires_grad_(False)."
-    ),
+    why="""They keep their initial values, while their gradients are computed, stored and summed up
+    step after step, and under a GradScaler never unscaled or checked for overflow.""",
+    how="""A model that the script calls has parameters with requires_grad that no optimizer was
+    given, while others of the same model are in one. Without a gradient it is an info, since the
+    parameter may be unused. A model none of whose parameters is in an optimizer is taken for one
+    that is not to be trained, or has copies of them trained.""",
+    do="""Pass them to the optimizer (add_param_group for layers made later), or say that they stay
+    as they are: requires_grad_(False).""",
 )
-REPLACED = Rule(
+REPLACED = define_rule(
     id="PA402",
     severity=Severity.ERROR,
     title="The optimizer updates parameters that the model no longer has",
-    why=(
-        "The optimizer was built first, and then the model's parameters were replaced: by a copy "
-        "of the model, a new layer, a parametrization, or a conversion that makes new Parameter "
-        "objects. Its steps change tensors that nobody reads, and the model does not learn."
-    ),
-    how=(
-        "In its first steps the optimizer has parameters that never have a gradient and belong to "
-        "no model that was called, and the model has as many trainable ones of the same shapes, "
-        "with gradients, that are in no optimizer."
-    ),
+    why="""The optimizer was built first, and then the model's parameters were replaced: by a copy
+    of the model, a new layer, a parametrization, or a conversion that makes new Parameter objects.
+    Its steps change tensors that nobody reads, and the model does not learn.""",
+    how="""In its first steps the optimizer has parameters that never have a gradient and belong to
+    no model that was called, and the model has as many trainable ones of the same shapes, with
+    gradients, that are in no optimizer.""",
     do="Build the optimizer after the model has its final device, dtype and layers.",
 )
 

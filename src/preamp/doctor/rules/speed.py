@@ -12,50 +12,36 @@ from torch import nn
 
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.doctor.detector import CastCount, Detector, Findings, ModuleCall
-from preamp.doctor.rule import Place, Rule, Severity, current_place
+from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.seen import Seen
 
-ODD_SHAPES = Rule(
+ODD_SHAPES = define_rule(
     id="PA501",
     severity=Severity.INFO,
     title="Matrix sizes are no multiples of 8",
-    why=(
-        "On NVIDIA GPUs half precision is fast because tensor cores multiply small tiles. "
-        "Matrices whose sizes are not multiples of 8 are padded, or go to slower kernels. A "
-        "vocabulary of 50257 is the best-known case. On CPUs this does not matter."
-    ),
-    how=(
-        "Linear and convolution layers that compute in half: number of rows, features in and out, "
-        "channels in and out. Reported if layers with at least 16 million multiplications in a "
-        "call make up 5 % of all multiplications seen. Products outside such layers are not seen."
-    ),
-    do=(
-        "Pad features, channels, the vocabulary and the batch to the next multiple of 8, better of "
-        "64. Padded classes need a mask only if they are sampled from."
-    ),
+    why="""On NVIDIA GPUs half precision is fast because tensor cores multiply small tiles. Matrices
+    whose sizes are not multiples of 8 are padded, or go to slower kernels. A vocabulary of 50257 is
+    the best-known case. On CPUs this does not matter.""",
+    how="""Linear and convolution layers that compute in half: number of rows, features in and out,
+    channels in and out. Reported if layers with at least 16 million multiplications in a call make
+    up 5 % of all multiplications seen. Products outside such layers are not seen.""",
+    do="""Pad features, channels, the vocabulary and the batch to the next multiple of 8, better of
+    64. Padded classes need a mask only if they are sampled from.""",
 )
-CASTS_DOMINATE = Rule(
+CASTS_DOMINATE = define_rule(
     id="PA502",
     severity=Severity.INFO,
     title="Casts move more bytes than everything else",
-    why=(
-        "A cast reads and writes a whole tensor and computes nothing. Where tensors go back and "
-        "forth between float32 and half, or where weights are cast again for a small batch, half "
-        "precision is slower than float32."
-    ),
-    how=(
-        "The second training step is counted operation by operation: bytes read and written. "
-        "Reported if casts between floating dtypes move more than half of them, and at least 16 "
-        "MiB, with the lines that cast most; those in the backward belong to the line that calls "
-        "it. "
-        "Scripts that use torch.compile are not counted, since compiled code fuses casts."
-    ),
-    do=(
-        "Look at the lines named. Weights that are cast in every forward: use half weights (O2, "
-        "O5), a larger batch, or one autocast region around the whole forward, which casts each "
-        "weight once. Activations: leave out .float() calls, and keep neighbouring functions in "
-        "one dtype."
-    ),
+    why="""A cast reads and writes a whole tensor and computes nothing. Where tensors go back and
+    forth between float32 and half, or where weights are cast again for a small batch, half
+    precision is slower than float32.""",
+    how="""The second training step is counted operation by operation: bytes read and written.
+    Reported if casts between floating dtypes move more than half of them, and at least 16 MiB, with
+    the lines that cast most; those in the backward belong to the line that calls it. Scripts that
+    use torch.compile are not counted, since compiled code fuses casts.""",
+    do="""Look at the lines named. Weights that are cast in every forward: use half weights (O2,
+    O5), a larger batch, or one autocast region around the whole forward, which casts each weight
+    once. Activations: leave out .float() calls, and keep neighbouring functions in one dtype.""",
 )
 
 _TILE = 8

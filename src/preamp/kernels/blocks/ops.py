@@ -260,14 +260,19 @@ class Blocks(Ops):
 
     # -- on a CPU ------------------------------------------------------------------------------
 
-    def _joined(self, column: Tensors) -> Iterator[torch.Tensor]:
-        """The tensors by dtype, small ones joined, each valid until the next; no empty ones."""
+    def _joined(self, column: Tensors, *, widens: bool = False) -> Iterator[torch.Tensor]:
+        """The tensors by dtype, small ones joined, each valid until the next; no empty ones.
+
+        Args:
+            column: Contiguous.
+            widens: Join half ones in float32.
+        """
         geometry = geometry_of(column)
         if geometry is None:  # there are none
             return
         plans = _reading_plans(geometry.shapes, geometry.leaders, self._large(near=True))
         for dtype, plan in plans:
-            with plan.workspaces(dtype) as (space,):
+            with plan.workspaces(math_dtype(dtype) if widens else dtype) as (space,):
                 for cut in plan.cuts:
                     tensors = cut.of(column)
                     if len(tensors) == 1:
@@ -283,7 +288,8 @@ class Blocks(Ops):
 
     def _norms_in_order(self, column: Tensors) -> list[torch.Tensor]:
         """Norms that together are the norm of all."""
-        return [found for tensor in self._joined(column) for found in self._pieces(tensor)]
+        joined = self._joined(column, widens=True)
+        return [found for tensor in joined for found in self._pieces(tensor)]
 
     def _pieces(
         self, tensor: torch.Tensor, factor: torch.Tensor | None = None
@@ -295,10 +301,10 @@ class Blocks(Ops):
             return
         # torch would widen a half tensor as a whole, into memory that it asks for each time.
         most = self._large(near=True)
-        wide = torch.empty(min(most, tensor.numel()), dtype=dtype, device=_CPU)
-        for piece in split(tensor, most):
-            values = wide[: piece.numel()].copy_(piece)
-            yield norm(values if factor is None else values.mul_(factor))
+        with plan_of((torch.Size((most,)),), most).workspaces(dtype) as (space,):
+            for piece in split(tensor, most):
+                values = space.memory[: piece.numel()].copy_(piece)
+                yield norm(values if factor is None else values.mul_(factor))
 
     def _norms_of_each(self, tensors: Tensors, factor: torch.Tensor | None) -> torch.Tensor:
         factor = None if factor is None else factor.to(_CPU)

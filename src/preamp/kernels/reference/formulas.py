@@ -60,11 +60,8 @@ def number_of(
 ) -> Scalar:
     """The number that ``rule`` needs of each tensor: of NovoGrad its norm, else its learning rate.
 
-    Args:
-        rule: The rule.
-        lr: Its learning rate.
-        norms: Those of what is `measured`; scalars, or vectors for several tensors.
-        kept: What the rule keeps as the last list of its state, in the same form.
+    ``norms`` are those of what is `measured`, scalars, or vectors for several tensors; ``kept``
+    is what the rule keeps as the last list of its state, in the same form.
     """
     match rule:
         case LambRule(uses_trust_ratio=True):

@@ -73,7 +73,6 @@ class Reference(Ops):
         with_norm: bool = False,
         with_max_abs: bool = True,
     ) -> Census:
-        """See `preamp.kernels.ops.Ops.census`."""
         del with_max_abs  # they are how an overflow is found
         norm = self.l2norm(grads, [None] * len(grads), device) if with_norm else None
         if not grads:
@@ -91,7 +90,6 @@ class Reference(Ops):
     def scale_add_(
         self, grads: Tensors, factor: torch.Tensor | float, addends: Sequence[torch.Tensor | None]
     ) -> None:
-        """See `preamp.kernels.ops.Ops.scale_add_`."""
         factors: dict[tuple[torch.device, torch.dtype], torch.Tensor | float] = {}
         for grad, addend in zip(grads, addends, strict=True):
             dtype = math_dtype(grad.dtype)
@@ -116,7 +114,6 @@ class Reference(Ops):
         factors: Sequence[torch.Tensor],
         addends: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor]:
-        """See `preamp.kernels.ops.Ops.widen_add`."""
         results: list[torch.Tensor] = []
         for half, factor, addend in zip(halves, factors, addends, strict=True):
             wide = half.to(torch.float32, memory_format=torch.preserve_format, copy=True)
@@ -126,7 +123,6 @@ class Reference(Ops):
 
     @torch.no_grad()
     def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
-        """See `preamp.kernels.ops.Ops.cast_copy_`."""
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source)
 
@@ -139,7 +135,6 @@ class Reference(Ops):
         b: torch.Tensor | float,
         ys: Sequence[torch.Tensor | None],
     ) -> None:
-        """See `preamp.kernels.ops.Ops.axpby_`."""
         for target, x, y in zip(targets, xs, ys, strict=True):
             wide = x.to(math_dtype(x.dtype)) * a
             target.copy_(wide if y is None else wide + y.to(math_dtype(y.dtype)) * b)
@@ -148,7 +143,6 @@ class Reference(Ops):
     def l2norms(
         self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor:
-        """See `preamp.kernels.ops.Ops.l2norms`."""
         if not tensors:
             return torch.zeros(0, dtype=torch.float32, device=device)
         if factor is None:
@@ -160,7 +154,6 @@ class Reference(Ops):
     def l2norm(
         self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
     ) -> torch.Tensor:
-        """See `preamp.kernels.ops.Ops.l2norm`."""
         norms: list[torch.Tensor] = []
         for tensor, factor in zip(tensors, factors, strict=True):
             one = _norm(tensor, device)
@@ -173,7 +166,6 @@ class Reference(Ops):
     def update_(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
     ) -> None:
-        """See `preamp.kernels.ops.Ops.update_`."""
         for place, slot in enumerate(slots(params, grads, *state, update=update)):
             if update.norms is not None:
                 norms = slot.scalar(update.norms[:, place]).unbind()
@@ -189,7 +181,6 @@ class Reference(Ops):
     def lamb_norms(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
     ) -> torch.Tensor:
-        """See `preamp.kernels.ops.Ops.lamb_norms`."""
         rule = replace(rule, uses_trust_ratio=True)
         places = slots(params, grads, *state, update=update)
         found = [norms_of(slot, rule, update) for slot in places]

@@ -15,16 +15,11 @@ from preamp.kernels.rules import Scalar, Update
 
 
 class Slot:
-    """One place of the lists: a parameter with its gradient, loaded for the computation.
+    """One place of the lists: a parameter with its gradient, loaded for the computation."""
 
-    Attributes:
-        p: The parameter, widened.
-        g: The gradient, widened and multiplied by ``inv_scale``.
-        state: The state tensors, widened, in the order of the op's arguments.
-    """
-
-    p: torch.Tensor
-    g: torch.Tensor
+    p: torch.Tensor  # the parameter, widened
+    g: torch.Tensor  # the gradient, widened and multiplied by ``inv_scale``
+    # the state tensors, widened, in the order of the op's arguments
     state: tuple[torch.Tensor, ...]
 
     def scalar(self, value: Any) -> Any:
@@ -63,7 +58,6 @@ class TensorSlot(Slot):
         half: torch.Tensor | None,
         update: Update,
     ) -> None:
-        """Load; nothing is written before `store`."""
         self._targets = (param, *state)
         self._half = half
         self._found_inf = update.found_inf

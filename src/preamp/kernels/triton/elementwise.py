@@ -59,7 +59,6 @@ class Elementwise(Ops):
         b: torch.Tensor | float,
         ys: Row,
     ) -> None:
-        """See `preamp.kernels.ops.Ops.axpby_`."""
         check_devices(targets)
         groups, others = sort(targets, xs, ys)
         for group in groups:
@@ -69,7 +68,6 @@ class Elementwise(Ops):
 
     @torch.no_grad()
     def scale_add_(self, grads: Tensors, factor: torch.Tensor | float, addends: Row) -> None:
-        """See `preamp.kernels.ops.Ops.scale_add_`."""
         check_devices(grads)
         groups, others = sort(grads, grads, addends)
         for group in groups:
@@ -79,7 +77,6 @@ class Elementwise(Ops):
 
     @torch.no_grad()
     def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
-        """See `preamp.kernels.ops.Ops.cast_copy_`."""
         check_devices(targets)
         groups, others = sort(targets, sources, [None] * len(targets))
         for group in groups:
@@ -91,7 +88,6 @@ class Elementwise(Ops):
     def widen_add(
         self, halves: Tensors, factors: Sequence[torch.Tensor], addends: Row
     ) -> list[torch.Tensor]:
-        """See `preamp.kernels.ops.Ops.widen_add`."""
         check_devices(halves)
         results = [
             torch.empty_like(half, dtype=torch.float32) if addend is None else addend

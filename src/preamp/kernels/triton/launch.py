@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from preamp.core.errors import PreampUnavailableError, message
+from preamp.core.errors import unavailable
 from preamp.kernels.reference import Reference
 from preamp.kernels.rules import Scalar
 from preamp.kernels.triton.device.jit import INTERPRETED
@@ -24,20 +24,14 @@ COMPILED_FOR = ("cuda", "xpu")
 
 
 def check_devices(tensors: Iterable[torch.Tensor | None]) -> None:
-    """Refuse tensors on devices that kernels cannot run on.
-
-    Raises:
-        PreampUnavailableError: There is such a tensor.
-    """
+    """Refuse tensors on devices that kernels cannot run on."""
     runs_on = ("cpu",) if INTERPRETED else COMPILED_FOR
     for tensor in tensors:
         if tensor is not None and tensor.device.type not in runs_on:
-            raise PreampUnavailableError(
-                message(
-                    f"The triton back end got a tensor on {tensor.device}",
-                    f"Its kernels run on {' and '.join(runs_on)} here",
-                    "Choose the back end 'auto', or 'reference', which runs on every device",
-                )
+            raise unavailable(
+                f"The triton back end got a tensor on {tensor.device}",
+                f"Its kernels run on {' and '.join(runs_on)} here",
+                "Choose the back end 'auto', or 'reference', which runs on every device",
             )
 
 

@@ -21,18 +21,12 @@ Row = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Places that one launch takes: all on one device, their dtypes equal list by list.
+    """Places that one launch takes: all on one device, their dtypes equal list by list."""
 
-    Attributes:
-        device: Where they are.
-        dtypes: dtype of each list, ``None`` where it has no tensors.
-        rows: The lists.
-        positions: Which places of the caller's lists these are.
-    """
-
-    device: torch.device
-    dtypes: tuple[torch.dtype | None, ...]
-    rows: tuple[list[torch.Tensor], ...]
+    device: torch.device  # where they are
+    dtypes: tuple[torch.dtype | None, ...]  # dtype of each list, ``None`` where it has no tensors
+    rows: tuple[list[torch.Tensor], ...]  # the lists
+    # which places of the caller's lists these are
     positions: list[int] = field(default_factory=list[int])
 
 
@@ -40,11 +34,8 @@ def sort(*lists: Row, scalars: int = 0) -> tuple[list[Group], list[int]]:
     """Return the groups, and the places that kernels cannot take.
 
     A kernel walks memory in storage order. So the tensors of a place must be dense, with equal
-    strides, on one device, of `DTYPES`, and lie in memory of their own.
-
-    Args:
-        lists: Equally long; the first one has a tensor in every place.
-        scalars: How many of the lists, at the end, hold 0-dim tensors.
+    strides, on one device, of `DTYPES`, and lie in memory of their own. The first list has a
+    tensor in every place; the last ``scalars`` lists hold 0-dim tensors.
     """
     groups: dict[tuple[object, ...], Group] = {}
     others: list[int] = []

@@ -67,16 +67,10 @@ def measure(
     finite: bool = False,
     factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return per chunk what is asked for, a row of each in the order of the arguments.
+    """Return per chunk of list ``row`` what is asked for, a row of each in this order.
 
-    Args:
-        entries: The table.
-        row: Which of its lists to read.
-        dtypes: That of the list, and that of the computation.
-        largest: Take the largest magnitude.
-        squares: Take the sum of squares.
-        finite: Take the largest finite magnitude.
-        factor: Multiplies every value before anything else.
+    ``dtypes`` are that of the list and that of the computation; ``factor`` multiplies every value
+    before anything else.
     """
     shape = (largest + squares + finite, entries.chunks)
     partials = torch.empty(shape, dtype=dtypes[1], device=entries.layout.device)
@@ -132,7 +126,6 @@ class Reductions(Ops):
         with_norm: bool = False,
         with_max_abs: bool = True,
     ) -> Census:
-        """See `preamp.kernels.ops.Ops.census`."""
         del with_max_abs  # they cost nothing
         check_devices(grads)
         groups, others = sort(grads)
@@ -174,7 +167,6 @@ class Reductions(Ops):
     def l2norms(
         self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor:
-        """See `preamp.kernels.ops.Ops.l2norms`."""
         check_devices(tensors)
         groups, others = sort(tensors)
         found: dict[torch.device, torch.Tensor] = {}
@@ -197,7 +189,6 @@ class Reductions(Ops):
     def l2norm(
         self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
     ) -> torch.Tensor:
-        """See `preamp.kernels.ops.Ops.l2norm`."""
         norms = self.l2norms(tensors, None, device)
         distinct = {id(factor): factor for factor in factors}
         numbers = {

@@ -45,28 +45,19 @@ _read_by_graphs: list[torch.Tensor] = []
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The two tensors of a launch, with the numbers that the host needs.
+    """The two tensors of a launch, with the numbers that the host needs."""
 
-    Attributes:
-        pointers: int64, one row of ``count`` addresses per list.
-        layout: int64, see the top of this file.
-        count: Number of tensors.
-        chunks: Number of chunks, the size of the grid.
-    """
-
-    pointers: torch.Tensor
-    layout: torch.Tensor
-    count: int
-    chunks: int
+    pointers: torch.Tensor  # int64, one row of ``count`` addresses per list
+    layout: torch.Tensor  # int64, see the top of this file
+    count: int  # number of tensors
+    chunks: int  # number of chunks, the size of the grid
 
 
 def table(rows: Sequence[Sequence[torch.Tensor]], positions: Sequence[int]) -> Table:
     """Return the table for ``rows``, a new or a remembered one. Does not synchronise.
 
-    Args:
-        rows: Lists of tensors, equally long, all on one device. The first one is cut into
-            chunks.
-        positions: Where each tensor's results go.
+    The rows are equally long and on one device; the first one is cut into chunks. ``positions``
+    say where each tensor's results go.
     """
     device = rows[0][0].device
     stream = _stream(device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The update rules: what each kernel is started with."""
+"""The update rules: what each kernel is started with. With them the back end is complete."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.kernels.ops import Ops, Tensors
+from preamp.kernels.ops import Tensors
 from preamp.kernels.rules import (
     AdagradRule,
     AdamRule,
@@ -24,37 +24,34 @@ from preamp.kernels.rules import (
     Update,
     left_out,
 )
-from preamp.kernels.triton.device.adagrad import adagrad_kernel
-from preamp.kernels.triton.device.adam import adam_kernel
 from preamp.kernels.triton.device.jit import KINDS
-from preamp.kernels.triton.device.lamb import lamb_kernel
-from preamp.kernels.triton.device.lars import lars_kernel
-from preamp.kernels.triton.device.novograd import average_norms, novograd_kernel
-from preamp.kernels.triton.device.sgd import sgd_kernel
+from preamp.kernels.triton.device.updates import (
+    adagrad_kernel,
+    adam_kernel,
+    average_norms,
+    lamb_kernel,
+    lars_kernel,
+    novograd_kernel,
+    sgd_kernel,
+)
+from preamp.kernels.triton.elementwise import Elementwise
 from preamp.kernels.triton.launch import REFERENCE, check_devices, given, launch, number, scalar
 from preamp.kernels.triton.places import pick, sort
-from preamp.kernels.triton.reductions import gather, gathered, measure
+from preamp.kernels.triton.reductions import Reductions, gather, gathered, measure
 from preamp.kernels.triton.tables import CHUNK, Table, table
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Places of an update that one launch takes.
+    """Places of an update that one launch takes."""
 
-    Attributes:
-        entries: Rows: parameters, gradients, state, and halves if there are any.
-        dtypes: By the names that kernels know: ``P`` and ``G``, ``M`` and ``V`` for the state,
-            ``H`` for the halves or ``None``, ``N`` for 0-dim state.
-        math: That of the computation.
-        update: As given.
-        written: The tensors that change.
-    """
-
-    entries: Table
+    entries: Table  # rows: parameters, gradients, state, and halves if there are any
+    # by the names that kernels know: ``P`` and ``G``, ``M`` and ``V`` for the state, ``H`` for
+    # the halves or ``None``, ``N`` for 0-dim state
     dtypes: dict[str, torch.dtype | None]
-    math: torch.dtype
-    update: Update
-    written: list[torch.Tensor]
+    math: torch.dtype  # that of the computation
+    update: Update  # as given
+    written: list[torch.Tensor]  # the tensors that change
 
     def numbers(self, **values: float) -> dict[str, int]:
         """Keyword arguments: the bits of each value."""
@@ -127,12 +124,7 @@ def places(
 ) -> tuple[list[Places], list[int]]:
     """Sort the lists into launches, and name the places that only the reference can take.
 
-    Args:
-        params: As the op was given them, like the other lists.
-        grads: Same.
-        state: Lists of the parameters' shapes.
-        update: As given.
-        numbers: A list of state of 0-dim tensors, or none; the last row of the table.
+    ``numbers`` may be one list of 0-dim state; it is the last row of the table.
     """
     check_devices(params)
     halves: Sequence[torch.Tensor | None] = update.halves or [None] * len(params)
@@ -150,14 +142,15 @@ def places(
     ], others
 
 
-class Updates(Ops):
-    """The update rules."""
+class Triton(Elementwise, Reductions):
+    """Every op in Triton's kernels."""
+
+    name = "triton"
 
     @torch.no_grad()
     def update_(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
     ) -> None:
-        """See `preamp.kernels.ops.Ops.update_`."""
         shaped = len(state) - rule.has_numbers
         taken, others = places(
             params, grads, *state[:shaped], update=update, numbers=state[shaped:]
@@ -172,7 +165,6 @@ class Updates(Ops):
     def lamb_norms(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
     ) -> torch.Tensor:
-        """See `preamp.kernels.ops.Ops.lamb_norms`."""
         taken, others = places(params, grads, *state, update=update)
         if others or len(taken) != 1:
             return REFERENCE.lamb_norms(params, grads, *state, rule=rule, update=update)
@@ -244,9 +236,7 @@ def _sgd_arguments(part: Places, rule: SgdRule) -> dict[str, Any]:
     return {
         **part.corrections(False),
         **part.numbers(
-            momentum=rule.momentum,
-            share=1 - rule.dampening,
-            weight_decay=rule.weight_decay,
+            momentum=rule.momentum, share=1 - rule.dampening, weight_decay=rule.weight_decay
         ),
         "HAS_MOMENTUM": rule.momentum != 0,
         "NESTEROV": rule.nesterov,

@@ -23,23 +23,9 @@ from preamp.kernels.triton.device.walk import (
 
 @kernel
 def combine_kernel(
-    pointers,
-    layout,
-    n: tl.int64,
-    a: tl.int64,
-    a_at,
-    b: tl.int64,
-    b_at,
-    T: tl.constexpr,
-    X: tl.constexpr,
-    Y: tl.constexpr,
-    X_MATH: tl.constexpr,
-    Y_MATH: tl.constexpr,
-    A_AT: tl.constexpr,
-    B_AT: tl.constexpr,
-    A_EACH: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    pointers, layout, n: tl.int64, a: tl.int64, a_at, b: tl.int64, b_at,
+    T, X, Y, X_MATH, Y_MATH, A_AT, B_AT, A_EACH, CHUNK,
+):  # fmt: skip
     """``target = a * x + b * y``; rows: targets, xs, ys if any, factors if ``A_EACH``."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
     target_at = address(pointers, n, 0, tensor)

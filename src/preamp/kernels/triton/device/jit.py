@@ -23,15 +23,13 @@ KINDS: dict[torch.dtype | None, Any] = {
 
 
 def kernel(function: Callable[..., None]) -> Any:
-    """Compile ``function`` for its ``constexpr`` arguments only.
+    """Compile ``function`` for its arguments in capitals only.
 
     Neither the values nor the alignment of the other arguments cause a recompilation.
     """
-    varying = [
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if "constexpr" not in str(parameter.annotation)
-    ]
+    names = inspect.signature(function).parameters
+    function.__annotations__ |= dict.fromkeys(filter(str.isupper, names), "tl.constexpr")
+    varying = [name for name in names if not name.isupper()]
     return cast("Any", triton).jit(function, do_not_specialize=varying)
 
 

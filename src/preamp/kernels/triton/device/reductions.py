@@ -29,20 +29,9 @@ from preamp.kernels.triton.device.walk import (
 
 @kernel
 def measure_chunks(
-    pointers,
-    layout,
-    n: tl.int64,
-    partials,
-    factor_at,
-    X: tl.constexpr,
-    MATH: tl.constexpr,
-    ROW: tl.constexpr,
-    FACTOR_AT: tl.constexpr,
-    MAX: tl.constexpr,
-    SUM: tl.constexpr,
-    FINITE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    pointers, layout, n: tl.int64, partials, factor_at,
+    X, MATH, ROW, FACTOR_AT, MAX, SUM, FINITE, CHUNK,
+):  # fmt: skip
     """Write the largest magnitude, sum of squares, and largest finite magnitude of each chunk."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
     at = address(pointers, n, ROW, tensor)
@@ -77,19 +66,9 @@ def measure_chunks(
 
 @kernel
 def gather_kernel(
-    pointers,
-    layout,
-    n: tl.int64,
-    partials,
-    results,
-    found_inf,
-    finite_partials,
-    finite_results,
-    MATH: tl.constexpr,
-    MAX: tl.constexpr,
-    FOUND_INF: tl.constexpr,
-    FINITE: tl.constexpr,
-):
+    pointers, layout, n: tl.int64, partials, results, found_inf, finite_partials, finite_results,
+    MATH, MAX, FOUND_INF, FINITE,
+):  # fmt: skip
     """Bring the partial results of one tensor together, at its position in ``results``."""
     tensor = tl.program_id(0).to(tl.int64)
     first = tl.load(layout + n + tensor)

@@ -1,13 +1,30 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Reading autograd's graph; the dtypes in it have no public name in torch."""
+"""Autograd's graph, and the backward under way; torch has both, but not in public."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from torch.autograd.graph import Node
+
+
+def backward_under_way() -> int:
+    """A number of the backward that this thread works on; -1 if there is none.
+
+    A backward inside another one, as in reentrant checkpoints, has a number of its own.
+    """
+    return cast("Any", torch)._C._current_graph_task_id()
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call ``call`` when the backward under way has accumulated all its gradients.
+
+    Only hooks of a backward may ask for it. What ``call`` raises, ``backward`` raises; after a
+    backward that fails it is not called.
+    """
+    cast("Any", torch.autograd).Variable._execution_engine.queue_callback(call)
 
 
 def leaves_through(roots: Iterable[torch.Tensor], dtype: torch.dtype) -> set[int]:
@@ -15,10 +32,7 @@ def leaves_through(roots: Iterable[torch.Tensor], dtype: torch.dtype) -> set[int
 
     A gradient that has been of ``dtype`` anywhere on its way counts, the leaf's own dtype
     included. What a node computes inside, as that of a compiled region does, is not seen.
-
-    Args:
-        roots: Tensors with a graph. Neither they nor the graph are changed; nothing synchronises.
-        dtype: Dtype of gradients to look for.
+    Nothing is changed, and nothing synchronises.
     """
     found: set[int] = set()
     passed: dict[Node, bool] = {}

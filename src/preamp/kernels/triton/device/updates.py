@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# pyright: basic, reportInvalidTypeForm=false, reportArgumentType=false, reportGeneralTypeIssues=false
+"""The kernels of the update rules."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from preamp.kernels.triton.device.jit import kernel
+from preamp.kernels.triton.device.walk import (
+    BLOCK,
+    address,
+    address_of_half,
+    bounds,
+    correction,
+    divide,
+    factor_or_one,
+    find_chunk,
+    load,
+    load_one,
+    narrow,
+    number,
+    root,
+    scalar,
+    spared,
+    store,
+    store_one,
+    store_param,
+    whole_blocks,
+)
+
+
+@kernel
+def adam_kernel(
+    pointers, layout, n: tl.int64, lr: tl.int64, lr_at, step: tl.int64, step_at, beta1: tl.int64,
+    beta1_left: tl.int64, beta2: tl.int64, beta2_left: tl.int64, eps: tl.int64,
+    weight_decay: tl.int64, correction1: tl.int64, correction2: tl.int64, inv_scale_at,
+    found_inf_at,
+    P, G, M, V, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, DECAYS, DECOUPLED, MOMENTS,
+    STEP_SIZE, EPS_INSIDE_SQRT, CHUNK,
+):  # fmt: skip
+    """One chunk of an Adam update."""
+    tensor, start, count = find_chunk(layout, n, CHUNK)
+    count = spared(count, found_inf_at, FOUND_INF_AT)
+    p_at = address(pointers, n, 0, tensor)
+    g_at = address(pointers, n, 1, tensor)
+    m_at = address(pointers, n, 2, tensor)
+    v_at = address(pointers, n, 3, tensor)
+    h_at = address_of_half(pointers, n, 4, tensor, H)
+    size = scalar(lr, lr_at, LR_AT, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
+    c1 = correction(correction1, step_at, STEP_AT, MATH)
+    c2 = correction(correction2, step_at, STEP_AT, MATH)
+    if STEP_SIZE:
+        size = divide(size * root(c2, MATH), c1, MATH)
+    decay = number(weight_decay, MATH)
+    whole = whole_blocks(p_at | g_at | m_at | v_at | h_at, count)
+    for EDGE in tl.static_range(2):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
+            where = first + tl.arange(0, BLOCK)
+            mask = where < count
+            p = load(p_at, start, where, mask, EDGE, P, MATH)
+            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
+            m = load(m_at, start, where, mask, EDGE, M, MATH)
+            v = load(v_at, start, where, mask, EDGE, V, MATH)
+            if DECAYS and not DECOUPLED:
+                g = g + decay * p
+            m = number(beta1, MATH) * m + number(beta1_left, MATH) * g
+            v = number(beta2, MATH) * v + number(beta2_left, MATH) * g * g
+            store(m_at, start, where, mask, EDGE, M, narrow(m, M))
+            store(v_at, start, where, mask, EDGE, V, narrow(v, V))
+            if MOMENTS:
+                m = divide(m, c1, MATH)
+                v = divide(v, c2, MATH)
+            if EPS_INSIDE_SQRT:
+                direction = divide(m, root(v + number(eps, MATH), MATH), MATH)
+            else:
+                direction = divide(m, root(v, MATH) + number(eps, MATH), MATH)
+            if DECAYS and DECOUPLED:
+                direction = direction + decay * p
+            store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - size * direction)
+            first += BLOCK
+
+
+@triton.jit
+def trusted(rate, norms, n, MATH: tl.constexpr):
+    """The rate times the ratio of the two norms, alone where one of them is zero."""
+    p_norm = tl.load(norms)
+    u_norm = tl.load(norms + n)
+    ratio = divide(p_norm, u_norm, MATH)
+    return tl.where((p_norm > 0) & (u_norm > 0), rate * ratio, rate)
+
+
+@kernel
+def lamb_kernel(
+    pointers, layout, n: tl.int64, norms, lr: tl.int64, lr_at, step: tl.int64, step_at,
+    beta1: tl.int64, beta3: tl.int64, beta2: tl.int64, beta2_left: tl.int64, eps: tl.int64,
+    weight_decay: tl.int64, correction1: tl.int64, correction2: tl.int64, inv_scale_at,
+    found_inf_at,
+    P, G, M, V, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, DECAYS, DECOUPLED, CORRECTS,
+    TRUST_RATIO, MEASURE, CHUNK,
+):  # fmt: skip
+    """Write sums of squares of a chunk's parameters and steps to ``norms``, or take the steps.
+
+    Measuring stores nothing else: steps that are computed twice from the same state are equal,
+    whatever dtype the state is rounded to.
+    """
+    tensor, start, count = find_chunk(layout, n, CHUNK)
+    count = spared(count, found_inf_at, FOUND_INF_AT)
+    p_at = address(pointers, n, 0, tensor)
+    g_at = address(pointers, n, 1, tensor)
+    m_at = address(pointers, n, 2, tensor)
+    v_at = address(pointers, n, 3, tensor)
+    h_at = address_of_half(pointers, n, 4, tensor, H)
+    rate = scalar(lr, lr_at, LR_AT, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
+    if TRUST_RATIO and not MEASURE:
+        rate = trusted(rate, norms + tensor, n, MATH)
+    c1 = correction(correction1, step_at, STEP_AT, MATH)
+    c2 = correction(correction2, step_at, STEP_AT, MATH)
+    decay = number(weight_decay, MATH)
+    p_squares = tl.zeros([BLOCK], MATH)
+    u_squares = tl.zeros([BLOCK], MATH)
+    whole = whole_blocks(p_at | g_at | m_at | v_at | h_at, count)
+    for EDGE in tl.static_range(2):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
+            where = first + tl.arange(0, BLOCK)
+            mask = where < count
+            p = load(p_at, start, where, mask, EDGE, P, MATH)
+            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
+            m = load(m_at, start, where, mask, EDGE, M, MATH)
+            v = load(v_at, start, where, mask, EDGE, V, MATH)
+            if DECAYS and not DECOUPLED:
+                g = g + decay * p
+            m = number(beta1, MATH) * m + number(beta3, MATH) * g
+            v = number(beta2, MATH) * v + number(beta2_left, MATH) * g * g
+            if not MEASURE:
+                store(m_at, start, where, mask, EDGE, M, narrow(m, M))
+                store(v_at, start, where, mask, EDGE, V, narrow(v, V))
+            if CORRECTS:
+                m = divide(m, c1, MATH)
+                v = divide(v, c2, MATH)
+            u = divide(m, root(v, MATH) + number(eps, MATH), MATH)
+            if DECAYS and DECOUPLED:
+                u = u + decay * p
+            if MEASURE:
+                u = tl.where(mask, u, 0)  # without eps it is nan beyond the end
+                p_squares += p * p
+                u_squares += u * u
+            else:
+                store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - rate * u)
+            first += BLOCK
+    if MEASURE:
+        partial = norms + tl.program_id(0).to(tl.int64)
+        tl.store(partial, tl.sum(p_squares, 0))
+        tl.store(partial + tl.num_programs(0), tl.sum(u_squares, 0))
+
+
+@kernel
+def sgd_kernel(
+    pointers, layout, n: tl.int64, lr: tl.int64, lr_at, step: tl.int64, step_at, momentum: tl.int64,
+    share: tl.int64, weight_decay: tl.int64, inv_scale_at, found_inf_at,
+    P, G, M, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, HAS_MOMENTUM, NESTEROV,
+    DECAYS_BEFORE, DECAYS_AFTER, CHUNK,
+):  # fmt: skip
+    """One chunk of a step of gradient descent."""
+    tensor, start, count = find_chunk(layout, n, CHUNK)
+    count = spared(count, found_inf_at, FOUND_INF_AT)
+    p_at = address(pointers, n, 0, tensor)
+    g_at = address(pointers, n, 1, tensor)
+    m_at = address(pointers, n, 2, tensor)
+    h_at = address_of_half(pointers, n, 3, tensor, H)
+    size = scalar(lr, lr_at, LR_AT, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
+    is_first = scalar(step, step_at, STEP_AT, MATH) == 1
+    decay = number(weight_decay, MATH)
+    whole = whole_blocks(p_at | g_at | m_at | h_at, count)
+    for EDGE in tl.static_range(2):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
+            where = first + tl.arange(0, BLOCK)
+            mask = where < count
+            p = load(p_at, start, where, mask, EDGE, P, MATH)
+            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
+            if DECAYS_BEFORE:
+                g = g + decay * p
+            if HAS_MOMENTUM:
+                m = load(m_at, start, where, mask, EDGE, M, MATH)
+                later = number(momentum, MATH) * m + number(share, MATH) * g
+                m = tl.where(is_first, g, later)
+                store(m_at, start, where, mask, EDGE, M, narrow(m, M))
+                if NESTEROV:
+                    g = g + number(momentum, MATH) * m
+                else:
+                    g = m
+            if DECAYS_AFTER:
+                g = g + decay * p
+            store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - size * g)
+            first += BLOCK
+
+
+@kernel
+def lars_kernel(
+    pointers, layout, n: tl.int64, p_norms, g_norms, lr: tl.int64, lr_at, momentum: tl.int64,
+    weight_decay: tl.int64, trust_coefficient: tl.int64, eps: tl.int64, inv_scale_at, found_inf_at,
+    P, G, M, H, MATH, LR_AT, INV_SCALE_AT, FOUND_INF_AT, NESTEROV, TRUST_RATIO, CHUNK,
+):  # fmt: skip
+    """One chunk of a LARS update; the norms are those of whole tensors."""
+    tensor, start, count = find_chunk(layout, n, CHUNK)
+    count = spared(count, found_inf_at, FOUND_INF_AT)
+    p_at = address(pointers, n, 0, tensor)
+    g_at = address(pointers, n, 1, tensor)
+    m_at = address(pointers, n, 2, tensor)
+    h_at = address_of_half(pointers, n, 3, tensor, H)
+    rate = scalar(lr, lr_at, LR_AT, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
+    decay = number(weight_decay, MATH)
+    if TRUST_RATIO:
+        p_norm = tl.load(p_norms + tensor)
+        g_norm = tl.load(g_norms + tensor)
+        ratio = divide(p_norm, g_norm + decay * p_norm + number(eps, MATH), MATH)
+        ratio = number(trust_coefficient, MATH) * ratio
+        rate = tl.where((p_norm > 0) & (g_norm > 0), rate * ratio, rate)
+    whole = whole_blocks(p_at | g_at | m_at | h_at, count)
+    for EDGE in tl.static_range(2):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
+            where = first + tl.arange(0, BLOCK)
+            mask = where < count
+            p = load(p_at, start, where, mask, EDGE, P, MATH)
+            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
+            m = load(m_at, start, where, mask, EDGE, M, MATH)
+            change = rate * (g + decay * p)
+            m = number(momentum, MATH) * m - change
+            store(m_at, start, where, mask, EDGE, M, narrow(m, M))
+            if NESTEROV:
+                m = number(momentum, MATH) * m - change
+            store_param(p_at, h_at, start, where, mask, EDGE, P, H, p + m)
+            first += BLOCK
+
+
+@kernel
+def adagrad_kernel(
+    pointers, layout, n: tl.int64, lr: tl.int64, lr_at, eps: tl.int64, weight_decay: tl.int64,
+    inv_scale_at, found_inf_at,
+    P, G, M, H, MATH, LR_AT, INV_SCALE_AT, FOUND_INF_AT, DECAYS, DECOUPLED, CHUNK,
+):  # fmt: skip
+    """One chunk of an Adagrad update."""
+    tensor, start, count = find_chunk(layout, n, CHUNK)
+    count = spared(count, found_inf_at, FOUND_INF_AT)
+    p_at = address(pointers, n, 0, tensor)
+    g_at = address(pointers, n, 1, tensor)
+    sum_at = address(pointers, n, 2, tensor)
+    h_at = address_of_half(pointers, n, 3, tensor, H)
+    size = scalar(lr, lr_at, LR_AT, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
+    decay = number(weight_decay, MATH)
+    whole = whole_blocks(p_at | g_at | sum_at | h_at, count)
+    for EDGE in tl.static_range(2):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
+            where = first + tl.arange(0, BLOCK)
+            mask = where < count
+            p = load(p_at, start, where, mask, EDGE, P, MATH)
+            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
+            total = load(sum_at, start, where, mask, EDGE, M, MATH)
+            if DECAYS and not DECOUPLED:
+                g = g + decay * p
+            total = total + g * g
+            store(sum_at, start, where, mask, EDGE, M, narrow(total, M))
+            direction = divide(g, root(total, MATH) + number(eps, MATH), MATH)
+            if DECAYS and DECOUPLED:
+                direction = direction + decay * p
+            store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - size * direction)
+            first += BLOCK
+
+
+@kernel
+def average_norms(
+    pointers, layout, n: tl.int64, norms, averages, beta2: tl.int64, beta2_left: tl.int64,
+    found_inf_at,
+    N, ROW, MATH, FOUND_INF_AT, USES_MAX,
+):  # fmt: skip
+    """Blend the norm of one gradient into its average, unrounded for the update that follows."""
+    tensor = tl.program_id(0).to(tl.int64)
+    at = address(pointers, n, ROW, tensor)
+    norm = tl.load(norms + tensor)
+    v = load_one(at, N, MATH)
+    if USES_MAX:
+        blend = number(beta2, MATH) * v + number(beta2_left, MATH) * norm
+    else:
+        blend = number(beta2, MATH) * v * v + number(beta2_left, MATH) * norm * norm
+        blend = root(blend, MATH)
+    blend = tl.where(v < 0, norm, blend)
+    tl.store(averages + tensor, blend)
+    if spared(1, found_inf_at, FOUND_INF_AT) == 1:  # older interpreters store scalars unmasked
+        store_one(at, N, blend)
+
+
+@kernel
+def novograd_kernel(
+    pointers, layout, n: tl.int64, averages, lr: tl.int64, lr_at, step: tl.int64, step_at,
+    beta1: tl.int64, beta3: tl.int64, eps: tl.int64, weight_decay: tl.int64, correction1: tl.int64,
+    correction2: tl.int64, inv_scale_at, found_inf_at,
+    P, G, M, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, INSIDE_MOMENT, CHUNK,
+):  # fmt: skip
+    """One chunk of a NovoGrad update; ``averages`` is what `average_norms` wrote."""
+    tensor, start, count = find_chunk(layout, n, CHUNK)
+    count = spared(count, found_inf_at, FOUND_INF_AT)
+    p_at = address(pointers, n, 0, tensor)
+    g_at = address(pointers, n, 1, tensor)
+    m_at = address(pointers, n, 2, tensor)
+    h_at = address_of_half(pointers, n, 3, tensor, H)
+    size = scalar(lr, lr_at, LR_AT, MATH)
+    inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
+    decay = number(weight_decay, MATH)
+    c1 = correction(correction1, step_at, STEP_AT, MATH)
+    c2 = correction(correction2, step_at, STEP_AT, MATH)
+    denominator = divide(tl.load(averages + tensor), root(c2, MATH), MATH) + number(eps, MATH)
+    whole = whole_blocks(p_at | g_at | m_at | h_at, count)
+    for EDGE in tl.static_range(2):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
+            where = first + tl.arange(0, BLOCK)
+            mask = where < count
+            p = load(p_at, start, where, mask, EDGE, P, MATH)
+            g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
+            m = load(m_at, start, where, mask, EDGE, M, MATH)
+            if INSIDE_MOMENT:
+                g = divide(g, denominator, MATH) + decay * p
+            m = number(beta1, MATH) * m + number(beta3, MATH) * g
+            store(m_at, start, where, mask, EDGE, M, narrow(m, M))
+            direction = divide(m, c1, MATH)
+            if not INSIDE_MOMENT:
+                direction = divide(direction, denominator, MATH) + decay * p
+            store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - size * direction)
+            first += BLOCK
