@@ -656,7 +656,7 @@ def test_refusals(arguments: dict[str, Any], kind: type[Exception], message: str
 def test_of_several_processes_the_first_one_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("preamp.engine.start.is_first_rank", lambda: False)
+    monkeypatch.setattr("preamp.engine.recorder.is_first_rank", lambda: False)
     model, optimizer = started("O2", history=tmp_path / "run.jsonl")
     train_step(model, optimizer, 0)
     assert len(history_of(model).of(StepRecord)) == 1

@@ -23,7 +23,7 @@ from cases.host_reads import far_from_the_host
 from cases.models import Damage
 from cases.selection import examples
 from preamp.engine import Engine, ledger
-from preamp.engine.finite import read_again
+from preamp.engine.overflow import read_again
 from preamp.numerics import OverflowRecord, from_json, to_json
 from preamp.optim import is_master
 from preamp.optimizers import FusedAdam

@@ -206,7 +206,7 @@ def test_looks_that_are_overtaken_are_let_go(monkeypatch: pytest.MonkeyPatch) ->
     for step in range(5):
         backward(model, optimizer, step)
     (steps,) = preamp.engine_of(model).recorder._optimizers.values()
-    (look,) = steps.coming.looks.values()
+    (look,) = steps.pending.statistics.values()
     assert len(look.copies._tensors) == 1 + 2 * len(list(model.parameters()))
 
 

@@ -2,8 +2,6 @@
 """The room that wires the others: initialize, the engine, scale_loss, step."""
 
 from preamp.engine.casts import audit_casts as audit_casts
-from preamp.engine.checkpoint_api import load_state_dict as load_state_dict
-from preamp.engine.checkpoint_api import state_dict as state_dict
 from preamp.engine.engine import Engine as Engine
 from preamp.engine.initialize import create_engine as create_engine
 from preamp.engine.initialize import initialize as initialize
@@ -12,7 +10,9 @@ from preamp.engine.loop import as_optimizers as as_optimizers
 from preamp.engine.loop import clip_grad_norm_ as clip_grad_norm_
 from preamp.engine.loop import engine_of as engine_of
 from preamp.engine.loop import find_engine as find_engine
+from preamp.engine.loop import load_state_dict as load_state_dict
 from preamp.engine.loop import scale_loss as scale_loss
+from preamp.engine.loop import state_dict as state_dict
 from preamp.engine.overflow import OverflowCause as OverflowCause
 from preamp.engine.params import master_params as master_params
 from preamp.engine.schedulers import step_scheduler as step_scheduler

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.ranks import broadcast_from_first, gather_objects, gather_tensors
 from preamp.core.splits import Group, Groups, meshes_of
 from preamp.engine.params import twin_of
@@ -40,11 +40,7 @@ class RankComparison:
         self._engine = weakref.ref(engine)
 
     def of_wrapper(self, wrapper: Any) -> None:
-        """Compare, on all ranks of ``wrapper`` at once; one all-gather of 40 bytes if all agree.
-
-        Raises:
-            PreampStateError: Ranks differ; on all of them.
-        """
+        """Compare, on all ranks of ``wrapper`` at once; one all-gather of 40 bytes if all agree."""
         engine = self._engine()
         if engine is not None:
             compare_ranks(engine, wrapper.module, wrapper.process_group)
@@ -54,9 +50,6 @@ class RankComparison:
 
         One all-gather of 32 bytes for each dimension of a mesh if all agree. Masters are not made
         equal: each rank has parts of its own.
-
-        Raises:
-            PreampStateError: Ranks differ; on all of them.
         """
         engine = self._engine()
         if engine is None or not fsdp.has_sharded_parts(model):
@@ -80,16 +73,9 @@ class RankComparison:
 def compare_ranks(engine: EngineCore | None, module: nn.Module, group: Group) -> None:
     """Check that all ranks of ``group`` train ``module`` alike; make its masters equal.
 
-    Args:
-        engine: Of this rank, or ``None`` where it has none.
-        module: What a data-parallel wrapper is about to reduce the gradients of.
-        group: Whose ranks all make this call.
-
-    Raises:
-        PreampStateError: They differ in level, policy, loss scale or parameters; on all ranks.
-
-    Mutates:
-        Masters on all ranks but the first, where they are not equal. Synchronises.
+    All of them make this call, also a rank without an engine, and all of them raise
+    `PreampStateError`. Mutates masters on all ranks but the first, where they are not equal.
+    Synchronises.
     """
     if group.size() == 1:
         return
@@ -193,13 +179,11 @@ def _refusal(ranks: Sequence[Facts], wrapper: str) -> PreampStateError:
         differences = [difference for difference in every if difference]
     more = len(differences) - _SHOWN
     shown = "; ".join(differences[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
-    return PreampStateError(
-        message(
-            f"The ranks do not train the same: {shown}",
-            f"Under {wrapper} all ranks have the same level, policy, loss scale and parameters",
-            "Build the model and call preamp.initialize in the same way on every rank, and load "
-            "checkpoints on all of them",
-        )
+    return bad_state(
+        f"The ranks do not train the same: {shown}",
+        f"Under {wrapper} all ranks have the same level, policy, loss scale and parameters",
+        "Build the model and call preamp.initialize in the same way on every rank, and load "
+        "checkpoints on all of them",
     )
 
 

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from preamp.casting import Conversion, changed_by_cast, find_kept
 from preamp.casting.kept import Kept, find_norms
 from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state, bad_type, bad_value, message
 from preamp.engine import refusals
 from preamp.engine.loop import bare, find_engine
 from preamp.kernels.data_parallel import uses_reducer
@@ -24,32 +24,22 @@ _SHOWN = 6  # buffers in a warning
 
 
 def as_models(models: Any) -> list[nn.Module]:
-    """Return the models as a list.
-
-    Raises:
-        TypeError: Neither a module nor a list of modules.
-    """
+    """Return the models as a list."""
     if isinstance(models, nn.Module):
         return [models]
     if isinstance(models, list):
         items = cast("list[Any]", models)
         if all(isinstance(item, nn.Module) for item in items):
             return items
-    raise TypeError(
-        message(
-            f"models is {_describe(models)}",
-            "Allowed is a torch.nn.Module or a list of them",
-            "Pass the model itself, or [model_a, model_b]",
-        )
+    raise bad_type(
+        f"models is {_describe(models)}",
+        "Allowed is a torch.nn.Module or a list of them",
+        "Pass the model itself, or [model_a, model_b]",
     )
 
 
 def as_optimizer_list(optimizers: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers as a list, those in a `LARC` taken out; ``None`` gives an empty one.
-
-    Raises:
-        TypeError: Neither an optimizer nor a list of them.
-    """
+    """Return the optimizers as a list, those in a `LARC` taken out; ``None`` gives an empty one."""
     if optimizers is None:
         return []
     if isinstance(optimizers, (torch.optim.Optimizer, LARC)):
@@ -58,12 +48,10 @@ def as_optimizer_list(optimizers: Any) -> list[torch.optim.Optimizer]:
         items = [bare(item) for item in cast("list[Any]", optimizers)]
         if all(isinstance(item, torch.optim.Optimizer) for item in items):
             return items
-    raise TypeError(
-        message(
-            f"optimizers is {_describe(optimizers)}",
-            "Allowed is a torch.optim.Optimizer or a list of them",
-            "Pass the optimizer itself, or [optimizer_a, optimizer_b]",
-        )
+    raise bad_type(
+        f"optimizers is {_describe(optimizers)}",
+        "Allowed is a torch.optim.Optimizer or a list of them",
+        "Pass the optimizer itself, or [optimizer_a, optimizer_b]",
     )
 
 
@@ -86,58 +74,39 @@ def members_of(given: Any, kind: type[Any]) -> list[Any]:
 
 
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse an optimizer that is listed twice or has an engine already.
-
-    Raises:
-        PreampStateError: Naming the optimizer.
-    """
+    """Refuse an optimizer that is listed twice or has an engine already."""
     for index, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
         if any(optimizer is other for other in optimizers[:index]):
-            raise PreampStateError(
-                message(
-                    f"The same {kind} is listed twice in optimizers",
-                    "Each optimizer may be given once",
-                    "Remove the second mention",
-                )
+            raise bad_state(
+                f"The same {kind} is listed twice in optimizers",
+                "Each optimizer may be given once",
+                "Remove the second mention",
             )
         owner = find_engine(optimizer)
         if owner is not None and owner.policy.enabled:
-            raise PreampStateError(
-                message(
-                    f"This {kind} went through initialize already (opt_level="
-                    f"{owner.policy.opt_level!r})",
-                    "An optimizer belongs to one engine at a time",
-                    "Call preamp.engine_of(optimizer).close() first, or build a new optimizer",
-                )
+            raise bad_state(
+                f"This {kind} went through initialize already (opt_level="
+                f"{owner.policy.opt_level!r})",
+                "An optimizer belongs to one engine at a time",
+                "Call preamp.engine_of(optimizer).close() first, or build a new optimizer",
             )
 
 
 def check_keeps_params(optimizers: Sequence[torch.optim.Optimizer], *, has_masters: bool) -> None:
-    """Refuse an optimizer that hands the work to one inside, which would not see any master.
-
-    Raises:
-        PreampStateError: It is torch's ``ZeroRedundancyOptimizer``.
-    """
+    """Refuse an optimizer that hands the work to one inside, which would not see any master."""
     for optimizer in optimizers:  # by name: its module is not there in every torch
         if has_masters and "ZeroRedundancyOptimizer" in {k.__name__ for k in type(optimizer).mro()}:
-            raise PreampStateError(
-                message(
-                    "A ZeroRedundancyOptimizer was given at a level with master weights",
-                    "Its inner optimizer would update the half weights themselves, by scaled "
-                    "gradients",
-                    "Initialize the optimizer that it would make, and then call "
-                    "preamp.parallel.shard_optimizer(optimizer)",
-                )
+            raise bad_state(
+                "A ZeroRedundancyOptimizer was given at a level with master weights",
+                "Its inner optimizer would update the half weights themselves, by scaled gradients",
+                "Initialize the optimizer that it would make, and then call "
+                "preamp.parallel.shard_optimizer(optimizer)",
             )
 
 
 def check_models(models: Sequence[nn.Module], policy: Policy, *, allow_half_model: bool) -> None:
-    """Refuse models that are lazy, wrapped, or half where that was not allowed.
-
-    Raises:
-        PreampStateError: Saying what to do.
-    """
+    """Refuse models that are lazy, wrapped, or half where that was not allowed."""
     check_not_lazy(models)
     check_not_wrapped(models, policy.cast_model_type)
     if not allow_half_model:
@@ -147,23 +116,16 @@ def check_models(models: Sequence[nn.Module], policy: Policy, *, allow_half_mode
 def check_not_wrapped(models: Sequence[nn.Module], cast_to: torch.dtype | None) -> None:
     """Refuse models inside DistributedDataParallel or DataParallel.
 
-    Args:
-        models: Those to initialize.
-        cast_to: What parameters will be cast to; a cast takes off the hooks of inner wrappers.
-
-    Raises:
-        PreampStateError: The wrapper has copied or bucketed the parameters already.
+    A cast to ``cast_to`` also takes off the hooks of wrappers inside of models.
     """
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     for model in models:
         kind = type(model).__name__
         if isinstance(model, wrappers):
-            raise PreampStateError(
-                message(
-                    f"A model is wrapped in {kind} already",
-                    "initialize changes dtypes, which the wrapper must see afterwards",
-                    f"Call preamp.initialize on the bare model first, then {kind}(model)",
-                )
+            raise bad_state(
+                f"A model is wrapped in {kind} already",
+                "initialize changes dtypes, which the wrapper must see afterwards",
+                f"Call preamp.initialize on the bare model first, then {kind}(model)",
             )
         if cast_to in HALF_DTYPES and any(map(_is_hooked, model.modules())):
             raise refusals.wrapped_before_cast()
@@ -174,31 +136,21 @@ def _is_hooked(part: nn.Module) -> bool:
 
 
 def check_not_lazy(models: Sequence[nn.Module]) -> None:
-    """Refuse models with parameters or buffers whose shapes the first forward will tell.
-
-    Raises:
-        PreampStateError: Naming the first of them.
-    """
+    """Refuse models with parameters or buffers whose shapes the first forward will tell."""
     for model in models:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if is_lazy(tensor):
-                raise PreampStateError(
-                    message(
-                        f"{name!r} of {type(model).__name__} is not initialized: a lazy module "
-                        "gets its shapes in its first forward",
-                        "initialize takes models whose parameters and buffers have their memory",
-                        "Run one forward on a batch first, then build the optimizer and call "
-                        "preamp.initialize",
-                    )
+                raise bad_state(
+                    f"{name!r} of {type(model).__name__} is not initialized: a lazy module "
+                    "gets its shapes in its first forward",
+                    "initialize takes models whose parameters and buffers have their memory",
+                    "Run one forward on a batch first, then build the optimizer and call "
+                    "preamp.initialize",
                 )
 
 
 def planned_conversion(models: Sequence[nn.Module], policy: Policy) -> Conversion:
-    """Find what the cast keeps in float32, and what it would change too much. Changes nothing.
-
-    Raises:
-        PreampPolicyError: ``keep_fp32`` names something that the models do not have.
-    """
+    """Find what the cast keeps in float32, and what it would change too much. Changes nothing."""
     dtype = policy.cast_model_type
     if dtype not in HALF_DTYPES:
         return Conversion(Kept(norms=find_norms(models)))
@@ -222,11 +174,7 @@ def _warning(changed: dict[str, str], dtype: str) -> str:
 
 
 def check_not_half(models: Sequence[nn.Module]) -> None:
-    """Refuse models with half parameters or buffers.
-
-    Raises:
-        PreampStateError: Naming the first half tensor.
-    """
+    """Refuse models with half parameters or buffers."""
     for model in models:
         for kind in ("parameter", "buffer"):
             tensors = model.named_parameters() if kind == "parameter" else model.named_buffers()
@@ -245,13 +193,11 @@ def _refuse_half(model: nn.Module, what: str, dtype: str) -> None:
             "were stored): initialize casts what the level needs. Or pass allow_half_model=True, "
             "and masters start from the rounded values"
         )
-    raise PreampStateError(
-        message(
-            f"The {what} of {type(model).__name__} is {dtype} before initialize",
-            "Models must come with float32 (or float64) parameters, so that masters can keep them "
-            "exactly",
-            do,
-        )
+    raise bad_state(
+        f"The {what} of {type(model).__name__} is {dtype} before initialize",
+        "Models must come with float32 (or float64) parameters, so that masters can keep them "
+        "exactly",
+        do,
     )
 
 
@@ -259,10 +205,8 @@ def check_num_losses(num_losses: Any) -> int:
     """Return ``num_losses`` if it is a whole number from 0; raises `ValueError` otherwise."""
     if isinstance(num_losses, int) and not isinstance(num_losses, bool) and num_losses >= 0:
         return num_losses
-    raise ValueError(
-        message(
-            f"num_losses={num_losses!r} cannot be used",
-            "Allowed is a whole number from 0",
-            "Pass how many losses have a loss scale of their own, usually 1",
-        )
+    raise bad_value(
+        f"num_losses={num_losses!r} cannot be used",
+        "Allowed is a whole number from 0",
+        "Pass how many losses have a loss scale of their own, usually 1",
     )

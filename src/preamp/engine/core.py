@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from preamp.casting.modules import Conversion
+from preamp.core.splits import Splits
 from preamp.core.undo import UndoStack
 from preamp.engine import refusals
 from preamp.engine.events import Events
-from preamp.engine.joint_findings import Means
 from preamp.engine.ledger import Ledger
 from preamp.engine.names import ParameterNames
 from preamp.engine.order import BackwardOrder
@@ -23,77 +23,59 @@ from preamp.engine.recording import Recording
 from preamp.engine.reductions import Reductions
 from preamp.engine.session import OptimizerSession, make_sessions
 from preamp.engine.sharding import Unreduced
+from preamp.kernels import Ops
 from preamp.policy import Policy
 from preamp.scaling import DynamicScale, LossScaler, StaticScale
 from preamp.scaling.scaler import Adjustments
 
 
 class EngineCore:
-    """The parts of an `Engine`.
-
-    Attributes:
-        policy: The frozen decisions.
-        models: The models, as given.
-        optimizers: The optimizers, as given.
-        sessions: Of each optimizer, by its ``id``.
-        scalers: One `LossScaler` per loss.
-        ledger: What became of the optimizer steps.
-        adjustments: When loss scales react.
-        order: In which order backwards make gradients.
-        events: Whom to tell what happens.
-        reductions, unreduced: Which gradients ranks have exchanged.
-        device: Where loss scales and flags live: that of the first parameter.
-        closed: Whether `Engine.close` was called.
-        casts_functions: Whether functions are cast one by one (O1, O4).
-        conversion: What was cast in the models.
-        undo: Takes back what was done to models and optimizers.
-        process_undo: Takes back what was done to torch.
-        cast_undo: The part of it that ends casts of functions; scaling goes on.
-    """
+    """The parts of an `Engine`."""
 
     def __init__(
         self,
         policy: Policy,
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
-        means: Means,
+        ops: Ops,
+        splits: Splits,
         *,
         num_losses: int,
         recording: Recording,
     ) -> None:
         """Collect the parts; ``initialize`` does the converting and hooking."""
-        self.policy = policy
+        self.policy = policy  # the frozen decisions
         self.models = tuple(models)
         self.optimizers = tuple(optimizers)
         self.names = ParameterNames(self.models, self.optimizers)
+        # Whether functions are cast one by one (O1, O4)
         self.casts_functions = policy.enabled and policy.patch_torch_functions
-        self.closed = False
-        self.undo = UndoStack()
-        self.process_undo = UndoStack()
-        self.cast_undo = UndoStack()
+        self.closed = False  # whether `Engine.close` was called
+        self.undo = UndoStack()  # takes back what was done to models and optimizers
+        self.process_undo = UndoStack()  # takes back what was done to torch
+        self.cast_undo = UndoStack()  # the part of it that ends casts of functions; scaling goes on
         self.process_undo.push(self.cast_undo.unwind)
-        self.conversion = Conversion()
-        self.ops = ops = means.ops
+        self.conversion = Conversion()  # what was cast in the models
+        self.ops = ops
+        # Where loss scales and flags live: that of the first parameter
         self.device = first_device(self.models, self.optimizers)
         self.scalers = [_make_scaler(policy, self.device) for _ in range(num_losses)]
-        self.order = BackwardOrder()
+        self.order = BackwardOrder()  # in which order backwards make gradients
         limit, told, names = policy.max_consecutive_skips, recording.verbosity, self.names.of
         self.ledger = Ledger(self.scalers, names, limit=limit, verbosity=told, order=self.order)
-        self.events = Events()
-        self.reductions = Reductions(self.models, means.splits)
+        self.events = Events()  # whom to tell what happens
+        # Which gradients ranks have exchanged
+        self.reductions = Reductions(self.models, splits)
+        # Of each optimizer, by its ``id``
         self.sessions = make_sessions(
             self.optimizers, ops, self.names.of, self.reductions, has_masters=policy.master_weights
         )
         self.unreduced = Unreduced(self.models, self.optimizers, self.reductions)
-        self.adjustments = Adjustments()
+        self.adjustments = Adjustments()  # when loss scales react
         self._has_scaled = False
 
     def scaler(self, loss_id: int) -> LossScaler:
-        """Return the scaler of loss ``loss_id``.
-
-        Raises:
-            IndexError: There is no such loss.
-        """
+        """Return the scaler of loss ``loss_id``."""
         if 0 <= loss_id < len(self.scalers):
             return self.scalers[loss_id]
         raise refusals.no_such_loss(loss_id, len(self.scalers))

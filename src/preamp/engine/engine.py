@@ -14,17 +14,23 @@ from torch import nn
 
 from preamp.casting import PATCH_LOCK, settle_thread
 from preamp.core.link import Link
+from preamp.core.splits import Splits
 from preamp.core.undo import UndoStack, run_all
 from preamp.engine import refusals
 from preamp.engine.core import EngineCore
-from preamp.engine.joint_findings import Means
 from preamp.engine.overflow import OverflowCause
 from preamp.engine.params import twin_of
 from preamp.engine.parts import explain_engine, make_recorder, make_tracer, write_report
 from preamp.engine.recording import Recording
 from preamp.engine.state import load_scalers, scalers_state
-from preamp.engine.teardown import weights_given_back
-from preamp.engine.weights import exact_value, exact_weights, load_exact, trust_masters
+from preamp.engine.weights import (
+    exact_value,
+    exact_weights,
+    load_exact,
+    trust_masters,
+    weights_given_back,
+)
+from preamp.kernels import Ops
 from preamp.policy import Policy
 
 if TYPE_CHECKING:
@@ -48,14 +54,15 @@ class Engine(EngineCore):
         policy: Policy,
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
-        means: Means,
+        ops: Ops,
+        splits: Splits,
         *,
         num_losses: int,
         recording: Recording,
     ) -> None:
         """See `EngineCore`."""
         super().__init__(
-            policy, models, optimizers, means, num_losses=num_losses, recording=recording
+            policy, models, optimizers, ops, splits, num_losses=num_losses, recording=recording
         )
         self._model_undo = {id(model): UndoStack() for model in self.models}
         # Casts of torch's functions outlive nobody: an engine that is dropped without close()

@@ -18,15 +18,10 @@ from preamp.engine.session import OptimizerSession
 
 
 class Backward(Protocol):
-    """The backward of a ``scale_loss`` block.
+    """The backward of a ``scale_loss`` block."""
 
-    Attributes:
-        note: What is found in its gradients.
-        loss: As given, unscaled.
-    """
-
-    note: GradientNote
-    loss: torch.Tensor
+    note: GradientNote  # what is found in its gradients
+    loss: torch.Tensor  # as given, unscaled
 
     @property
     def sessions(self) -> Sequence[OptimizerSession]:
@@ -44,25 +39,20 @@ OnSession = Callable[[OptimizerSession], None]
 
 @dataclass(slots=True, eq=False)
 class Events:
-    """Who is called when.
+    """Who is called when."""
 
-    Attributes:
-        block_begins: A ``scale_loss`` block was entered; nothing was changed yet.
-        loss_scaled: With what the block yields.
-        gradients_made: The backward has ended and its gradients are still scaled; whether they
-            will be left so. May refuse.
-        block_over: The gradients are unscaled.
-        norm_taken: With the L2 norm of all unscaled gradients of an optimizer.
-        update_begins: The weights are about to change; whether a closure may make new gradients.
-        step_over: A step was taken or not, or the device decides.
-        gradients_dropped: By ``zero_grad``.
-    """
-
+    # A ``scale_loss`` block was entered; nothing was changed yet
     block_begins: list[OnBackward] = field(default_factory=list[OnBackward])
-    loss_scaled: list[OnLoss] = field(default_factory=list[OnLoss])
+    loss_scaled: list[OnLoss] = field(default_factory=list[OnLoss])  # with what the block yields
+    # The backward has ended and its gradients are still scaled; whether they will be left so. May
+    # refuse.
     gradients_made: list[OnGradients] = field(default_factory=list[OnGradients])
+    # The gradients are unscaled
     block_over: list[OnBackward] = field(default_factory=list[OnBackward])
+    # With the L2 norm of all unscaled gradients of an optimizer
     norm_taken: list[OnNorm] = field(default_factory=list[OnNorm])
+    # The weights are about to change; whether a closure may make new gradients
     update_begins: list[OnUpdate] = field(default_factory=list[OnUpdate])
+    # A step was taken or not, or the device decides
     step_over: list[OnSession] = field(default_factory=list[OnSession])
-    gradients_dropped: list[OnSession] = field(default_factory=list[OnSession])
+    gradients_dropped: list[OnSession] = field(default_factory=list[OnSession])  # by ``zero_grad``

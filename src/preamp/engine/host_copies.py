@@ -36,11 +36,7 @@ class HostCopies:
         return len(self._tensors) - 1
 
     def have_come(self, *, late: bool = False) -> bool:
-        """Whether reading waits for nothing.
-
-        Args:
-            late: Whether to believe it of devices that cannot tell.
-        """
+        """Whether reading waits for nothing; ``late`` believes it of devices that cannot tell."""
         if self._are_elsewhere and not late:
             return False
         return all(event.query() for event in self._events.values())

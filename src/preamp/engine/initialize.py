@@ -25,12 +25,11 @@ from preamp.casting import (
     settle_thread,
 )
 from preamp.core.dtypes import HALF_DTYPES
-from preamp.core.splits import splits_over
+from preamp.core.log import say
+from preamp.core.splits import Splits, splits_over
 from preamp.core.undo import run_all, set_attribute
 from preamp.engine import checks
-from preamp.engine.announce import announce
 from preamp.engine.engine import Engine
-from preamp.engine.joint_findings import Means
 from preamp.engine.loop import ATTRIBUTE, find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.engine.params import master_types
@@ -39,11 +38,11 @@ from preamp.engine.recording import OFF, Numerics, Recording, make_recording
 from preamp.engine.reductions import attach_reductions
 from preamp.engine.sharding import check_fits, check_groups
 from preamp.engine.weights import attach_weight_doors
-from preamp.kernels import ForeachType, cpu_lacks_fp16_matmul
+from preamp.kernels import ForeachType, Ops, cpu_lacks_fp16_matmul
 from preamp.kernels import backend as ops_named
 from preamp.kernels.fsdp import gather_dtypes, reshard
 from preamp.optim.fused.base import FusedOptimizer
-from preamp.policy import OnOverflow, Policy, Scope, level_defaults, resolve
+from preamp.policy import APEX_OPTIONS, OnOverflow, Policy, Scope, level_defaults, resolve
 
 
 def initialize(
@@ -150,14 +149,30 @@ def initialize(
         return _create_off(models, optimizers)
     recording = make_recording(verbosity, numerics, numerics_every, history)
     policy, ops = resolve(opt_level, arguments, hard_override=hard_override), ops_named(backend)
-    announce(level_defaults(opt_level), policy, recording.verbosity)
-    means = Means(ops, splits_over(process_groups))
+    if recording.verbosity > 0:
+        _announce(level_defaults(opt_level), policy)
+    kernels = ops, splits_over(process_groups)
     engine = create_engine(
-        models, optimizers, policy, num_losses, recording, allow_half_model, means
+        models, optimizers, policy, num_losses, recording, allow_half_model, kernels
     )
     if engine.conversion.changed:
         warnings.warn(engine.conversion.changed, stacklevel=2)
     return models if optimizers is None else (models, optimizers)
+
+
+def _announce(default: Policy, policy: Policy) -> None:
+    """Print the level, its defaults, and what overrides made of them, as scripts know Apex to."""
+    say(f"Selected optimization level {policy.brief}\n")
+    say("Defaults for this optimization level are:")
+    _say_fields(default)
+    say("Processing user overrides (additional kwargs that are not None)...")
+    say("After processing overrides, optimization options are:")
+    _say_fields(policy)
+
+
+def _say_fields(policy: Policy) -> None:
+    for name in APEX_OPTIONS:
+        say(f"{name:26} : {getattr(policy, name)}")
 
 
 def create_engine(
@@ -167,11 +182,11 @@ def create_engine(
     num_losses: int = 1,
     recording: Recording = OFF,
     allow_half_model: bool = False,
-    means: Means | None = None,
+    kernels: tuple[Ops, Splits] | None = None,
 ) -> Engine:
     """Check, convert and hook; what `initialize` does once the policy is known."""
     settle_thread()
-    means = Means(ops_named()) if means is None else means
+    ops, splits = kernels or (ops_named(), Splits())
     model_list = checks.as_models(models)
     optimizer_list = checks.as_optimizer_list(optimizers)
     num_losses = checks.check_num_losses(num_losses)
@@ -180,12 +195,12 @@ def create_engine(
     if policy.enabled:
         checks.check_keeps_params(optimizer_list, has_masters=policy.master_weights)
         checks.check_models(model_list, policy, allow_half_model=allow_half_model)
-        check_fits(model_list, policy, means.splits)
+        check_fits(model_list, policy, splits)
         conversion = checks.planned_conversion(model_list, policy)
     reshard(model_list)
     earlier = [(model, find_engine(model)) for model in model_list]
     engine = Engine(
-        policy, model_list, optimizer_list, means, num_losses=num_losses, recording=recording
+        policy, model_list, optimizer_list, ops, splits, num_losses=num_losses, recording=recording
     )
     engine.conversion = conversion
     try:
@@ -193,10 +208,10 @@ def create_engine(
             _attach(engine)
         for optimizer in engine.optimizers:
             set_attribute(optimizer, ATTRIBUTE, engine.link, engine.undo)
-            if means.splits.given:
-                set_attribute(optimizer, "splits", means.splits, engine.undo)
+            if splits.given:
+                set_attribute(optimizer, "splits", splits, engine.undo)
             if isinstance(optimizer, FusedOptimizer):
-                set_attribute(optimizer, "backend", means.ops.name, engine.undo)
+                set_attribute(optimizer, "backend", ops.name, engine.undo)
         if policy.enabled:  # last, since it rounds: rolling back restores exact values
             for session in engine.sessions.values():
                 session.recast_state()
@@ -225,9 +240,7 @@ def _attach(engine: Engine) -> None:
     if policy.cast_model_type is not None:
         for model in engine.models:
             engine.conversion.convert(
-                model,
-                policy.cast_model_type,
-                keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32),
+                model, policy.cast_model_type, keep_batchnorm_fp32=bool(policy.keep_batchnorm_fp32)
             )
     if policy.cast_model_type in HALF_DTYPES:
         engine.undo.push(engine.reductions.retire_wrappers)

@@ -4,82 +4,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
 from preamp.core.splits import Splits
-from preamp.kernels import Census, Ops
-from preamp.optim.rank_norms import norm_of_order, total_norm
+from preamp.kernels import Census
 
 Tensors = Sequence[torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Means:
-    """What an engine works with.
-
-    Attributes:
-        ops: Kernels.
-        splits: Over which ranks parameters are split.
-    """
-
-    ops: Ops
-    splits: Splits = field(default_factory=Splits)
-
-
-class JointFindings:
-    """Makes the findings of one rank those of all that hold parts of the same parameters.
+def of_all_ranks(census: Census, params: Tensors, with_grad: Tensors, splits: Splits) -> Census:
+    """Return ``census`` as it is of all ranks that hold parts of the same parameters.
 
     Overflow and norm travel in one vector of two numbers, so every census costs one all-reduce
     for each process group that parameters are split over: one with ``fully_shard``. Where no
-    parameter is split nothing is sent.
+    parameter is split nothing is sent. Does not wait for the device.
+
+    What it tells of single tensors stays that of this rank. ``params`` are all that might have
+    had a gradient.
     """
-
-    def __init__(self, splits: Splits) -> None:
-        """Ask ``splits`` what is split."""
-        self.splits = splits
-
-    def on(self, census: Census, params: Tensors, with_grad: Tensors) -> Census:
-        """Return ``census`` as it is of all ranks together. Does not wait for the device.
-
-        Args:
-            census: Of the gradients on this rank. Not mutated; what it tells of single tensors
-                stays that of this rank.
-            params: All parameters that might have had a gradient.
-            with_grad: Those that have.
-        """
-        splits = self.splits
-        if not splits.concern(params) or not (with_grad or splits.given):
-            return census
-        over = map(splits.of, params)
-        vectors, groups = [census.found_inf.double().reshape(1)], [splits.every(over)]
-        kinds = set(map(splits.of, with_grad))
-        # Else each kind has a sum of its own, and ranks may differ in what kinds they have.
-        norm = census.norm if len(kinds) == 1 and not splits.given else None
-        if norm is not None:
-            vectors.append(norm.double().square().reshape(1))
-            groups.append(kinds.pop())
-        splits.sum_(vectors, groups)
-        return replace(
-            census,
-            found_inf=(vectors[0] != 0).to(census.found_inf.dtype).reshape(()),
-            norm=None if norm is None else vectors[1].sqrt().to(norm.dtype).reshape(()),
-        )
-
-    def norm(
-        self,
-        ops: Ops,
-        grads: Tensors,
-        factors: Sequence[torch.Tensor | None],
-        params: Tensors,
-        device: torch.device,
-    ) -> torch.Tensor:
-        """Return the L2 norm over all ``grad * factor``, a float32 scalar on ``device``."""
-        return total_norm(ops, grads, factors, params, self.splits, device).float()
-
-    def norm_of_order(
-        self, grads: Tensors, order: float, params: Tensors, device: torch.device
-    ) -> torch.Tensor:
-        """Return the norm of another order."""
-        return norm_of_order(grads, order, params, self.splits, device)
+    if not splits.concern(params) or not (with_grad or splits.given):
+        return census
+    over = map(splits.of, params)
+    vectors, groups = [census.found_inf.double().reshape(1)], [splits.every(over)]
+    kinds = set(map(splits.of, with_grad))
+    # Else each kind has a sum of its own, and ranks may differ in what kinds they have.
+    norm = census.norm if len(kinds) == 1 and not splits.given else None
+    if norm is not None:
+        vectors.append(norm.double().square().reshape(1))
+        groups.append(kinds.pop())
+    splits.sum_(vectors, groups)
+    return replace(
+        census,
+        found_inf=(vectors[0] != 0).to(census.found_inf.dtype).reshape(()),
+        norm=None if norm is None else vectors[1].sqrt().to(norm.dtype).reshape(()),
+    )

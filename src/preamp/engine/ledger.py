@@ -60,34 +60,16 @@ class _Flag:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Open:
-    """A step that the host does not know the outcome of yet.
-
-    Attributes:
-        session: Its optimizer.
-        flag: Not zero if it was skipped; ``None`` if it was certainly not.
-        notes: What the backwards before it found.
-        scales: The loss scales after it.
-    """
+    """A step that the host does not know the outcome of yet."""
 
     session: OptimizerSession
-    flag: _Flag | None
-    notes: tuple[GradientNote, ...]
-    scales: tuple[torch.Tensor, ...]
+    flag: _Flag | None  # not zero if it was skipped; ``None`` if it was certainly not
+    notes: tuple[GradientNote, ...]  # what the backwards before it found
+    scales: tuple[torch.Tensor, ...]  # the loss scales after it
 
 
 class Ledger:
-    """Counts steps and tells of those not taken.
-
-    Attributes:
-        causes: The latest skipped steps with their causes, oldest first; bounded.
-        last_skipped: Whether the latest step was skipped.
-        verbosity: 0 tells nothing.
-        lock: Held while steps are counted and told; another thread may ask for them.
-        on_call: Called with the session of each step that is over, its outcome perhaps not known.
-        on_skip: Called with the session and the cause of each skipped step, before `on_step`.
-        on_step: Called with the session, the number of the step among its own, counted from 1,
-            and whether it was skipped: once for each step, in order, when its outcome is known.
-    """
+    """Counts steps and tells of those not taken."""
 
     def __init__(
         self,
@@ -98,24 +80,22 @@ class Ledger:
         verbosity: int,
         order: BackwardOrder | None = None,
     ) -> None:
-        """Start without steps.
-
-        Args:
-            scalers: Of the engine, by loss.
-            name_of: Names parameters.
-            limit: Skipped steps in a row after which training stops.
-            verbosity: See the attribute.
-            order: Of the gradients in a backward.
-        """
+        """Start without steps; after ``limit`` skipped ones in a row training stops."""
+        # The latest skipped steps with their causes, oldest first; bounded
         self.causes: deque[OverflowCause] = deque(maxlen=_CAUSES_KEPT)
         self.last_skipped = False
+        # Held while steps are counted and told; another thread may ask for them
         self.lock = RLock()
         self._scalers = scalers
         self._name_of = name_of
         self._limit = limit
-        self.verbosity = verbosity
+        self.verbosity = verbosity  # 0 tells nothing
+        # Called with the session of each step that is over, its outcome perhaps not known
         self.on_call: list[OnCall] = []
+        # Called with the session and the cause of each skipped step, before `on_step`
         self.on_skip: list[OnSkip] = []
+        # Called with the session, the number of the step among its own, counted from 1, and whether
+        # it was skipped: once for each step, in order, when its outcome is known
         self.on_step: list[OnStep] = []
         self._order = order
         self._open: deque[_Open] = deque()
@@ -138,8 +118,7 @@ class Ledger:
     def skipped(self, session: OptimizerSession) -> OverflowCause:
         """Count a step not taken, tell why, and give up where scaling cannot go on.
 
-        Raises:
-            LossScaleError: Too many skips in a row, or the scale reached its built-in minimum.
+        Raises `LossScaleError` after too many skips in a row, or at the scale's built-in minimum.
         """
         with self.lock:
             try:
@@ -175,14 +154,9 @@ class Ledger:
         return session.skips_in_row == 0 if steps else None
 
     def settle(self, *, wait: bool, gives_up: bool = True) -> None:
-        """Count the steps whose outcome is known by now.
+        """Count the steps whose outcome is known by now; raises as `skipped`, if it ``gives_up``.
 
-        Args:
-            wait: For all outcomes. Synchronises.
-            gives_up: Whether to raise where scaling cannot go on.
-
-        Raises:
-            LossScaleError: See `skipped`; of an earlier step.
+        To ``wait`` for all outcomes synchronises.
         """
         while self._open:  # without a lock: mostly there is nothing to do
             with self.lock:
@@ -200,8 +174,7 @@ class Ledger:
     def settle_all(self) -> None:
         """Count all steps, and give up on none. Synchronises.
 
-        Raises:
-            Exception: The first that a listener raised, after all steps were counted.
+        What the first listener raised is raised after all steps were counted.
         """
         first: Exception | None = None
         while self._open:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a training loop calls: ``scale_loss`` around backward, ``clip_grad_norm_`` before step."""
+"""What a training loop calls: ``scale_loss``, ``clip_grad_norm_``, ``state_dict``."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -13,7 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from preamp.casting import settle_thread
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import PreampStateError, bad_state, bad_type
 from preamp.core.link import Link
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import dtype_of, has_sharded, kinds_of
@@ -24,6 +24,7 @@ from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import LOCAL, NO_ANSWER, REDUCED
 from preamp.engine.session import OptimizerSession, Plan, Stage
 from preamp.optim import LARC
+from preamp.optim.rank_norms import norm_of_order, total_norm
 from preamp.scaling import LossScaler
 
 ATTRIBUTE = "_preamp_link"
@@ -186,8 +187,7 @@ class _Block:
     def _check_backward(self) -> None:
         """Refuse gradients that came from the loss itself: nobody has scaled them.
 
-        Raises:
-            PreampStateError: So it is; gradients are again what they were before the block.
+        They are again what they were before the block then.
         """
         if self._reached != {"loss"}:
             return
@@ -256,21 +256,12 @@ def unscale_and_commit(
 ) -> torch.Tensor | None:
     """End a backward of ``sessions``: look for overflow, unscale, add earlier gradients.
 
-    Nothing is committed before everything has worked for all of them: whoever refuses, runs out
-    of memory or is interrupted leaves the gradients from before the block.
+    Nothing is committed before everything has worked for all of them: whoever refuses, runs out of
+    memory or is interrupted leaves the gradients from before the block.
 
-    Args:
-        sessions: The optimizers of the block, each after ``begin_backward``.
-        scaler: By whose scale the loss was multiplied.
-        note: Holds that scale, and is filled with what is found.
-        is_reduced: Whether all gradients have certainly been reduced over ranks.
-
-    Returns:
-        float32 scalar, not zero if any new gradient overflowed; ``None`` if nobody looked. The
-        scaler has yet to be told.
-
-    Mutates:
-        Gradients.
+    Returns a float32 scalar, not zero if any new gradient overflowed, which the scaler has yet to
+    be told; ``None`` if nobody looked. ``note`` holds the scale and is filled with what is found;
+    ``is_reduced`` says that all gradients have certainly been reduced over ranks.
     """
     try:
         for session in sessions:
@@ -324,14 +315,12 @@ def clip_grad_norm_(
     if session.gradients.is_open:
         raise refusals.inside_block("clip_grad_norm_")
     if session.gradients.stage is Stage.SCALED:
-        raise PreampStateError(
-            message(
-                "clip_grad_norm_ was called on gradients left scaled by delay_unscale=True",
-                "Only unscaled gradients have a norm that means anything",
-                "Clip after the last scale_loss of the accumulation, called without delay_unscale",
-            )
+        raise bad_state(
+            "clip_grad_norm_ was called on gradients left scaled by delay_unscale=True",
+            "Only unscaled gradients have a norm that means anything",
+            "Clip after the last scale_loss of the accumulation, called without delay_unscale",
         )
-    books, ops = session.gradients, engine.ops
+    books, ops, splits = session.gradients, engine.ops, engine.reductions.splits
     made, owners = books.made_gradients(all_of_them=norm_type != 2.0)
     lazy = [(table, *table.pending()) for table in books.tables]
     if norm_type == 2.0:
@@ -342,19 +331,14 @@ def clip_grad_norm_(
                 owners += halves
                 grads += half_grads
                 factors += own
-            joint = engine.reductions.joint
-            if (
-                joint.splits.given
-                or has_sharded(owners)
-                or torch.float64 in kinds_of(dtype_of, made)
-            ):
-                norm = joint.norm(ops, grads, factors, owners, engine.device)
+            if splits.given or has_sharded(owners) or torch.float64 in kinds_of(dtype_of, made):
+                norm = total_norm(ops, grads, factors, owners, splits, engine.device).float()
             else:
                 norm = ops.l2norm(grads, factors, engine.device)
         for tell in engine.events.norm_taken:
             tell(session, norm)
     else:
-        norm = engine.reductions.joint.norm_of_order(made, norm_type, owners, engine.device)
+        norm = norm_of_order(made, norm_type, owners, splits, engine.device)
     clip = (max_norm / (norm + _EPS)).clamp(max=1.0)
     with torch.no_grad():
         if made:
@@ -399,12 +383,10 @@ def engine_of(thing: Any) -> Engine:
     """
     engine = find_engine(thing)
     if engine is None:
-        raise PreampStateError(
-            message(
-                f"This {type(thing).__name__} has no engine",
-                "Models and optimizers have one from preamp.initialize until Engine.close",
-                "Pass it to preamp.initialize first, and keep the same object",
-            )
+        raise bad_state(
+            f"This {type(thing).__name__} has no engine",
+            "Models and optimizers have one from preamp.initialize until Engine.close",
+            "Pass it to preamp.initialize first, and keep the same object",
         )
     return engine
 
@@ -415,43 +397,33 @@ def as_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
         return [bare(optimizers)]
     members = [bare(optimizer) for optimizer in cast("Iterable[Any]", optimizers)]
     if not members:
-        raise PreampStateError(
-            message(
-                "scale_loss was given no optimizer",
-                "It needs every optimizer whose parameters get gradient from the loss",
-                "Pass the optimizer that preamp.initialize returned, or a list of them",
-            )
+        raise bad_state(
+            "scale_loss was given no optimizer",
+            "It needs every optimizer whose parameters get gradient from the loss",
+            "Pass the optimizer that preamp.initialize returned, or a list of them",
         )
     return members
 
 
 def common_engine(optimizers: Sequence[Any]) -> Engine:
-    """Return the one engine that owns all ``optimizers``.
-
-    Raises:
-        PreampStateError: One of them has none, or they belong to different engines.
-    """
+    """Return the one engine that owns all ``optimizers``."""
     engines = [find_engine(optimizer) for optimizer in optimizers]
     first = engines[0]
     for optimizer, engine in zip(optimizers, engines, strict=True):
         if engine is None:
-            raise PreampStateError(
-                message(
-                    f"scale_loss was given a {type(optimizer).__name__} that was not initialized",
-                    "It takes optimizers that went through preamp.initialize",
-                    "Call model, optimizer = preamp.initialize(model, optimizer, opt_level=…) "
-                    "before the training loop",
-                )
+            raise bad_state(
+                f"scale_loss was given a {type(optimizer).__name__} that was not initialized",
+                "It takes optimizers that went through preamp.initialize",
+                "Call model, optimizer = preamp.initialize(model, optimizer, opt_level=…) "
+                "before the training loop",
             )
         if engine is not first:
-            raise PreampStateError(
-                message(
-                    "scale_loss was given optimizers of different engines",
-                    "One backward has one loss scale, so its optimizers must come from one "
-                    "preamp.initialize call",
-                    "Initialize them together: preamp.initialize([model_a, model_b], "
-                    "[optimizer_a, optimizer_b], …)",
-                )
+            raise bad_state(
+                "scale_loss was given optimizers of different engines",
+                "One backward has one loss scale, so its optimizers must come from one "
+                "preamp.initialize call",
+                "Initialize them together: preamp.initialize([model_a, model_b], "
+                "[optimizer_a, optimizer_b], …)",
             )
     if first is None:  # unreachable: the loop above has raised
         raise PreampStateError("no engine")
@@ -463,10 +435,46 @@ def check_loss(loss: Any) -> None:
     if isinstance(loss, torch.Tensor) and loss.is_floating_point():
         return
     got = f"a {loss.dtype} tensor" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-    raise TypeError(
-        message(
-            f"scale_loss was given {got} as the loss",
-            "The loss must be a floating-point tensor",
-            "Pass the tensor that backward() will be called on, not loss.item() or a tuple",
-        )
+    raise bad_type(
+        f"scale_loss was given {got} as the loss",
+        "The loss must be a floating-point tensor",
+        "Pass the tensor that backward() will be called on, not loss.item() or a tuple",
     )
+
+
+# -- what resumes a run, addressed by what belongs to the engine ----------------------------------
+
+
+def _owner_of(thing: Any) -> Engine:
+    return thing if isinstance(thing, Engine) else engine_of(thing)
+
+
+def state_dict(of: Engine | torch.optim.Optimizer | torch.nn.Module) -> dict[str, Any]:
+    """Return loss scales and step counters of an engine as plain data.
+
+    Together with the models' and optimizers' own ``state_dict`` this resumes training bitwise;
+    masters are in the models' (float32, exact). Loads with ``torch.load(weights_only=True)``.
+
+    Args:
+        of: The engine, or an optimizer or model given to ``preamp.initialize``.
+
+    Raises:
+        PreampStateError: ``of`` has no engine.
+    """
+    return _owner_of(of).state_dict()
+
+
+def load_state_dict(
+    of: Engine | torch.optim.Optimizer | torch.nn.Module, state: Mapping[str, Any]
+) -> None:
+    """Take over what `state_dict` returned, or what Apex's ``amp.state_dict()`` did.
+
+    Args:
+        of: The engine, or an optimizer or model given to ``preamp.initialize``.
+        state: Plain data.
+
+    Raises:
+        PreampStateError: ``of`` has no engine.
+        ValueError: Scalers are missing, left over or unreadable; nothing was applied.
+    """
+    _owner_of(of).load_state_dict(state)

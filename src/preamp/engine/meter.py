@@ -21,36 +21,20 @@ from preamp.optim.fused.base import entries_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """What was found in one tensor, on its way to the host.
-
-    Attributes:
-        name: Of the tensor.
-        what: What the tensor is.
-        form: The half format that it is held against.
-        dtype: Of the tensor.
-        places: Of the counts and of the extremes among the copies.
-        scale: Place of the loss scale on the values; ``None`` for 1.
-        stalled: Place of the number of stalled elements, or ``None``.
-    """
+    """What was found in one tensor, on its way to the host."""
 
     name: str
     what: What
-    form: NumberFormat
+    form: NumberFormat  # the half format that it is held against
     dtype: torch.dtype
-    places: tuple[int, int]
-    scale: int | None = None
-    stalled: int | None = None
+    places: tuple[int, int]  # of the counts and of the extremes among the copies
+    scale: int | None = None  # place of the loss scale on the values; ``None`` for 1
+    stalled: int | None = None  # place of the number of stalled elements, or ``None``
 
     def finish(
         self, copies: HostCopies, *, is_skipped: bool, with_histogram: bool
     ) -> TensorStatistics:
-        """Turn it into a record. Waits for the copies.
-
-        Args:
-            copies: Where the numbers are.
-            is_skipped: Whether the step was not taken, so that no weight could change.
-            with_histogram: Whether to keep all exponents.
-        """
+        """Turn it into a record. Waits for the copies. Of a skipped step no weight is stalled."""
         counts, extremes = (copies[place] for place in self.places)
         stalled = None if is_skipped or self.stalled is None else int(copies[self.stalled].item())
         return Measured(counts, extremes, self.dtype).read(
@@ -71,24 +55,16 @@ class Meter:
     """
 
     def __init__(self, names: ParameterNames, half: torch.dtype | None) -> None:
-        """Measure nothing yet.
-
-        Args:
-            names: Names parameters.
-            half: The half dtype of the policy, if it has one.
-        """
+        """Measure nothing yet; ``half`` is the half dtype of the policy, if it has one."""
         self._names = names
         self._half = torch.float16 if half is None else half
 
     def gradients(
         self, session: OptimizerSession, copies: HostCopies, scale: torch.Tensor
     ) -> list[Reading]:
-        """Measure the gradients as a backward has left them; sparse and complex ones are left out.
+        """Measure the gradients as a backward has left them, with the loss ``scale`` on them.
 
-        Args:
-            session: Of the optimizer.
-            copies: Take the numbers.
-            scale: The loss scale on them, float32 scalar.
+        Sparse and complex ones are left out.
         """
         place = copies.put(scale.clone())
         return [
@@ -122,13 +98,7 @@ class Meter:
     def weights(
         self, session: OptimizerSession, copies: HostCopies, before: dict[int, torch.Tensor]
     ) -> list[Reading]:
-        """Measure the weights as they are now.
-
-        Args:
-            session: Of the optimizer.
-            copies: Take the numbers.
-            before: What `before` returned ahead of the step.
-        """
+        """Measure the weights as they are now; ``before`` is what `before` returned."""
         found: list[Reading] = []
         for param in session.model_params():
             if _is_plain(param):
@@ -140,11 +110,9 @@ class Meter:
         return found
 
     def before(self, session: OptimizerSession) -> dict[int, torch.Tensor]:
-        """Copy the half weights ahead of a step.
+        """Copy the half weights ahead of a step, by ``id`` of the parameter.
 
-        Returns:
-            Contiguous copies by ``id`` of the parameter, nan where the gradient is zero: equal to
-            nothing later, so no mask has to be kept.
+        The copies are nan where the gradient is zero: equal to nothing later, so no mask is kept.
         """
         found: dict[int, torch.Tensor] = {}
         entries = entries_of(session.gradients.params())

@@ -21,35 +21,25 @@ _KEPT = 1 << 16  # calls of modules, and as many of their backwards, in one step
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A module.
+    """A module."""
 
-    Attributes:
-        module: Qualified name; empty for the model itself.
-        type: Its class; empty for what runs outside of all modules.
-    """
-
-    module: str
-    type: str
+    module: str  # qualified name; empty for the model itself
+    type: str  # its class; empty for what runs outside of all modules
 
 
 OUTSIDE = Place("", "")
 
 
 class Reading:
-    """Smallest and largest value of one tensor, left on its device.
-
-    Attributes:
-        dtype: Of the tensor.
-        is_activation: Whether gradients flow to it.
-        parts: The two numbers, as 0-dim tensors, until `store` has collected them.
-    """
+    """Smallest and largest value of one tensor, left on its device."""
 
     __slots__ = ("_row", "_table", "dtype", "is_activation", "parts")
 
     def __init__(self, tensor: torch.Tensor, parts: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Keep ``parts`` of ``tensor``, not the tensor."""
         self.dtype = tensor.dtype
-        self.is_activation = tensor.requires_grad
+        self.is_activation = tensor.requires_grad  # whether gradients flow to it
+        # The two numbers, as 0-dim tensors, until `store` has collected them
         self.parts: tuple[torch.Tensor, torch.Tensor] | None = parts
         self._table: torch.Tensor | None = None
         self._row = 0
@@ -59,11 +49,7 @@ class Reading:
         self.parts, self._table, self._row = None, table, row
 
     def values(self, tables: dict[int, list[list[float]]]) -> tuple[float, float]:
-        """Return the numbers. Synchronises.
-
-        Args:
-            tables: Those read so far, by ``id``; extended.
-        """
+        """Return the numbers; ``tables`` has those read so far, by ``id``. Synchronises."""
         if self._table is None:
             return 0.0, 0.0
         if id(self._table) not in tables:
@@ -80,49 +66,33 @@ def read(tensors: Iterable[torch.Tensor]) -> list[Reading]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pass:
-    """One call of a module, or the backward of one of its operations.
-
-    Attributes:
-        place: The module.
-        phase: Which of the two.
-        inputs: What went in: arguments, or gradients of the output.
-        outputs: What came out: results, or gradients of arguments and parameters.
-        backward: Number of the backward; 0 for a call.
-    """
+    """One call of a module, or the backward of one of its operations."""
 
     place: Place
     phase: Literal["forward", "backward"]
-    inputs: Sequence[Reading]
-    outputs: Sequence[Reading]
-    backward: int = 0
+    inputs: Sequence[Reading]  # what went in: arguments, or gradients of the output
+    outputs: Sequence[Reading]  # what came out: results, or gradients of arguments and parameters
+    backward: int = 0  # number of the backward; 0 for a call
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """What the watching of one step has come to.
+class Finding:
+    """What the watching of one step has come to."""
 
-    Attributes:
-        was_watched: Whether the whole step was watched, or the forward of any module.
-        is_blind: Whether no module's forward could be seen, as where the whole model is compiled.
-        trace: The first module to go wrong, if it was found.
-    """
-
-    was_watched: bool
+    was_watched: bool  # whether the whole step was watched, or the forward of any module
+    # Whether no module's forward could be seen, as where the whole model is compiled
     is_blind: bool = False
-    trace: TraceRecord | None = None
+    trace: TraceRecord | None = None  # the first module to go wrong, if it was found
 
 
 class Observation:
-    """The passes of one training step, in the order they ended.
-
-    Attributes:
-        is_whole: Whether it began with the step, so that no forward can have come before it.
-        has_compiled: Whether the loss comes from code that ``torch.compile`` has made.
-    """
+    """The passes of one training step, in the order they ended."""
 
     def __init__(self, *, is_whole: bool = False) -> None:
         """Start without passes."""
+        # Whether it began with the step, so that no forward can have come before it
         self.is_whole = is_whole
+        # Whether the loss comes from code that ``torch.compile`` has made
         self.has_compiled = False
         self._calls: deque[Pass] = deque(maxlen=_KEPT)
         self._backwards: deque[Pass] = deque(maxlen=_KEPT)
@@ -149,19 +119,12 @@ class Observation:
             for row, reading in enumerate(readings):
                 reading.store(table, row)
 
-    def find(self, backward: int, *, loss_was_finite: bool) -> Sight:
-        """Look for the first module to turn finite values into infinite ones or nan.
+    def find(self, backward: int, loss_was_finite: bool) -> Finding:
+        """Look for the first module to turn finite values into infinite ones or nan. Synchronises.
 
-        Forwards come first, in the order they ended, so that a module comes before those it is
-        in; then the given backward. Outputs that are only minus infinity, as of masks, count last
-        if the loss was finite.
-
-        Args:
-            backward: Number of the backward that overflowed.
-            loss_was_finite: Whether its loss was.
-
-        Returns:
-            What was found. Synchronises.
+        Forwards come first, in the order they ended, so that a module comes before those it is in;
+        then the given backward. Outputs that are only minus infinity, as of masks, count last if
+        the loss was finite.
         """
         self.collect()
         tables: dict[int, list[list[float]]] = {}
@@ -176,7 +139,7 @@ class Observation:
         is_blind = not calls and (self.is_whole or self.has_compiled)
         if (is_blind or came_in) and not loss_was_finite:
             first = None  # it came from a forward, and the backward only shows what it led to
-        return Sight(
+        return Finding(
             was_watched=bool(calls) or self.is_whole,
             is_blind=is_blind,
             trace=None if first is None else first.record(),

@@ -14,67 +14,24 @@ import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from preamp.casting import (
-    disable_casts,
-    settle_thread,
-    thread_casts_restored,
-    thread_has_casts,
-)
+from preamp.casting import disable_casts, settle_thread, thread_casts_restored, thread_has_casts
 from preamp.core.undo import UndoStack, set_attribute
-from preamp.engine.events import Events
-from preamp.engine.order import BackwardOrder
-from preamp.engine.overflow import OverflowCause
-from preamp.engine.reductions import Reductions
+from preamp.engine.core import EngineCore
 from preamp.engine.session import OptimizerSession
 
 SCHEDULER_MARK = "_wrapped_by_lr_sched"
 
 
-class StepOwner(Protocol):
-    """What the hooks need of an engine."""
-
-    casts_functions: bool
-    closed: bool
-    order: BackwardOrder
-    events: Events
-    reductions: Reductions
-
-    @property
-    def scales_losses(self) -> bool:
-        """Whether any loss has a scale other than the static 1."""
-        ...
-
-    def updated_params(self) -> frozenset[int]:
-        """``id`` of everything that an optimizer of the engine updates."""
-        ...
-
-    def skip_step(self, session: OptimizerSession) -> OverflowCause:
-        """Take note of a skipped step and return its cause; may raise `LossScaleError`."""
-        ...
-
-    def applied_step(self, session: OptimizerSession) -> None:
-        """Take note of an applied step."""
-        ...
-
-    def step_decided_on_device(self, session: OptimizerSession, found_inf: torch.Tensor) -> None:
-        """Take note of a step that was taken unless ``found_inf`` is set."""
-        ...
-
-    def settle_steps(self) -> None:
-        """Look at earlier steps of that kind; may raise `LossScaleError`."""
-        ...
-
-
 class OptimizerHooks:
     """Everything attached to one optimizer."""
 
-    def __init__(self, owner: StepOwner, session: OptimizerSession) -> None:
+    def __init__(self, engine: EngineCore, session: OptimizerSession) -> None:
         """Attach nothing yet."""
-        self._owner = owner
+        self._engine = engine
         self._session = session
         self._optimizer = session.optimizer
         self._stepping = False
@@ -102,21 +59,19 @@ class OptimizerHooks:
         inner = previous_method(self._optimizer, "step")
 
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if self._owner.closed:  # a scheduler may still hold this method
+            if self._engine.closed:  # a scheduler may still hold this method
                 return inner(optimizer, *args, **kwargs)
             settle_thread()
             self._stepping = False
             has_closure = find_closure(args, kwargs) is not None
             self._unread = None
-            self._owner.settle_steps()
+            self._engine.settle_steps()
             if not has_closure:
                 self._session.check_unscaled()
                 self._unread = self._session.unread_overflow()
                 if self._unread is None and self._session.overflowed():
-                    if getattr(inner, SCHEDULER_MARK, False):
-                        # What LRScheduler asks to decide whether it was called in the right order.
-                        setattr(optimizer, "_opt_called", True)  # noqa: B010
-                    self._owner.skip_step(self._session)
+                    excuse_scheduler(optimizer, inner)
+                    self._engine.skip_step(self._session)
                     return None
             try:
                 with (
@@ -135,18 +90,18 @@ class OptimizerHooks:
 
     def _sees_casts(self) -> bool:
         """Whether functions are cast here; another engine's casts are no business of this step."""
-        return self._owner.casts_functions or thread_has_casts()
+        return self._engine.casts_functions or thread_has_casts()
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Runs for every way of calling ``step``, twice where a subclass calls ``super().step``."""
         del optimizer
-        if self._owner.reductions.unasked:
-            self._owner.reductions.compare_late(self._session.model_params)
+        if self._engine.reductions.unasked:
+            self._engine.reductions.compare_late(self._session.model_params)
         self._session.prepare_step()
         closure = find_closure(args, kwargs)
-        for tell in self._owner.events.update_begins:
+        for tell in self._engine.events.update_begins:
             tell(self._session, closure is not None)
         # Reached through a method bound before initialize?
         if closure is None and self._unread is None and self._session.overflowed():
@@ -171,11 +126,11 @@ class OptimizerHooks:
         if self._stepping:
             self._stepping = False
             if withheld:
-                self._owner.skip_step(self._session)
+                self._engine.skip_step(self._session)
             elif self._unread is not None:
-                self._owner.step_decided_on_device(self._session, self._unread)
+                self._engine.step_decided_on_device(self._session, self._unread)
             else:
-                self._owner.applied_step(self._session)
+                self._engine.applied_step(self._session)
             self._unread = None
 
     def _end_sharing(self) -> None:
@@ -215,7 +170,7 @@ class OptimizerHooks:
         while True:
             session.write_halves()  # the optimizer may have moved the masters since last time
             backwards = session.backwards
-            with thread_casts_restored() if self._owner.casts_functions else nullcontext():
+            with thread_casts_restored() if self._engine.casts_functions else nullcontext():
                 loss = closure()
             session.check_unscaled()
             if not session.overflowed():
@@ -223,7 +178,7 @@ class OptimizerHooks:
             if session.backwards == backwards:  # the closure makes no gradients: nothing to rerun
                 self._withhold_gradients()
                 return loss
-            cause = self._owner.skip_step(session)
+            cause = self._engine.skip_step(session)
             if cause.new_scale >= cause.old_scale:  # at its floor: another try would be the same
                 self._withhold_gradients()
                 self._stepping = False  # the skip is counted already
@@ -239,9 +194,9 @@ class OptimizerHooks:
             def original() -> Any:
                 return inner(optimizer, *args, **kwargs)
 
-            if self._owner.closed:
+            if self._engine.closed:
                 return original()
-            for tell in self._owner.events.gradients_dropped:
+            for tell in self._engine.events.gradients_dropped:
                 tell(self._session)
             to_none = args[0] if args else kwargs.get("set_to_none")
             if to_none is None:  # fused optimizers say it at construction
@@ -262,17 +217,17 @@ class OptimizerHooks:
         inner = previous_method(self._optimizer, "add_param_group")
 
         def add_param_group(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not self._owner.closed:
+            if not self._engine.closed:
                 self._session.refuse_known(args[0] if args else kwargs.get("param_group"))
-            known = self._owner.updated_params()
+            known = self._engine.updated_params()
             result = inner(optimizer, *args, **kwargs)
-            if not self._owner.closed:
-                if self._owner.scales_losses:  # nobody unscaled what they have
+            if not self._engine.closed:
+                if self._engine.scales_losses:  # nobody unscaled what they have
                     for param in optimizer.param_groups[-1]["params"]:
                         if id(param) not in known:
                             param.grad = None
                 self._session.adopt()
-                self._owner.order.learn_again()
+                self._engine.order.learn_again()
             return result
 
         copy_identity(inner, add_param_group)
@@ -319,6 +274,15 @@ class _Rerun:
 
 
 # -- methods put on an optimizer's instance, and the arguments they are called with -------------
+
+
+def excuse_scheduler(optimizer: torch.optim.Optimizer, step: Any) -> None:
+    """Let a learning-rate scheduler that wraps ``step`` count a skipped one as in the right order.
+
+    It warns if it is stepped before the optimizer, which it cannot tell from a skipped first step.
+    """
+    if getattr(step, SCHEDULER_MARK, False):
+        setattr(optimizer, "_opt_called", True)  # noqa: B010
 
 
 def previous_method(optimizer: torch.optim.Optimizer, name: str) -> Callable[..., Any]:

@@ -40,25 +40,17 @@ class BackwardOrder:
 
     It is learned from the first backward of each loss, and again after a parameter of unknown
     place was asked for or parameters were added. Other backwards carry no hooks.
-
-    Attributes:
-        known: Losses whose order is known.
     """
 
     def __init__(self) -> None:
         """Start without knowledge."""
         self._places: dict[int, dict[int, int]] = {}
-        self.known: set[int] = set()
+        self.known: set[int] = set()  # losses whose order is known
 
     def watch(self, loss_id: int, params: Callable[[], Iterable[torch.Tensor]]) -> Watch:
         """Learn from the coming backward if there is something to learn.
 
-        Args:
-            loss_id: Which loss.
-            params: Returns the parameters that may get a gradient.
-
-        Returns:
-            What must be ended when the backward is over, whether or not it worked.
+        What is returned must be ended when the backward is over, whether or not it worked.
         """
         if loss_id in self.known:
             return _NOTHING
@@ -92,11 +84,6 @@ class BackwardOrder:
         """Sort ``items`` by when the backward of a loss makes their parameters' gradients.
 
         Those of unknown place come last, in the order given, and the next backward is watched.
-
-        Args:
-            loss_id: Which loss.
-            items: Anything with a parameter.
-            param_of: Returns the parameter of an item.
         """
         places = self._places.get(loss_id, {})
         known: list[tuple[int, T]] = []

@@ -6,20 +6,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
 from preamp.core.tensors import host_reaches, locals_of
-from preamp.engine.finite import read_again
 from preamp.engine.order import BackwardOrder
 from preamp.kernels import Census
 
 if TYPE_CHECKING:
-    from preamp.engine.observation import Sight
+    from preamp.engine.observation import Finding
     from preamp.numerics import OverflowRecord, TraceRecord
 
 Kind = Literal["inf", "nan"]
+_BLOCK = 1 << 20  # elements: temporaries of a large gradient stay small
 NOT_HERE = "a gradient that another rank has a part of, and not in the part of this rank"
 
 
@@ -95,34 +95,21 @@ class Overflowing:
     largest: float | None
 
 
-class Watched(Protocol):
-    """What was seen of the modules up to a backward; see ``engine/trace.py``."""
-
-    def find(self, *, loss_was_finite: bool) -> Sight:
-        """The first module to go wrong, if it was seen. Synchronises."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class GradientNote:
-    """Device-side findings about one backward; read only if the step turns out to be skipped.
-
-    Attributes:
-        loss_id: Which loss.
-        loss_finite: Bool scalar tensor, whether the unscaled loss was finite, and those before it
-            whose gradients were left scaled.
-        scale: float32 scalar tensor, the scale it was multiplied by.
-        watched: What was seen of the modules, if they were watched.
-        found_inf: Per optimizer, float32 scalar, not zero if a gradient overflowed on any rank.
-        found: Per optimizer, parameters, the largest magnitude of each one's gradient, and the
-            largest finite one, or nan, where it is known.
-    """
+    """Device-side findings about one backward; read only if the step turns out to be skipped."""
 
     loss_id: int
+    # Bool scalar tensor, whether the unscaled loss was finite, and those before it whose gradients
+    # were left scaled
     loss_finite: torch.Tensor
-    scale: torch.Tensor
-    watched: Watched | None = None
+    scale: torch.Tensor  # float32 scalar tensor, the scale it was multiplied by
+    # See `Observation.find`; given whether the loss was finite. ``None`` if nobody watched
+    watched: Callable[[bool], Finding] | None = None
+    # Per optimizer, float32 scalar, not zero if a gradient overflowed on any rank
     found_inf: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    # Per optimizer, parameters, the largest magnitude of each one's gradient, and the largest
+    # finite one, or nan, where it is known
     found: list[tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None]] = field(
         default_factory=list[tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None]]
     )
@@ -137,13 +124,8 @@ class GradientNote:
     ) -> None:
         """Note the gradients of one optimizer; nothing where they are known to be finite.
 
-        Where the host is near, gradients that overflowed are read once more, since they may be
-        gone when somebody asks.
-
-        Args:
-            params: Parameters of the model.
-            grads: Their gradients, still scaled. Not kept.
-            census: What was found in these.
+        Where the host is near, gradients that overflowed are read once more, since they may be gone
+        when somebody asks. They are still scaled, and not kept.
         """
         max_abs, max_finite = census.max_abs, census.max_finite
         if max_abs is None:
@@ -178,13 +160,8 @@ def find_cause(
 ) -> OverflowCause:
     """Return the cause of a skipped step: the first overflowing backward. Synchronises.
 
-    Args:
-        notes: Of the backwards since the last step, oldest first; none if the overflow was read
-            from a checkpoint.
-        step: Number of the skipped step.
-        scales: The loss scales now, by loss.
-        name_of: Names parameters.
-        order: Of the gradients in a backward, where it is known.
+    ``notes`` are of the backwards since the last step, oldest first; there are none if the overflow
+    was read from a checkpoint. ``scales`` are those of now, by loss.
     """
     if not notes:
         return OverflowCause(
@@ -206,7 +183,7 @@ def find_cause(
     if order is not None:
         found = order.sort(note.loss_id, found, lambda item: item.param)
     loss_was_finite = bool(note.loss_finite.item())
-    sight = None if note.watched is None else note.watched.find(loss_was_finite=loss_was_finite)
+    finding = None if note.watched is None else note.watched(loss_was_finite)
     return OverflowCause(
         step=step,
         loss_id=note.loss_id,
@@ -216,8 +193,49 @@ def find_cause(
         loss_was_finite=loss_was_finite,
         old_scale=float(note.scale.item()),
         new_scale=scales[note.loss_id],
-        was_watched=sight is not None and sight.was_watched,
-        is_blind=sight is not None and sight.is_blind,
-        trace=None if sight is None else sight.trace,
+        was_watched=finding is not None and finding.was_watched,
+        is_blind=finding is not None and finding.is_blind,
+        trace=None if finding is None else finding.trace,
         was_elsewhere=was_elsewhere,
     )
+
+
+@torch.no_grad()
+def read_again(
+    grads: Sequence[torch.Tensor], max_abs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read the overflowing ``grads`` on the CPU for their largest finite magnitude.
+
+    ``max_abs`` are the largest magnitudes, infinite or nan for those that overflowed; also infinite
+    for finite float64 values beyond float32.
+
+    Returns ``max_abs`` without that exception, and in float64 the largest finite magnitudes: nan
+    where they are not known, which includes all gradients that did not overflow. Synchronises only
+    with the device of ``max_abs``.
+    """
+    max_abs = max_abs.clone()
+    largest = torch.full_like(max_abs, torch.nan, dtype=torch.float64)
+    overflowed = cast("Any", (~torch.isfinite(max_abs)).nonzero().flatten()).tolist()
+    for place in cast("list[int]", overflowed):
+        grad = grads[place]
+        if grad.device.type != "cpu":
+            continue
+        values: torch.Tensor = cast("Any", grad.coalesce()).values() if grad.is_sparse else grad
+        values = torch.view_as_real(values) if values.is_complex() else values
+        found, is_finite = _largest_finite(values.reshape(-1))
+        largest[place] = found
+        if is_finite:
+            max_abs[place] = 0.0
+    return max_abs, largest
+
+
+def _largest_finite(values: torch.Tensor) -> tuple[float, bool]:
+    """The largest finite magnitude, 0 if there is none, and whether all are finite."""
+    largest, all_finite = 0.0, True
+    for start in range(0, values.numel(), _BLOCK):
+        block = values[start : start + _BLOCK]
+        finite = torch.isfinite(block)
+        all_finite = all_finite and bool(finite.all())
+        low, high = torch.aminmax(torch.where(finite, block, 0))
+        largest = max(largest, abs(float(low)), abs(float(high)))
+    return largest, all_finite

@@ -90,16 +90,9 @@ def scaling_gave_up(cause: OverflowCause, why: str) -> LossScaleError:
 def check_limits(
     cause: OverflowCause, skips_in_row: int, limit: int | None, rule: ScaleRule
 ) -> None:
-    """Give up where scaling cannot go on.
+    """Raise `LossScaleError` where scaling cannot go on.
 
-    Args:
-        cause: Of the latest skipped step.
-        skips_in_row: Skipped steps since the last applied one.
-        limit: How many of them are too many; ``None`` for no limit.
-        rule: Of the scaler of the loss that overflowed.
-
-    Raises:
-        LossScaleError: Too many skips in a row, or the scale reached its built-in minimum.
+    That is after too many skips in a row, or at the built-in minimum of the scale.
     """
     if limit is not None and skips_in_row >= limit:
         raise scaling_gave_up(cause, f"{skips_in_row} optimizer steps in a row skipped")

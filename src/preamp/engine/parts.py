@@ -35,17 +35,17 @@ def make_comparison(engine: EngineCore) -> RankComparison:
 
 
 def make_recorder(engine: EngineCore, recording: Recording) -> Recorder:
-    """Do what `preamp.engine.start.make_recorder` does."""
-    from preamp.engine import start
+    """Do what `preamp.engine.recorder.make_recorder` does."""
+    from preamp.engine import recorder
 
-    return start.make_recorder(engine, recording)
+    return recorder.make_recorder(engine, recording)
 
 
 def run_record(engine: EngineCore) -> RunRecord:
     """Say what the run is."""
-    from preamp.engine import start
+    from preamp.engine import recorder
 
-    return start.run_record(engine)
+    return recorder.run_record(engine)
 
 
 def explain_engine(engine: EngineCore) -> str:

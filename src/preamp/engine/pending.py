@@ -16,7 +16,7 @@ from preamp.engine import refusals
 from preamp.engine.engine import Engine
 from preamp.engine.overflow import GradientNote
 from preamp.engine.session import Delayed, OptimizerSession, Stage
-from preamp.optim import DirectMemo, Record, RowMemo, Twin, is_master, leaf_of
+from preamp.optim import Record, RowMemo, Twin, is_master, leaf_of
 
 Apply = Callable[[], None]
 
@@ -30,8 +30,7 @@ def check_outside_blocks(engine: Engine, what: str) -> None:
 def pending_state(engine: Engine) -> dict[str, Any]:
     """Return everything but weights, gradients and optimizers' state. Synchronises.
 
-    Raises:
-        PreampStateError: A gradient was changed while a loss scale was on it.
+    Raises `PreampStateError` if a gradient was changed while a loss scale was on it.
     """
     engine.ledger.settle(wait=True)
     sessions = list(engine.sessions.values())
@@ -57,7 +56,7 @@ def _session_state(engine: Engine, session: OptimizerSession) -> dict[str, Any]:
             if factor is not None and id(factor) not in table:
                 table[id(factor)] = len(values)
                 values.append(float(factor))
-    direct = books.direct.memo(params)
+    untouched, aside = books.direct.memo(params)
     flag = None if session.found_inf is None else float(session.found_inf)
     places = {id(param): index for index, param in enumerate(_all_of_model(engine))}
     return {
@@ -66,8 +65,8 @@ def _session_state(engine: Engine, session: OptimizerSession) -> dict[str, Any]:
         "may_be_local": books.may_be_local,
         "delayed": None if books.delayed is None else _delayed_state(engine, books.delayed),
         "norm": {"value": norm, "clips": clips, "clipped": clipped},
-        "untouched": direct.untouched,
-        "aside": direct.aside,
+        "untouched": untouched,
+        "aside": aside,
         "factors": values,
         "twins": {index: _memo_state(memo, table) for index, memo in memos.items()},
         "notes": [_note_state(note, places) for note in session.notes] if flag else [],
@@ -86,24 +85,18 @@ def _all_of_model(engine: Engine) -> list[torch.Tensor]:
     return [leaf_of(param) for param in updated]
 
 
+_ROW = ("is_raw", "is_open", "is_carried", "zeros_aside")
+_RECORD = ("is_plain", "is_alone", "is_spent", "is_zeroed")
+
+
 def _memo_state(memo: RowMemo, table: Mapping[int, int]) -> dict[str, Any]:
-    seen = memo.record
-    return {
-        "is_raw": memo.is_raw,
-        "is_open": memo.is_open,
-        "is_carried": memo.is_carried,
-        "zeros_aside": memo.zeros_aside,
-        "seen": None
-        if seen is None
-        else {
-            "factor": None if seen.factor is None else table[id(seen.factor)],
-            "is_plain": seen.is_plain,
-            "is_alone": seen.is_alone,
-            "is_spent": seen.is_spent,
-            "is_zeroed": seen.is_zeroed,
-            "unclipped": None if seen.unclipped is None else table[id(seen.unclipped)],
-        },
-    }
+    state, seen = {name: getattr(memo, name) for name in _ROW}, memo.record
+    if seen is None:
+        return {**state, "seen": None}
+    both = (seen.factor, seen.unclipped)
+    factor, unclipped = (None if by is None else table[id(by)] for by in both)
+    flags = {name: getattr(seen, name) for name in _RECORD}
+    return {**state, "seen": {"factor": factor, **flags, "unclipped": unclipped}}
 
 
 def _delayed_state(engine: Engine, delayed: Delayed) -> dict[str, Any]:
@@ -153,12 +146,8 @@ def drop_pending(engine: Engine) -> None:
 def prepare_pending(engine: Engine, state: Mapping[str, Any]) -> Apply:
     """Read what `pending_state` returned, and return what applies it; nothing changes before.
 
-    Args:
-        engine: Of the same optimizers, with their gradients as they were when `Apply` is called.
-        state: Plain data; its tensors are used as they are.
-
-    Raises:
-        KeyError, TypeError, ValueError, IndexError: ``state`` does not fit the engine.
+    Gradients must be as they were when that is called. Raises ``KeyError``, ``TypeError``,
+    ``ValueError`` or ``IndexError`` if ``state`` does not fit the engine.
     """
     sessions = list(engine.sessions.values())
     scalers = [
@@ -190,11 +179,9 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
     stage, flag = Stage(state["stage"]), state["found_inf"]
     found_inf = None if flag is None else torch.tensor(float(flag), device=engine.device)
     aside = cast("list[tuple[int, torch.Tensor, bool]]", state["aside"])
-    direct = DirectMemo(
-        [int(index) for index in state["untouched"]],
-        [(int(i), grad.to(params[i].device), bool(carried)) for i, grad, carried in aside],
-    )
-    if any(index not in range(len(params)) for index in direct.untouched):
+    aside = [(int(i), grad.to(params[i].device), bool(carried)) for i, grad, carried in aside]
+    untouched = [int(index) for index in state["untouched"]]
+    if any(index not in range(len(params)) for index in untouched):
         raise IndexError("there are fewer parameters")
     norm, own = state["norm"], _all_of_model(engine)
     known = None if norm["value"] is None else norm["value"].to(engine.device)
@@ -214,7 +201,7 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
             engine.block_begins()
         books.resume(stage, delayed, may_be_local=bool(state["may_be_local"]))
         session.found_inf, session.notes = found_inf, notes
-        books.direct.recall(params, direct)
+        books.direct.recall(params, (untouched, aside))
         for index, twin in twins.items():
             twin.recall(memos[index])
         memo = (known, bool(norm["clips"]), bool(norm["clipped"]))
@@ -243,13 +230,13 @@ def _scalar(value: float, device: torch.device) -> torch.Tensor:
 
 def _memo(state: Mapping[str, Any], factors: _Factors, twin: Twin) -> RowMemo:
     given, is_raw = state["seen"], state["is_raw"]
-    where = [bool(state[name]) for name in ("is_open", "is_carried", "zeros_aside")]
+    where = [bool(state[name]) for name in _ROW[1:]]
     if given is None:
         return RowMemo(None, is_raw, *where)
     both = (given["factor"], given.get("unclipped"))
     factor, unclipped = (None if i is None else factors.on(i, twin.half.device) for i in both)
-    flags = [bool(given[f"is_{name}"]) for name in ("plain", "alone", "spent", "zeroed")]
-    return RowMemo(Record(factor, *flags, unclipped=unclipped), is_raw, *where)
+    record = Record(factor, *(bool(given[name]) for name in _RECORD), unclipped=unclipped)
+    return RowMemo(record, is_raw, *where)
 
 
 def _delayed(engine: Engine, state: Mapping[str, Any]) -> Delayed:

@@ -7,16 +7,23 @@ outcome is known and they have reached the host. Nobody is made to wait for eith
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from datetime import datetime, timezone
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from preamp.casting import CastAudit
+from preamp.core.dtypes import dtype_name
+from preamp.core.ranks import is_first_rank
 from preamp.core.tensors import is_capturing
 from preamp.core.undo import run_all
+from preamp.core.version import __version__
 from preamp.engine.events import Backward, Events
 from preamp.engine.host_copies import HostCopies
 from preamp.engine.inventory import Inventory
@@ -25,19 +32,16 @@ from preamp.engine.meter import Meter
 from preamp.engine.overflow import GradientNote, OverflowCause
 from preamp.engine.recording import Recording
 from preamp.engine.session import OptimizerSession
-from preamp.engine.steps import Called, Coming, Look, Steps
+from preamp.engine.steps import FinishedCall, PendingStep, Statistics, Steps
 from preamp.numerics import History, ResumeRecord, RunRecord
 from preamp.scaling import LossScaler
 
+if TYPE_CHECKING:
+    from preamp.engine.core import EngineCore
+
 
 class Recorder:
-    """Listens to an engine and adds records to its history.
-
-    Attributes:
-        history: Where the records are.
-        recording: Which ones are made.
-        inventory: Tells what the engine holds and has cast, or ``None``.
-    """
+    """Listens to an engine and adds records to its history."""
 
     def __init__(
         self,
@@ -50,13 +54,7 @@ class Recorder:
     ) -> None:
         """Record nothing yet.
 
-        Args:
-            history: Gets the records.
-            recording: Which ones.
-            meter: Measures.
-            scalers: Of the engine, by loss.
-            sessions: Of the engine, in the order of the optimizers.
-            lock: The ledger's: outcomes and records may be asked for on another thread.
+        The lock is the ledger's: outcomes and records may be asked for on another thread.
         """
         self._lock = lock
         # Without losses (``num_losses=0``) there is nothing that a graph could hold.
@@ -68,8 +66,9 @@ class Recorder:
         self._optimizers = {
             id(session): Steps(index, session) for index, session in enumerate(sessions)
         }
-        self._waiting: deque[tuple[Steps, Called]] = deque()
+        self._waiting: deque[tuple[Steps, FinishedCall]] = deque()
         self._follows_a_run = False
+        # Tells what the engine holds and has cast, or ``None``
         self.inventory: Inventory | None = None
         self._has_memory = False
 
@@ -102,7 +101,7 @@ class Recorder:
                 self._waiting.clear()
                 for optimizer in self._optimizers.values():
                     optimizer.called.clear()
-                    optimizer.coming = Coming()
+                    optimizer.pending = PendingStep()
                     self._count_casts(optimizer)
                 self.history.add(self._position())
 
@@ -128,13 +127,13 @@ class Recorder:
 
     def gradients_dropped(self, session: OptimizerSession) -> None:
         """The script has zeroed its gradients: they are no step's."""
-        self._optimizers[id(session)].coming = Coming()
+        self._optimizers[id(session)].pending = PendingStep()
 
     def forget_dropped(self, sessions: Iterable[OptimizerSession]) -> None:
         """Forget backwards whose gradients the script has dropped one by one."""
         for session in sessions:
-            coming = self._optimizers[id(session)].coming
-            if coming.has_gradients and not session.gradients.holds_raw():
+            pending = self._optimizers[id(session)].pending
+            if pending.has_gradients and not session.gradients.holds_raw():
                 self.gradients_dropped(session)
 
     def loss_seen(
@@ -147,10 +146,10 @@ class Recorder:
         value = value if value.dtype is torch.float64 else value.float()
         value = value.mean() if value.dim() else value.clone()
         for session in sessions:
-            coming = self._optimizers[id(session)].coming
-            coming.losses[loss_id] = value
-            coming.norm = None  # of the gradients before this backward
-            coming.has_gradients = session.gradients.holds_raw()
+            pending = self._optimizers[id(session)].pending
+            pending.losses[loss_id] = value
+            pending.norm = None  # of the gradients before this backward
+            pending.has_gradients = session.gradients.holds_raw()
 
     def measure(self, sessions: Iterable[OptimizerSession], note: GradientNote) -> None:
         """A backward has left gradients, still scaled. Does not synchronise.
@@ -164,13 +163,14 @@ class Recorder:
             if self.recording.measures(self._next_number(optimizer)):
                 copies = HostCopies()
                 readings = self._meter.gradients(session, copies, note.scale)
-                optimizer.coming.looks[note.loss_id] = Look(note.loss_id, readings, copies)
+                statistics = Statistics(note.loss_id, readings, copies)
+                optimizer.pending.statistics[note.loss_id] = statistics
 
     def norm_taken(self, session: OptimizerSession, norm: torch.Tensor) -> None:
         """The unscaled gradients have this norm. Does not synchronise."""
         if self._takes_steps:
             self.forget_dropped((session,))
-            self._optimizers[id(session)].coming.norm = norm.detach().clone()
+            self._optimizers[id(session)].pending.norm = norm.detach().clone()
 
     def update_begins(self, session: OptimizerSession, has_closure: bool) -> None:
         """The weights are about to change. Does not synchronise."""
@@ -185,15 +185,15 @@ class Recorder:
         if self.inventory is not None and optimizer.index == 0 and is_settled:
             if measures or not self._has_memory:
                 self._has_memory = True
-                optimizer.coming.memory = self.inventory.memory(number)
+                optimizer.pending.memory = self.inventory.memory(number)
         if not measures:
             return
-        if not optimizer.coming.looks:  # no scale_loss
+        if not optimizer.pending.statistics:  # no scale_loss
             copies = HostCopies()
             readings = self._meter.stepped_gradients(session, copies)
-            optimizer.coming.looks[0] = Look(0, readings, copies)
+            optimizer.pending.statistics[0] = Statistics(0, readings, copies)
         if self.recording.numerics == "full":
-            optimizer.coming.before = self._meter.before(session)
+            optimizer.pending.before = self._meter.before(session)
 
     def step_called(self, session: OptimizerSession) -> None:
         """``optimizer.step`` is over, its outcome perhaps not known. Does not synchronise."""
@@ -201,20 +201,20 @@ class Recorder:
             return
         self._place()
         optimizer = self._optimizers[id(session)]
-        number, coming, optimizer.coming = optimizer.next_number, optimizer.coming, Coming()
+        number, pending, optimizer.pending = optimizer.next_number, optimizer.pending, PendingStep()
         is_full = self.recording.numerics == "full" and self.recording.measures(number)
         if is_full:
-            look = next(iter(coming.looks.values()), None)
-            if look is None:
-                look = coming.looks[0] = Look(0, [])
-            look.readings.extend(self._meter.weights(session, look.copies, coming.before))
-        step = coming.call(session.optimizer, self._scalers)
+            taken = next(iter(pending.statistics.values()), None)
+            if taken is None:
+                taken = pending.statistics[0] = Statistics(0, [])
+            taken.readings.extend(self._meter.weights(session, taken.copies, pending.before))
+        step = pending.call(session.optimizer, self._scalers)
         optimizer.called.append(step)
         self._waiting.append((optimizer, step))
         # Nothing that may fail comes before: the books know of the step by now.
         self._count_casts(optimizer)
-        if coming.memory is not None:
-            self.history.add(coming.memory)
+        if pending.memory is not None:
+            self.history.add(pending.memory)
         if is_full and optimizer.index == 0:
             self._note_casts(number)
         self.flush(late=(number - 1) % self.recording.every == 0)
@@ -223,7 +223,7 @@ class Recorder:
         """It is known that a step was not taken, and why."""
         self._place()
         optimizer = self._optimizers[id(session)]
-        self.history.add(replace(cause.to_record(), optimizer=optimizer.index))
+        self.history.add(dataclasses.replace(cause.to_record(), optimizer=optimizer.index))
 
     def step_settled(self, session: OptimizerSession, number: int, is_skipped: bool) -> None:
         """It is known what became of a step."""
@@ -238,9 +238,8 @@ class Recorder:
     def flush(self, *, wait: bool = False, late: bool = False) -> None:
         """Make the records that can be made, in order.
 
-        Args:
-            wait: Wait for their numbers. Synchronises.
-            late: Also for those of devices that cannot tell whether they have come.
+        To ``wait`` for their numbers synchronises. ``late`` ones are of devices that cannot tell
+        whether they have come.
         """
         full = self.recording.numerics == "full"
         failure: Exception | None = None
@@ -291,3 +290,45 @@ class Recorder:
     def _position(self) -> ResumeRecord:
         steps = [optimizer.settled for optimizer in self._optimizers.values()]
         return ResumeRecord(step=max(steps, default=0), steps=steps)
+
+
+def make_recorder(engine: EngineCore, recording: Recording) -> Recorder:
+    """Open the history and listen to the engine's ledger.
+
+    Of several processes the first one writes the file; the others keep their records in memory.
+    `History` raises where that cannot be, somebody else writes to it, or it holds something else.
+    """
+    recorder = Recorder(
+        History(recording.path if is_first_rank() else None),
+        recording,
+        Meter(engine.names, engine.policy.half_dtype),
+        engine.scalers,
+        engine.sessions.values(),
+        engine.ledger.lock,
+    )
+    audit = None
+    if recording.numerics == "full" and engine.casts_functions:
+        audit = CastAudit()
+        audit.start()
+        engine.process_undo.push(audit.stop)
+    if recording.numerics != "off":
+        recorder.inventory = Inventory(engine, audit)
+    recorder.listen(engine.events, engine.ledger)
+    return recorder
+
+
+def run_record(engine: EngineCore) -> RunRecord:
+    """Say what the run is: the decisions, the parameters, the machine."""
+    params = {engine.names.of(p): p for model in engine.models for p in model.parameters()}
+    on_gpu = engine.device.type == "cuda"
+    policy = dataclasses.asdict(engine.policy)
+    return RunRecord(
+        preamp=__version__,
+        torch=str(torch.__version__),
+        device=torch.cuda.get_device_name(engine.device) if on_gpu else engine.device.type,
+        opt_level=engine.policy.opt_level,
+        policy={name: str(value).removeprefix("torch.") for name, value in policy.items()},
+        parameters={name: 0 if is_lazy(p) else p.numel() for name, p in params.items()},
+        dtypes={name: dtype_name(param.dtype) for name, param in params.items()},
+        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )

@@ -8,26 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_type, bad_value
 
 Numerics = Literal["off", "light", "full"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The decisions about what is told of a run.
+    """The decisions about what is told of a run."""
 
-    Attributes:
-        verbosity: 0 prints nothing, 1 also each skipped step, 2 also each cast.
-        numerics: Which statistics of tensors are taken.
-        every: They are taken at the first step and every so many steps after it.
-        path: File that records go to, or ``None``.
-    """
-
-    verbosity: int = 0
+    verbosity: int = 0  # 0 prints nothing, 1 also each skipped step, 2 also each cast
     numerics: Numerics = "off"
-    every: int = 100
-    path: Path | None = None
+    every: int = 100  # they are taken at the first step and every so many steps after it
+    path: Path | None = None  # file that records go to, or ``None``
 
     @property
     def takes_steps(self) -> bool:
@@ -44,27 +37,18 @@ OFF = Recording()
 
 
 def make_recording(verbosity: Any, numerics: Any, every: Any, history: Any) -> Recording:
-    """Check the arguments of ``initialize``.
-
-    Raises:
-        TypeError: ``history`` is no path, or ``verbosity`` no number.
-        ValueError: ``numerics`` or ``every`` cannot be used, or ``history`` is a folder.
-    """
+    """Check the arguments of ``initialize``."""
     if numerics not in get_args(Numerics):
-        raise ValueError(
-            message(
-                f"numerics={numerics!r} is not known",
-                "Choose one of 'off', 'light', 'full'",
-                "Pass 'light' for statistics of gradients, 'full' for histograms and weights too",
-            )
+        raise bad_value(
+            f"numerics={numerics!r} is not known",
+            "Choose one of 'off', 'light', 'full'",
+            "Pass 'light' for statistics of gradients, 'full' for histograms and weights too",
         )
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise ValueError(
-            message(
-                f"numerics_every={every!r} cannot be used",
-                "Allowed is a whole number from 1",
-                "Pass after how many optimizer steps statistics are taken again, such as 100",
-            )
+        raise bad_value(
+            f"numerics_every={every!r} cannot be used",
+            "Allowed is a whole number from 1",
+            "Pass after how many optimizer steps statistics are taken again, such as 100",
         )
     told = check_verbosity(verbosity)
     return Recording(verbosity=told, numerics=numerics, every=every, path=_path_of(history))
@@ -74,22 +58,18 @@ def _path_of(history: Any) -> Path | None:
     if history is None:
         return None
     if not isinstance(history, (str, os.PathLike)) or not history:
-        raise TypeError(
-            message(
-                f"history={history!r} is no path",
-                "Allowed are the path of a file and None",
-                "Pass for example history='run.jsonl'; the records themselves are in "
-                "preamp.engine_of(optimizer).history",
-            )
+        raise bad_type(
+            f"history={history!r} is no path",
+            "Allowed are the path of a file and None",
+            "Pass for example history='run.jsonl'; the records themselves are in "
+            "preamp.engine_of(optimizer).history",
         )
     path = Path(cast("str | os.PathLike[str]", history))
     if path.is_dir():
-        raise ValueError(
-            message(
-                f"history={str(path)!r} is a folder",
-                "Allowed is the path of a file, which need not exist",
-                f"Pass for example history={str(path / 'run.jsonl')!r}",
-            )
+        raise bad_value(
+            f"history={str(path)!r} is a folder",
+            "Allowed is the path of a file, which need not exist",
+            f"Pass for example history={str(path / 'run.jsonl')!r}",
         )
     return path
 
@@ -100,10 +80,8 @@ def check_verbosity(verbosity: Any) -> int:
         return int(verbosity)
     except (TypeError, ValueError):
         pass
-    raise TypeError(
-        message(
-            f"verbosity={verbosity!r} cannot be used",
-            "Allowed are 0, 1 and 2, also as a string such as '1'",
-            "Pass 0 to have nothing printed",
-        )
+    raise bad_type(
+        f"verbosity={verbosity!r} cannot be used",
+        "Allowed are 0, 1 and 2, also as a string such as '1'",
+        "Pass 0 to have nothing printed",
     )

@@ -23,7 +23,6 @@ from preamp.core.ranks import has_other_ranks, has_process_group
 from preamp.core.splits import Splits
 from preamp.core.undo import Removable
 from preamp.engine import refusals
-from preamp.engine.joint_findings import JointFindings
 from preamp.kernels.data_parallel import (
     active_data_parallel,
     is_hooked_to_parameters,
@@ -50,29 +49,22 @@ class Comparison(Protocol):
 
 
 class Reductions:
-    """What an engine knows of the wrappers around and inside its models.
+    """What an engine knows of the wrappers around and inside its models."""
 
-    Attributes:
-        unreduced: How many forwards or blocks so far were under ``no_sync``; whoever remembers an
-            earlier number may hold gradients of this rank alone.
-        unasked: Wrappers that ran in evaluation mode, whose ranks were not compared yet.
-        comparison: Called once for each wrapper and each sharded model, on all of its ranks.
-        on_forward: Called when a model runs, may refuse it.
-        splits: Over which ranks parameters are split.
-        joint: What ranks tell each other that hold parts of the same parameters.
-    """
-
-    def __init__(self, models: Sequence[nn.Module], splits: Splits | None = None) -> None:
+    def __init__(self, models: Sequence[nn.Module], splits: Splits) -> None:
         """Look into ``models``, and around them when they run; ``splits`` are their parameters'."""
-        self.splits = splits or Splits()
-        self.joint = JointFindings(self.splits)
-        self.on_forward: Callable[[], None] | None = None
+        self.splits = splits  # over which ranks parameters are split
+        self.on_forward: Callable[[], None] | None = None  # called when a model runs, may refuse it
+        # How many forwards or blocks so far were under ``no_sync``; whoever remembers an earlier
+        # number may hold gradients of this rank alone
         self.unreduced = 0
         self._models = models
         self._around: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._forwards: set[bool] = set()  # since the latest block
         self._agreed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # Wrappers that ran in evaluation mode, whose ranks were not compared yet
         self.unasked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        # Called once for each wrapper and each sharded model, on all of its ranks
         self.comparison: Comparison | None = None
 
     def note(self, model: nn.Module) -> None:
@@ -80,9 +72,6 @@ class Reductions:
 
         Nobody else knows when all ranks are sure to take part: ``initialize`` may be a matter of
         some of them, as in pipelines. Trainings that ``join`` may begin without some ranks.
-
-        Raises:
-            PreampStateError: Ranks differ, or the wrapper was built before the cast.
         """
         if self.on_forward is not None:
             self.on_forward()
@@ -106,9 +95,6 @@ class Reductions:
 
         A forward does not tell such a training from one rank's evaluation; a backward of what
         optimizers update does.
-
-        Raises:
-            PreampStateError: Ranks differ.
         """
         if not self.unasked:
             return

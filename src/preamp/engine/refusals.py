@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import PreampStateError, bad_state, bad_value, message
 from preamp.optim import Masters
 from preamp.scaling import LossScaler
 
@@ -29,52 +29,39 @@ def check_group(group: Any, masters: Masters, name_of: Callable[[torch.Tensor], 
     for item in items:
         param: Any = cast("tuple[str, Any]", item)[1] if isinstance(item, tuple) else item
         if masters.of_half(param) is not None:
-            raise known_parameter(name_of(param))
-
-
-def known_parameter(name: str) -> ValueError:
-    """A parameter is added to an optimizer that has its master."""
-    return ValueError(
-        message(
-            f"Parameter {name!r} is in this optimizer already",
-            "A parameter may appear in one parameter group only",
-            "Leave it out of the new group",
-        )
-    )
+            raise bad_value(
+                f"Parameter {name_of(param)!r} is in this optimizer already",
+                "A parameter may appear in one parameter group only",
+                "Leave it out of the new group",
+            )
 
 
 def nested(optimizer: object) -> PreampStateError:
     """An optimizer enters a ``scale_loss`` block inside another one."""
-    return PreampStateError(
-        message(
-            f"scale_loss was entered for a {type(optimizer).__name__} that is in a scale_loss "
-            "block already",
-            "One backward at a time: blocks of the same optimizer must not be nested",
-            "Leave the first block before entering the next, or add the losses up",
-        )
+    return bad_state(
+        f"scale_loss was entered for a {type(optimizer).__name__} that is in a scale_loss "
+        "block already",
+        "One backward at a time: blocks of the same optimizer must not be nested",
+        "Leave the first block before entering the next, or add the losses up",
     )
 
 
 def inside_block(what: str) -> PreampStateError:
     """Gradients are used where they still carry the loss scale."""
-    return PreampStateError(
-        message(
-            f"{what} was called inside a scale_loss block",
-            "Gradients are unscaled when the block ends, and only then mean anything",
-            "Take the call out of the block, one level of indentation to the left",
-        )
+    return bad_state(
+        f"{what} was called inside a scale_loss block",
+        "Gradients are unscaled when the block ends, and only then mean anything",
+        "Take the call out of the block, one level of indentation to the left",
     )
 
 
 def backward_of_loss() -> PreampStateError:
     """The body of a block called ``backward`` on the loss instead of on what the block yielded."""
-    return PreampStateError(
-        message(
-            "Inside scale_loss, backward() was called on the loss itself",
-            "Gradients are unscaled when the block ends, so they must come from the scaled loss: "
-            "with scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()",
-            "Call backward() on the name behind 'as'; the gradients of this block were dropped",
-        )
+    return bad_state(
+        "Inside scale_loss, backward() was called on the loss itself",
+        "Gradients are unscaled when the block ends, so they must come from the scaled loss: "
+        "with scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()",
+        "Call backward() on the name behind 'as'; the gradients of this block were dropped",
     )
 
 
@@ -90,24 +77,20 @@ def never_scaled() -> str:
 
 def still_scaled() -> PreampStateError:
     """A step is taken on gradients that carry the loss scale."""
-    return PreampStateError(
-        message(
-            "optimizer.step() with gradients left scaled by delay_unscale=True",
-            "The last scale_loss before a step must unscale",
-            "Call scale_loss without delay_unscale for the last backward before step()",
-        )
+    return bad_state(
+        "optimizer.step() with gradients left scaled by delay_unscale=True",
+        "The last scale_loss before a step must unscale",
+        "Call scale_loss without delay_unscale for the last backward before step()",
     )
 
 
 def check_can_trace(scalers: Sequence[LossScaler]) -> None:
     """Raise `PreampStateError` if overflows are not looked for."""
     if not any(scaler.is_dynamic for scaler in scalers):
-        raise PreampStateError(
-            message(
-                "trace_overflow was called, and no loss has a dynamic scale",
-                "Overflows are looked for with a dynamic loss scale only",
-                "Pass loss_scale='dynamic' to preamp.initialize",
-            )
+        raise bad_state(
+            "trace_overflow was called, and no loss has a dynamic scale",
+            "Overflows are looked for with a dynamic loss scale only",
+            "Pass loss_scale='dynamic' to preamp.initialize",
         )
 
 
@@ -122,26 +105,26 @@ def no_such_loss(loss_id: object, count: int) -> IndexError:
     )
 
 
+_HOOKED = (
+    "It hooks parameters when it is built, and a cast takes the hooks off: gradients would not be "
+    "reduced, and each rank would train alone"
+)
+
+
 def wrapped_before_cast() -> PreampStateError:
     """A wrapper's reducer has lost the parameters it was made for, or is about to."""
-    return PreampStateError(
-        message(
-            "DistributedDataParallel was built before preamp.initialize, which casts parameters at "
-            "this level",
-            "It hooks parameters when it is built, and a cast takes the hooks off: gradients "
-            "would not be reduced, and each rank would train alone",
-            "Call preamp.initialize(model, optimizer) first and wrap the model afterwards",
-        )
+    return bad_state(
+        "DistributedDataParallel was built before preamp.initialize, which casts parameters at "
+        "this level",
+        _HOOKED,
+        "Call preamp.initialize(model, optimizer) first and wrap the model afterwards",
     )
 
 
 def wrapped_for_closed() -> PreampStateError:
     """The same after the engine has given float32 parameters back."""
-    return PreampStateError(
-        message(
-            "A DistributedDataParallel was called whose model's parameters Engine.close has cast",
-            "It hooks parameters when it is built, and a cast takes the hooks off: gradients "
-            "would not be reduced, and each rank would train alone",
-            "Wrap the model again after engine.close()",
-        )
+    return bad_state(
+        "A DistributedDataParallel was called whose model's parameters Engine.close has cast",
+        _HOOKED,
+        "Wrap the model again after engine.close()",
     )

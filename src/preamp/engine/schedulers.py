@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state, bad_type
 from preamp.engine.loop import bare, find_engine
 
 
@@ -52,12 +52,10 @@ def _as_schedulers(scheduler: Any) -> list[Any]:
     schedulers = list(cast("Sequence[Any]", scheduler)) if several else [scheduler]
     for one in schedulers:
         if not callable(getattr(one, "step", None)):
-            raise TypeError(
-                message(
-                    f"step_scheduler was given a {type(one).__name__} as a scheduler",
-                    "A scheduler has a method step; a list of them is allowed too",
-                    "Pass the scheduler first and the optimizer second",
-                )
+            raise bad_type(
+                f"step_scheduler was given a {type(one).__name__} as a scheduler",
+                "A scheduler has a method step; a list of them is allowed too",
+                "Pass the scheduler first and the optimizer second",
             )
     return schedulers
 
@@ -68,24 +66,19 @@ def _latest_was_taken(optimizer: Any) -> bool:
         overflow = getattr(optimizer, "overflow", None)
         if isinstance(overflow, bool):
             return not overflow
-        raise PreampStateError(
-            message(
-                f"step_scheduler was given a {type(optimizer).__name__} that has no engine",
-                "Whether a step was taken is known of optimizers that went through "
-                "preamp.initialize, and of FP16_Optimizer",
-                "Pass that very optimizer, or step the scheduler directly",
-            )
+        raise bad_state(
+            f"step_scheduler was given a {type(optimizer).__name__} that has no engine",
+            "Whether a step was taken is known of optimizers that went through "
+            "preamp.initialize, and of FP16_Optimizer",
+            "Pass that very optimizer, or step the scheduler directly",
         )
     if not engine.policy.enabled:
         return True
     taken = engine.ledger.latest_taken(engine.sessions[id(bare(optimizer))])
     if taken is None:
-        raise PreampStateError(
-            message(
-                f"step_scheduler was called before the first step of this "
-                f"{type(optimizer).__name__}",
-                "It asks whether the optimizer's latest step was taken",
-                "Call optimizer.step() first, then step_scheduler(scheduler, optimizer)",
-            )
+        raise bad_state(
+            f"step_scheduler was called before the first step of this {type(optimizer).__name__}",
+            "It asks whether the optimizer's latest step was taken",
+            "Call optimizer.step() first, then step_scheduler(scheduler, optimizer)",
         )
     return taken

@@ -18,6 +18,7 @@ from preamp.core.protocols import StepSharing
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import are_same, has_sharded, host_reaches, is_sharded, versions_of
 from preamp.engine import refusals
+from preamp.engine.joint_findings import of_all_ranks
 from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import Reductions
 from preamp.kernels import Census, Ops
@@ -48,36 +49,23 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a ``scale_loss`` block is going to do with the gradients of its backward.
-
-    Attributes:
-        scaler: The loss's scaler.
-        will_delay: Leave them scaled (``delay_unscale``).
-        may_reduce: A hook may reduce them over ranks.
-    """
+    """What a ``scale_loss`` block is going to do with the gradients of its backward."""
 
     scaler: LossScaler
-    will_delay: bool = False
-    may_reduce: bool = False
+    will_delay: bool = False  # leave them scaled (``delay_unscale``)
+    may_reduce: bool = False  # a hook may reduce them over ranks
 
 
 @dataclass(slots=True)
 class Delayed:
-    """The scale that gradients left scaled (``delay_unscale``) carry.
-
-    Attributes:
-        scaler: Whose scale it is.
-        generation: The scaler's generation then; another one means another scale.
-        inverse: What unscales them, a float32 scalar; ``None`` for the static scale 1.
-        note: Of the latest backward that left any, and of those before it.
-        has_gradients: Whether any gradient was left.
-    """
+    """The scale that gradients left scaled (``delay_unscale``) carry."""
 
     scaler: LossScaler
-    generation: int
+    generation: int  # the scaler's generation then; another one means another scale
+    # What unscales them, a float32 scalar; ``None`` for the static scale 1
     inverse: torch.Tensor | None
-    note: GradientNote
-    has_gradients: bool = False
+    note: GradientNote  # of the latest backward that left any, and of those before it
+    has_gradients: bool = False  # whether any gradient was left
 
     def continues_with(self, scaler: LossScaler) -> bool:
         """Whether gradients of ``scaler`` can be added as they are."""
@@ -110,12 +98,7 @@ class KnownNorm:
         return bool(self._grads) and all(map(is_sharded, self._grads))
 
     def note(self, norm: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
-        """Note a norm, of no use before `commit`.
-
-        Args:
-            norm: float32 scalar, over all of ``grads``.
-            grads: As they were read, still scaled.
-        """
+        """Note the norm of all of ``grads``, still scaled; of no use before `commit`."""
         self._norm, self._grads = norm, grads
 
     def commit(
@@ -123,10 +106,7 @@ class KnownNorm:
     ) -> None:
         """The gradients have been unscaled by ``factor``, or will be where they are used.
 
-        Args:
-            factor: float32 scalar, or ``None`` for 1.
-            marks: Returns by what to tell later that the gradients are still the same.
-            is_reduced: Whether the gradients have certainly been reduced over ranks.
+        ``marks()`` tells later whether they are still the same.
         """
         if self._norm is None:
             return
@@ -178,13 +158,6 @@ class GradientBooks:
 
     A block is `begin`, then `abort`, `delay`, or `census`, `merge` and `commit`. Nothing is lost
     before `commit`: each of the others may fail and be followed by `abort` or `undo`.
-
-    Attributes:
-        masters: The optimizer's masters, or ``None`` at levels without.
-        stage: Where the gradients stand.
-        is_open: Whether a ``scale_loss`` block is under way.
-        known_norm: What a census found, if clipping wants it.
-        direct, delayed: Gradients without masters; those left scaled, or ``None``.
     """
 
     def __init__(
@@ -195,14 +168,15 @@ class GradientBooks:
         reductions: Reductions,
     ) -> None:
         """Keep the books of ``optimizer``."""
-        self.masters = masters
+        self.masters = masters  # the optimizer's masters, or ``None`` at levels without
         self.stage = Stage.READY
-        self.is_open = False
-        self.known_norm = KnownNorm()
+        self.is_open = False  # whether a ``scale_loss`` block is under way
+        self.known_norm = KnownNorm()  # what a census found, if clipping wants it
         self._reductions = reductions
         self._reduced_at = reductions.unreduced
         self._optimizer = optimizer
         self._ops = ops
+        # Gradients without masters; those left scaled, or ``None``
         self.direct = DirectGradients(ops)
         self._own: list[torch.Tensor] = []  # without masters, in this block only
         self._params: list[torch.Tensor] = []  # of which the two lists below are
@@ -241,9 +215,7 @@ class GradientBooks:
     def begin(self, plan: Plan, claimed: set[int]) -> None:
         """Make room for a backward. Mutates the parameters' ``grad``.
 
-        Args:
-            plan: What the block is going to do.
-            claimed: ``id`` of parameters that the block handles for another optimizer; extended.
+        ``claimed`` has the ``id`` of parameters handled for another optimizer, and is extended.
         """
         self.known_norm.forget()
         self._own = self._unclaimed(claimed)
@@ -333,10 +305,7 @@ class GradientBooks:
     def delay(self, scaler: LossScaler, note: GradientNote, generation: int) -> None:
         """Leave the gradients scaled; a later block unscales them all.
 
-        Args:
-            scaler: The loss's scaler.
-            note: Of the block; holds the scale.
-            generation: The scaler's when the block began.
+        ``generation`` is the scaler's when the block began.
         """
         self.is_open = False
         self.direct.note_raw()
@@ -352,9 +321,8 @@ class GradientBooks:
     def census(self, scaler: LossScaler, note: GradientNote) -> torch.Tensor | None:
         """Look for overflow; note what is found.
 
-        Returns:
-            float32 scalar on the device, 1.0 if any new gradient is infinite or nan; ``None``
-            for static scales, which do not look.
+        Returns a float32 scalar on the device, 1.0 if any new gradient is infinite or nan; ``None``
+        for static scales, which do not look.
         """
         leaves = self._leaves
         if self._has_claimed:
@@ -383,15 +351,14 @@ class GradientBooks:
         if census.max_abs is not None:
             note.add(params, grads, census)
         if has_sharded(leaves) or self._reductions.splits.given:
-            census = self._reductions.joint.on(census, leaves, params)
+            census = of_all_ranks(census, leaves, params, self._reductions.splits)
         note.found_inf.append(census.found_inf)
         return grads, census
 
     def made_gradients(self, *, all_of_them: bool) -> tuple[list[Any], list[torch.Tensor]]:
         """Gradients without a factor of their own, and the model's parameters they are of.
 
-        Args:
-            all_of_them: Make those of masters whose half gradient is all there is.
+        ``all_of_them`` makes those of masters whose half gradient is all there is.
         """
         direct = [param for param in self.direct_params() if param.grad is not None]
         grads = [param.grad for param in direct]
@@ -417,22 +384,13 @@ class GradientBooks:
         return self.direct.has_earlier or any([table.has_bases for table in self.tables])
 
     def merge(self, factor: torch.Tensor | None) -> None:
-        """Unscale the new gradients and add the earlier ones.
-
-        Args:
-            factor: float32 scalar, or ``None`` where there is nothing to unscale.
-        """
+        """Unscale the new gradients by ``factor``, if any, and add the earlier ones."""
         self.direct.merge(self._own, factor)
         for table in self.tables:
             table.stand_in()
 
     def commit(self, factor: torch.Tensor | None, *, is_reduced: bool = False) -> None:
-        """The block ends.
-
-        Args:
-            factor: The one that `merge` got.
-            is_reduced: Whether all gradients have certainly been reduced over ranks.
-        """
+        """The block ends; ``is_reduced`` is for gradients certainly reduced over ranks."""
         if is_reduced:
             self._reduced_at = self._reductions.unreduced
         self.direct.commit(self._own)
@@ -457,11 +415,7 @@ class GradientBooks:
     def settle(self, claimed: set[int]) -> tuple[torch.Tensor, GradientNote] | None:
         """Unscale delayed gradients by the scale they carry, since the next one differs.
 
-        Args:
-            claimed: As for `begin`.
-
-        Returns:
-            What `census` found and the note of it; ``None`` where nobody looked.
+        Returns what `census` found and the note of it; ``None`` where nobody looked.
         """
         delayed = self.delayed
         if delayed is None:
@@ -534,20 +488,7 @@ class GradientBooks:
 
 
 class OptimizerSession:
-    """The gradients of one optimizer, and its masters if the policy wants them.
-
-    Attributes:
-        optimizer: The user's optimizer.
-        masters: Its float32 masters, or ``None`` at levels without.
-        gradients: Where its gradients stand.
-        notes: What the backwards since the last step found, for overflow messages.
-        found_inf: Not zero if the next step must be skipped; ``None`` if nobody looked.
-        backwards: Backwards collected so far.
-        steps_applied: Steps that updated the weights.
-        steps_skipped: Steps not taken because of overflow.
-        skips_in_row: Skipped steps since the last applied one.
-        sharing: How ranks share the work of a step, if they do.
-    """
+    """The gradients of one optimizer, and its masters if the policy wants them."""
 
     def __init__(
         self,
@@ -559,15 +500,17 @@ class OptimizerSession:
     ) -> None:
         """Take over the bookkeeping of ``optimizer``; makes no masters yet."""
         self.optimizer = optimizer
-        self.masters = masters
+        self.masters = masters  # its float32 masters, or ``None`` at levels without
         self.gradients = GradientBooks(optimizer, masters, ops, reductions)
+        # What the backwards since the last step found, for overflow messages
         self.notes: list[GradientNote] = []
         self.backwards = 0
-        self.steps_applied = 0
-        self.steps_skipped = 0
-        self.skips_in_row = 0
-        self.sharing: StepSharing | None = None
+        self.steps_applied = 0  # steps that updated the weights
+        self.steps_skipped = 0  # steps not taken because of overflow
+        self.skips_in_row = 0  # skipped steps since the last applied one
+        self.sharing: StepSharing | None = None  # how ranks share the work of a step, if they do
         self._name_of = name_of
+        # Not zero if the next step must be skipped; ``None`` if nobody looked
         self.found_inf: torch.Tensor | None = None
         self._heard: torch.Tensor | None = None  # an overflow that the loss scale knows of
 
@@ -607,11 +550,7 @@ class OptimizerSession:
             table.compares = True
 
     def adopt(self, originals: Mapping[int, torch.Tensor] | None = None) -> None:
-        """Make masters for half parameters that need one and have none.
-
-        Args:
-            originals: Their float32 values from before a cast, by ``id(parameter)``.
-        """
+        """Make masters for half parameters that lack one; see `Masters.adopt`."""
         if self.masters is not None:
             self.masters.adopt(originals)
 
@@ -626,13 +565,7 @@ class OptimizerSession:
             raise refusals.nested(self.optimizer)
 
     def settle(self, plan: Plan, claimed: set[int], adjustments: Adjustments) -> None:
-        """Unscale gradients left scaled if those of the coming block cannot be added to them.
-
-        Args:
-            plan: What the block is going to do.
-            claimed: ``id`` of parameters already handled for another optimizer; extended.
-            adjustments: Are told what is found.
-        """
+        """Unscale gradients left scaled if those of the coming block cannot be added to them."""
         self.adopt()
         self._forget_abandoned()
         books = self.gradients
@@ -688,12 +621,7 @@ class OptimizerSession:
             self.reset()
 
     def remember(self, found_inf: torch.Tensor, note: GradientNote) -> None:
-        """Keep an overflow until the next step, whichever optimizer's gradients showed it.
-
-        Args:
-            found_inf: float32 scalar, not zero if this optimizer's next step must be skipped.
-            note: What to tell about it.
-        """
+        """Keep an overflow until the next step, whichever optimizer's gradients showed it."""
         if self.found_inf is not None:
             found_inf = torch.maximum(self.found_inf.to(found_inf.device), found_inf)
         self.found_inf = found_inf

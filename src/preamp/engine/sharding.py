@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state
 from preamp.core.splits import Splits
 from preamp.core.tensors import is_sharded
 from preamp.engine.reductions import Reductions
@@ -23,22 +23,19 @@ _FIRST_FORM = "FullyShardedDataParallel"
 def check_fits(models: Sequence[nn.Module], policy: Policy, splits: Splits) -> None:
     """Refuse what the models were sharded with if it contradicts the level. Changes nothing.
 
-    Raises:
-        PreampStateError: A ``MixedPrecisionPolicy`` gathers weights in another dtype than the one
-            that the level gives them or computes in; or a model is in the first form of FSDP,
-            whose parameters are plain tensors that do not tell which ranks have the rest.
+    A ``MixedPrecisionPolicy`` may gather weights in another dtype than the one that the level gives
+    them or computes in. In the first form of FSDP parameters are plain tensors, which do not tell
+    which ranks have the rest.
     """
     parts = [part for model in models for part in model.modules()]
     kinds = {kind.__name__ for part in parts for kind in type(part).__mro__}
     if _FIRST_FORM in kinds and not splits.given:
-        raise PreampStateError(
-            message(
-                f"A model is in torch's {_FIRST_FORM}",
-                "Its parameters do not tell which ranks hold the rest of them, so an overflow on "
-                "one rank would not reach the others",
-                "Use torch.distributed.fsdp.fully_shard, or pass process_groups={group: "
-                "'pipeline'} with the group it shards over",
-            )
+        raise bad_state(
+            f"A model is in torch's {_FIRST_FORM}",
+            "Its parameters do not tell which ranks hold the rest of them, so an overflow on "
+            "one rank would not reach the others",
+            "Use torch.distributed.fsdp.fully_shard, or pass process_groups={group: "
+            "'pipeline'} with the group it shards over",
         )
     own = policy.half_dtype
     if own is None:
@@ -47,35 +44,26 @@ def check_fits(models: Sequence[nn.Module], policy: Policy, splits: Splits) -> N
         others = fsdp.gather_dtypes(model) - {own}
         if others:
             name = dtype_name(next(iter(others)))
-            raise PreampStateError(
-                message(
-                    f"fully_shard was given MixedPrecisionPolicy(param_dtype={name}), and "
-                    f"opt_level={policy.opt_level!r} works in {dtype_name(own)}",
-                    "One of the two decides in which dtype weights are gathered",
-                    "Leave param_dtype out, or keep it and pass opt_level='O0' with the "
-                    "loss_scale that it needs",
-                )
+            raise bad_state(
+                f"fully_shard was given MixedPrecisionPolicy(param_dtype={name}), and "
+                f"opt_level={policy.opt_level!r} works in {dtype_name(own)}",
+                "One of the two decides in which dtype weights are gathered",
+                "Leave param_dtype out, or keep it and pass opt_level='O0' with the "
+                "loss_scale that it needs",
             )
 
 
 def check_groups(models: Sequence[nn.Module]) -> None:
-    """Refuse groups whose weights have several dtypes after the cast; torch could not gather them.
-
-    Raises:
-        PreampStateError: Naming one parameter of each dtype.
-    """
+    """Refuse groups with weights of several dtypes after the cast; torch could not gather them."""
     for model in models:
         for dtypes, params in fsdp.dtypes_of_groups(model):
             if len(dtypes) > 1:
-                raise PreampStateError(
-                    message(
-                        f"fully_shard gathers {params[0]!r} and others together, which are "
-                        f"{', '.join(sorted(map(dtype_name, dtypes)))} now",
-                        "The weights of one group share a dtype; batch norms stay float32 at O2 "
-                        "and O5",
-                        "Call fully_shard on each batch norm by itself before the modules around "
-                        "it, or pass keep_batchnorm_fp32=False",
-                    )
+                raise bad_state(
+                    f"fully_shard gathers {params[0]!r} and others together, which are "
+                    f"{', '.join(sorted(map(dtype_name, dtypes)))} now",
+                    "The weights of one group share a dtype; batch norms stay float32 at O2 and O5",
+                    "Call fully_shard on each batch norm by itself before the modules around "
+                    "it, or pass keep_batchnorm_fp32=False",
                 )
 
 
@@ -84,9 +72,6 @@ class Unreduced:
 
     They lie inside ``fully_shard``, multiplied by the scale of their backward, until a later one
     adds to them and reduces all. That one must have the same scale.
-
-    Attributes:
-        models: Those with sharded parts; without any there is nothing to follow.
     """
 
     def __init__(
@@ -100,28 +85,23 @@ class Unreduced:
             p for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]
         ]
         reductions.on_forward = self.check_forward
+        # Those with sharded parts; without any there is nothing to follow
         self.models = [model for model in models if fsdp.has_sharded_parts(model)]
         self._plain = [] if self.models else [*models]
         self._has_params = any(not is_sharded(param) for param in params)
         self._scale: tuple[LossScaler, int] | None = None
 
     def begin(self, scaler: LossScaler) -> None:
-        """A block with ``scaler`` begins.
-
-        Raises:
-            PreampStateError: There are gradients with another scale.
-        """
+        """A block with ``scaler`` begins; refused if there are gradients with another scale."""
         if not self.models or self._scale is None or not self._is_held():
             self._scale = None
         elif self._scale != (scaler, scaler.generation):
-            raise PreampStateError(
-                message(
-                    "scale_loss was called with another loss scale than the one on gradients that "
-                    "set_requires_gradient_sync(False) has left unreduced",
-                    "They are added up before anybody can unscale them, so all backwards up to the "
-                    "reduction share one loss scale",
-                    "Accumulate one loss at a time, or sum the losses before backward",
-                )
+            raise bad_state(
+                "scale_loss was called with another loss scale than the one on gradients that "
+                "set_requires_gradient_sync(False) has left unreduced",
+                "They are added up before anybody can unscale them, so all backwards up to the "
+                "reduction share one loss scale",
+                "Accumulate one loss at a time, or sum the losses before backward",
             )
 
     def end(self, scaler: LossScaler) -> bool:
@@ -138,15 +118,12 @@ class Unreduced:
     def check_forward(self) -> None:
         """Refuse models that were sharded after their optimizers had been given to initialize.
 
-        Raises:
-            PreampStateError: The optimizers update parameters that the models do not have any more.
+        The optimizers would update parameters that the models do not have any more.
         """
         if self._has_params and any(map(fsdp.is_fully_sharded, self._plain)):
-            raise PreampStateError(
-                message(
-                    "fully_shard was called after preamp.initialize",
-                    "It replaces the parameters, and the optimizers still update the earlier ones",
-                    "Call fully_shard(model) first, then build the optimizer, then "
-                    "preamp.initialize(model, optimizer)",
-                )
+            raise bad_state(
+                "fully_shard was called after preamp.initialize",
+                "It replaces the parameters, and the optimizers still update the earlier ones",
+                "Call fully_shard(model) first, then build the optimizer, then "
+                "preamp.initialize(model, optimizer)",
             )

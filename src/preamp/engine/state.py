@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 
 if TYPE_CHECKING:
     from preamp.engine.core import EngineCore
@@ -36,22 +36,16 @@ def scalers_state(engine: EngineCore) -> dict[str, Any]:
 
 
 def read_scalers(engine: EngineCore, state: Mapping[str, Any]) -> list[tuple[int, int, int]]:
-    """Check that ``state`` fits, and return the counters of each optimizer if there are any.
-
-    Raises:
-        ValueError: See `Engine.load_state_dict`.
-    """
+    """Check that ``state`` fits, and return the counters of each optimizer if there are any."""
     wanted = [f"{_PREFIX}{index}" for index in range(len(engine.scalers))]
     missing = [key for key in wanted if key not in state]
     extra = [key for key in state if key not in wanted and key not in _OWN_KEYS]
     if missing or extra:
-        raise ValueError(
-            message(
-                f"The state of {len(state)} entries lacks {missing or 'nothing'} and has "
-                f"{extra or 'nothing'} beyond them",
-                f"Needed are exactly {wanted or 'no entries'}, one for each of num_losses",
-                "Call initialize with the num_losses of the run that saved it; nothing was loaded",
-            )
+        raise bad_value(
+            f"The state of {len(state)} entries lacks {missing or 'nothing'} and has "
+            f"{extra or 'nothing'} beyond them",
+            f"Needed are exactly {wanted or 'no entries'}, one for each of num_losses",
+            "Call initialize with the num_losses of the run that saved it; nothing was loaded",
         )
     for scaler, key in zip(engine.scalers, wanted, strict=True):
         scaler.read_state(state[key])
@@ -59,14 +53,7 @@ def read_scalers(engine: EngineCore, state: Mapping[str, Any]) -> list[tuple[int
 
 
 def load_scalers(engine: EngineCore, state: Mapping[str, Any]) -> bool:
-    """Set scalers by the number in their key, and the counters if there are any.
-
-    Returns:
-        Whether there were.
-
-    Raises:
-        ValueError: See `Engine.load_state_dict`.
-    """
+    """Set scalers by the number in their key, and the counters; whether there were any."""
     counts = read_scalers(engine, state)
     for index, scaler in enumerate(engine.scalers):
         scaler.load_state_dict(state[f"{_PREFIX}{index}"])
@@ -82,10 +69,8 @@ def _read_steps(steps: Any) -> list[tuple[int, int, int]]:
             for entry in steps
         ]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            message(
-                f"The step counters {steps!r} cannot be read",
-                "Needed are the numbers 'applied', 'skipped' and 'skips_in_row' of each optimizer",
-                "Pass what state_dict() returned; nothing was loaded",
-            )
+        raise bad_value(
+            f"The step counters {steps!r} cannot be read",
+            "Needed are the numbers 'applied', 'skipped' and 'skips_in_row' of each optimizer",
+            "Pass what state_dict() returned; nothing was loaded",
         ) from error

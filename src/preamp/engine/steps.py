@@ -18,41 +18,28 @@ from preamp.scaling import LossScaler
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Look:
-    """Statistics of one backward's gradients, and of the weights after the step.
+class Statistics:
+    """Statistics of one backward's gradients, and of the weights after the step."""
 
-    Attributes:
-        loss_id: Whose backward.
-        readings: Of the tensors.
-        copies: Their numbers.
-    """
-
-    loss_id: int
-    readings: list[Reading]
+    loss_id: int  # whose backward
+    readings: list[Reading]  # of the tensors
     copies: HostCopies = field(default_factory=HostCopies)
 
 
 @dataclass(slots=True, eq=False)
-class Coming:
-    """What is known of a step before ``optimizer.step`` is over.
+class PendingStep:
+    """What is known of a step before ``optimizer.step`` is over."""
 
-    Attributes:
-        losses: Scalars, by loss id.
-        norm: Scalar, or ``None``.
-        looks: Statistics, by loss id.
-        before: The half weights before the step; see `Meter.before`.
-        memory: What was held before the step, or ``None``.
-        has_gradients: Whether the latest backward left any.
-    """
-
+    # Scalars, and statistics, by loss id
     losses: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    statistics: dict[int, Statistics] = field(default_factory=dict[int, Statistics])
     norm: torch.Tensor | None = None
-    looks: dict[int, Look] = field(default_factory=dict[int, Look])
+    # The half weights before the step; see `Meter.before`
     before: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-    memory: MemoryRecord | None = None
-    has_gradients: bool = False
+    memory: MemoryRecord | None = None  # what was held before the step, or ``None``
+    has_gradients: bool = False  # whether the latest backward left any
 
-    def call(self, optimizer: torch.optim.Optimizer, scalers: Sequence[LossScaler]) -> Called:
+    def call(self, optimizer: torch.optim.Optimizer, scalers: Sequence[LossScaler]) -> FinishedCall:
         """``optimizer.step`` is over: send off what is known. Does not synchronise."""
         copies = HostCopies()
         put = copies.put
@@ -63,9 +50,9 @@ class Coming:
             rate = torch.tensor(rate, dtype=torch.float64)
         else:  # optimizers may have other ideas of a rate
             rate = None
-        return Called(
+        return FinishedCall(
             copies=copies,
-            looks=list(self.looks.values()),
+            statistics=list(self.statistics.values()),
             losses={loss_id: put(loss) for loss_id, loss in self.losses.items()},
             scales={i: put(scaler.scale.clone()) for i, scaler in enumerate(scalers)},
             norm=None if self.norm is None else put(self.norm),
@@ -74,28 +61,17 @@ class Coming:
 
 
 @dataclass(slots=True, eq=False)
-class Called:
-    """A call of ``optimizer.step`` whose records are still to be made.
+class FinishedCall:
+    """A call of ``optimizer.step`` whose records are still to be made."""
 
-    Attributes:
-        copies: The numbers below.
-        looks: Statistics, with theirs.
-        losses: Places of the losses among the copies, by loss id.
-        scales: Places of the loss scales.
-        norm: Place of the norm, or ``None``.
-        lr: Place of the learning rate, or ``None``.
-        number: Of the step, once its outcome is known.
-        is_skipped: Whether it was not taken; ``None`` while that is not known.
-    """
-
-    copies: HostCopies
-    looks: list[Look]
-    losses: dict[int, int]
-    scales: dict[int, int]
-    norm: int | None
-    lr: int | None
-    number: int = 0
-    is_skipped: bool | None = None
+    copies: HostCopies  # the numbers below
+    statistics: list[Statistics]
+    losses: dict[int, int]  # places of the losses among the copies, by loss id
+    scales: dict[int, int]  # places of the loss scales
+    norm: int | None  # place of the norm, or ``None``
+    lr: int | None  # place of the learning rate, or ``None``
+    number: int = 0  # of the step, once its outcome is known
+    is_skipped: bool | None = None  # whether it was not taken; ``None`` while that is not known
 
     def have_come(self, *, late: bool) -> bool:
         """Whether the numbers are there; see `HostCopies.have_come`."""
@@ -103,16 +79,11 @@ class Called:
 
     def _all_copies(self) -> Iterator[HostCopies]:
         yield self.copies
-        for look in self.looks:
-            yield look.copies
+        for taken in self.statistics:
+            yield taken.copies
 
     def records(self, optimizer: int, *, with_histograms: bool) -> Iterator[Record]:
-        """Make the records. Waits for the numbers.
-
-        Args:
-            optimizer: Its index.
-            with_histograms: Whether statistics keep all exponents.
-        """
+        """Make the records. Waits for the numbers."""
         number = self.copies.number
         is_skipped = self.is_skipped is True
         yield StepRecord(
@@ -124,31 +95,25 @@ class Called:
             lr=None if self.lr is None else number(self.lr),
             optimizer=optimizer,
         )
-        for look in self.looks:
+        for taken in self.statistics:
             tensors = [
-                reading.finish(look.copies, is_skipped=is_skipped, with_histogram=with_histograms)
-                for reading in look.readings
+                reading.finish(taken.copies, is_skipped=is_skipped, with_histogram=with_histograms)
+                for reading in taken.readings
             ]
             yield NumericsRecord(
-                step=self.number, loss_id=look.loss_id, tensors=tensors, optimizer=optimizer
+                step=self.number, loss_id=taken.loss_id, tensors=tensors, optimizer=optimizer
             )
 
 
 @dataclass(slots=True, eq=False)
 class Steps:
-    """What the recorder knows of one optimizer.
+    """What the recorder knows of one optimizer."""
 
-    Attributes:
-        index: Its place in the engine.
-        session: Its session.
-        coming: The step that is being prepared.
-        called: Steps whose outcome is not known yet, oldest first.
-    """
-
-    index: int
+    index: int  # its place in the engine
     session: OptimizerSession
-    coming: Coming = field(default_factory=Coming)
-    called: deque[Called] = field(default_factory=deque[Called])
+    pending: PendingStep = field(default_factory=PendingStep)  # the step that is being prepared
+    # Steps whose outcome is not known yet, oldest first
+    called: deque[FinishedCall] = field(default_factory=deque[FinishedCall])
 
     @property
     def settled(self) -> int:

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,27 +25,10 @@ from preamp.core.link import Link
 from preamp.core.pytree import map_leaves
 from preamp.core.undo import Removable
 from preamp.engine.events import Backward, Events
-from preamp.engine.observation import OUTSIDE, Observation, Pass, Place, Reading, Sight, read
+from preamp.engine.observation import OUTSIDE, Observation, Pass, Place, Reading, read
 from preamp.engine.overflow import OverflowCause
 
 _COMPILED = "CompiledFunctionBackward"  # autograd's node of a graph that torch.compile has made
-
-
-@dataclass(frozen=True, slots=True)
-class Watching:
-    """What a backward's note keeps of the watching.
-
-    Attributes:
-        observation: Of the step.
-        backward: Number of the backward.
-    """
-
-    observation: Observation
-    backward: int
-
-    def find(self, *, loss_was_finite: bool) -> Sight:
-        """See `Observation.find`."""
-        return self.observation.find(self.backward, loss_was_finite=loss_was_finite)
 
 
 @dataclass(slots=True, eq=False)
@@ -67,12 +51,7 @@ class _Stack(threading.local):
 
 
 class Tracer:
-    """Watches the modules of an engine's models while it is armed.
-
-    Attributes:
-        observation: Of the step under way.
-        stack: Forwards under way.
-    """
+    """Watches the modules of an engine's models while it is armed."""
 
     def __init__(self, models: Iterable[nn.Module], events: Events) -> None:
         """Watch nothing yet; ``events`` tell of backwards and steps while it is armed."""
@@ -87,7 +66,7 @@ class Tracer:
         self._stays = False
         self._backward = 1
         self.observation = Observation()
-        self.stack = _Stack()
+        self.stack = _Stack()  # forwards under way
 
     @property
     def is_armed(self) -> bool:
@@ -95,11 +74,7 @@ class Tracer:
         return bool(self._handles)
 
     def arm(self, *, stays: bool = False) -> None:
-        """Put hooks on all modules, if there are none.
-
-        Args:
-            stays: Leave them there after an overflow too.
-        """
+        """Put hooks on all modules, if there are none; they may stay after an overflow too."""
         self._stays = self._stays or stays
         if self.is_armed:
             return
@@ -163,7 +138,7 @@ class Tracer:
 
     def _note_watching(self, backward: Backward) -> None:
         """The note of the coming backward keeps what is seen."""
-        backward.note.watched = Watching(self.observation, self._backward)
+        backward.note.watched = partial(self.observation.find, self._backward)
 
     def _end_backward(self, backward: Backward) -> None:
         """A backward has ended, and gradients left scaled with it."""

@@ -8,7 +8,7 @@ gets the master's. Methods of `Engine`, and hooks that find the engine through a
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterable
+from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,17 @@ import torch
 from torch import nn
 
 from preamp.casting.io import CastInputs
+from preamp.casting.modules import Conversion
 from preamp.core.dtypes import is_half
 from preamp.core.errors import PreampStateError
 from preamp.core.link import EngineHook, Link
 from preamp.core.undo import Removable
 from preamp.engine import refusals
 from preamp.engine.params import twin_of
+from preamp.engine.session import OptimizerSession
 from preamp.kernels.shards import set_data
+from preamp.optim import Twin
+from preamp.scaling.scaler import Adjustments
 
 if TYPE_CHECKING:
     from preamp.engine.core import EngineCore
@@ -31,8 +35,7 @@ if TYPE_CHECKING:
 def exact_value(self: EngineCore, half: torch.Tensor) -> torch.Tensor | None:
     """Return the float32 value of ``half``, with what was written to it from outside.
 
-    Raises:
-        PreampStateError: This rank has a part of it only; see `Holding.value`.
+    Raises `PreampStateError` where this rank has a part of it only; see `Holding.value`.
     """
     twin = twin_of(half, self.sessions.values())
     if twin is None:
@@ -43,10 +46,9 @@ def exact_value(self: EngineCore, half: torch.Tensor) -> torch.Tensor | None:
 
 
 def load_exact(self: EngineCore, half: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
-    """Set the master of ``half``, or this rank's part of it.
+    """Set the master of ``half``, or this rank's part of it; return what to round into ``half``.
 
-    Returns:
-        What to round into ``half``; ``None`` if it has no master, or ``value`` another shape.
+    That is ``None`` if it has no master, or ``value`` another shape.
     """
     twin = twin_of(half, self.sessions.values())
     if twin is None or value.shape != half.shape:
@@ -221,3 +223,44 @@ class _CopyHandle:
     def remove(self) -> None:
         """Let the module be copied as any other."""
         self._module.__dict__.pop("__deepcopy__", None)
+
+
+# -- the end: what training has made of models and optimizers -------------------------------------
+
+
+@contextmanager
+def weights_given_back(
+    sessions: Collection[OptimizerSession], conversion: Conversion, adjustments: Adjustments
+) -> Generator[None]:
+    """Before the body, in which hooks are removed, take stock; afterwards give back.
+
+    Gradients left scaled are unscaled, half parameters become float32 again, with the exact values
+    of their masters, and optimizer state moves back to them.
+    """
+    claimed: set[int] = set()
+    for session in sessions:
+        session.settle_now(claimed, adjustments)
+    twins = [twin for session in sessions for twin in session.masters or ()]
+    grads = [(twin.half, _unscaled_gradient(twin)) for twin in twins]
+    for twin in twins:
+        if twin.half.dtype is not torch.float32:  # not after model.float()
+            twin.settle()
+    exact = {id(twin.half): twin.master.data for twin in twins}
+    try:
+        yield
+    finally:  # a hook that cannot be removed is no reason to keep the weights
+        for session in sessions:
+            session.release_masters()
+        conversion.revert(exact)
+        for half, unscaled in grads:
+            half.grad = None if unscaled is None else unscaled.to(half.dtype)  # float64 again?
+        for session in sessions:
+            session.recast_state()
+
+
+def _unscaled_gradient(twin: Twin) -> torch.Tensor | None:
+    """The master's gradient, or ``None`` also where it cannot be told any more."""
+    try:
+        return twin.gradient()
+    except PreampStateError:  # changed in place while it was scaled: the gradient of nothing
+        return None

@@ -21,11 +21,7 @@ _is_on_cpu: Callable[[Any], bool] = attrgetter("is_cpu")
 
 
 class ByDevice(Ops):
-    """Every op of the table, handed on by device.
-
-    Attributes:
-        name: What it was asked for by.
-    """
+    """Every op of the table, handed on by device; ``name`` is what it was asked for by."""
 
     def __init__(self, name: str, ops_of: Callable[[torch.device], Ops]) -> None:
         """Choose by ``ops_of``, once for each device."""

@@ -23,17 +23,9 @@ def _beside(factor: Factor, grad: torch.Tensor) -> Factor:
     return factor.to(grad.device) if isinstance(factor, torch.Tensor) else factor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DirectMemo:
-    """What is known of gradients besides these, to go on in another process.
-
-    Attributes:
-        untouched: Indices of the parameters whose gradient is as the latest merge left it.
-        aside: Index, gradient, and whether it is carried, of what is set aside.
-    """
-
-    untouched: list[int]
-    aside: list[tuple[int, torch.Tensor, bool]]
+DirectMemo = tuple[list[int], list[tuple[int, torch.Tensor, bool]]]
+"""What is known of gradients besides these: indices of the parameters whose gradient is as the
+latest merge left it; index, gradient, and whether it is carried, of what is set aside."""
 
 
 class Placeholders:
@@ -157,14 +149,11 @@ class DirectGradients:
         *,
         may_be_overwritten: bool = False,
     ) -> None:
-        """Begin a backward.
+        """Begin a backward. Mutates ``grad`` of ``params``: ``None``, or multiplied in place.
 
-        Args:
-            params: Parameters that may get a gradient; their ``grad`` is mutated: ``None``, or
-                multiplied in place.
-            carry: Scale of the coming backward if earlier gradients stay where they are.
-            carry_wide: The same for those that are not half.
-            may_be_overwritten: Whether a hook may write to the memory that gradients lie in.
+        ``carry`` is the scale of the coming backward if earlier gradients stay where they are,
+        ``carry_wide`` the same for those that are not half. ``may_be_overwritten`` says that a hook
+        may write to the memory that gradients lie in.
         """
         scaled: dict[Factor, list[torch.Tensor]] = {}
         try:
@@ -234,12 +223,7 @@ class DirectGradients:
         self._placeholders.forget()
 
     def merge(self, params: Parameters, factor: Factor | None) -> None:
-        """Unscale the new gradients and add the old ones: ``grad = grad * factor + aside``.
-
-        Args:
-            params: Parameters whose backward has ended; their ``grad`` is mutated in place.
-            factor: float32 scalar, or ``None`` where there is nothing to unscale.
-        """
+        """Unscale new gradients and add old ones, in place: ``grad = grad * factor + aside``."""
         news: list[torch.Tensor] = []
         olds: list[torch.Tensor | None] = []
         for param in params:
@@ -289,19 +273,15 @@ class DirectGradients:
         """What to keep beside the gradients of ``params``; masters among them are passed over."""
         known = {id(param): index for index, param in enumerate(params)}
         grads = [(index, id(param), stored_grad(param)) for index, param in enumerate(params)]
-        return DirectMemo(
-            [
-                i
-                for i, key, g in grads
-                if g is not None and version_of(g) == self._versions.get(key)
-            ],
-            [(known[key], e.grad, e.is_carried) for key, e in self._aside.items() if key in known],
-        )
+        own, away = self._versions, self._aside.items()
+        untouched = [i for i, key, g in grads if g is not None and version_of(g) == own.get(key)]
+        return untouched, [(known[k], e.grad, e.is_carried) for k, e in away if k in known]
 
     def recall(self, params: Sequence[torch.Tensor], memo: DirectMemo) -> None:
         """Go on from there; the gradients are in place again."""
-        self._aside = {id(params[i]): _Earlier(params[i], g, c) for i, g, c in memo.aside}
-        grads = [(id(params[index]), params[index].grad) for index in memo.untouched]
+        untouched, aside = memo
+        self._aside = {id(params[i]): _Earlier(params[i], g, c) for i, g, c in aside}
+        grads = [(id(params[index]), params[index].grad) for index in untouched]
         self._versions = {key: version_of(grad) for key, grad in grads if grad is not None}
 
     def forget(self) -> None:

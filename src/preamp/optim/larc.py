@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state, bad_type
 from preamp.core.splits import Splits
 from preamp.core.tensors import local_of
 from preamp.kernels.shards import place_gradients
@@ -59,12 +59,10 @@ class LARC:
             TypeError: ``optimizer`` is no ``torch.optim.Optimizer``.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(
-                message(
-                    f"LARC was given a {type(optimizer).__name__}",
-                    "It wraps a torch.optim.Optimizer",
-                    "Pass the optimizer itself; wrap it before preamp.initialize",
-                )
+            raise bad_type(
+                f"LARC was given a {type(optimizer).__name__}",
+                "It wraps a torch.optim.Optimizer",
+                "Pass the optimizer itself; wrap it before preamp.initialize",
             )
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
@@ -204,11 +202,8 @@ def _refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None and param.grad.is_sparse:
-                raise PreampStateError(
-                    message(
-                        f"LARC found a sparse gradient of shape {tuple(param.shape)}",
-                        "It takes dense gradients, since weight decay changes every element",
-                        "Make the embedding with sparse=False, or step it with an optimizer of "
-                        "its own",
-                    )
+                raise bad_state(
+                    f"LARC found a sparse gradient of shape {tuple(param.shape)}",
+                    "It takes dense gradients, since weight decay changes every element",
+                    "Make the embedding with sparse=False, or step it with an optimizer of its own",
                 )

@@ -25,12 +25,7 @@ class Weights:
     """
 
     def __init__(self, ops: Ops, name_of: NameOf) -> None:
-        """Start without weights.
-
-        Args:
-            ops: Back end for the arithmetic.
-            name_of: Names parameters in messages.
-        """
+        """Start without weights."""
         self._ops = ops
         self._name_of = name_of
         self._twins: dict[int, Twin] = {}  # by id of the half parameter
@@ -101,12 +96,9 @@ class Masters:
     def adopt(self, originals: Mapping[int, torch.Tensor] | None = None) -> None:
         """Give every trainable half parameter in the optimizer a master, if it has none.
 
-        Called again before each backward and step: a parameter that was frozen at first gets
-        its master when it is unfrozen.
-
-        Args:
-            originals: float32 values from before the cast, by ``id(parameter)``. Their storage
-                becomes the master's. Without one the half value is widened.
+        Called again before each backward and step: a parameter that was frozen at first gets its
+        master when it is unfrozen. ``originals`` are float32 values from before the cast, by
+        ``id(parameter)``, whose storage becomes the master's; without, the half value is widened.
         """
         groups = self._optimizer.param_groups
         self._known += [[] for _ in groups[len(self._known) :]]
@@ -149,10 +141,8 @@ class Masters:
     def zero_gradients(self, zero_rest: Callable[[], object], *, in_backward: bool) -> object:
         """Fill gradients with zeros, ``zero_grad(set_to_none=False)``.
 
-        Args:
-            zero_rest: The optimizer's own, whose result is returned. Half gradients are away
-                meanwhile: it would read the masters' gradients, and thereby make them.
-            in_backward: Whether a backward is under way.
+        ``zero_rest`` is the optimizer's own, whose result is returned. Half gradients are away
+        meanwhile: it would read the masters' gradients, and thereby make them.
         """
         tables = self.tables
         away = [table.take_away_zeroed(in_backward=in_backward) for table in tables]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state
 from preamp.core.tensors import store_grad, stored_grad
 from preamp.kernels import Ops
 
@@ -26,17 +26,11 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive elements of a tensor, in the order of its memory.
+    """Consecutive elements of a tensor, in the order of its memory."""
 
-    Attributes:
-        start: The first.
-        stop: One after the last.
-        gate: When a gradient's part may be read.
-    """
-
-    start: int
-    stop: int
-    gate: Gate
+    start: int  # the first
+    stop: int  # one after the last
+    gate: Gate  # when a gradient's part may be read
 
     def of(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """The elements as a vector: a view wherever ``tensor`` has the strides of ``like``."""
@@ -45,21 +39,14 @@ class Part:
         return in_memory_order(tensor)[self.start : self.stop]
 
     def check_readable(self, name: str) -> None:
-        """Raise `PreampStateError` unless the optimizer steps.
-
-        Args:
-            name: Of the parameter.
-        """
+        """Raise `PreampStateError` unless the optimizer steps."""
         if not self.gate.is_open:
-            raise PreampStateError(
-                message(
-                    f"The gradient of the master of {name!r} was read, of which this rank has a "
-                    "part",
-                    "Between backward and step the whole gradient is that of the model's "
-                    "parameter; parts are the optimizer's",
-                    "Clip with preamp.clip_grad_norm_(optimizer, max_norm), which knows the whole "
-                    "gradients' norm",
-                )
+            raise bad_state(
+                f"The gradient of the master of {name!r} was read, of which this rank has a part",
+                "Between backward and step the whole gradient is that of the model's "
+                "parameter; parts are the optimizer's",
+                "Clip with preamp.clip_grad_norm_(optimizer, max_norm), which knows the whole "
+                "gradients' norm",
             )
 
 
@@ -68,38 +55,27 @@ class Holding:
 
     The gradient is whole in any case: its norm is what is clipped by, and under ``no_sync`` it is
     each rank's own.
-
-    Attributes:
-        part: The elements that the master has, or ``None`` for all.
-        gathered: All of the master, while somebody needs it.
     """
 
     __slots__ = ("_half", "_master", "_name", "_whole", "gathered", "part")
 
     def __init__(self, master: torch.Tensor, half: torch.Tensor, name: str) -> None:
         """Let ``master`` have all of ``half``, which messages call ``name``."""
-        self.part: Part | None = None
+        self.part: Part | None = None  # the elements that the master has, or ``None`` for all
         self._master = master
         self._half = half
         self._name = name
         self._whole: torch.Tensor | None = None
-        self.gathered: torch.Tensor | None = None
+        self.gathered: torch.Tensor | None = None  # all of the master, while somebody needs it
 
     def value(self) -> torch.Tensor:
-        """All of the master.
-
-        Raises:
-            PreampStateError: The other ranks have the rest of it.
-        """
+        """All of the master; `PreampStateError` where other ranks have the rest of it."""
         if self.part is None or self.gathered is not None:
             return self._master if self.gathered is None else self.gathered
-        raise PreampStateError(
-            message(
-                f"state_dict() was called on a model whose masters ranks share, {self._name!r} "
-                "for one",
-                "This rank does not know the float32 values of the others",
-                "Call preamp.parallel.full_state_dicts(model, optimizer) on every rank",
-            )
+        raise bad_state(
+            f"state_dict() was called on a model whose masters ranks share, {self._name!r} for one",
+            "This rank does not know the float32 values of the others",
+            "Call preamp.parallel.full_state_dicts(model, optimizer) on every rank",
         )
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -120,9 +96,7 @@ class Holding:
     def keep_part(self, part: Part | None, value: torch.Tensor) -> None:
         """Let the master have ``part`` of the weight from now on; ``None`` for all of it.
 
-        Args:
-            part: See above.
-            value: float32 values that become the master's storage; not copied.
+        ``value`` becomes the master's storage; it is not copied.
         """
         gradient = self.gradient
         self.keep(None)
@@ -137,13 +111,8 @@ class Holding:
     ) -> torch.Tensor | None:
         """The part of the gradient that the master's optimizer reads; made once for each step.
 
-        Args:
-            pending: A half gradient that is not in `gradient` yet, and its factor.
-            make: Brings `gradient` up to date and returns it.
-            ops: Back end.
-
-        Raises:
-            PreampStateError: The optimizer is not stepping.
+        ``pending`` is a half gradient that is not in `gradient` yet, and its factor; ``make``
+        brings `gradient` up to date. Raises `PreampStateError` unless the optimizer is stepping.
         """
         is_there = stored_grad(self._master) is not None
         if self.part is None or is_there or (pending is None and self._whole is None):
@@ -160,8 +129,7 @@ class Holding:
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """All elements of a dense tensor as a vector that shares its memory.
 
-    Raises:
-        RuntimeError: From torch: elements overlap or lie apart.
+    torch raises ``RuntimeError`` where elements overlap or lie apart.
     """
     if tensor.is_contiguous():
         return tensor.detach().view(-1)

@@ -28,15 +28,7 @@ def total_norm(
     """Return the L2 norm over all ``tensor * factor``, each split tensor counted as a whole.
 
     A tensor that ranks hold copies of counts once. Costs one all-reduce of a few numbers for each
-    group that any tensor is split over.
-
-    Args:
-        ops: Back end.
-        tensors: Gradients.
-        factors: A float32 scalar for each, or ``None`` for 1.
-        params: Whose they are.
-        splits: Says what is split, and adds up over ranks.
-        device: Of the result, float32 (float64 if a tensor is).
+    group that any tensor is split over. The result is float32 (float64 if a tensor is).
     """
     kinds = splits.kinds(map(splits.sums_of, params)) if splits.concern(params) else {}
     if len(kinds) <= 1:
@@ -117,11 +109,8 @@ def complete_(
 ) -> None:
     """Turn norms of parts into those of whole tensors, in place: one all-reduce per group.
 
-    Args:
-        columns: Norms of shape ``(k, n)``, ``k`` of each of ``n`` tensors. Mutated.
-        over: For each of them, what its tensors are split over.
-        splits: Adds up over ranks.
-        largest: They are largest magnitudes rather than L2 norms.
+    ``columns`` have the shape ``(k, n)``, ``k`` norms of each of ``n`` tensors; ``over`` says for
+    each of these what it is split over.
     """
     if not any(groups for own in over for groups in own):
         return

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from preamp.core.dtypes import dtype_name, is_half
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import (
     WeightMarks,
@@ -53,24 +53,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """What is known of a half gradient besides its content; the rows of one backward share one.
+    """What is known of a half gradient besides its content; the rows of one backward share one."""
 
-    Attributes:
-        factor: What unscales it, a float32 scalar; ``None`` once the master's gradient has it.
-        is_plain: Whether no loss scale is on it, so that what the script does to it means what
-            it says.
-        is_alone: Whether the master's gradient, if there is one, was made of it alone.
-        is_spent: Whether a step has used it up.
-        is_zeroed: Whether the script zeroed it.
-        unclipped: The factor that it had before it was clipped, if it was.
-    """
-
+    # What unscales it, a float32 scalar; ``None`` once the master's gradient has it
     factor: torch.Tensor | None
+    # Whether no loss scale is on it, so that what the script does to it means what it says
     is_plain: bool = False
-    is_alone: bool = True
-    is_spent: bool = False
-    is_zeroed: bool = False
-    unclipped: torch.Tensor | None = None
+    is_alone: bool = True  # whether the master's gradient, if there is one, was made of it alone
+    is_spent: bool = False  # whether a step has used it up
+    is_zeroed: bool = False  # whether the script zeroed it
+    unclipped: torch.Tensor | None = None  # the factor that it had before it was clipped, if it was
 
     @property
     def unscales(self) -> torch.Tensor | None:
@@ -84,53 +76,35 @@ _SPENT = {is_plain: Record(None, is_plain=is_plain, is_spent=True) for is_plain 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMemo:
-    """What the table knows of one row's gradients besides these, to resume in another process.
+    """What the table knows of one row's gradients besides these, to resume in another process."""
 
-    Attributes:
-        record: Of the half gradient as it is now, or ``None``.
-        is_raw: Whether it still is what a block left scaled; ``None`` if none did.
-        is_open: Whether a backward is under way.
-        is_carried: Whether the half gradient holds the earlier one too.
-        zeros_aside: Whether zeros are away meanwhile.
-    """
-
-    record: Record | None
-    is_raw: bool | None
-    is_open: bool
-    is_carried: bool
-    zeros_aside: bool
+    record: Record | None  # of the half gradient as it is now, or ``None``
+    is_raw: bool | None  # whether it still is what a block left scaled; ``None`` if none did
+    is_open: bool  # whether a backward is under way
+    is_carried: bool  # whether the half gradient holds the earlier one too
+    zeros_aside: bool  # whether zeros are away meanwhile
 
 
 class Twin:
-    """One row: a half parameter and its master.
-
-    Attributes:
-        half: The model's parameter, float16 or bfloat16.
-        master: The optimizer's parameter, float32.
-        name: Qualified name for messages.
-        held: How much of the weight the master has, and the gradient.
-        table: Where the row is.
-        row: Its number there.
-    """
+    """One row: a half parameter and its master."""
 
     __slots__ = ("half", "held", "master", "name", "row", "table")
 
-    table: WeightTable
-    row: int
+    table: WeightTable  # where the row is
+    row: int  # its number there
 
     def __init__(self, half: Parameter, data: torch.Tensor, name: str) -> None:
         """Make the master of ``half``; the row has yet to be added to a table.
 
-        Args:
-            half: Half parameter of the model.
-            data: float32 tensor that becomes the master's storage; not copied.
-            name: Qualified name for messages.
+        ``data`` becomes the master's storage; it is not copied.
         """
-        self.half = half
+        self.half = half  # the model's parameter, float16 or bfloat16
         self.name = name
+        # The optimizer's parameter, float32
         self.master = master_parameter(data, requires_grad=half.requires_grad)
         self.master.twin = self
         cast("Any", self.master).register_post_accumulate_grad_hook(_note_accumulated)
+        # How much of the weight the master has, and the gradient
         self.held = Holding(self.master, half, name)
 
     @property
@@ -227,10 +201,6 @@ def take_over(half: torch.Tensor, wide: torch.Tensor) -> None:
     """Take the values of ``half`` into ``wide`` where they are not those of ``wide``, rounded.
 
     Elements that still equal their rounded copy keep its precision.
-
-    Args:
-        half: Half values, without a gradient's graph.
-        wide: float32, on the same device; written to.
     """
     same = wide.to(half.dtype) == half
     wide.copy_(torch.where(same, wide, half.float()))
@@ -240,19 +210,13 @@ class WeightPairs:
     """Half weights and their float32 masters as columns, and who wrote to which since when.
 
     The invariant: wherever somebody can see it, a half weight is its rounded master.
-
-    Attributes:
-        ops: Back end for the arithmetic.
-        halves, masters: The rows.
-        has_parts: Whether ranks share masters.
-        has_sharded: Whether any weight is a ``DTensor``.
     """
 
     def __init__(self, ops: Ops) -> None:
         """Start without rows."""
         self.ops = ops
-        self.has_parts = False
-        self.has_sharded = False
+        self.has_parts = False  # whether ranks share masters
+        self.has_sharded = False  # whether any weight is a ``DTensor``
         self.halves: list[Any] = []
         self.masters: list[Any] = []
         self._half_marks = WeightMarks()
@@ -284,10 +248,7 @@ class WeightPairs:
     def take_over(self, row: int) -> None:
         """Let the master have what was written to the half weight; see `take_over`.
 
-        A model moved to another device takes the masters along.
-
-        Raises:
-            PreampStateError: The half weight is half no longer.
+        A model moved to another device takes the masters along. One made wide is refused.
         """
         half, master = self.halves[row].detach(), self.masters[row]
         if not is_half(half):
@@ -318,13 +279,11 @@ class WeightPairs:
     def became_wide(self, row: int) -> PreampStateError:
         """The error for a half weight that was given another dtype."""
         half = self.halves[row]
-        return PreampStateError(
-            message(
-                f"A half parameter of shape {tuple(half.shape)} became {half.dtype} after "
-                "FP16_Optimizer was made",
-                "Parameters with a master keep their dtype",
-                "Convert a copy of the model, or make the optimizer after converting it",
-            )
+        return bad_state(
+            f"A half parameter of shape {tuple(half.shape)} became {half.dtype} after "
+            "FP16_Optimizer was made",
+            "Parameters with a master keep their dtype",
+            "Convert a copy of the model, or make the optimizer after converting it",
         )
 
     def absorb(self) -> None:
@@ -378,40 +337,32 @@ class WeightTable(WeightPairs):
 
     One backward goes `begin`, then `put_back`, or `stand_in` and `collect` (`note_raw` where it
     leaves its gradients scaled). Between backwards `reconcile` takes in what the script has done.
-
-    Attributes:
-        owners: Of which optimizers.
-        twins: The rows as objects.
-        grads, versions: Half gradients as they were last seen, and their versions then.
-        records: What is known of these; ``None`` where there was none.
-        is_open: Whether a backward is under way. Its half gradients are scaled and incomplete.
-        carried: Rows whose half gradient holds the earlier one too.
-        zeros_aside: Rows whose zeroed gradient the new one is added to meanwhile.
-        raw: Versions of gradients left scaled, or ``None`` if none were.
-        compares: Whether the next backward compares every half weight with its master.
-        is_fresh: Whether no backward has come yet.
-        may_have_bases: Whether any master may have a float32 gradient.
-        changes: How often gradients became others than the latest backward had left.
-        loaded: Rows whose master was loaded.
     """
 
     def __init__(self, ops: Ops, owners: frozenset[int] = frozenset()) -> None:
         """Start without rows."""
         super().__init__(ops)
-        self.owners = owners
-        self.twins: list[Twin] = []
+        self.owners = owners  # of which optimizers
+        self.twins: list[Twin] = []  # the rows as objects
+        # Half gradients as they were last seen, and their versions then
         self.grads: list[torch.Tensor | None] = []
         self.versions: list[int] = []
+        # What is known of these; ``None`` where there was none
         self.records: list[Record | None] = []
+        # Whether a backward is under way. Its half gradients are scaled and incomplete.
         self.is_open = False
-        self.carried: set[int] = set()
+        self.carried: set[int] = set()  # rows whose half gradient holds the earlier one too
+        # Rows whose zeroed gradient the new one is added to meanwhile
         self.zeros_aside: set[int] = set()
+        # Versions of gradients left scaled, or ``None`` if none were
         self.raw: list[int | None] | None = None
-        self.compares = self.is_fresh = True
-        self.may_have_bases = False
-        self.changes = 0
+        # Whether the next backward compares every half weight with its master
+        self.compares = True
+        self.is_fresh = True  # no backward has come yet
+        self.may_have_bases = False  # whether any master may have a float32 gradient
+        self.changes = 0  # how often gradients became others than the latest backward had left
         self._arrived: list[torch.Tensor | None] | None = None
-        self.loaded: set[int] = set()
+        self.loaded: set[int] = set()  # rows whose master was loaded
         self._placeholders = Placeholders()
         self._plain: dict[torch.device, Record] = {}
         self._sample: dict[int, torch.Tensor] = {}  # values of a few rows
@@ -467,9 +418,8 @@ class WeightTable(WeightPairs):
     def reconcile(self) -> None:
         """Take in what the script did to half gradients since they were last looked at.
 
-        Raises:
-            PreampStateError: It rewrote one that has a loss scale on it, or that is only a part
-                of what was accumulated. Nothing of that row was taken in.
+        Raises `PreampStateError` if it rewrote one that has a loss scale on it, or that is only a
+        part of what was accumulated. Nothing of that row was taken in then.
         """
         now = list(map(grad_of, self.halves))
         are_same = all(map(is_, now, self.grads))
@@ -654,12 +604,7 @@ class WeightTable(WeightPairs):
                 store_grad(self.masters[row], wide)
 
     def replace_factors(self, rows: Sequence[int], clip: torch.Tensor) -> None:
-        """Multiply what unscales some pending rows by ``clip``; touches no memory.
-
-        Args:
-            rows: Pending ones.
-            clip: float32 scalar.
-        """
+        """Multiply what unscales some pending rows by ``clip``; touches no memory."""
         self.changes += 1
         made: dict[Record, Record] = {}
         factors: dict[int, torch.Tensor] = {}
@@ -687,9 +632,8 @@ class WeightTable(WeightPairs):
     def begin(self, carry: torch.Tensor | float | None = None) -> None:
         """Begin a backward: move what is known to the masters' gradients, clear the half ones.
 
-        Args:
-            carry: Scale of the coming backward if earlier gradients must be in the half ones
-                too; see `DirectGradients`.
+        Where earlier gradients must be in the half ones too, ``carry`` is the scale of the coming
+        backward; see `DirectGradients`.
         """
         if self.is_open:
             return  # for another optimizer of the block, which shares the rows
@@ -727,8 +671,7 @@ class WeightTable(WeightPairs):
     def arrive(self) -> list[torch.Tensor | None]:
         """Read the half gradients that a backward has left, once for all that looks at them.
 
-        Raises:
-            PreampStateError: One is sparse.
+        A sparse one is refused.
         """
         self._arrived = grads = list(map(grad_of, self.halves))
         if kinds_of(layout_of, grads) <= {torch.strided}:
@@ -783,9 +726,8 @@ class WeightTable(WeightPairs):
     def collect(self, factors: Callable[[torch.device], torch.Tensor], *, is_plain: bool) -> None:
         """The backward has ended: note the half gradients; add nothing yet. Cannot fail.
 
-        Args:
-            factors: Returns the float32 scalar that unscales them, on a device.
-            is_plain: Whether the factor is 1 and always was.
+        ``factors`` returns the float32 scalar that unscales them, on a device; ``is_plain`` says
+        that it is 1 and always was.
         """
         self._forget_dropped()
         for row in self.carried:  # the half gradient holds the earlier one too
@@ -871,11 +813,7 @@ class WeightTable(WeightPairs):
                 store_grad(master, None)
 
     def drop(self, *, in_backward: bool) -> None:
-        """Clear the gradients on both sides.
-
-        Args:
-            in_backward: Whether a ``scale_loss`` block is under way.
-        """
+        """Clear the gradients on both sides."""
         self._placeholders.forget()
         self._forget_half_gradients()
         self.zeros_aside.clear()
@@ -886,9 +824,7 @@ class WeightTable(WeightPairs):
     def take_away_zeroed(self, *, in_backward: bool) -> list[torch.Tensor | None]:
         """Zero the half gradients and hide them, and drop the masters'; see `give_zeros`.
 
-        Args:
-            in_backward: Whether a ``scale_loss`` block is under way. What came before it stays
-                noted then, and nothing is hidden.
+        In a backward what came before it stays noted, and nothing is hidden.
         """
         self.reconcile_raw()  # what was dropped is not zeros
         now = list(map(grad_of, self.halves))
@@ -926,13 +862,11 @@ class WeightTable(WeightPairs):
 
     def became_wide(self, row: int) -> PreampStateError:
         """The error for a half weight that was given another dtype."""
-        return PreampStateError(
-            message(
-                f"The half parameter {self.twins[row].name!r} became "
-                f"{dtype_name(self.halves[row].dtype)} after initialize",
-                "A model with master weights keeps the dtypes that initialize gave it",
-                "Call preamp.engine_of(model).close() before model.float()",
-            )
+        return bad_state(
+            f"The half parameter {self.twins[row].name!r} became "
+            f"{dtype_name(self.halves[row].dtype)} after initialize",
+            "A model with master weights keeps the dtypes that initialize gave it",
+            "Call preamp.engine_of(model).close() before model.float()",
         )
 
     def expect_load(self, row: int) -> None:
@@ -958,13 +892,12 @@ class WeightTable(WeightPairs):
         """Let masters take over what their half weights differ in from them, rounded.
 
         Once after weights were made or loaded: scripts broadcast and initialize weights in ways
-        that leave no trace. Later such a write to either side looks like one to the other.
-        Does not synchronise.
+        that leave no trace. Later such a write to either side looks like one to the other. Does not
+        synchronise.
 
-        Args:
-            rounds: Masters that come from ``initialize`` start from the half weights, as in Apex.
-                Where a script itself gives all ranks the weights of one, that one cannot know,
-                and would alone keep more precise masters.
+        With ``rounds`` masters that come from ``initialize`` start from the half weights, as in
+        Apex. Where a script itself gives all ranks the weights of one, that one cannot know, and
+        would alone keep more precise masters.
         """
         if not self.compares:
             return
@@ -1006,12 +939,10 @@ def _few_of(grad: torch.Tensor) -> torch.Tensor:
 
 def _sparse(name: str) -> PreampStateError:
     """Return the error for a sparse gradient of a half parameter."""
-    return PreampStateError(
-        message(
-            f"The gradient of {name!r} is sparse and the parameter has a float32 master",
-            "Masters take dense gradients; sparse ones work at O0, O1 and O4",
-            "Build the embedding with sparse=False, or choose O1 (O4 for bfloat16)",
-        )
+    return bad_state(
+        f"The gradient of {name!r} is sparse and the parameter has a float32 master",
+        "Masters take dense gradients; sparse ones work at O0, O1 and O4",
+        "Build the embedding with sparse=False, or choose O1 (O4 for bfloat16)",
     )
 
 
@@ -1020,15 +951,13 @@ def _changed_in_place(tensor: torch.Tensor, name: str, *, is_plain: bool) -> Pre
     why = "while earlier gradients that it adds to were kept in float32 beside it"
     if not is_plain:
         why = "while it was still multiplied by the loss scale"
-    return PreampStateError(
-        message(
-            f"The {dtype_name(tensor.dtype)} gradient of {name!r} was changed in place or "
-            f"replaced after scale_loss, {why}",
-            "After scale_loss the unscaled gradients are those of "
-            "preamp.master_params(optimizer); on the model's parameters they may be read, "
-            "zeroed or set to None",
-            "Clip with preamp.clip_grad_norm_(optimizer, max_norm) or with "
-            "torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), max_norm), and call "
-            "every backward inside scale_loss",
-        )
+    return bad_state(
+        f"The {dtype_name(tensor.dtype)} gradient of {name!r} was changed in place or "
+        f"replaced after scale_loss, {why}",
+        "After scale_loss the unscaled gradients are those of "
+        "preamp.master_params(optimizer); on the model's parameters they may be read, "
+        "zeroed or set to None",
+        "Clip with preamp.clip_grad_norm_(optimizer, max_norm) or with "
+        "torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), max_norm), and call "
+        "every backward inside scale_loss",
     )

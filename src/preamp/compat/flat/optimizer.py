@@ -26,10 +26,11 @@ from preamp.compat.fp16_utils.checks import (
     missing_entries,
     shape_mismatch,
 )
-from preamp.compat.fp16_utils.skips import MAX_SKIPS, excuse_scheduler
+from preamp.compat.fp16_utils.skips import MAX_SKIPS
 from preamp.compat.wrapper import OptimizerWrapper
 from preamp.core.errors import bad_value
 from preamp.core.log import say
+from preamp.engine.optimizer_hooks import excuse_scheduler
 from preamp.kernels import backend
 
 Grads = list[torch.Tensor | None]
@@ -217,7 +218,7 @@ class FP16_Optimizer(OptimizerWrapper):
                 master.grad = None
 
     def _skip(self) -> None:
-        excuse_scheduler(self.optimizer)
+        excuse_scheduler(self.optimizer, self.optimizer.step)
         self._update_scale(True)
         self._skips_in_row += 1
         if self._skips_in_row >= MAX_SKIPS:

@@ -19,11 +19,12 @@ from preamp.compat.fp16_utils.checks import (
 )
 from preamp.compat.fp16_utils.half_params import HalfParams, ScaledGradients
 from preamp.compat.fp16_utils.scaling import make_scaler, scaler_from, set_scale, state_of
-from preamp.compat.fp16_utils.skips import Skips, excuse_scheduler
+from preamp.compat.fp16_utils.skips import Skips
 from preamp.compat.scaler import LossScaler
 from preamp.compat.wrapper import OptimizerWrapper
 from preamp.core.errors import bad_state
 from preamp.core.log import say
+from preamp.engine.optimizer_hooks import excuse_scheduler
 from preamp.kernels import backend
 
 Closure = Callable[[], Any]
@@ -258,7 +259,7 @@ class FP16_Optimizer(OptimizerWrapper):
         if closure is None:
             self._check_updated("step")
             if self.overflow:
-                excuse_scheduler(self.optimizer)
+                excuse_scheduler(self.optimizer, self.optimizer.step)
                 self._skips.skipped(self._core)
                 return None
         self._params.absorb()

@@ -10,7 +10,6 @@ import torch
 from preamp.compat.amp_state import amp_state
 from preamp.core.log import say
 from preamp.engine.names import ParameterNames
-from preamp.engine.optimizer_hooks import SCHEDULER_MARK
 from preamp.engine.overflow import GradientNote, find_cause
 from preamp.engine.overflow_messages import check_limits, skip_message
 from preamp.policy import OPT_LEVELS
@@ -56,12 +55,3 @@ class Skips:
         if amp_state.verbosity > 0:
             say(skip_message(cause), every_rank=True)
         check_limits(cause, self.in_row, MAX_SKIPS, scaler.rule)
-
-
-def excuse_scheduler(optimizer: Any) -> None:
-    """Let a learning-rate scheduler count a skipped step as one in the right order.
-
-    It warns if it is stepped before the optimizer, which it cannot tell from a skipped first step.
-    """
-    if getattr(optimizer.step, SCHEDULER_MARK, False):
-        setattr(optimizer, "_opt_called", True)  # noqa: B010

@@ -17,7 +17,7 @@ from preamp.core.errors import bad_state, bad_type
 from preamp.core.log import say
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine.loop import check_loss, find_engine
-from preamp.engine.optimizer_hooks import SCHEDULER_MARK
+from preamp.engine.optimizer_hooks import excuse_scheduler
 from preamp.kernels import backend
 from preamp.optim import DirectGradients
 from preamp.scaling import LossScaler
@@ -124,9 +124,7 @@ def skip_next_step(optimizer: torch.optim.Optimizer) -> None:
             return inner(*args, **kwargs)
         pending[0] = False
         undo.unwind()
-        if getattr(inner, SCHEDULER_MARK, False):
-            # What LRScheduler asks to decide whether it was called in the right order.
-            setattr(optimizer, "_opt_called", True)  # noqa: B010 - private to torch
+        excuse_scheduler(optimizer, inner)
         say("Gradient overflow, skipping update")
         return None
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.core.tensors import dtype_of, layout_of
 from preamp.kernels.ops import Tensors
 from preamp.kernels.reference import Reference
@@ -39,28 +39,19 @@ _TOGETHER = 512
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large blocks are, in elements.
+    """How large blocks are, in elements."""
 
-    Attributes:
-        small: For each thread of a CPU, where a computation makes several temporaries of a block's
-            size.
-        large: For each thread, where torch's fused kernels make none; larger, since calls cost.
-        large_at_least: For few threads, which have a cache of many to themselves.
-        joined: On other devices: enough to keep any of them busy, few enough for temporaries.
-    """
-
+    # For each thread of a CPU, where a computation makes several temporaries of a block's size
     small: int = 1 << 16
+    # For each thread, where torch's fused kernels make none; larger, since calls cost
     large: int = 1 << 18
-    large_at_least: int = 1 << 19
+    large_at_least: int = 1 << 19  # for few threads, which have a cache of many to themselves
+    # On other devices: enough to keep any of them busy, few enough for temporaries
     joined: int = 1 << 24
 
 
 class Workspace:
-    """Memory that small tensors are joined in, one block of a plan after the other.
-
-    Attributes:
-        memory: A vector of a block's elements, on the CPU.
-    """
+    """Memory that small tensors are joined in, one block of a plan after the other."""
 
     __slots__ = ("_views", "memory")
 
@@ -68,6 +59,7 @@ class Workspace:
         self, shapes: Sequence[Sequence[torch.Size]], elements: int, dtype: torch.dtype
     ) -> None:
         """Make views for the tensors of each block, which has no more than ``elements``."""
+        # A vector of a block's elements, on the CPU
         self.memory = torch.empty(elements, dtype=dtype, device="cpu")
         self._views: list[list[torch.Tensor]] = []
         for block in shapes:
@@ -82,17 +74,11 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Several small tensors that make one block, or one large tensor that makes several.
+    """Several small tensors that make one block, or one large tensor that makes several."""
 
-    Attributes:
-        places: Where they stand in the lists.
-        numel: Their elements.
-        index: The number of the block; -1 for a large tensor.
-    """
-
-    places: Sequence[int]
-    numel: int
-    index: int
+    places: Sequence[int]  # where they stand in the lists
+    numel: int  # their elements
+    index: int  # the number of the block; -1 for a large tensor
 
     def of(self, column: Sequence[Any]) -> Sequence[Any]:
         """Its tensors in ``column``."""
@@ -103,17 +89,12 @@ class Cut:
 
 
 class Plan:
-    """How lists of tensors of these shapes are cut. Empty tensors are left out.
-
-    Attributes:
-        cuts: In the order in which they are walked through.
-        most: Elements of a block.
-    """
+    """How lists of tensors of these shapes are cut. Empty tensors are left out."""
 
     def __init__(self, shapes: Sequence[torch.Size], cuts: Sequence[Cut], most: int) -> None:
         """Keep what was cut."""
-        self.cuts = cuts
-        self.most = most
+        self.cuts = cuts  # in the order in which they are walked through
+        self.most = most  # elements of a block
         joined = [cut for cut in cuts if cut.index >= 0]
         sizes = (cut.numel if cut.index >= 0 else min(cut.numel, most) for cut in cuts)
         self._elements = max(sizes, default=0)
@@ -168,12 +149,7 @@ def plan_of(shapes: tuple[torch.Size, ...], most: int) -> Plan:
 
 
 class Block:
-    """Several small tensors, or a piece of a large one, in every column of an op.
-
-    Attributes:
-        columns: The tensors, by column.
-        numel: Elements of one column.
-    """
+    """Several small tensors, or a piece of a large one, in every column of an op."""
 
     __slots__ = ("_index", "_spaces", "columns", "numel")
 
@@ -186,7 +162,7 @@ class Block:
     ) -> None:
         """Hold what a `Cut` found in the columns; ``spaces``, if there are any, one for each."""
         self.columns = columns
-        self.numel = numel
+        self.numel = numel  # elements of one column
         self._index = index
         self._spaces = spaces
 
@@ -272,17 +248,11 @@ def shapes_of(column: Column) -> tuple[torch.Size, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What is the same of lists whose tensors are all contiguous and of their places' shapes.
+    """What is the same of lists whose tensors are all contiguous and of their places' shapes."""
 
-    Attributes:
-        shapes: Of each place.
-        dtypes: Of each list.
-        leaders: The dtype of each tensor of the first list, or one for all.
-    """
-
-    shapes: tuple[torch.Size, ...]
-    dtypes: tuple[set[torch.dtype], ...]
-    leaders: tuple[torch.dtype, ...]
+    shapes: tuple[torch.Size, ...]  # of each place
+    dtypes: tuple[set[torch.dtype], ...]  # of each list
+    leaders: tuple[torch.dtype, ...]  # the dtype of each tensor of the first list, or one for all
 
 
 class _Known:
@@ -357,32 +327,21 @@ def geometry_of(*columns: Column) -> Geometry | None:
 
 
 def check_lengths(*columns: Sequence[Any]) -> None:
-    """Refuse lists of other lengths than the first; nothing was changed yet.
-
-    Raises:
-        ValueError: There is one.
-    """
+    """Refuse lists of other lengths than the first; nothing was changed yet."""
     lengths = list(map(len, columns))
     if len(set(lengths)) > 1:
-        raise ValueError(
-            message(
-                f"Lists of {', '.join(map(str, lengths))} tensors were given",
-                "All lists of a call are equally long",
-                "Leave parameters without a gradient out of every list",
-            )
+        raise bad_value(
+            f"Lists of {', '.join(map(str, lengths))} tensors were given",
+            "All lists of a call are equally long",
+            "Leave parameters without a gradient out of every list",
         )
 
 
 def check_shapes(*columns: Column) -> tuple[torch.Size, ...]:
-    """Refuse tensors of another shape than the first of their place; nothing was changed yet.
+    """Refuse tensors of another shape than the first of their place, and return the shapes.
 
-    Blocks would pair their elements wrongly, and torch's fused kernels read past their ends.
-
-    Returns:
-        The shapes.
-
-    Raises:
-        ValueError: There is such a tensor.
+    Nothing was changed yet. Blocks would pair elements wrongly, and torch's fused kernels read past
+    their ends.
     """
     shapes = [tensor.shape for tensor in cast("Tensors", columns[0])]
     for column in columns[1:]:
@@ -391,13 +350,11 @@ def check_shapes(*columns: Column) -> tuple[torch.Size, ...]:
             continue
         for place, (wanted, got) in enumerate(zip(shapes, found, strict=True)):
             if got is not None and got != wanted:
-                raise ValueError(
-                    message(
-                        f"A gradient or state of shape {tuple(got)} was given for parameter "
-                        f"{place} of shape {tuple(wanted)}",
-                        "Gradients and state have the shapes of their parameters",
-                        "Load a checkpoint of the same model, its parameters in the same order",
-                    )
+                raise bad_value(
+                    f"A gradient or state of shape {tuple(got)} was given for parameter "
+                    f"{place} of shape {tuple(wanted)}",
+                    "Gradients and state have the shapes of their parameters",
+                    "Load a checkpoint of the same model, its parameters in the same order",
                 )
     return tuple(shapes)
 
@@ -405,10 +362,9 @@ def check_shapes(*columns: Column) -> tuple[torch.Size, ...]:
 def regular(*columns: Column) -> tuple[Sequence[Sequence[Any]], list[int]]:
     """Take out the places whose tensors can be walked through in the order of their memory.
 
-    Returns:
-        The columns, contiguous (dense tensors in another order, such as channels_last, are views
-        of their memory), without the places that are returned next to them. Those that were given
-        if nothing had to be done.
+    Returns the columns, contiguous (dense tensors in another order, such as channels_last, are
+    views of their memory), without the places that are returned next to them. Those that were given
+    if nothing had to be done.
     """
     if all(map(_are_contiguous, columns)):
         return columns, []

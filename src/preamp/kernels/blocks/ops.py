@@ -237,10 +237,7 @@ class Blocks(Ops):
 
     @torch.no_grad()
     def l2norm(
-        self,
-        tensors: Tensors,
-        factors: Sequence[torch.Tensor | None],
-        device: torch.device,
+        self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
     ) -> torch.Tensor:
         """See `preamp.kernels.ops.Ops.l2norm`."""
         if not self._are_near(tensors):
@@ -477,24 +474,15 @@ def _total(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class Work:
-    """The lists of one update, with what cannot be walked through in blocks taken out.
-
-    Attributes:
-        columns: Parameters, gradients, state of their shapes …, halves; contiguous.
-        numbers: State of one number for each parameter, if the rule has any.
-        odd: The places left out of them.
-        rule: As given.
-        update: As given.
-        dtype: Of the computation.
-        is_wide: Whether parameters and state have it.
-    """
+    """The lists of one update, with what cannot be walked through in blocks taken out."""
 
     def __init__(
         self, rule: Rule, update: Update, params: Tensors, grads: Tensors, *state: Tensors
     ) -> None:
         """Sort; nothing is written."""
         self.rule, self.update = rule, update
-        self.dtype = math_dtype(params[0].dtype)
+        self.dtype = math_dtype(params[0].dtype)  # of the computation
+        # State of one number for each parameter, if the rule has any
         self.numbers: list[torch.Tensor] = []
         if rule.has_numbers:
             self.numbers, state = list(state[-1]), state[:-1]
@@ -504,6 +492,7 @@ class Work:
         self._norms = update.norms
         geometry = geometry_of(*(given if update.halves is not None else given[:-1]))
         if geometry is not None:
+            # Parameters, gradients, state of their shapes …, halves; what was left out.
             self.columns, self.odd, self._shapes = given, list[int](), geometry.shapes
             wide = (geometry.dtypes[_PARAM], *geometry.dtypes[_STATE : _STATE + len(state)])
         else:
@@ -515,6 +504,7 @@ class Work:
                 set(map(dtype_of, self.columns[i]))
                 for i in (_PARAM, *range(_STATE, len(given) - 1))
             ]
+        # Whether parameters and state have it
         self.is_wide = all(dtypes == {self.dtype} for dtypes in wide)
         if self.odd:
             odd = set(self.odd)

@@ -8,16 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from preamp.kernels import AdagradRule
-from preamp.optim.fused.base import (
-    Batch,
-    Closure,
-    FusedOptimizer,
-    Group,
-    Signals,
-    batches,
-    evaluate,
-    rate_of,
-)
+from preamp.optim.fused.base import FusedOptimizer, Group, Signals, Work, batches, rate_of
 from preamp.optim.fused.checks import check_numbers, check_one_device
 
 
@@ -59,34 +50,13 @@ class FusedAdagrad(FusedOptimizer):
         self.adagrad_w_mode = adagrad_w_mode
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
-    def step(self, closure: Closure | None = None) -> Any:
-        """Update the parameters that have gradients.
-
-        Args:
-            closure: Re-evaluates the model with gradients enabled and returns the loss.
-
-        Returns:
-            The closure's loss, or ``None``.
-
-        Raises:
-            RuntimeError: A gradient is sparse or of a dtype that is not updated, or the tensors
-                of a group lie on several devices.
-        """
-        loss = evaluate(closure)
-        with torch.no_grad():
-            work, signals = self._collect(), Signals.of(self)
-            for _, entries in work:
-                check_one_device("FusedAdagrad", entries.params)
-            if not signals.is_skip:
-                for group, entries in work:
-                    for batch in batches(entries):
-                        self._update(group, batch, signals)
-            self._finish(work, signals)
-        return loss
-
-    def _update(self, group: Group, batch: Batch, signals: Signals) -> None:
-        update = batch.update(inv_scale=signals.inv_scale, found_inf=signals.found_inf)
-        self._apply(batch, self._state(batch.params, "sum"), self._rule(group), update)
+    def _take_step(self, work: Work, signals: Signals) -> None:
+        for _, entries in work:
+            check_one_device("FusedAdagrad", entries.params)
+        for group, entries in () if signals.is_skip else work:
+            for batch in batches(entries):
+                update = batch.update(inv_scale=signals.inv_scale, found_inf=signals.found_inf)
+                self._apply(batch, self._state(batch.params, "sum"), self._rule(group), update)
 
     def _rule(self, group: Group) -> AdagradRule:
         return AdagradRule(

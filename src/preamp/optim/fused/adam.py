@@ -17,6 +17,7 @@ from preamp.optim.fused.base import (
     FusedOptimizer,
     Group,
     Signals,
+    Work,
     batches,
     count_step,
     evaluate,
@@ -25,12 +26,7 @@ from preamp.optim.fused.base import (
     rate_of,
 )
 from preamp.optim.fused.checks import check_betas, check_masters, check_numbers, refuse_amsgrad
-from preamp.optim.fused.early_adam import (
-    EarlyArguments,
-    EarlyOptions,
-    check_formula,
-    early_rule,
-)
+from preamp.optim.fused.early_adam import EarlyArguments, EarlyOptions, check_formula
 from preamp.optim.fused.full_precision import FullPrecision
 
 
@@ -199,22 +195,19 @@ class FusedAdam(FusedOptimizer):
             if early is not None and is_early:
                 self._step_early(early)
             else:
-                self._step()
+                self._run()
         return loss
 
-    def _step(self) -> None:
-        work, signals = self._collect(), Signals.of(self)
-        if not signals.is_skip:
-            for group, entries in work:
-                step = count_step(group, signals)
-                rule = _rule(group, decoupled=self.adam_w_mode)
-                for batch in batches(entries):
-                    inv_scale, found_inf = signals.inv_scale, signals.found_inf
-                    update = batch.update(step=step, inv_scale=inv_scale, found_inf=found_inf)
-                    if self.master_weights and self._copies.wanted_for(batch.params):
-                        update = replace(update, halves=batch.params)
-                    self._update(batch, rule, update)
-        self._finish(work, signals)
+    def _take_step(self, work: Work, signals: Signals) -> None:
+        for group, entries in () if signals.is_skip else work:
+            step = count_step(group, signals)
+            rule = _rule(group, BiasCorrection.MOMENTS, decoupled=self.adam_w_mode)
+            for batch in batches(entries):
+                inv_scale, found_inf = signals.inv_scale, signals.found_inf
+                update = batch.update(step=step, inv_scale=inv_scale, found_inf=found_inf)
+                if self.master_weights and self._copies.wanted_for(batch.params):
+                    update = replace(update, halves=batch.params)
+                self._update(batch, rule, update)
 
     @property
     def _counts_on_device(self) -> bool:
@@ -235,7 +228,8 @@ class FusedAdam(FusedOptimizer):
             inv_scale = early.inverse_scale(
                 index, entries, group.get("max_grad_norm", 0.0), backend(self.backend)
             )
-            rule = early_rule(group, eps_inside_sqrt=bool(self._early.eps_inside_sqrt))
+            eps_inside_sqrt = bool(self._early.eps_inside_sqrt)
+            rule = _rule(group, BiasCorrection.STEP_SIZE, eps_inside_sqrt=eps_inside_sqrt)
             for batch in batches(entries, apart=self._steps_of):
                 step = self._steps_done(batch.params[0]) + 1
                 self._update(batch, rule, batch.update(step=step, inv_scale=inv_scale))
@@ -274,8 +268,13 @@ class FusedAdam(FusedOptimizer):
         return self.master_weights and is_half(param)
 
 
-def _rule(group: Group, *, decoupled: bool) -> AdamRule:
-    corrects = group["bias_correction"]
+def _rule(
+    group: Group,
+    correction: BiasCorrection,
+    *,
+    decoupled: bool = True,
+    eps_inside_sqrt: bool = False,
+) -> AdamRule:
     return AdamRule(
         lr=rate_of(group),
         beta1=group["betas"][0],
@@ -283,5 +282,6 @@ def _rule(group: Group, *, decoupled: bool) -> AdamRule:
         eps=group["eps"],
         weight_decay=group["weight_decay"],
         decoupled=decoupled,
-        bias_correction=BiasCorrection.MOMENTS if corrects else BiasCorrection.NONE,
+        bias_correction=correction if group["bias_correction"] else BiasCorrection.NONE,
+        eps_inside_sqrt=eps_inside_sqrt,
     )

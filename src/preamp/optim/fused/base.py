@@ -23,7 +23,7 @@ import torch
 from torch.optim.optimizer import required
 
 from preamp.core.dtypes import math_dtype
-from preamp.core.errors import message
+from preamp.core.errors import bad_type
 from preamp.core.splits import Splits
 from preamp.core.tensors import (
     are_same,
@@ -49,23 +49,18 @@ _DTYPES, _LAYOUTS = set(DTYPES), {torch.strided}
 
 @dataclass(slots=True, eq=False)
 class Entries:
-    """Parameters of a step that have a gradient, as columns.
+    """Parameters of a step that have a gradient, as columns."""
 
-    Attributes:
-        params: What is updated.
-        grads: Their gradients; of a master the model's half one, where that is all there is.
-        halves: What gets the new value rounded as well, or ``None``.
-        factors: float32 scalars that unscale gradients, or ``None``.
-        twins: Of those that are masters.
-        are_alike: Whether all go into one batch, as far as is known already.
-    """
-
-    params: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    params: list[torch.Tensor] = field(default_factory=list[torch.Tensor])  # what is updated
+    # Their gradients; of a master the model's half one, where that is all there is
     grads: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    # What gets the new value rounded as well, or ``None``
     halves: list[torch.Tensor | None] = field(default_factory=list["torch.Tensor | None"])
+    # Float32 scalars that unscale gradients, or ``None``
     factors: list[torch.Tensor | None] = field(default_factory=list["torch.Tensor | None"])
+    # Of those that are masters
     twins: list[Twin | None] = field(default_factory=list["Twin | None"])
-    are_alike: bool = False
+    are_alike: bool = False  # whether all go into one batch, as far as is known already
 
     def __len__(self) -> int:
         """How many there are."""
@@ -164,21 +159,13 @@ def _one_by_one(params: Sequence[Any]) -> Entries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Lists for one call of an op: parameters of one dtype on one device, and what goes along.
+    """Lists for one call of an op: parameters of one dtype on one device, and what goes along."""
 
-    Attributes:
-        params: What is updated.
-        grads: Of one dtype.
-        halves: Of one dtype, or ``None`` if nothing is rounded.
-        factor: What unscales all of the gradients, or ``None``.
-        twins: Of those that are masters.
-    """
-
-    params: list[torch.Tensor]
-    grads: list[torch.Tensor]
-    halves: list[torch.Tensor | None] | None
-    factor: torch.Tensor | None
-    twins: list[Twin | None]
+    params: list[torch.Tensor]  # what is updated
+    grads: list[torch.Tensor]  # of one dtype
+    halves: list[torch.Tensor | None] | None  # of one dtype, or ``None`` if nothing is rounded
+    factor: torch.Tensor | None  # what unscales all of the gradients, or ``None``
+    twins: list[Twin | None]  # of those that are masters
 
     @property
     def owners(self) -> list[torch.Tensor]:
@@ -193,14 +180,7 @@ class Batch:
         found_inf: torch.Tensor | None = None,
         norms: torch.Tensor | None = None,
     ) -> Update:
-        """What the op is told.
-
-        Args:
-            step: See `Update`.
-            inv_scale: Multiplies the gradients in addition to `factor`.
-            found_inf: See `Update`.
-            norms: See `Update`.
-        """
+        """What the op is told; ``inv_scale`` multiplies the gradients in addition to `factor`."""
         both = inv_scale if self.factor is None else self.factor
         if inv_scale is not None and self.factor is not None:
             both = self.factor * inv_scale.to(self.factor.device)
@@ -225,11 +205,9 @@ class Batch:
 def batches(
     entries: Entries, apart: Callable[[list[torch.Tensor]], Sequence[Hashable]] | None = None
 ) -> list[Batch]:
-    """Sort entries into lists for ops.
+    """Sort entries of any dtype and device into lists for ops.
 
-    Args:
-        entries: Parameters of any dtype and device.
-        apart: Returns a column; parameters for which it differs come into different batches.
+    ``apart`` returns a column; parameters for which it differs come into different batches.
     """
     if not entries:
         return []
@@ -262,14 +240,11 @@ def _batch(alike: Entries) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """What a ``GradScaler`` says about the gradients at hand.
+    """What a ``GradScaler`` says about the gradients at hand."""
 
-    Attributes:
-        inv_scale: float32 scalar that unscales them; ``None`` if they are not scaled.
-        found_inf: float32 scalar, not zero if one is infinite or nan; ``None`` if nobody looked.
-    """
-
+    # Float32 scalar that unscales them; ``None`` if they are not scaled
     inv_scale: torch.Tensor | None
+    # Float32 scalar, not zero if one is infinite or nan; ``None`` if nobody looked
     found_inf: torch.Tensor | None
 
     @classmethod
@@ -307,8 +282,12 @@ def _zeros(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 
+Work = Sequence[tuple[Group, Entries]]
+"""All groups that have parameters, with the entries of those that have gradients."""
+
+
 class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
-    """Base of the optimizers in `preamp.optimizers`; implements everything but the step."""
+    """Base of the optimizers in `preamp.optimizers`; implements everything but the update."""
 
     set_grad_none: bool
     backend: str = "auto"
@@ -326,20 +305,36 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
     _wide_state: ClassVar[frozenset[str]] = frozenset()
     """State that is float32 even where the parameter is half; the rest has its dtype."""
 
-    @abc.abstractmethod
     def step(self, closure: Closure | None = None) -> Any:
-        """Update the parameters."""
-
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group.
+        """Update the parameters that have gradients.
 
         Args:
-            param_group: ``params``, and options in place of the constructor's.
+            closure: Re-evaluates the model with gradients enabled and returns the loss.
+
+        Returns:
+            The closure's loss, or ``None``.
 
         Raises:
-            TypeError: It is no dict, or an option is no number.
-            ValueError: An option is negative, or one of its parameters is in a group already.
+            RuntimeError: A gradient is sparse or of a dtype that is not updated.
         """
+        loss = evaluate(closure)
+        with torch.no_grad():
+            self._run()
+        return loss
+
+    def _run(self) -> None:
+        work, signals = self._collect(), Signals.of(self)
+        self._take_step(work, signals)
+        if signals.inv_scale is not None:
+            grads = [grad for _, entries in work for grad in entries.grads]
+            signals.unscale_(grads, backend(self.backend))
+
+    @abc.abstractmethod
+    def _take_step(self, work: Work, signals: Signals) -> None:
+        """Update what has been collected; gradients stay as they are."""
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group; refuses what the constructor refuses."""
         if isinstance(param_group, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
             check_group(type(self).__name__, param_group)
         super().add_param_group(param_group)
@@ -419,8 +414,7 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
                 if default is not REQUIRED and name != "differentiable":  # which torch puts there
                     group.setdefault(name, default)
 
-    def _collect(self) -> list[tuple[Group, Entries]]:
-        """All groups that have parameters, with the entries of those that have gradients."""
+    def _collect(self) -> Work:
         work: list[tuple[Group, Entries]] = []
         for group in self.param_groups:
             if has_sharded(group["params"]):
@@ -440,12 +434,6 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
             return
         for param, grad in zip(entries.params, entries.grads, strict=True):
             check_gradient(type(self).__name__, param, grad)
-
-    def _finish(self, work: Sequence[tuple[Group, Entries]], signals: Signals) -> None:
-        """Leave the gradients of all groups unscaled; see `Signals.unscale_`."""
-        if signals.inv_scale is not None:
-            grads = [grad for _, entries in work for grad in entries.grads]
-            signals.unscale_(grads, backend(self.backend))
 
     def _apply(
         self, batch: Batch, state: Sequence[Sequence[torch.Tensor]], rule: Rule, update: Update
@@ -564,18 +552,12 @@ def count_step(group: Group, signals: Signals) -> int | torch.Tensor:
 
 
 def names_scaler(kind: str, given: dict[str, Any]) -> bool:
-    """Whether the extra keyword arguments of a ``step`` name a ``GradScaler``.
-
-    Raises:
-        TypeError: There is an argument of another name.
-    """
+    """Whether the extra keyword arguments of a ``step`` name a ``GradScaler``; no other may."""
     unknown = sorted(given.keys() - {"grad_scaler"})
     if unknown:
-        raise TypeError(
-            message(
-                f"{kind}.step() got {', '.join(map(repr, unknown))}",
-                "Its only other keyword argument is 'grad_scaler'",
-                "Check the spelling",
-            )
+        raise bad_type(
+            f"{kind}.step() got {', '.join(map(repr, unknown))}",
+            "Its only other keyword argument is 'grad_scaler'",
+            "Check the spelling",
         )
     return given.get("grad_scaler") is not None

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import required
 
 from preamp.core.dtypes import HALF_DTYPES, dtype_name
-from preamp.core.errors import message
+from preamp.core.errors import bad_type, bad_value, message
 
 DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 """Parameter and gradient dtypes that the update rules know."""
@@ -19,61 +19,51 @@ NUMBERS = ("lr", "eps", "weight_decay", "momentum", "trust_coefficient")
 """Options of a group that are zero or larger, for every class that has them."""
 
 
+def refusal(got: str, allowed: str, do: str) -> RuntimeError:
+    """The error where Apex raises a ``RuntimeError``; see `message`."""
+    return RuntimeError(message(got, allowed, do))
+
+
 def refuse_amsgrad(kind: str, *, amsgrad: bool) -> None:
     """Raise ``RuntimeError`` for the AMSGrad variant, which no fused rule has."""
     if amsgrad:
-        raise RuntimeError(
-            message(
-                f"{kind} got amsgrad=True",
-                "It has no AMSGrad variant",
-                "Leave amsgrad out, or use torch.optim.AdamW(..., amsgrad=True)",
-            )
+        raise refusal(
+            f"{kind} got amsgrad=True",
+            "It has no AMSGrad variant",
+            "Leave amsgrad out, or use torch.optim.AdamW(..., amsgrad=True)",
         )
 
 
 def check_numbers(kind: str, **values: Any) -> None:
     """Raise ``ValueError`` for a hyper-parameter that is negative or nan.
 
-    Tensors are not looked at, since that would synchronise, nor is what a group must say itself.
-
-    Raises:
-        TypeError: One is no number, such as the string that YAML makes of ``1e-3``.
-        ValueError: One is negative or nan.
+    ``TypeError`` for one that is no number, such as the string that YAML makes of ``1e-3``. Tensors
+    are not looked at, since that would synchronise, nor is what a group must say itself.
     """
     for name, value in values.items():
         if isinstance(value, torch.Tensor) or value is required:
             continue
-        do = f"Pass a {name} >= 0"
+        got, do = f"{kind} got {name}={value!r}", f"Pass a {name} >= 0"
         try:
             is_valid = bool(value >= 0)
         except TypeError as error:
-            raise TypeError(
-                message(f"{kind} got {name}={value!r}", f"{name} must be a number", do)
-            ) from error
+            raise bad_type(got, f"{name} must be a number", do) from error
         if not is_valid:
-            allowed = f"{name} must be zero or larger"
-            raise ValueError(message(f"{kind} got {name}={value!r}", allowed, do))
+            raise bad_value(got, f"{name} must be zero or larger", do)
 
 
 def check_betas(kind: str, betas: tuple[float, float]) -> None:
     """Raise ``ValueError`` unless there are two numbers, both at least 0 and below 1."""
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(
-            message(
-                f"{kind} got betas={betas!r}",
-                "betas are two numbers, each at least 0 and below 1",
-                "The usual choice is betas=(0.9, 0.999)",
-            )
+        raise bad_value(
+            f"{kind} got betas={betas!r}",
+            "betas are two numbers, each at least 0 and below 1",
+            "The usual choice is betas=(0.9, 0.999)",
         )
 
 
 def check_group(kind: str, group: dict[str, Any]) -> None:
-    """Check what a group says itself as the constructor checks its arguments.
-
-    Raises:
-        TypeError: An option is no number.
-        ValueError: An option is negative or nan, or betas are not in [0, 1).
-    """
+    """Check what a group says itself as the constructor checks its arguments."""
     check_numbers(kind, **{name: group[name] for name in NUMBERS if name in group})
     if "betas" in group:
         check_betas(kind, group["betas"])
@@ -82,46 +72,38 @@ def check_group(kind: str, group: dict[str, Any]) -> None:
 def check_nesterov(kind: str, *, nesterov: bool, momentum: float, dampening: float) -> None:
     """Raise ``ValueError`` for a look-ahead along a momentum that is not there, or dampened."""
     if nesterov and (momentum <= 0 or dampening != 0):
-        raise ValueError(
-            message(
-                f"{kind} got nesterov=True with momentum={momentum!r}, dampening={dampening!r}",
-                "Nesterov momentum needs momentum > 0 and dampening 0",
-                "Pass momentum=0.9 and no dampening, or leave nesterov out",
-            )
+        raise bad_value(
+            f"{kind} got nesterov=True with momentum={momentum!r}, dampening={dampening!r}",
+            "Nesterov momentum needs momentum > 0 and dampening 0",
+            "Pass momentum=0.9 and no dampening, or leave nesterov out",
         )
 
 
 def check_masters(kind: str, *, capturable: bool, master_weights: bool) -> None:
     """Raise ``RuntimeError`` for masters without the device counters they come with."""
     if master_weights and not capturable:
-        raise RuntimeError(
-            message(
-                f"{kind} got master_weights=True with capturable=False",
-                "It keeps master weights only if it is capturable",
-                "Pass capturable=True too, or leave both to preamp.initialize(model, optimizer, "
-                "opt_level='O2')",
-            )
+        raise refusal(
+            f"{kind} got master_weights=True with capturable=False",
+            "It keeps master weights only if it is capturable",
+            "Pass capturable=True too, or leave both to preamp.initialize(model, optimizer, "
+            "opt_level='O2')",
         )
 
 
 def check_gradient(kind: str, param: torch.Tensor, grad: torch.Tensor) -> None:
     """Raise ``RuntimeError`` for a gradient or parameter that no rule can take."""
     if grad.layout is not torch.strided:
-        raise RuntimeError(
-            message(
-                f"{kind} got a sparse gradient of shape {tuple(grad.shape)}",
-                "Its update rule is dense",
-                "Use torch.optim.SparseAdam for this parameter, or sparse=False in the embedding",
-            )
+        raise refusal(
+            f"{kind} got a sparse gradient of shape {tuple(grad.shape)}",
+            "Its update rule is dense",
+            "Use torch.optim.SparseAdam for this parameter, or sparse=False in the embedding",
         )
     for tensor in (param, grad):
         if tensor.dtype not in DTYPES:
-            raise RuntimeError(
-                message(
-                    f"{kind} got a {dtype_name(tensor.dtype)} tensor",
-                    f"It updates {', '.join(map(dtype_name, DTYPES))}",
-                    "Give this parameter to an optimizer of torch.optim",
-                )
+            raise refusal(
+                f"{kind} got a {dtype_name(tensor.dtype)} tensor",
+                f"It updates {', '.join(map(dtype_name, DTYPES))}",
+                "Give this parameter to an optimizer of torch.optim",
             )
 
 
@@ -129,11 +111,8 @@ def check_one_device(kind: str, params: Iterable[torch.Tensor]) -> None:
     """Raise ``RuntimeError`` if the parameters of a group lie on several devices."""
     devices = sorted({str(param.device) for param in params})
     if len(devices) > 1:
-        raise RuntimeError(
-            message(
-                f"{kind} got a group whose tensors are not on the same device: "
-                f"{', '.join(devices)}",
-                "All parameters of a group share a device",
-                "Make one group per device",
-            )
+        raise refusal(
+            f"{kind} got a group whose tensors are not on the same device: {', '.join(devices)}",
+            "All parameters of a group share a device",
+            "Make one group per device",
         )

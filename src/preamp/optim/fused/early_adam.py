@@ -14,10 +14,11 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.core.errors import PreampStateError, message
+from preamp.core.errors import bad_state, bad_value
 from preamp.core.splits import Splits
-from preamp.kernels import AdamRule, BiasCorrection, Ops
-from preamp.optim.fused.base import Entries, Group, rate_of, scalar_on
+from preamp.kernels import Ops
+from preamp.optim.fused.base import Entries, Group, scalar_on
+from preamp.optim.fused.checks import refusal
 from preamp.optim.fused.norms import global_norm
 
 CLIP_EPS = 1e-6
@@ -26,19 +27,12 @@ CLIP_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyOptions:
-    """The constructor's keywords that today's FusedAdam does not have.
+    """The constructor's keywords that today's FusedAdam does not have."""
 
-    Attributes:
-        eps_inside_sqrt: Divide by ``sqrt(v + eps)``.
-        max_grad_norm: Clip each group to this norm; 0 for no clipping.
-        use_mt: Chose between kernels of equal results.
-        amp_scale_adjustment: Multiplied the loss scale of an amp that is no more.
-    """
-
-    eps_inside_sqrt: bool | None = None
-    max_grad_norm: float | None = None
-    use_mt: bool | None = None
-    amp_scale_adjustment: float | None = None
+    eps_inside_sqrt: bool | None = None  # divide by ``sqrt(v + eps)``
+    max_grad_norm: float | None = None  # clip each group to this norm; 0 for no clipping
+    use_mt: bool | None = None  # chose between kernels of equal results
+    amp_scale_adjustment: float | None = None  # multiplied the loss scale of an amp that is no more
 
     @property
     def given(self) -> list[str]:
@@ -48,48 +42,38 @@ class EarlyOptions:
     def check(self, **todays: bool) -> None:
         """Raise ``ValueError`` if options of both generations are given.
 
-        Args:
-            todays: Today's options that the early formula cannot follow, true where they are set.
+        ``todays`` are true where an option is set that the early formula cannot follow.
         """
         if not self.given:
             return
         clashing = [name for name, is_set in todays.items() if is_set]
         if clashing:
-            raise ValueError(
-                message(
-                    f"FusedAdam got {', '.join(self.given)}, which select the optimizer of early "
-                    f"2019, together with {', '.join(clashing)}",
-                    "That optimizer decays the parameter, on the host's step count, and has no "
-                    "masters of its own",
-                    f"Leave out {' and '.join(clashing)}, or clip with preamp.clip_grad_norm_ "
-                    "and use today's formula",
-                )
+            raise bad_value(
+                f"FusedAdam got {', '.join(self.given)}, which select the optimizer of early "
+                f"2019, together with {', '.join(clashing)}",
+                "That optimizer decays the parameter, on the host's step count, and has no "
+                "masters of its own",
+                f"Leave out {' and '.join(clashing)}, or clip with preamp.clip_grad_norm_ "
+                "and use today's formula",
             )
         if self.amp_scale_adjustment not in (None, 1.0):
-            raise ValueError(
-                message(
-                    f"FusedAdam got amp_scale_adjustment={self.amp_scale_adjustment!r}",
-                    "Gradients reach the optimizer unscaled, so only 1.0 has a meaning",
-                    "Leave it out, and scale the loss instead",
-                )
+            raise bad_value(
+                f"FusedAdam got amp_scale_adjustment={self.amp_scale_adjustment!r}",
+                "Gradients reach the optimizer unscaled, so only 1.0 has a meaning",
+                "Leave it out, and scale the loss instead",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyArguments:
-    """The arguments of ``step`` that today's FusedAdam refuses.
+    """The arguments of ``step`` that today's FusedAdam refuses."""
 
-    Attributes:
-        grads: Gradients in place of the parameters' own: a flat sequence for a single group, or
-            one sequence per group. ``None`` stands for the parameter's own.
-        output_params: Tensors that get the rounded parameters, in the same form.
-        scale: Gradients are divided by it.
-        grad_norms: L2 norm of the scaled gradients of each group.
-    """
-
+    # Gradients in place of the parameters' own: a flat sequence for a single group, or one sequence
+    # per group. ``None`` stands for the parameter's own.
     grads: Any = None
-    output_params: Any = None
-    scale: float | torch.Tensor | None = None
+    output_params: Any = None  # tensors that get the rounded parameters, in the same form
+    scale: float | torch.Tensor | None = None  # gradients are divided by it
+    # L2 norm of the scaled gradients of each group
     grad_norms: Sequence[float | torch.Tensor] | None = None
 
     def given(self) -> dict[str, Any]:
@@ -100,9 +84,8 @@ class EarlyArguments:
     def entries(self, groups: Sequence[Group]) -> list[Entries]:
         """For each group the entries of the parameters that have a gradient from somewhere.
 
-        Raises:
-            ValueError: There are more or fewer lists, tensors or norms than there should be, or
-                a tensor has not its parameter's shape.
+        Raises ``ValueError`` if lists, tensors or norms do not match the groups, or a shape its
+        parameter's.
         """
         if self.grad_norms is not None and len(self.grad_norms) != len(groups):
             raise _mismatch(
@@ -160,61 +143,32 @@ def check_formula(
 ) -> None:
     """Refuse a step whose formula, arguments and state do not belong together.
 
-    Args:
-        is_early: Which formula it would follow.
-        early: Its arguments.
-        is_capturable: Whether counters lie on the device, which today's formula alone can do.
-        counts_per_group: Whether there are counters as today's formula has them.
-        counts_per_parameter: Whether there are counters as the early one has them.
-
-    Raises:
-        RuntimeError: The arguments belong to the other formula.
-        PreampStateError: The state does.
+    ``RuntimeError`` if the arguments belong to the other formula, `PreampStateError` if the state
+    does. Counters that lie on the device are today's alone, which counts per group.
     """
     names = ", ".join(early.given())
     if names and not is_early:
-        raise RuntimeError(
-            message(
-                f"FusedAdam.step() got {names}",
-                "Without grads they belong to the FusedAdam of early 2019 alone",
-                "Leave them out, or select that one by FusedAdam(..., max_grad_norm=0.0)",
-            )
+        raise refusal(
+            f"FusedAdam.step() got {names}",
+            "Without grads they belong to the FusedAdam of early 2019 alone",
+            "Leave them out, or select that one by FusedAdam(..., max_grad_norm=0.0)",
         )
     if is_early and is_capturable:
-        raise RuntimeError(
-            message(
-                f"FusedAdam.step() got {names} while capturable=True",
-                "A capturable FusedAdam takes no argument but the closure and grad_scaler",
-                "Construct it without capturable, or let torch.amp.GradScaler unscale",
-            )
+        raise refusal(
+            f"FusedAdam.step() got {names} while capturable=True",
+            "A capturable FusedAdam takes no argument but the closure and grad_scaler",
+            "Construct it without capturable, or let torch.amp.GradScaler unscale",
         )
     if counts_per_group if is_early else counts_per_parameter:
         here, there = ("early 2019", "today") if is_early else ("today", "early 2019")
-        raise PreampStateError(
-            message(
-                f"This step of FusedAdam would follow the formula of {here}, but its state has "
-                f"the step counters of the formula of {there}",
-                "An optimizer keeps to one formula; today's counts steps in the group, that of "
-                "early 2019, like torch.optim.Adam, for each parameter",
-                "Call step always with grads or never, and load a file into the optimizer that "
-                "wrote it",
-            )
+        raise bad_state(
+            f"This step of FusedAdam would follow the formula of {here}, but its state has "
+            f"the step counters of the formula of {there}",
+            "An optimizer keeps to one formula; today's counts steps in the group, that of "
+            "early 2019, like torch.optim.Adam, for each parameter",
+            "Call step always with grads or never, and load a file into the optimizer that "
+            "wrote it",
         )
-
-
-def early_rule(group: Group, *, eps_inside_sqrt: bool) -> AdamRule:
-    """The early formula with a group's hyper-parameters."""
-    corrects = group["bias_correction"]
-    return AdamRule(
-        lr=rate_of(group),
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=True,
-        bias_correction=BiasCorrection.STEP_SIZE if corrects else BiasCorrection.NONE,
-        eps_inside_sqrt=eps_inside_sqrt,
-    )
 
 
 def _per_group(name: str, value: Any, groups: Sequence[Group]) -> list[list[Any]]:
@@ -245,4 +199,4 @@ def _check_shapes(param: torch.Tensor, **tensors: torch.Tensor | None) -> None:
 
 
 def _mismatch(got: str, allowed: str, do: str) -> ValueError:
-    return ValueError(message(f"FusedAdam.step() got {got}", allowed, do))
+    return bad_value(f"FusedAdam.step() got {got}", allowed, do)

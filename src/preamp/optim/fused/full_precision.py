@@ -30,12 +30,7 @@ class FullPrecision:
         self._rows: dict[int, int] = {}  # by id of the parameter, which its row keeps alive
 
     def of(self, param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-        """The copy of ``param``, up to date; a parameter without one stands for itself.
-
-        Args:
-            param: Parameter of the model.
-            state: The optimizer's state of it; mutated.
-        """
+        """The copy of ``param``, up to date, in its ``state``; without one it stands for itself."""
         if not self._wants(param):
             return param
         is_made = MASTER not in state

@@ -13,13 +13,12 @@ from preamp.core.splits import Splits
 from preamp.kernels import LambRule, Ops, Update, backend
 from preamp.optim.fused.base import (
     Batch,
-    Closure,
     FusedOptimizer,
     Group,
     Signals,
+    Work,
     batches,
     count_step,
-    evaluate,
     joined,
     rate_of,
 )
@@ -92,54 +91,29 @@ class FusedLAMB(FusedOptimizer):
         }
         super().__init__(params, defaults)
 
-    def step(self, closure: Closure | None = None) -> Any:
-        """Update the parameters that have gradients.
-
-        Args:
-            closure: Re-evaluates the model with gradients enabled and returns the loss.
-
-        Returns:
-            The closure's loss, or ``None``.
-
-        Raises:
-            RuntimeError: A gradient is sparse or of a dtype that is not updated.
-        """
-        loss = evaluate(closure)
-        with torch.no_grad():
-            work, signals = self._collect(), Signals.of(self)
-            every = joined(entries for _, entries in work)
-            if not signals.is_skip:
-                ops, max_norm = backend(self.backend), self.defaults["max_grad_norm"]
-                factor = clip_factor(every, max_norm, signals.inv_scale, ops, self.splits)
-                parts: list[LambPart] = []
-                for group, entries in work:
-                    step = count_step(group, signals)
-                    rule = lamb_rule(group, decoupled=self.adam_w_mode, use_nvlamb=self.use_nvlamb)
-                    for batch in batches(entries):
-                        update = batch.update(
-                            step=step, inv_scale=factor, found_inf=signals.found_inf
-                        )
-                        state = self._state(batch.params, "exp_avg", "exp_avg_sq")
-                        lists = [batch.params, batch.grads, *state]
-                        parts.append(LambPart(batch, lists, rule, update))
-                apply_lamb(parts, ops, self.splits)
-            signals.unscale_(every.grads, backend(self.backend))
-        return loss
+    def _take_step(self, work: Work, signals: Signals) -> None:
+        if signals.is_skip:
+            return
+        ops, max_norm = backend(self.backend), self.defaults["max_grad_norm"]
+        every = joined(entries for _, entries in work)
+        factor = clip_factor(every, max_norm, signals.inv_scale, ops, self.splits)
+        parts: list[LambPart] = []
+        for group, entries in work:
+            step = count_step(group, signals)
+            rule = lamb_rule(group, decoupled=self.adam_w_mode, use_nvlamb=self.use_nvlamb)
+            for batch in batches(entries):
+                update = batch.update(step=step, inv_scale=factor, found_inf=signals.found_inf)
+                state = self._state(batch.params, "exp_avg", "exp_avg_sq")
+                parts.append(LambPart(batch, [batch.params, batch.grads, *state], rule, update))
+        apply_lamb(parts, ops, self.splits)
 
 
 @dataclass(frozen=True, slots=True)
 class LambPart:
-    """One call of the op.
-
-    Attributes:
-        batch: Whose.
-        lists: Parameters, gradients and moments.
-        rule: Of the group.
-        update: What it is told.
-    """
+    """One call of the op."""
 
     batch: Batch
-    lists: Sequence[list[torch.Tensor]]
+    lists: Sequence[list[torch.Tensor]]  # parameters, gradients and moments
     rule: LambRule
     update: Update
 

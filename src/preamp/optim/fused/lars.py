@@ -8,17 +8,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.kernels import LarsRule, backend
 from preamp.optim.fused.base import (
     REQUIRED,
     Batch,
-    Closure,
     FusedOptimizer,
     Group,
     Signals,
+    Work,
     batches,
-    evaluate,
     rate_of,
 )
 from preamp.optim.fused.checks import check_nesterov, check_numbers
@@ -86,27 +85,14 @@ class FusedLARS(FusedOptimizer):
         }
         super().__init__(params, defaults)
 
-    def step(self, closure: Closure | None = None) -> Any:
-        """Update the parameters that have gradients.
-
-        Args:
-            closure: Re-evaluates the model with gradients enabled and returns the loss.
-
-        Returns:
-            The closure's loss, or ``None``.
-
-        Raises:
-            RuntimeError: A gradient is sparse or of a dtype that is not updated.
-        """
-        loss = evaluate(closure)
-        with torch.no_grad():
-            work, signals = self._collect(), Signals.of(self)
-            if not signals.is_skip:
-                parts = [(g, batch) for g, entries in work for batch in batches(entries)]
-                for (group, batch), norms in zip(parts, self._norms(parts, signals), strict=True):
-                    self._update(group, batch, signals, norms)
-            self._finish(work, signals)
-        return loss
+    def _take_step(self, work: Work, signals: Signals) -> None:
+        if signals.is_skip:
+            return
+        parts = [(group, batch) for group, entries in work for batch in batches(entries)]
+        for (group, batch), norms in zip(parts, self._norms(parts, signals), strict=True):
+            inv_scale, found_inf = signals.inv_scale, signals.found_inf
+            update = batch.update(inv_scale=inv_scale, found_inf=found_inf, norms=norms)
+            self._apply(batch, self._state(batch.params, "momentum_buffer"), _rule(group), update)
 
     def _norms(
         self, parts: Sequence[tuple[Group, Batch]], signals: Signals
@@ -120,12 +106,6 @@ class FusedLARS(FusedOptimizer):
             return torch.stack([weights, norms_of_parts(grads, factor, params, ops)])
 
         return norms_of_wholes(own, measure, self.splits)
-
-    def _update(
-        self, group: Group, batch: Batch, signals: Signals, norms: torch.Tensor | None
-    ) -> None:
-        update = batch.update(inv_scale=signals.inv_scale, found_inf=signals.found_inf, norms=norms)
-        self._apply(batch, self._state(batch.params, "momentum_buffer"), _rule(group), update)
 
 
 def _rule(group: Group) -> LarsRule:
@@ -143,10 +123,8 @@ def _rule(group: Group) -> LarsRule:
 def _refuse_unused(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value:
-            raise ValueError(
-                message(
-                    f"FusedLARS got {name}={value!r}",
-                    f"Its update rule has no {name}; Apex accepts and ignores it",
-                    f"Leave {name} out",
-                )
+            raise bad_value(
+                f"FusedLARS got {name}={value!r}",
+                f"Its update rule has no {name}; Apex accepts and ignores it",
+                f"Leave {name} out",
             )

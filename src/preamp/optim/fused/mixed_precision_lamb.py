@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from preamp.core.dtypes import HALF_DTYPES, dtype_name
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.kernels import Update, backend
 from preamp.optim.fused.base import (
     Batch,
@@ -17,9 +17,9 @@ from preamp.optim.fused.base import (
     FusedOptimizer,
     Group,
     Signals,
+    Work,
     batches,
     count_on_device,
-    evaluate,
     joined,
     names_scaler,
     place_on_device,
@@ -144,27 +144,23 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         if names_scaler("FusedMixedPrecisionLamb", scaling):
             closures = {} if closure is None else {"closure": closure}
             return scaling["grad_scaler"].step(self, **closures)
-        loss = evaluate(closure)
-        with torch.no_grad():
-            work = self._collect()
-            signals = Signals.of(self)
-            every = joined(entries for _, entries in work)
-            ops, max_norm = backend(self.backend), self.defaults["max_grad_norm"]
-            factor = clip_factor(every, max_norm, signals.inv_scale, ops, self.splits)
-            parts: list[LambPart] = []
-            for group, entries in work:
-                step = count_on_device(group, signals.found_inf)
-                for batch in batches(entries):
-                    found_inf = signals.found_inf
-                    update = batch.update(step=step, inv_scale=factor, found_inf=found_inf)
-                    if self._copies.wanted_for(batch.params):
-                        update = replace(update, halves=batch.params)
-                    parts.append(self._part(group, batch, update))
-            apply_lamb(parts, ops, self.splits)
-            for part in parts:
-                self._copies.note_written(part.batch.params)
-            signals.unscale_(every.grads, backend(self.backend))
-        return loss
+        return super().step(closure)
+
+    def _take_step(self, work: Work, signals: Signals) -> None:
+        ops, max_norm = backend(self.backend), self.defaults["max_grad_norm"]
+        every = joined(entries for _, entries in work)
+        factor = clip_factor(every, max_norm, signals.inv_scale, ops, self.splits)
+        parts: list[LambPart] = []
+        for group, entries in work:
+            step = count_on_device(group, signals.found_inf)
+            for batch in batches(entries):
+                update = batch.update(step=step, inv_scale=factor, found_inf=signals.found_inf)
+                if self._copies.wanted_for(batch.params):
+                    update = replace(update, halves=batch.params)
+                parts.append(self._part(group, batch, update))
+        apply_lamb(parts, ops, self.splits)
+        for part in parts:
+            self._copies.note_written(part.batch.params)
 
     def _part(self, group: Group, batch: Batch, update: Update) -> LambPart:
         copies = [*self._copies.of_all(batch.params, self.state)]
@@ -182,10 +178,8 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
 
 def _check_reduced(dtype: torch.dtype | None) -> None:
     if dtype is not None and dtype not in HALF_DTYPES:
-        raise ValueError(
-            message(
-                f"FusedMixedPrecisionLamb got reduced_precision_dtype={dtype_name(dtype)}",
-                "It is torch.float16, torch.bfloat16 or None",
-                "Name the dtype of the parameters that need a float32 copy",
-            )
+        raise bad_value(
+            f"FusedMixedPrecisionLamb got reduced_precision_dtype={dtype_name(dtype)}",
+            "It is torch.float16, torch.bfloat16 or None",
+            "Name the dtype of the parameters that need a float32 copy",
         )

@@ -22,33 +22,17 @@ def global_norm(entries: Entries, ops: Ops, splits: Splits) -> torch.Tensor:
     float32, or float64 if one of the gradients is.
     """
     return total_norm(
-        ops,
-        entries.grads,
-        entries.factors,
-        entries.owners,
-        splits,
-        entries.params[0].device,
+        ops, entries.grads, entries.factors, entries.owners, splits, entries.params[0].device
     )
 
 
 def clip_factor(
-    entries: Entries,
-    max_norm: float,
-    inv_scale: torch.Tensor | None,
-    ops: Ops,
-    splits: Splits,
+    entries: Entries, max_norm: float, inv_scale: torch.Tensor | None, ops: Ops, splits: Splits
 ) -> torch.Tensor | None:
     """What unscales gradients and clips them to a global norm, in one factor.
 
-    Args:
-        entries: Gradients of all groups.
-        max_norm: Largest norm of the unscaled gradients; 0 for no clipping.
-        inv_scale: What unscales them, or ``None``.
-        ops: The back end.
-        splits: Over which ranks parameters are split; a split gradient counts as a whole.
-
-    Returns:
-        A scalar on the device of the first parameter, or ``None`` where there is nothing to do.
+    Returns a scalar on the device of the first parameter, or ``None`` where there is nothing to do.
+    ``max_norm`` is that of the unscaled gradients, 0 for no clipping.
     """
     if max_norm == 0 or not entries:
         return inv_scale
@@ -69,13 +53,8 @@ def norms_of_wholes(
     """Return what rules are told in `Update.norms`: ``None`` where they measure by themselves.
 
     Tensors of which this rank holds a part are measured here, and all of them completed by one
-    all-reduce for each group of ranks.
-
-    Args:
-        batches: All updates of a step.
-        measure: Returns norms of the parts of the batch of that index, shape ``(k, n)``.
-        splits: Says what is split.
-        largest: They are largest magnitudes rather than L2 norms.
+    all-reduce for each group of ranks. ``measure`` returns the norms of the parts of the batch of
+    that index, shape ``(k, n)``; L2 norms unless they are of the ``largest`` magnitude.
     """
     found: list[torch.Tensor | None] = [None] * len(batches)
     owners = [batch.owners for batch in batches]
@@ -101,12 +80,7 @@ def norms_of_parts(
 ) -> torch.Tensor:
     """Return the norm of this rank's part of each ``tensor * factor``, shape ``(n,)``.
 
-    Args:
-        tensors: Parameters or gradients of a batch.
-        factor: A scalar, or ``None`` for 1.
-        params: The parameters; their dtype decides about float32 or float64.
-        ops: Back end.
-        largest: Largest magnitudes rather than L2 norms.
+    It is taken in the arithmetic of ``params``.
     """
     dtype, device = math_dtype(params[0].dtype), params[0].device
     if dtype is torch.float32 and not largest:

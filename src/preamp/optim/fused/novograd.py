@@ -9,21 +9,20 @@ from typing import Any, ClassVar
 
 import torch
 
-from preamp.core.errors import message
+from preamp.core.errors import bad_value
 from preamp.core.tensors import local_of
 from preamp.kernels import NovoGradRule, backend
 from preamp.optim.fused.base import (
     Batch,
-    Closure,
     FusedOptimizer,
     Group,
     Signals,
+    Work,
     batches,
     count_step,
-    evaluate,
     rate_of,
 )
-from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
+from preamp.optim.fused.checks import check_betas, check_numbers, refusal, refuse_amsgrad
 from preamp.optim.fused.norms import norms_of_parts, norms_of_wholes
 
 NO_NORM_YET = -1.0
@@ -103,11 +102,7 @@ class FusedNovoGrad(FusedOptimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group.
-
-        Raises:
-            RuntimeError: Its ``norm_type`` is neither 2 nor 0.
-        """
+        """Add a group."""
         if isinstance(param_group, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
             _check_norm_type(param_group.get("norm_type", 2))
         super().add_param_group(param_group)
@@ -121,33 +116,18 @@ class FusedNovoGrad(FusedOptimizer):
         """
         super().load_state_dict(_norms_to_state(state_dict, self.param_groups))
 
-    def step(self, closure: Closure | None = None) -> Any:
-        """Update the parameters that have gradients.
-
-        Args:
-            closure: Re-evaluates the model with gradients enabled and returns the loss.
-
-        Returns:
-            The closure's loss, or ``None``.
-
-        Raises:
-            RuntimeError: A gradient is sparse or of a dtype that is not updated.
-        """
-        loss = evaluate(closure)
-        with torch.no_grad():
-            work, signals = self._collect(), Signals.of(self)
-            if not signals.is_skip:
-                steps = [count_step(group, signals) for group, _ in work]
-                parts = [
-                    (group, batch, step)
-                    for (group, entries), step in zip(work, steps, strict=True)
-                    for batch in batches(entries)
-                ]
-                norms = self._norms(parts, signals)
-                for (group, batch, step), own in zip(parts, norms, strict=True):
-                    self._update(group, batch, step, signals, own)
-            self._finish(work, signals)
-        return loss
+    def _take_step(self, work: Work, signals: Signals) -> None:
+        if signals.is_skip:
+            return
+        steps = [count_step(group, signals) for group, _ in work]
+        parts = [
+            (group, batch, step)
+            for (group, entries), step in zip(work, steps, strict=True)
+            for batch in batches(entries)
+        ]
+        norms = self._norms(parts, signals)
+        for (group, batch, step), own in zip(parts, norms, strict=True):
+            self._update(group, batch, step, signals, own)
 
     def _norms(
         self, parts: Sequence[tuple[Group, Batch, Any]], signals: Signals
@@ -206,12 +186,10 @@ class FusedNovoGrad(FusedOptimizer):
 
 def _check_norm_type(norm_type: int) -> None:
     if norm_type not in (0, 2):
-        raise RuntimeError(
-            message(
-                f"FusedNovoGrad got norm_type={norm_type!r}",
-                "It knows 2, the L2 norm, and 0, the largest magnitude",
-                "Leave norm_type out for the L2 norm",
-            )
+        raise refusal(
+            f"FusedNovoGrad got norm_type={norm_type!r}",
+            "It knows 2, the L2 norm, and 0, the largest magnitude",
+            "Leave norm_type out for the L2 norm",
         )
 
 
@@ -241,11 +219,9 @@ def _norms_to_state(given: dict[str, Any], own: Sequence[Group]) -> dict[str, An
 
 
 def _wrong_count(params: int, norms: int, dtype: torch.dtype) -> ValueError:
-    return ValueError(
-        message(
-            f"The loaded group has {norms} norms for {params} {dtype} parameters with a moment",
-            "group['exp_avg_sq'] holds the norms of the float16 parameters, then those of the "
-            "float32 ones, one for each parameter that was updated",
-            "Build the model and its groups as they were when the file was written",
-        )
+    return bad_value(
+        f"The loaded group has {norms} norms for {params} {dtype} parameters with a moment",
+        "group['exp_avg_sq'] holds the norms of the float16 parameters, then those of the "
+        "float32 ones, one for each parameter that was updated",
+        "Build the model and its groups as they were when the file was written",
     )

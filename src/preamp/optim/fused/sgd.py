@@ -13,13 +13,11 @@ from preamp.kernels import SgdRule
 from preamp.optim.fused.base import (
     REQUIRED,
     Batch,
-    Closure,
-    Entries,
     FusedOptimizer,
     Group,
     Signals,
+    Work,
     batches,
-    evaluate,
     rate_of,
     scalar_on,
 )
@@ -92,35 +90,19 @@ class FusedSGD(FusedOptimizer):
         }
         super().__init__(params, defaults)
 
-    def step(self, closure: Closure | None = None) -> Any:
-        """Update the parameters that have gradients.
-
-        Args:
-            closure: Re-evaluates the model with gradients enabled and returns the loss.
-
-        Returns:
-            The closure's loss, or ``None``.
-
-        Raises:
-            RuntimeError: A gradient is sparse or of a dtype that is not updated.
-        """
-        loss = evaluate(closure)
-        with torch.no_grad():
-            work, signals = self._collect(), Signals.of(self)
-            if not self._must_skip(work, signals):
-                for group, entries in work:
-                    # Before _update makes the buffers, and for each parameter by itself.
-                    for batch in batches(entries, apart=self._have_momentum):
-                        self._update(group, batch, signals)
-            self._finish(work, signals)
+    def _take_step(self, work: Work, signals: Signals) -> None:
+        if not self._must_skip(work, signals):
+            for group, entries in work:
+                # Before _update makes the buffers, and for each parameter by itself.
+                for batch in batches(entries, apart=self._have_momentum):
+                    self._update(group, batch, signals)
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
-        return loss
 
     def _have_momentum(self, params: Sequence[torch.Tensor]) -> list[bool]:
         return [s.get("momentum_buffer") is not None for s in self._states_of(params)]
 
-    def _must_skip(self, work: list[tuple[Group, Entries]], signals: Signals) -> bool:
+    def _must_skip(self, work: Work, signals: Signals) -> bool:
         """Whether nothing may happen; waits for the device where a first step depends on it.
 
         What the first gradient does to a dampened momentum no later one does, so whether that
