@@ -17,14 +17,13 @@ the best half level of each case, as a factor over the rival (more is faster):
 """
 
 HELD_BACK = """\
-What holds it back. On float32 values torch's fused kernel runs at the speed of memory here, and it
-is what the blocks of a step with half weights run as well. But no kernel of torch reads or writes
-half values in the same pass. Widening and unscaling gradients and rounding weights are passes of
-their own, over a block in the cache, and take about as long as half values save: of 12 ms for 10⁷
-parameters AdamW has 5, widening and unscaling 1.8, rounding 1.3, the norm 2.3, and Python the rest.
-With thousands of small tensors the time goes into Python: about 25 µs for each tensor, most of it
-to keep the books on its gradient, where torch's loops take 12. On a GPU, where one kernel does all
-of it, nothing has been measured.
+What holds it back. No kernel of torch reads or writes half values in the pass of AdamW. Widening
+and unscaling gradients, rounding weights and the norm are passes of their own over a block in the
+cache: of 42 µs for a tensor of 16,384 elements in bfloat16 the norm has 9 and the update 22. With
+thousands of small tensors the engine's books take 3.5 µs for each, measured with the operations
+left out (2 were aimed at; one pass over a column of 1,000 tensors that reads their `grad` takes
+0.07 for each here, and there are two dozen). torch's `GradScaler`, clipping and fused AdamW take 12
+to 15 in all. On a GPU, where one kernel does all of it, nothing has been measured.
 """
 
 
