@@ -44,10 +44,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ),
         ("size = size * c2**0.5 / c1", "size = size * c2 / c1"),
         ("if rule.weight_decay != 0 and not rule.decoupled", "if rule.weight_decay != 0"),
-        (
-            "ratio = p_norm / u_norm\n",
-            "ratio = p_norm / (u_norm + 1e-3)\n",
-        ),
+        ("ratio = p_norm / u_norm\n", "ratio = p_norm / (u_norm + 1e-3)\n"),
         ("g_norm + rule.weight_decay * p_norm + rule.eps", "g_norm + rule.weight_decay * p_norm"),
         ("(rule.momentum * m - step if rule.nesterov else m)", "m"),
         ("torch.where(v < 0, n, blend)", "torch.where(v <= 0, n, blend)"),

@@ -107,12 +107,7 @@ BF16_ONLY = (
     ),
     _peer("optimi AdamW, Kahan", "optimi", "AdamW", 6, foreach=True, kahan_sum=True),
     _peer(
-        "torchao AdamW8bit",
-        "torchao.optim",
-        "AdamW8bit",
-        2,
-        least=4096,
-        bf16_stochastic_round=True,
+        "torchao AdamW8bit", "torchao.optim", "AdamW8bit", 2, least=4096, bf16_stochastic_round=True
     ),
     _peer("flashoptim AdamW", "flashoptim", "FlashAdamW", 3),
 )
@@ -120,10 +115,7 @@ BF16_ONLY = (
 
 
 def grid(
-    parameters: Sequence[int],
-    tensors: Sequence[int],
-    clips: Sequence[bool],
-    device: torch.device,
+    parameters: Sequence[int], tensors: Sequence[int], clips: Sequence[bool], device: torch.device
 ) -> list[StepCase]:
     """List the cases of a run.
 
@@ -189,9 +181,7 @@ def _record(row: Row, size: float, facts: records.Record) -> records.Record:
     )
 
 
-def _build(
-    case: StepCase,
-) -> tuple[list[Variant], list[tuple[str, str, str]], dict[str, float]]:
+def _build(case: StepCase) -> tuple[list[Variant], list[tuple[str, str, str]], dict[str, float]]:
     """Variants that run here, the others with the reason, and bytes per parameter."""
     variants: list[Variant] = []
     failed: list[tuple[str, str, str]] = []

@@ -55,10 +55,7 @@ def distance(ones: list[Tensor], others: list[Tensor]) -> float:
 @pytest.mark.parametrize("half", HALF, ids=str)
 def test_all_variants_of_a_group_agree(half: torch.dtype, clip: bool) -> None:
     of = case(half, clip=clip)
-    for contenders, dtype, scale in (
-        (FP32, torch.float32, 2.0**16),
-        (HALF[half], half, of.scale),
-    ):
+    for contenders, dtype, scale in ((FP32, torch.float32, 2.0**16), (HALF[half], half, of.scale)):
         gradients = Gradients(of, dtype, scale)
         first, *others = (weights_after(each, of, gradients) for each in contenders)
         start = [weight.detach().double() for weight in Weights(of).parameters()]

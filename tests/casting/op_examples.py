@@ -140,8 +140,7 @@ _CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "tensorinv": lambda: (_square().reshape(4, 2, 2), 1),
     "householder_product": lambda: (_square(), _vector()),
     **dict.fromkeys(
-        ["addcdiv", "addcmul", "addcdiv_", "addcmul_"],
-        lambda: (_square(0), _square(1), _square(2)),
+        ["addcdiv", "addcmul", "addcdiv_", "addcmul_"], lambda: (_square(0), _square(1), _square(2))
     ),
     **dict.fromkeys(["dot", "vdot", "inner", "kron", "outer", "ger"], _vector_pair),
     "cross": lambda: (_vector(1, 3), _vector(2, 3)),

@@ -74,9 +74,7 @@ def test_exception_inside_still_runs_the_jobs_and_releases() -> None:
 
 
 @pytest.mark.parametrize("where", [_here, _on_another_thread])
-def test_collection_in_the_middle_of_a_patch(
-    where: Callable[[Callable[[], None]], None],
-) -> None:
+def test_collection_in_the_middle_of_a_patch(where: Callable[[Callable[[], None]], None]) -> None:
     """As if the collector ran while ``PatchTable.add`` sorts its layers."""
     module = types.SimpleNamespace(f=lambda: "f", g=lambda: "g")
     original = vars(module).copy()

@@ -66,8 +66,7 @@ def test_checkpointed_model_has_the_gradients_of_the_plain_one(reentrant: bool) 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("input_is_half", [True, False])
 @pytest.mark.parametrize(
-    "layer",
-    [nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell, nn.MultiheadAttention],
+    "layer", [nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell, nn.MultiheadAttention]
 )
 def test_composite_layers_give_half(
     layer: type[nn.Module], input_is_half: bool, dtype: torch.dtype
@@ -125,10 +124,7 @@ def test_transformer_evaluates_with_a_padding_mask(half: torch.dtype) -> None:
     with torch.no_grad():
         expected = encoder(inputs, src_key_padding_mask=padded)[:, :4]
         before = torch.backends.mha.get_fastpath_enabled()
-        handles = [
-            install_function_casts(),
-            *attach_cast_region(encoder, frozenset({"cpu"}), half),
-        ]
+        handles = [install_function_casts(), *attach_cast_region(encoder, frozenset({"cpu"}), half)]
         found = encoder(inputs, src_key_padding_mask=padded)[:, :4]
         for handle in handles:
             handle.remove()

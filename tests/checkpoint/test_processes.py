@@ -23,8 +23,7 @@ KILLS = int(os.environ.get("PREAMP_KILLS", "25"))
 
 
 @pytest.mark.parametrize(
-    ("ranks", "wanted"),
-    [(1, KILLS), pytest.param(2, max(5, KILLS // 4), marks=pytest.mark.full)],
+    ("ranks", "wanted"), [(1, KILLS), pytest.param(2, max(5, KILLS // 4), marks=pytest.mark.full)]
 )
 def test_killed_while_saving(ranks: int, wanted: int) -> None:
     options = ["--kills", str(wanted), "--ranks", str(ranks)]

@@ -191,10 +191,7 @@ def test_report_compares_several_runs_by_the_names_of_their_files(tmp_path: Path
         ),
         (("folder",), ("Error: folder cannot be read: is a directory.", "Check the path and its")),
         (("binary.jsonl",), ("Line 1 of binary.jsonl is not a record of a run", "Pass another")),
-        (
-            ("run.jsonl", "-o", "folder"),
-            ("Error: folder cannot be written: what is there is",),
-        ),
+        (("run.jsonl", "-o", "folder"), ("Error: folder cannot be written: what is there is",)),
         (("run.jsonl", "-o", "run.jsonl/page.html"), ("run.jsonl/page.html cannot be written:",)),
         (
             ("run.jsonl", "-o", "pipe"),

@@ -163,10 +163,7 @@ def test_the_only_process_speaks(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.apex("1.1 only the first rank prints")
 @pytest.mark.parametrize(("rank", "expected"), [(0, "once\neach\n"), (1, "each\n")])
 def test_in_a_job_rank_0_speaks(
-    rank: int,
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    rank: int, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ranks, "has_process_group", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)

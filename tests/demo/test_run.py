@@ -19,14 +19,7 @@ from preamp.demo.config import DEFAULT_LEVELS, OptimizerConfig
 from preamp.demo.data import Batch
 from preamp.demo.model import GPT
 from preamp.demo.run import prepare, run, warmup_steps
-from preamp.demo.train import (
-    DivergedError,
-    Progress,
-    Tape,
-    Watcher,
-    record_step,
-    set_learning_rate,
-)
+from preamp.demo.train import DivergedError, Progress, Tape, Watcher, record_step, set_learning_rate
 from preamp.numerics import History, MemoryRecord, OverflowRecord, RunRecord, StepRecord
 
 

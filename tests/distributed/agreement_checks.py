@@ -79,13 +79,7 @@ def check_levels_whose_weights_have_other_dtypes() -> None:
 def check_policies_and_scales() -> None:
     for wrap in (TORCH, DistributedDataParallel):
         text = "min_loss_scale is None on rank 0 and 2.0 on rank 1. Under"
-        _refused(
-            text,
-            _first_step,
-            wrap,
-            loss_scale="dynamic",
-            min_loss_scale=by_rank(None, 2.0),
-        )
+        _refused(text, _first_step, wrap, loss_scale="dynamic", min_loss_scale=by_rank(None, 2.0))
         text = "the loss scale of loss 0 is 8.0 on rank 0 and 4.0 on rank 1. Under"
         _refused(text, _first_step, wrap, loss_scale=by_rank(8.0, 4.0))
 

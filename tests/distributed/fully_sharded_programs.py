@@ -152,11 +152,7 @@ class Differing:
         fully_shard(model)
         optimizer = getattr(torch.optim, self.optimizers[rank])(model.parameters(), lr=0.1)
         preamp.initialize(
-            model,
-            optimizer,
-            opt_level=self.levels[rank],
-            loss_scale=self.scales[rank],
-            verbosity=0,
+            model, optimizer, opt_level=self.levels[rank], loss_scale=self.scales[rank], verbosity=0
         )
         try:
             if evaluates_first:

@@ -15,12 +15,7 @@ from torch import nn
 from distributed import ddp_checks, delayed_checks, failing_check
 from distributed.ranks import assert_pass, checks_of
 from preamp import PreampStateError
-from preamp.parallel import (
-    DistributedDataParallel,
-    ReduceOp,
-    Reducer,
-    create_syncbn_process_group,
-)
+from preamp.parallel import DistributedDataParallel, ReduceOp, Reducer, create_syncbn_process_group
 
 
 def test_on_two_ranks(tmp_path: Path) -> None:

@@ -28,12 +28,7 @@ def make(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def prepare(model: Any, optimizer: Any, level: str, num_losses: int = 1) -> None:
     preamp.initialize(
-        model,
-        optimizer,
-        opt_level=level,
-        loss_scale="dynamic",
-        num_losses=num_losses,
-        verbosity=0,
+        model, optimizer, opt_level=level, loss_scale="dynamic", num_losses=num_losses, verbosity=0
     )
 
 

@@ -60,9 +60,7 @@ def marks() -> dict[Path, dict[str, set[str]]]:
     return {path: marks_in(text) for path, text in texts.items() if "@pytest.mark.apex(" in text}
 
 
-def test_every_row_has_a_test_and_every_mark_a_row(
-    marks: dict[Path, dict[str, set[str]]],
-) -> None:
+def test_every_row_has_a_test_and_every_mark_a_row(marks: dict[Path, dict[str, set[str]]]) -> None:
     rows = dict.fromkeys(ROWS, False)
     for file in marks.values():
         for given in file.values():

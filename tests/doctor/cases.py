@@ -288,10 +288,7 @@ BUGS = {
     ),
     "backward outside scale_loss, O1": Bug(rule="PA102", healthy=O1, edits=PLAIN_BACKWARD),
     "backward outside scale_loss, O2": Bug(
-        rule="PA102",
-        healthy=O2,
-        edits=PLAIN_BACKWARD,
-        says="from a backward outside scale_loss",
+        rule="PA102", healthy=O2, edits=PLAIN_BACKWARD, says="from a backward outside scale_loss"
     ),
     "half by hand without a scale": Bug(
         rule="PA102",

@@ -170,9 +170,7 @@ WRONG = {
 
 @pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
 def test_what_is_wrong_on_the_command_line(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
     assert call(monkeypatch, *arguments) == 2
     assert WRONG[arguments] in capsys.readouterr().err

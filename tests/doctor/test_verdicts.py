@@ -141,10 +141,7 @@ WRONG = {
             "    optimizer.step()\n", f"    optimizer.step()  {HERE}\n"
         ),
     ),
-    "a missing layer of a model that is gone": (
-        "PA401",
-        IN_FUNCTION + "del model, optimizer\n",
-    ),
+    "a missing layer of a model that is gone": ("PA401", IN_FUNCTION + "del model, optimizer\n"),
     "a stalled model that is gone": (
         "PA202",
         BY_HAND.replace("lr=0.5)", f"lr=1e-5)  {HERE}") + "del model, optimizer, p\n",

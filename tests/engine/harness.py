@@ -77,10 +77,7 @@ def started(level: str, seed: int = 0, optimizer: str = "sgd", **arguments: Any)
 def batch(step: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of one step."""
     generator = torch.Generator().manual_seed(1000 * seed + step)
-    return (
-        torch.randn(6, 4, generator=generator),
-        torch.randn(6, 3, generator=generator),
-    )
+    return (torch.randn(6, 4, generator=generator), torch.randn(6, 3, generator=generator))
 
 
 def loss_of(model: nn.Module, step: int, seed: int = 0) -> torch.Tensor:

@@ -203,9 +203,7 @@ def test_close_after_an_interrupted_forward(level: str, scope: Any) -> None:
 
 
 @pytest.mark.parametrize("entrance", ENTRANCES)
-def test_other_engines_go_on_after_an_interrupted_forward(
-    entrance: Callable[[], Enter],
-) -> None:
+def test_other_engines_go_on_after_an_interrupted_forward(entrance: Callable[[], Enter]) -> None:
     enter = entrance()
     casts = _casts()
     model, _ = preamp.initialize(_Interrupted(), [], opt_level="O1", scope="model", verbosity=0)

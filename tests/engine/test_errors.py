@@ -31,11 +31,7 @@ from engine.harness import (
 )
 from engine.harness import engines_closed as engines_closed
 from preamp import amp
-from preamp.core.errors import (
-    LossScaleError,
-    PreampPolicyError,
-    PreampStateError,
-)
+from preamp.core.errors import LossScaleError, PreampPolicyError, PreampStateError
 from preamp.engine import Engine
 
 ALL_LEVELS = pytest.mark.parametrize("level", LEVEL_NAMES)

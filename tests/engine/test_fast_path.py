@@ -287,9 +287,7 @@ def test_a_norm_keeps_no_gradient_alive(level: str, clips: bool) -> None:
     assert [grad() for grad in grads if grad() is not None] == []
 
 
-def test_the_census_takes_a_norm_only_while_somebody_clips(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_census_takes_a_norm_only_while_somebody_clips(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training("O2", FusedAdam)
     asked: list[bool] = []
     original = ByDevice.census

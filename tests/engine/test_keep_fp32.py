@@ -175,10 +175,7 @@ def test_levels_that_cast_no_model_refuse_it(door: Any, level: str) -> None:
             "are 'norm.weight', ",
         ),
         ([nn.LayerNorm, "gates.*"], "keep_fp32='gates.*' matches no parameter, buffer or module."),
-        (
-            nn.Conv2d,
-            "keep_fp32 names the type Conv2d, and no module is one. The types there are: ",
-        ),
+        (nn.Conv2d, "keep_fp32 names the type Conv2d, and no module is one. The types there are: "),
         (nn.RMSNorm, "keep_fp32 names the type RMSNorm, and no module is one. The types there "),
     ],
 )
@@ -557,10 +554,7 @@ def test_constants_of_another_dtype() -> None:
 # -- buffers that the cast harms -----------------------------------------------------------------
 
 HARMED: dict[str, tuple[torch.Tensor, dict[torch.dtype, str]]] = {
-    "large": (
-        torch.tensor([1e6, 1.5]),
-        {torch.float16: "1e+06 becomes infinite"},
-    ),
+    "large": (torch.tensor([1e6, 1.5]), {torch.float16: "1e+06 becomes infinite"}),
     "whole": (
         torch.arange(5000.0),
         {

@@ -47,10 +47,7 @@ ZERO: dict[str, Zero] = {
 }
 PLACES = ("first", "middle", "last")
 TARGETS = ("linear.weight", "norm.weight")  # half and float32 at O2 and O5
-INJECTIONS = (
-    None,
-    *itertools.product(PLACES, TARGETS, (math.inf, math.nan)),
-)
+INJECTIONS = (None, *itertools.product(PLACES, TARGETS, (math.inf, math.nan)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -392,9 +392,7 @@ def test_only_the_first_backward_has_hooks(level: str, registered: Iterator[list
     assert len(counts) == 4
 
 
-def test_gradients_that_no_backward_makes_are_watched_once(
-    registered: Iterator[list[int]],
-) -> None:
+def test_gradients_that_no_backward_makes_are_watched_once(registered: Iterator[list[int]]) -> None:
     """Hooks for every block of a script that sets gradients itself would cost more than it."""
     counts = next(registered)
     run = Run()

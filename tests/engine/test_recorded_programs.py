@@ -40,10 +40,7 @@ class Call:
 
 which = st.sampled_from([0, 1])
 backwards = st.builds(
-    Backward,
-    st.integers(0, LOSSES - 1),
-    st.sampled_from([(0,), (1,), (0, 1)]),
-    st.integers(0, 9),
+    Backward, st.integers(0, LOSSES - 1), st.sampled_from([(0,), (1,), (0, 1)]), st.integers(0, 9)
 )
 calls = st.builds(
     Call, st.sampled_from(["step", "step", "zero_grad", "model.zero_grad", "clip"]), which

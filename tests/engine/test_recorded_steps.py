@@ -470,9 +470,7 @@ def test_a_failed_initialize_is_undone_where_the_disk_fails_too(
 # -- CUDA graphs -------------------------------------------------------------------------------
 
 
-def test_a_captured_step_without_a_flag_is_no_steps_record(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_captured_step_without_a_flag_is_no_steps_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a static scale; it used to be counted, and to take the number of the step before."""
     monkeypatch.setattr(host_copies, "host_reaches", lambda _: False)
     model, optimizer = started("O5", numerics="light")

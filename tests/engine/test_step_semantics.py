@@ -613,8 +613,7 @@ def test_a_skip_prints_apex_line(capsys: pytest.CaptureFixture[str]) -> None:
 @dynamic
 @pytest.mark.parametrize("earlier", [0, 1, 2])
 @pytest.mark.parametrize(
-    "drop",
-    ["model none", "model zeros", "optimizer none", "optimizer zeros", "by hand"],
+    "drop", ["model none", "model zeros", "optimizer none", "optimizer zeros", "by hand"]
 )
 def test_dropped_overflow_does_not_skip_the_next_step(level: str, earlier: int, drop: str) -> None:
     """The user saw nan and called zero_grad instead of step."""

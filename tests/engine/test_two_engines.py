@@ -39,10 +39,7 @@ def alone(level: str, seed: int, optimizer: str, *, poison: bool) -> dict[str, A
 @pytest.mark.parametrize(("first", "second"), [*PAIRS, *((b, a) for a, b in PAIRS[:3])])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_interleaved(first: str, second: str, optimizer: str) -> None:
-    expected = (
-        alone(first, 0, optimizer, poison=True),
-        alone(second, 1, optimizer, poison=False),
-    )
+    expected = (alone(first, 0, optimizer, poison=True), alone(second, 1, optimizer, poison=False))
     one = started(first, 0, optimizer, loss_scale="dynamic")
     two = started(second, 1, optimizer, loss_scale="dynamic")
     for step in range(STEPS):

@@ -179,11 +179,7 @@ def refused(error: type[Exception], text: str) -> Any:
 @pytest.mark.apex("5.3 load_state_dict")
 @pytest.mark.parametrize(
     ("masters", "shown"),
-    [
-        ([[torch.zeros(3)]], "[[(3,)]]"),
-        ([[]], "[[]]"),
-        ([[torch.zeros(2)], []], "[[(2,)], []]"),
-    ],
+    [([[torch.zeros(3)]], "[[(3,)]]"), ([[]], "[[]]"), ([[torch.zeros(2)], []], "[[(2,)], []]")],
 )
 def test_masters_of_other_parameters_are_refused(masters: Any, shown: str) -> None:
     model, optimizer = wrapped()

@@ -300,12 +300,7 @@ def test_casting_is_torchs(ops: Any, columns: list[Tensors], bad: float) -> None
 
 @every_back_end
 @few
-@given(
-    columns=places(of(), of(), or_none(of())),
-    a=factors,
-    b=factors,
-    as_tensors=st.booleans(),
-)
+@given(columns=places(of(), of(), or_none(of())), a=factors, b=factors, as_tensors=st.booleans())
 def test_linear_combinations(
     ops: Any, columns: list[list[Any]], a: float, b: float, as_tensors: bool
 ) -> None:

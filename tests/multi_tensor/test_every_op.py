@@ -108,12 +108,7 @@ ROWS = [
         ("params", "updates"),
         lambda n, d: (vector(n, d), vector(n, d), 0.1, 0.1, False),
     ),
-    Row(
-        "multi_tensor_lars",
-        ("grads", "params", "momentum_buffers"),
-        lars,
-        ("copies",),
-    ),
+    Row("multi_tensor_lars", ("grads", "params", "momentum_buffers"), lars, ("copies",)),
     Row(
         "adam_mt",
         ("params", "exp_avgs", "exp_avg_sqs", "grads"),

@@ -180,13 +180,7 @@ def test_a14_a_largest_norm_of_zero_clips_nothing() -> None:
     st.sampled_from([0.0, 1.0]),
 )
 def test_stage_one(
-    shapes: Any,
-    kinds: Any,
-    seed: int,
-    layout: str,
-    step: int,
-    norm: float,
-    largest: float,
+    shapes: Any, kinds: Any, seed: int, layout: str, step: int, norm: float, largest: float
 ) -> None:
     lists = lists_for(shapes, kinds, seed, layout)
     before = [copies(tensors) for tensors in lists[:2]]

@@ -32,14 +32,8 @@ def trained(make: Callable[[Any], torch.optim.Optimizer], steps: int = 6) -> lis
     ("ours", "theirs"),
     [
         (lambda p: FusedAdam(p, **ADAM), lambda p: torch.optim.AdamW(p, **ADAM)),
-        (
-            lambda p: FusedAdam(p, adam_w_mode=False, **ADAM),
-            lambda p: torch.optim.Adam(p, **ADAM),
-        ),
-        (
-            lambda p: FusedAdam(p, capturable=True, **ADAM),
-            lambda p: torch.optim.AdamW(p, **ADAM),
-        ),
+        (lambda p: FusedAdam(p, adam_w_mode=False, **ADAM), lambda p: torch.optim.Adam(p, **ADAM)),
+        (lambda p: FusedAdam(p, capturable=True, **ADAM), lambda p: torch.optim.AdamW(p, **ADAM)),
         (
             lambda p: FusedAdagrad(p, lr=0.1, weight_decay=0.1),
             lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.1),

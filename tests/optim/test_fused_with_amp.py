@@ -134,8 +134,7 @@ def test_state_from_before_initialize(level: str, case: FusedCase, options: Opti
 def test_sgd_has_the_fields_of_apex_under_amp(materialize: bool) -> None:
     """2.8: without materialized master gradients the numbers are the same; they are lazy here."""
     both = Pair(
-        "O2",
-        lambda p: FusedSGD(p, lr=0.5, momentum=0.9, materialize_master_grads=materialize),
+        "O2", lambda p: FusedSGD(p, lr=0.5, momentum=0.9, materialize_master_grads=materialize)
     )
     for step in range(3):
         both.backward(step)

@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 
 from preamp.numerics import FORMATS, count_exponents
 from preamp.numerics.records import What
-from preamp.planning.forecast import (
-    LARGEST_SCALE,
-    MARGIN,
-    Range,
-    forecast,
-    starting_scale,
-)
+from preamp.planning.forecast import LARGEST_SCALE, MARGIN, Range, forecast, starting_scale
 from preamp.planning.ranges import Recorder
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

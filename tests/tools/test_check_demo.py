@@ -25,14 +25,8 @@ def row(level: str) -> dict[str, Any]:
         "best_seconds": 1.0,
         "median_seconds": 2.0,
         "held_out_ratio": 1.0,
-        "dtypes": {
-            "weights": WEIGHTS.get(level, "fp32"),
-            "masters": "fp32" if masters else "none",
-        },
-        "memory": {
-            "weights": 2.0 if level in WEIGHTS else 4.0,
-            "masters": 4.0 if masters else 0.0,
-        },
+        "dtypes": {"weights": WEIGHTS.get(level, "fp32"), "masters": "fp32" if masters else "none"},
+        "memory": {"weights": 2.0 if level in WEIGHTS else 4.0, "masters": 4.0 if masters else 0.0},
     }
 
 

@@ -33,11 +33,7 @@ def is_casting(device_type: str) -> bool:
 
 
 def casting_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """The device type of the first floating tensor argument on which casts are active.
-
-    A call with ``out=`` has none: torch's autocast leaves those alone too, for a cast of ``out``
-    would throw the result away.
-    """
+    """Device type of the first floating argument on which casts are active; none with ``out=``."""
     for arg in args:
         found = _casting_device_of(arg)
         if found is not None:

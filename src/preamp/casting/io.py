@@ -43,11 +43,7 @@ class CastOutputs(EngineHook):
 
 
 class MatchWeightDtype(EngineHook):
-    """Forward pre-hook of a single layer: bring floating inputs to the dtype of its weights.
-
-    A model whose inputs were cast can still make float32 tensors on the way (position codes,
-    masks, a normalisation done in float32 on purpose); a half layer would refuse them.
-    """
+    """Forward pre-hook of a layer: casts inputs that a model made in float32 to its weights'."""
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -79,9 +79,5 @@ MIXED_PRODUCTS: Final = SharedInstall(patch_all(FUNCTIONS, Rank.MIXED, _mixed))
 
 
 def install_mixed_products() -> Removable:
-    """Let products take float32 and half tensors together, while anybody holds the result.
-
-    Process-wide; a call whose tensors share a dtype, or that autocast casts, is not touched.
-    Mutates the same namespaces as `install_wide_half`.
-    """
+    """Let products take float32 and half tensors together, while anybody holds the result."""
     return MIXED_PRODUCTS.acquire()

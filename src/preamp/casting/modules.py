@@ -68,11 +68,7 @@ class Conversion:
         self._original_grads.clear()
 
     def revert(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Give every tensor its former dtype back.
-
-        ``values`` has exact ones to restore, by ``id(tensor)``: masters, or the originals. A
-        tensor that has none keeps its value, cast back.
-        """
+        """Give every tensor its former dtype, with exact ``values``, if any, by ``id(tensor)``."""
         reshard(self._models)
         for tensor, dtype in reversed(self._tensors):
             grad, tensor.grad = tensor.grad, None
@@ -87,11 +83,7 @@ class Conversion:
 
 
 def attach_layer_casts(model: nn.Module, dtype: torch.dtype, kept: Kept) -> list[Removable]:
-    """Let layers of a model that was cast to ``dtype`` accept inputs of another floating dtype.
-
-    ``torch.nn`` layers with tensors of ``dtype``, or with tensors that are kept in float32, get a
-    pre-hook that follows their weights; modules that are kept one that brings inputs to float32.
-    """
+    """Let layers of a model cast to ``dtype``, kept ones included, accept other floating inputs."""
     handles: list[Removable] = []
     for module in model.modules():
         tensors = [*floating_tensors(module)]

@@ -111,17 +111,11 @@ def _attach(module: nn.Module, enter: _EnterCasts | _EnterPlain) -> list[Removab
 def attach_cast_region(
     module: nn.Module, device_types: frozenset[str], dtype: torch.dtype
 ) -> list[Removable]:
-    """Run the forwards of ``module`` in an autocast region with its weight cache.
-
-    Only hooks are added, which copy and pickle with it; so in `attach_plain_region`.
-    """
+    """Run forwards of ``module`` in an autocast region with its weight cache; adds hooks only."""
     know_device_types(device_types)
     return _attach(module, _EnterCasts(tuple(sorted(device_types)), dtype))
 
 
 def attach_plain_region(module: nn.Module) -> list[Removable]:
-    """Run the forwards of ``module`` untouched by other engines' casts on the thread.
-
-    A ``torch.autocast`` region that the user opens around the call is respected.
-    """
+    """Run forwards of ``module`` untouched by other engines' casts, but not the user's autocast."""
     return _attach(module, _EnterPlain())

@@ -111,10 +111,7 @@ def _drop_abandoned() -> None:
 
 
 def open_bracket(module: nn.Module | None) -> Bracket:
-    """Begin a bracket on this thread; the autocast state is not changed yet.
-
-    It is of a forward of ``module``, or, with ``None``, of code that closes it whatever happens.
-    """
+    """Begin a bracket, for a forward of ``module`` or code that always closes it; sets nothing."""
     _settle()
     frame = None
     if module is not None:
@@ -305,10 +302,7 @@ def _enable(bracket: Bracket, outermost: bool) -> None:
 
 @contextlib.contextmanager
 def thread_casts_restored() -> Generator[None]:
-    """Inside ``disable_casts``: run the block as if outside of it; elsewhere change nothing.
-
-    For a closure that an optimizer step, which runs without casts, calls back.
-    """
+    """In ``disable_casts``, run the block as outside of it, as for an optimizer's closure."""
     disabled = CASTS.disabled
     before = _restore_casts(disabled)
     try:

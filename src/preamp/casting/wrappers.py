@@ -57,10 +57,7 @@ def wrap_half(
     is_closed: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Wrapper:
-    """Rule ``half``, which leaves casting to autocast on ``native`` device types.
-
-    A closed function runs with autocast off. Without ``dtype`` the one active at the call counts.
-    """
+    """Rule ``half``: leave ``native`` devices to autocast; ``dtype`` defaults to the active one."""
 
     def wrap(fn: AnyFunction) -> AnyFunction:
         @functools.wraps(fn)

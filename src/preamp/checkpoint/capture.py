@@ -49,10 +49,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Set the generators of this process to what `random_states` returned.
-
-    Devices that are not here are passed over; those without a state keep theirs.
-    """
+    """Set the generators of this process to `random_states`, as far as their devices are here."""
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
     torch.set_rng_state(states["torch"].clone())

@@ -133,10 +133,7 @@ class Stored:
 
 
 def describe(tensors: Mapping[str, Stored], *, alone: bool) -> dict[str, ManifestEntry]:
-    """Return the manifest's entries of ``tensors``.
-
-    ``alone`` starts no threads: while the interpreter exits there can be no new ones.
-    """
+    """Return the manifest's entries; ``alone`` starts no threads, as an interpreter that exits."""
     if alone:
         return {name: kept.entry() for name, kept in tensors.items()}
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:

@@ -267,10 +267,7 @@ def _name_of(content: Any) -> str:
 
 
 def to_plain(content: Any) -> Any:
-    """Return what `read_apex_checkpoint` returned with records of loss scalers as plain data.
-
-    Containers in which nothing changed are the same ones; nothing is mutated.
-    """
+    """Return what `read_apex_checkpoint` returned with records of loss scalers as plain data."""
     try:
         return _to_plain(content, {})
     except RecursionError:

@@ -126,10 +126,7 @@ def _is_piece(print_: Print) -> bool:
 def _first_holders(
     pieces: Sequence[dict[str, Print]], differences: list[list[str]]
 ) -> list[list[str]]:
-    """For each rank, the names of pieces that none before it has; others are compared to these.
-
-    What differs is added to ``differences``.
-    """
+    """For each rank, names of pieces that none before has; notes how others' copies differ."""
     known: dict[tuple[str, Any], Print] = {}
     own: list[list[str]] = []
     for one, different in zip(pieces, differences, strict=True):
@@ -146,11 +143,7 @@ def _first_holders(
 
 
 def _check_whole(prints: Sequence[dict[str, Print]]) -> None:
-    """Raise `PreampStateError` unless the pieces under each name make up one tensor.
-
-    Ranks of a pipeline may have tensors of their own under the same names, which no rank could
-    load. Every rank has the same to look at, so all raise.
-    """
+    """Raise `PreampStateError`, on all ranks, unless pieces under each name make up one tensor."""
     known: dict[str, tuple[int, Any]] = {}
     boxes: dict[str, set[Box]] = {}
     for number, one in enumerate(prints):

@@ -78,10 +78,7 @@ def exchanged(make: Callable[[], T]) -> list[T]:
 
 
 def raise_together(own: Exception | None, value: Any = None) -> list[Any]:
-    """Raise on every rank if there is an error on one; returns the ``value`` of every rank.
-
-    Where only another rank has an error, that is a `PreampError` which quotes it.
-    """
+    """Raise on every rank if one has an error, quoting it; else return the ``value`` of each."""
     try:
         told = gathered((None if own is None else f"{type(own).__name__}: {own}", value))
     except PreampError:
@@ -123,10 +120,7 @@ def gathered_on_first(value: Any) -> list[Any]:
 
 
 def check_same(path: Path, identity: str) -> None:
-    """Raise `PreampStateError` on all ranks unless they have read the same checkpoint.
-
-    ``identity`` is of what was there.
-    """
+    """Raise `PreampStateError` on all ranks unless they have read the same ``identity``."""
     told = gathered((identity, os.fspath(path)))
     for number, (other, place) in enumerate(told):
         if other != told[0][0]:

@@ -29,10 +29,7 @@ _SHOWN = 3
 
 
 def check_fits(content: Mapping[str, Any], subjects: Subjects) -> None:
-    """Raise `ValueError` unless everything asked for is there and of the same form.
-
-    A kind of which ``subjects`` has none is left out.
-    """
+    """Raise `ValueError` unless all kinds that ``subjects`` has are there and of the same form."""
     for kind in ("models", "optimizers", "schedulers"):
         asked, saved = getattr(subjects, kind), content[kind]
         if asked and len(asked) != len(saved):
@@ -313,10 +310,7 @@ def _load_optimizer(
 def _keep_dtypes(
     optimizer: torch.optim.Optimizer, params: Sequence[Mapping[str, Any]], state: Any
 ) -> None:
-    """Give back their dtype to tensors that torch has cast to that of the parameter.
-
-    Where the parameter has another dtype than it had, that cast is what is wanted.
-    """
+    """Give tensors that torch cast to an unchanged parameter's dtype their own back."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     for number, saved, param in zip(numbers, params, params_of(optimizer), strict=True):
         if saved["dtype"] != dtype_name(param.dtype):

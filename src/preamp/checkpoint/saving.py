@@ -137,11 +137,7 @@ def _collected_now(collect: Callable[[bool], Draft | None]) -> Callable[[], Draf
 
 
 def _writing(
-    collected: Callable[[], Draft | None],
-    path: Path,
-    keep_last: int | None,
-    *,
-    alone: bool = False,
+    collected: Callable[[], Draft | None], path: Path, keep_last: int | None, *, alone: bool = False
 ) -> Callable[[], None]:
     place = path.absolute()  # the working directory may be another one when it is written
 

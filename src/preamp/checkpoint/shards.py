@@ -108,10 +108,7 @@ class Shard:
 
 
 def shard_of(tensor: torch.Tensor, place: str, ranks: int) -> Shard:
-    """Return this rank's piece of a ``DTensor``, one of ``ranks``; shares its memory.
-
-    Raises `PreampStateError`, naming its ``place``, if its pieces are no blocks of elements.
-    """
+    """Return this rank's piece of a ``DTensor``, not copied; raises if it is no block."""
     if not is_evenly_cut(tensor):
         placements: Any = getattr(tensor, "placements", None)
         raise bad_state(
@@ -194,10 +191,7 @@ def describe_frame(name: str, piece: Shard) -> list[Any]:
 
 
 def saved_shards(made: Any, dtype: torch.dtype, found: Mapping[str, Any]) -> SavedShards:
-    """Put together what `describe_frame` described, of lists of boxes and their elements by name.
-
-    Raises `ValueError` if they are not the tensor.
-    """
+    """Put together boxes of elements as `describe_frame` says; `ValueError` if they do not fit."""
     name, _, shape, order = made
     dims = None if order is None else tuple(map(int, order))
     frame = Frame(tuple(map(int, shape)), dims)

@@ -59,10 +59,7 @@ def next_number(folder: Path) -> int:
 
 
 def check_shared_folder(folder: Path, member: ShardFile) -> None:
-    """Raise `PreampError` unless the first rank, which has made it, and this one have one folder.
-
-    Making it again tells: looking might show what a network file system remembers.
-    """
+    """Raise `PreampError` unless making the folder again shows that it is the first rank's too."""
     if member.rank == 0:
         return
     try:
@@ -102,10 +99,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def written_at(path: Path) -> int:
-    """When a checkpoint was written, in nanoseconds: a file, or the last one of a folder.
-
-    Raises `ValueError` for a folder without a complete checkpoint, `OSError` if it is gone.
-    """
+    """When a file, or the last one of a complete folder, was written, in nanoseconds."""
     files = files_of(path) if path.is_dir() else [path]
     return max(file.stat().st_mtime_ns for file in files)
 
@@ -432,11 +426,7 @@ def _joined(found: list[Contents]) -> dict[str, Found]:
 
 
 def _pending(tree: Any) -> list[Any]:
-    """What of a tree is about gradients; other tensors have other names.
-
-    Where an overflow came from is told by notes, which may differ: of sharded parameters each rank
-    has looked at its parts.
-    """
+    """What of a tree is about gradients, but for an overflow's notes, which may differ by rank."""
     return [tree.get("gradients"), _without_notes(tree.get("engines"))]
 
 

@@ -102,10 +102,7 @@ def _attributes(engine: Engine, session: OptimizerSession) -> dict[str, Any]:
 
 
 class _Backward:
-    """The two halves of a ``scale_loss`` block, for loops that call them by hand.
-
-    The scale belongs to the caller here: nothing adjusts it but ``scaler.update_scale()``.
-    """
+    """The halves of a ``scale_loss`` block, called by hand; only the caller adjusts the scale."""
 
     def __init__(self, engine: Engine, session: OptimizerSession) -> None:
         self._engine = engine

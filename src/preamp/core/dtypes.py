@@ -18,10 +18,7 @@ def is_half(tensor: torch.Tensor) -> bool:
 
 @functools.cache  # every op asks
 def math_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype arithmetic on ``dtype`` is done in: float64 for itself, float32 for the rest.
-
-    Never float64 for a float32 tensor: some devices (MPS) have none.
-    """
+    """float64 for itself, float32 for the rest, since some devices (MPS) have no float64."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 

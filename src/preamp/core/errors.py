@@ -39,18 +39,12 @@ class LossScaleError(PreampError):
 
 
 def message(got: str, allowed: str, do: str) -> str:
-    """Join the three parts of an error message into sentences, separated by single spaces.
-
-    They say what the caller passed or did, what would have been accepted, and the way out.
-    """
+    """Join what was got, what is allowed and what to do into an error message of sentences."""
     return " ".join(f"{part.strip().rstrip('.')}." for part in (got, allowed, do))
 
 
 def system_error(error: OSError, got: str, allowed: str, do: str) -> OSError:
-    """Say in three parts what the system says in one, which may name files nobody asked for.
-
-    Returns an error of the same class. The system's reason is added to ``got``; see `message`.
-    """
+    """Return an error of the same class in three parts; the system's reason is added to ``got``."""
     reason = error.strerror or str(error)
     return type(error)(message(f"{got}: {reason[:1].lower()}{reason[1:]}", allowed, do))
 

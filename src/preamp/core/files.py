@@ -68,10 +68,7 @@ def _draft_of(path: Path) -> Generator[str]:
 
 
 def remove_leftovers(folder: Path, is_meant: Callable[[str], bool]) -> None:
-    """Remove drafts in ``folder`` whose process has died; those being written are left alone.
-
-    ``is_meant`` tells whether to remove drafts of the file of this name, which may be shortened.
-    """
+    """Remove drafts in ``folder`` that ``is_meant`` picks and whose process has died."""
     for draft in folder.glob(".*.part") if fcntl is not None else ():
         if is_meant(draft.name[1:].rsplit(".", 2)[0]):
             with contextlib.suppress(OSError), draft.open("rb") as file:

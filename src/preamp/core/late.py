@@ -10,11 +10,7 @@ from typing import Any
 
 
 def names(package: str, **modules: str) -> Callable[[str], Any]:
-    """Make the ``__getattr__`` of a package (PEP 562) from the module of each name.
-
-    A name without a module is a submodule itself. The function sets the attribute and so is asked
-    once.
-    """
+    """Make a package's ``__getattr__`` (PEP 562) from names' modules; none is for submodules."""
 
     def load(name: str) -> Any:
         if name not in modules:

@@ -7,9 +7,6 @@ from preamp.core.ranks import is_first_rank
 
 
 def say(text: str, *, every_rank: bool = False) -> None:
-    """Print ``text``, on the first rank only unless ``every_rank``.
-
-    Standard output, not ``logging``: scripts that moved here from Apex expect its lines there.
-    """
+    """Print, on the first rank unless ``every_rank``; not logged, as scripts for Apex expect."""
     if every_rank or is_first_rank():
         print(text, flush=True)

@@ -121,10 +121,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply ``fn`` to floating tensors in ``value`` and in (nested) lists and tuples.
-
-    Whatever holds nothing that changed is returned itself.
-    """
+    """Apply ``fn`` to floating tensors in nested lists and tuples; what is unchanged is kept."""
     if isinstance(value, torch.Tensor):
         return fn(value) if value.is_floating_point() else value
     if isinstance(value, (list, tuple)):

@@ -27,10 +27,7 @@ def is_first_rank() -> bool:
 
 
 def gather_tensors(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
-    """Return ``tensor`` of every rank of ``group``, in their order. All of them must call this.
-
-    It is of one shape, dtype and kind of device everywhere.
-    """
+    """Return every rank's ``tensor``, alike in shape and dtype; all of ``group`` call this."""
     found = [torch.empty_like(tensor) for _ in range(group.size())]
     _collectives.all_gather(found, tensor, group=group)
     return found

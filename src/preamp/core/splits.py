@@ -52,10 +52,7 @@ class Splits:
         return own
 
     def sums_of(self, param: torch.Tensor) -> Groups | None:
-        """The groups over which a sum over all parameters is incomplete without `sum_`.
-
-        ``None`` for a copy that is not to be counted here.
-        """
+        """Groups over which sums need `sum_`; ``None`` for a copy that is not counted here."""
         if self._pipeline and getattr(param, "shared", False):
             return None
         return tuple(dict.fromkeys((*self.of(param), *self._pipeline)))
@@ -93,11 +90,7 @@ class Splits:
         return self._of_mesh[key][1]
 
     def sum_(self, vectors: Sequence[torch.Tensor], over: Sequence[Groups]) -> None:
-        """Add each vector up over the ranks of its groups, in place: one all-reduce per group.
-
-        The vectors are of one dtype, on one device. All ranks must call it alike. Waits for nobody
-        on devices whose collectives are queued.
-        """
+        """Add vectors of one dtype up over their groups, in place; all ranks call this alike."""
         self._reduce_(vectors, over, dist.ReduceOp.SUM)
 
     def max_(self, vectors: Sequence[torch.Tensor], over: Sequence[Groups]) -> None:

@@ -50,10 +50,7 @@ _modules = sys.modules
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor (``DTensor``); any other tensor itself.
-
-    The part shares its memory, so writing to it writes to the sharded tensor.
-    """
+    """This rank's part of a sharded tensor (``DTensor``), not copied; any other tensor itself."""
     if not is_sharded(tensor):
         return tensor
     local: Any = cast("Any", tensor)._local_tensor  # noqa: SLF001
@@ -84,10 +81,7 @@ def _is_sharded_kind(kind: type) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often ``tensor`` was changed in place; views of it count, writes by ``.data`` do not.
-
-    Of a sharded tensor its own version and that of this rank's part, which kernels write to.
-    """
+    """How often ``tensor``, or its local part, was changed in place; not counting ``.data``."""
     own = tensor._version  # noqa: SLF001
     if _is_sharded_kind(type(tensor)):
         own += local_of(tensor)._version  # noqa: SLF001

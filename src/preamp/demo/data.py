@@ -83,10 +83,7 @@ def is_held_out(name: str) -> bool:
 def training_batches(
     text: Tensor, *, steps: int, batch: int, context: int, seed: int
 ) -> Iterator[Batch]:
-    """Cut the same random windows of ``text``, shape (bytes,), uint8, for every opt level.
-
-    Equal seeds give equal batches. They are on the CPU.
-    """
+    """Cut windows of ``text`` (bytes, uint8) on the CPU; equal seeds give equal batches."""
     random = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         starts = torch.randint(0, len(text) - context, (batch,), generator=random)

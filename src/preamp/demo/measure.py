@@ -32,10 +32,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def held_out_bits(model: GPT, batches: Iterable[Batch]) -> float:
-    """Mean bits per byte of held-out text; 8.0 is what a model that knows nothing needs.
-
-    Computed in the precision that the model was trained in. Leaves it in evaluation mode.
-    """
+    """Mean bits per held-out byte, as trained; 8.0 knows nothing. Leaves it in evaluation mode."""
     model.eval()
     total, count = 0.0, 0
     with torch.no_grad():
@@ -67,10 +64,7 @@ def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Memory:
 
 
 def dtypes_of(model: GPT, optimizer: torch.optim.Optimizer, batch: Batch) -> Dtypes:
-    """Find the number formats by looking at parameters and at what a forward puts out.
-
-    Short names; ``"bf16+fp32"`` where there are two, the more frequent one first.
-    """
+    """Short formats of parameters and of a forward: ``"bf16+fp32"``, the more frequent first."""
     seen: list[Tensor] = []
 
     def note(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -90,10 +84,7 @@ def dtypes_of(model: GPT, optimizer: torch.optim.Optimizer, batch: Batch) -> Dty
 
 
 def activation_bytes(model: GPT, batch: Batch) -> int:
-    """Bytes of the distinct storages that a forward keeps for its backward.
-
-    Parameters and inputs are left out.
-    """
+    """Bytes of storages a forward keeps for its backward, parameters and inputs left out."""
     known = {storage_key(t.untyped_storage()) for t in (batch.inputs, batch.targets)}
     kept: dict[int, int] = {}
 

@@ -82,10 +82,7 @@ class GPT(nn.Module):
         self._initialize(random)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits, shape (batch, length, 256), of the byte after each one of ``tokens``.
-
-        These are of shape (batch, length), int64, the length at most ``context``.
-        """
+        """Logits (batch, length, 256) of the bytes after ``tokens``, int64 (batch, length)."""
         where = torch.arange(tokens.size(1), device=tokens.device)
         x = self.tokens(tokens) + self.positions(where)
         for block in self.blocks:

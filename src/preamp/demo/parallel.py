@@ -57,10 +57,7 @@ def choose_parallel(name: str) -> Parallel:
 
 
 def require_sharding(parallel: str, device: torch.device) -> None:
-    """Refuse by `PreampUnavailableError` to shard where this torch cannot.
-
-    ``fully_shard`` needs events of CPU streams, which torch 2.6 lacks.
-    """
+    """Refuse to shard where this torch, as 2.6, lacks events of CPU streams for ``fully_shard``."""
     if (
         parallel == "fsdp"
         and device.type == "cpu"
@@ -80,10 +77,7 @@ def shard_before(model: GPT, parallel: str) -> None:
 
 
 def wrap_after(model: GPT, optimizer: torch.optim.Optimizer, parallel: str) -> nn.Module:
-    """Do what comes after ``preamp.initialize``, and return what runs forward.
-
-    With ZeRO-1 the optimizer's state is shared from now on.
-    """
+    """Do what follows ``initialize``, such as sharing state in ZeRO-1; return what runs forward."""
     wrapped = DistributedDataParallel(model) if parallel in ("ddp", "zero1") else model
     if parallel == "zero1":
         shard_optimizer(optimizer)

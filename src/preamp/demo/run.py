@@ -170,10 +170,7 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
 def look_closer(
     row: LevelResult, setting: Setting, model: GPT, optimizer: torch.optim.Optimizer
 ) -> LevelResult:
-    """Add number formats, kept activations and, where the training finished, held-out bits.
-
-    Ctrl-C meanwhile marks the row interrupted.
-    """
+    """Add formats, kept activations and, if finished, held-out bits; Ctrl-C may interrupt it."""
     try:
         batch = next(setting.training_batches())
         row = replace(

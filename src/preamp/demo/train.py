@@ -61,10 +61,7 @@ def note_start(history: History, engine: preamp.Engine, device: str) -> None:
 
 
 def note_step(history: History, step: int, loss: float, optimizer: torch.optim.Optimizer) -> None:
-    """Write down step ``step``, counted from 1, its loss in bits per byte, and why it was skipped.
-
-    Synchronises: waits until it is known whether the step was skipped.
-    """
+    """Write down a step from 1, its loss in bits per byte, and why it was skipped. Synchronises."""
     engine = preamp.engine_of(optimizer)
     skipped = engine.last_step_skipped
     rate = optimizer.param_groups[0]["lr"]
@@ -85,11 +82,7 @@ def note_memory(history: History, step: int, memory: Memory, model: nn.Module) -
 
 
 def records_of(history: History, engine: preamp.Engine) -> tuple[Record, ...]:
-    """All records of a training, before its engine is closed.
-
-    Of what the engine itself has recorded those about tensors and casts: steps, overflows and
-    memory the loop has written down already, in its own units.
-    """
+    """All records of a training, but for those the loop wrote down itself, in its own units."""
     own = engine.history
     return (*history, *own.of(NumericsRecord), *own.of(CastsRecord))
 

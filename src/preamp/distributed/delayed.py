@@ -30,11 +30,7 @@ class Averaging:
 
 
 def reduce_buffer(state: Averaging, buffer: torch.Tensor) -> torch.Tensor:
-    """Sum ``buffer`` over the ranks as ``state`` says, wait for it, and return it in its dtype.
-
-    Arithmetic is in the dtype of the buffer, which is mutated, or in float32 with one rounding at
-    the end if ``state.in_float32``.
-    """
+    """Sum ``buffer`` over the ranks, in place and to the end; maybe in float32, rounded once."""
     summed = _prepared(state, buffer)
     collectives.all_reduce(summed, group=state.group)
     return _finished(state, buffer, summed)

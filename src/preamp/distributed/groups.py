@@ -95,10 +95,7 @@ def own_device(device: torch.device) -> torch.device:
 
 @contextmanager
 def joined(device: torch.device) -> Generator[None]:
-    """Be a rank of the launched job inside the block; gloo on CPUs, elsewhere what torch takes.
-
-    ``device`` becomes the current one of its kind.
-    """
+    """Be a rank of the job in the block: gloo on CPUs; ``device`` becomes current elsewhere."""
     if launched_ranks() == 1:
         yield
         return

@@ -31,20 +31,13 @@ def span_of(elements: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def exchange_parts(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Complete dense ``tensors``, of each of which every rank has written its own span.
-
-    All ranks of ``group`` make this call with the tensors in the same order. Mutates them.
-    """
+    """Complete ``tensors``, of which each rank has written a span; all call this in one order."""
     for bucket in _buckets(tensors):
         _exchange(bucket, group)
 
 
 def gather_parts(part: torch.Tensor, like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Put a tensor together of the vectors of elements that ranks of ``group`` have.
-
-    All of them make this call. ``like`` has the shape and strides of the whole, which has the dtype
-    of ``part``, on every rank.
-    """
+    """Put all ranks' vectors together in the form of ``like``; all of ``group`` call this."""
     whole = torch.empty_like(like, dtype=part.dtype)
     start, stop = span_of(whole.numel(), group.rank(), group.size())
     in_memory_order(whole)[start:stop] = part
@@ -137,10 +130,7 @@ class Sharing:
         return [twin for twin in self._session.masters or () if twin.held.part is not None]
 
     def part_of_state(self, place: int, state: State) -> State:
-        """The part of a parameter's loaded state that belongs to this rank.
-
-        ``place`` is counted over all groups.
-        """
+        """This rank's part of a parameter's loaded state; ``place`` is counted over all groups."""
         param = list(self._session.gradients.params())[place]
         part, whole = self._part_of(param), leaf_of(param)
         if part is None:

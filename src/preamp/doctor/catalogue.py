@@ -37,10 +37,7 @@ RULES: Final[dict[str, Rule]] = {
 
 
 def select_rules(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule, ...]:
-    """Return the rules to look for, by ids or beginnings of ids such as ``PA1``.
-
-    All are selected by default.
-    """
+    """Return the rules with these ids, or beginnings of ids such as ``PA1``; by default all."""
     for start in (*select, *ignore):
         if not any(key.startswith(start) for key in RULES) or not start:
             raise bad_value(

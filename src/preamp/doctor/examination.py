@@ -78,11 +78,7 @@ class Examination:
             self._undo.unwind()
 
     def tell(self, event: str, *values: Any) -> None:
-        """Hand an event to the detectors.
-
-        A detector that fails is not told of anything again, and `notes` say so: a bug of the doctor
-        must not become one of the script.
-        """
+        """Tell the detectors of an event; one that fails is noted, and told of nothing again."""
         with self._lock:
             self._looking += 1
             try:

@@ -98,10 +98,7 @@ _LIBRARIES = tuple(
 
 
 def current_place() -> Place | None:
-    """The innermost line of the script on the calling thread's stack, or ``None``.
-
-    Where the script lets a library train, the script's own line is preferred to the library's.
-    """
+    """The innermost line on the stack, the script's own rather than a library's, or ``None``."""
     nearest: Place | None = None
     for frame in _frames():
         code = frame.f_code

@@ -65,10 +65,7 @@ def _describe(value: Any) -> str:
 
 
 def members_of(given: Any, kind: type[Any]) -> list[Any]:
-    """Return what is of ``kind`` in ``given``, one object or a list or tuple; never raises.
-
-    For ``enabled=False``, where nothing is asked of the objects passed in.
-    """
+    """Return what is of ``kind`` in ``given``, one or several; never raises."""
     items = cast("Sequence[Any]", given if isinstance(given, (list, tuple)) else [given])
     return [item for item in map(bare, items) if isinstance(item, kind)]
 
@@ -114,10 +111,7 @@ def check_models(models: Sequence[nn.Module], policy: Policy, *, allow_half_mode
 
 
 def check_not_wrapped(models: Sequence[nn.Module], cast_to: torch.dtype | None) -> None:
-    """Refuse models inside DistributedDataParallel or DataParallel.
-
-    A cast to ``cast_to`` also takes off the hooks of wrappers inside of models.
-    """
+    """Refuse wrapped models, and wrappers inside if ``cast_to`` would take their hooks off."""
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     for model in models:
         kind = type(model).__name__

@@ -9,11 +9,7 @@ from preamp.core.tensors import host_reaches
 
 
 class HostCopies:
-    """Numbers that are computed now and read later.
-
-    On CUDA they go into pinned memory behind the work that makes them. On the CPU they are there.
-    Elsewhere nothing tells when they have come, so they stay where they are until they are read.
-    """
+    """Numbers computed now and read later: in pinned memory on CUDA, else where they are."""
 
     def __init__(self) -> None:
         """Start without numbers."""

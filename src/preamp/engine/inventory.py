@@ -96,10 +96,7 @@ def count_memory(engine: EngineCore) -> dict[str, int]:
 
 
 class Inventory:
-    """Makes the records of an engine's memory, and of its casts if they are counted.
-
-    It does not keep the engine alive.
-    """
+    """Makes the records of an engine's memory and counted casts; does not keep the engine alive."""
 
     def __init__(self, engine: EngineCore, audit: CastAudit | None) -> None:
         """Look at ``engine``, and at what ``audit`` counts."""

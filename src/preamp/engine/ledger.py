@@ -116,10 +116,7 @@ class Ledger:
                     self._count(session, skipped=False)
 
     def skipped(self, session: OptimizerSession) -> OverflowCause:
-        """Count a step not taken, tell why, and give up where scaling cannot go on.
-
-        Raises `LossScaleError` after too many skips in a row, or at the scale's built-in minimum.
-        """
+        """Count a step not taken, tell why; raises `LossScaleError` where scaling cannot go on."""
         with self.lock:
             try:
                 self._tell_call(session)
@@ -172,10 +169,7 @@ class Ledger:
                     self._count(step.session, skipped=False)
 
     def settle_all(self) -> None:
-        """Count all steps, and give up on none. Synchronises.
-
-        What the first listener raised is raised after all steps were counted.
-        """
+        """Count all steps, give up on none, then raise what a listener raised. Synchronises."""
         first: Exception | None = None
         while self._open:
             try:

@@ -48,11 +48,7 @@ class Reading:
 
 
 class Meter:
-    """Reads tensors for their statistics; changes none of them, and does not synchronise.
-
-    Of a sharded tensor it reads this rank's part. Whole ones would take a sum over the ranks of
-    some kilobytes per tensor, and have every rank wait for one that records alone.
-    """
+    """Reads tensors, of sharded ones its rank's part, for statistics; does not synchronise."""
 
     def __init__(self, names: ParameterNames, half: torch.dtype | None) -> None:
         """Measure nothing yet; ``half`` is the half dtype of the policy, if it has one."""
@@ -62,10 +58,7 @@ class Meter:
     def gradients(
         self, session: OptimizerSession, copies: HostCopies, scale: torch.Tensor
     ) -> list[Reading]:
-        """Measure the gradients as a backward has left them, with the loss ``scale`` on them.
-
-        Sparse and complex ones are left out.
-        """
+        """Measure the dense real gradients of a backward, with the loss ``scale`` on them."""
         place = copies.put(scale.clone())
         return [
             self._read(param.grad, param, "gradient", copies, scale=place)
@@ -74,10 +67,7 @@ class Meter:
         ]
 
     def stepped_gradients(self, session: OptimizerSession, copies: HostCopies) -> list[Reading]:
-        """Measure what a step is going to use, with what scale is still on it; else as `gradients`.
-
-        A half gradient that an earlier step has used up is none.
-        """
+        """Measure what a step is going to use, as `gradients`; used up half gradients are none."""
         places: dict[int, int] = {}
         found: list[Reading] = []
         entries = entries_of(session.gradients.params())

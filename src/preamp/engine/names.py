@@ -10,11 +10,7 @@ from torch import nn
 
 
 class ParameterNames:
-    """Knows what the models call their parameters.
-
-    With several models the index of the model comes first: ``"1.decoder.weight"``. A parameter
-    that only an optimizer has is named by its place there.
-    """
+    """The models' names of parameters, as ``"1.decoder.weight"``, or places in optimizers."""
 
     def __init__(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]

@@ -235,10 +235,7 @@ class OptimizerHooks:
 
 
 def _only_drops(zero_grad: Any) -> bool:
-    """Whether it sets gradients to ``None`` and does nothing else.
-
-    Masters' are gone by then, and to ask thousands of them is a call for each.
-    """
+    """Whether it only sets gradients to ``None``: asking thousands of masters takes long."""
     if zero_grad is torch.optim.Optimizer.zero_grad:
         return True
     name = f"{zero_grad.__module__}.{zero_grad.__qualname__}"
@@ -277,10 +274,7 @@ class _Rerun:
 
 
 def excuse_scheduler(optimizer: torch.optim.Optimizer, step: Any) -> None:
-    """Let a learning-rate scheduler that wraps ``step`` count a skipped one as in the right order.
-
-    It warns if it is stepped before the optimizer, which it cannot tell from a skipped first step.
-    """
+    """Let a scheduler, which warns if stepped before the optimizer, count a skipped ``step``."""
     if getattr(step, SCHEDULER_MARK, False):
         setattr(optimizer, "_opt_called", True)  # noqa: B010
 

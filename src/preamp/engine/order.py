@@ -21,10 +21,7 @@ class Watch:
         self._learned = learned
 
     def end(self, *, has_failed: bool = False) -> None:
-        """Take the hooks off and keep what they saw, unless the backward ``has_failed``.
-
-        A second call does nothing.
-        """
+        """Take the hooks off and keep what they saw unless the backward ``has_failed``; once."""
         handles, self._handles = self._handles, ()
         for handle in handles:
             handle.remove()
@@ -36,11 +33,7 @@ _NOTHING = Watch((), lambda: None)
 
 
 class BackwardOrder:
-    """The order in which the backward of each loss makes gradients.
-
-    It is learned from the first backward of each loss, and again after a parameter of unknown
-    place was asked for or parameters were added. Other backwards carry no hooks.
-    """
+    """The order in which each loss's first backward made gradients; learned again for new ones."""
 
     def __init__(self) -> None:
         """Start without knowledge."""
@@ -48,10 +41,7 @@ class BackwardOrder:
         self.known: set[int] = set()  # losses whose order is known
 
     def watch(self, loss_id: int, params: Callable[[], Iterable[torch.Tensor]]) -> Watch:
-        """Learn from the coming backward if there is something to learn.
-
-        What is returned must be ended when the backward is over, whether or not it worked.
-        """
+        """Learn from the coming backward, if needed; what is returned must be ended after it."""
         if loss_id in self.known:
             return _NOTHING
         seen: dict[int, int] = {}

@@ -122,11 +122,7 @@ class GradientNote:
     def add(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], census: Census
     ) -> None:
-        """Note the gradients of one optimizer; nothing where they are known to be finite.
-
-        Where the host is near, gradients that overflowed are read once more, since they may be gone
-        when somebody asks. They are still scaled, and not kept.
-        """
+        """Note an optimizer's gradients unless known to be finite; read overflowing ones again."""
         max_abs, max_finite = census.max_abs, census.max_finite
         if max_abs is None:
             return

@@ -90,10 +90,7 @@ def scaling_gave_up(cause: OverflowCause, why: str) -> LossScaleError:
 def check_limits(
     cause: OverflowCause, skips_in_row: int, limit: int | None, rule: ScaleRule
 ) -> None:
-    """Raise `LossScaleError` where scaling cannot go on.
-
-    That is after too many skips in a row, or at the built-in minimum of the scale.
-    """
+    """Raise `LossScaleError` after too many skips in a row, or at the scale's built-in minimum."""
     if limit is not None and skips_in_row >= limit:
         raise scaling_gave_up(cause, f"{skips_in_row} optimizer steps in a row skipped")
     no_floor = isinstance(rule, DynamicScale) and rule.min_scale is None

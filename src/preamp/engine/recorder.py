@@ -52,10 +52,7 @@ class Recorder:
         sessions: Iterable[OptimizerSession],
         lock: AbstractContextManager[object],
     ) -> None:
-        """Record nothing yet.
-
-        The lock is the ledger's: outcomes and records may be asked for on another thread.
-        """
+        """Record nothing yet; the lock is the ledger's, as other threads may ask for records."""
         self._lock = lock
         # Without losses (``num_losses=0``) there is nothing that a graph could hold.
         self._device = scalers[0].device if scalers else torch.device("cpu")
@@ -89,10 +86,7 @@ class Recorder:
         self.history.add(record)
 
     def resumed(self) -> None:
-        """The steps' counters were set to those of a checkpoint; all outcomes are known.
-
-        Records on their way are made first. Synchronises.
-        """
+        """Make records on their way: the counters were set to a checkpoint's. Synchronises."""
         with self._lock:
             try:
                 self.flush(wait=True)
@@ -152,10 +146,7 @@ class Recorder:
             pending.has_gradients = session.gradients.holds_raw()
 
     def measure(self, sessions: Iterable[OptimizerSession], note: GradientNote) -> None:
-        """A backward has left gradients, still scaled. Does not synchronise.
-
-        Of several backwards of a loss the last one counts, as for the loss itself.
-        """
+        """A backward has left scaled gradients; a loss's last one counts. Does not synchronise."""
         if not self._measures:
             return
         for session in sessions:

@@ -14,11 +14,7 @@ from preamp.scaling import LossScaler
 
 
 def check_group(group: Any, masters: Masters, name_of: Callable[[torch.Tensor], str]) -> None:
-    """Refuse a new parameter group with a parameter that has a master already.
-
-    torch's own check cannot see it: the optimizer holds the master instead. An iterator of
-    parameters is replaced by a list, since it is looked at twice.
-    """
+    """Refuse a group with a parameter that has a master, which torch's check cannot see."""
     if not isinstance(group, dict):
         return  # torch refuses what is not a dict
     entries = cast("dict[str, Any]", group)

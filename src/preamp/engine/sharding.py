@@ -116,10 +116,7 @@ class Unreduced:
         return any(map(fsdp.holds_unreduced, self.models))
 
     def check_forward(self) -> None:
-        """Refuse models that were sharded after their optimizers had been given to initialize.
-
-        The optimizers would update parameters that the models do not have any more.
-        """
+        """Refuse models sharded after `initialize`: optimizers would update other parameters."""
         if self._has_params and any(map(fsdp.is_fully_sharded, self._plain)):
             raise bad_state(
                 "fully_shard was called after preamp.initialize",

@@ -17,10 +17,7 @@ _OWN_KEYS = ("steps",)
 
 
 def scalers_state(engine: EngineCore) -> dict[str, Any]:
-    """Return ``{"loss_scaler0": {"loss_scale": …, "unskipped": …}, …, "steps": […]}``.
-
-    The scaler entries are Apex's format; ``steps`` adds the counters of each optimizer.
-    """
+    """Return Apex's ``{"loss_scaler0": {"loss_scale": …, "unskipped": …}}`` plus ``"steps"``."""
     state: dict[str, Any] = OrderedDict(
         (f"{_PREFIX}{index}", scaler.state_dict()) for index, scaler in enumerate(engine.scalers)
     )

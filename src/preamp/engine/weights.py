@@ -140,11 +140,7 @@ class FollowMasters(EngineHook):
 
 
 class CopyExact:
-    """``__deepcopy__`` of a module with half weights: a plain module with the exact values.
-
-    Averages, target networks and snapshots made by ``copy.deepcopy`` are float32 modules without
-    an engine and without its hooks. They have no gradients.
-    """
+    """``__deepcopy__`` of a half module, for averages: exact float32, no engine or gradients."""
 
     def __init__(self, link: Link[EngineCore], module: nn.Module) -> None:
         """Copy ``module`` with the weights of the engine behind ``link``."""

@@ -11,19 +11,12 @@ from torch.autograd.graph import Node
 
 
 def backward_under_way() -> int:
-    """A number of the backward that this thread works on; -1 if there is none.
-
-    A backward inside another one, as in reentrant checkpoints, has a number of its own.
-    """
+    """The number of this thread's backward, an inner one's where they nest; -1 if there is none."""
     return cast("Any", torch)._C._current_graph_task_id()
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Call ``call`` when the backward under way has accumulated all its gradients.
-
-    Only hooks of a backward may ask for it. What ``call`` raises, ``backward`` raises; after a
-    backward that fails it is not called.
-    """
+    """Let a backward's hook have ``call`` run when all gradients are there, unless it fails."""
     cast("Any", torch.autograd).Variable._execution_engine.queue_callback(call)
 
 

@@ -49,8 +49,5 @@ def uses_reducer(wrapper: DistributedDataParallel) -> bool:
 def forward_without_reducer(
     wrapper: DistributedDataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run the wrapped module as ``wrapper``'s forward does, but leave the reducer idle.
-
-    The wrapper is `active_data_parallel` meanwhile. Gradients of this forward stay local.
-    """
+    """Run ``wrapper``'s forward, as `active_data_parallel`, so that gradients stay local."""
     return cast("Any", wrapper)._run_ddp_forward(*inputs, **kwargs)

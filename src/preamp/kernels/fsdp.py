@@ -48,10 +48,7 @@ def reshard(models: Iterable[nn.Module]) -> None:
 
 
 def renew(model: nn.Module) -> None:
-    """Let ``fully_shard`` see that parameters of ``model`` have got other memory or dtypes.
-
-    It looks at them when the model first runs, and keeps buffers of their dtypes from then on.
-    """
+    """Let ``fully_shard``, which looks at the first forward only, see changed memory and dtypes."""
     for group in _groups(model):
         for param in group.fsdp_params:
             param.reset_sharded_param()

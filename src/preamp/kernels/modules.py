@@ -15,8 +15,5 @@ def unsaved_buffers(module: nn.Module) -> frozenset[str]:
 
 
 def recurrent_functions() -> ModuleType:
-    """The module on which ``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` and their cells find ``lstm`` etc.
-
-    It is private to torch, and the only place: the layers do not use ``torch.lstm``.
-    """
+    """The private module, the only one, on which recurrent layers and cells find ``lstm`` etc."""
     return importlib.import_module("torch._VF")

@@ -75,11 +75,7 @@ def _overloaded_name(function: types.FunctionType) -> str | None:
 
 
 def _in_namespace_of(original: types.FunctionType, function: types.FunctionType) -> Any:
-    """A function that calls ``function`` and has the globals of ``original``.
-
-    Of an overloaded function TorchScript compiles the source that is found through
-    ``__wrapped__``, but looks names up in the globals of the function at hand.
-    """
+    """Call ``function``, with ``original``'s globals, as TorchScript looks names up there."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

@@ -19,10 +19,7 @@ T = TypeVar("T", bound=torch.Tensor)
 
 
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """``tensor.data = value``, which torch does only half for a sharded tensor.
-
-    The value has the same shape and placements, and no gradient has another dtype.
-    """
+    """``tensor.data = value`` of equal shape, placements and dtype; torch does half if sharded."""
     tensor.data = value
     if is_sharded(tensor):
         sharded, given = cast("Any", tensor), cast("Any", value)
@@ -32,10 +29,7 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 @torch.no_grad()
 def sharded_as(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return ``local``, not copied, as this rank's part of a tensor sharded as ``like`` is.
-
-    Where ``like`` is not sharded that is ``local`` itself.
-    """
+    """Return ``local``, not copied, as this rank's part of a tensor that is like ``like``."""
     if not is_sharded(like):
         return local
     kind, whole = cast("Any", type(like)), cast("Any", like)
@@ -50,10 +44,7 @@ def sharded_as(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def instance_of(cls: type[T], data: torch.Tensor, *, requires_grad: bool) -> T:
-    """Return the sharded ``data`` as a parameter of ``cls``, a subclass of its own class.
-
-    ``torch.nn.Parameter`` would return it in its own class.
-    """
+    """Return sharded ``data`` as a parameter of ``cls``; ``Parameter`` keeps its own class."""
     base = next(kind for kind in type(data).__mro__ if "_local_tensor" in vars(kind))
     make, spec = cast("Any", base).__new__, cast("Any", data)._spec
     param = make(cls, local_of(data).detach(), spec, requires_grad=requires_grad)
@@ -62,11 +53,7 @@ def instance_of(cls: type[T], data: torch.Tensor, *, requires_grad: bool) -> T:
 
 
 def place_gradients(params: Sequence[torch.Tensor]) -> None:
-    """Place each gradient as its parameter is; mutates ``grad``.
-
-    Tensor parallelism leaves some as sums that have yet to be added up over ranks. Communicates
-    for these, and only for these.
-    """
+    """Place ``grad`` as its parameter is; communicates only for sums yet to be added up."""
     if not has_sharded(params):
         return
     for param in params:
@@ -79,10 +66,7 @@ def place_gradients(params: Sequence[torch.Tensor]) -> None:
 
 
 def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where this rank's part of a sharded tensor begins in the whole one, and its shape.
-
-    Where the part is empty neither need have as many numbers as the tensor has dimensions.
-    """
+    """Where this rank's part begins in the whole tensor, and its shape; vague if it is empty."""
     (chunk,) = cast("Any", tensor).__create_chunk_list__()
     return tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))
 

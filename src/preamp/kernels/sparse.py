@@ -9,10 +9,6 @@ import torch
 
 
 def stored_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return indices and values of a COO tensor as they lie there, duplicates apart.
-
-    The indices are int64 of shape ``(sparse_dim, n)``, the values have ``n`` rows. Does not
-    synchronise: coalescing would, and would allocate.
-    """
+    """Return indices ``(sparse_dim, n)`` and values as stored: coalescing would synchronise."""
     inside = cast("Any", tensor)
     return inside._indices(), inside._values()

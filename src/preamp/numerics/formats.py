@@ -40,10 +40,7 @@ class NumberFormat:
         return math.frexp(self.largest)[1] - 1
 
     def headroom(self, max_abs: float) -> float | None:
-        """By how many powers of two a finite ``max_abs`` may grow before it overflows.
-
-        ``log2(largest / max_abs)``, negative beyond the range; ``None`` for zero.
-        """
+        """``log2(largest / max_abs)``, negative beyond the range; ``None`` for zero."""
         if max_abs <= 0:
             return None
         (mantissa, exponent), (own, top) = math.frexp(max_abs), math.frexp(self.largest)

@@ -28,10 +28,7 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or create ``path``, and the folder it is in.
-
-        Raises `PreampStateError` if somebody else writes to it, `OSError` if it cannot be opened.
-        """
+        """Open or create ``path``, and its folder; `PreampStateError` if another writes to it."""
         path = self._path = path.absolute()  # the process may change its folder
         path.parent.mkdir(parents=True, exist_ok=True)
         file, self._is_new = _open(path)
@@ -91,10 +88,7 @@ class Journal:
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """Open and lock the file that lies at ``path``; also tell whether this has created it.
-
-    Before it is locked, another process may write to it, or remove it as empty.
-    """
+    """Open and lock ``path``, which others may remove until then; tell whether this created it."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
     while True:
         try:

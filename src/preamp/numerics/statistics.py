@@ -202,10 +202,7 @@ def measure(tensor: torch.Tensor) -> Measured:
 
 
 def _extremes(flat: torch.Tensor, finite: torch.Tensor, *, is_finite: bool) -> torch.Tensor:
-    """Largest finite magnitude and root mean square, without under- or overflow of squares.
-
-    ``finite`` values are finite; ``is_finite`` if all are known to be.
-    """
+    """Largest finite magnitude and root mean square, whose squares neither under- nor overflow."""
     wide = math_dtype(flat.dtype)
 
     def values(block: torch.Tensor) -> torch.Tensor:

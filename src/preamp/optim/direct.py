@@ -61,11 +61,7 @@ class Placeholders:
             self._hooks.pop(key).remove()
 
     def take_away(self) -> None:
-        """The body has ended: take those away that nothing was added to.
-
-        Where there is another gradient now or none, the script has dropped what was there;
-        ``id`` of these parameters is in `dropped`, and of those that it zeroed first.
-        """
+        """Drop those that nothing was added to; notes what the script `dropped` or zeroed."""
         for key in list(self._hooks):
             self._look(key)
         for key, (param, zeros, version) in self._zeros.items():
@@ -96,10 +92,7 @@ class _Earlier:
 
 
 def is_zeroed(grad: torch.Tensor) -> bool:
-    """Whether somebody zeroed ``grad``. Synchronises.
-
-    Multiplied by zero, as by a clip whose norm overflowed, negative values become minus zero.
-    """
+    """Whether ``grad`` was zeroed, to minus zero too, as by a product with 0. Synchronises."""
     local = local_of(grad)
     return not bool(local.any()) and not bool(torch.signbit(local).any())
 
@@ -184,10 +177,7 @@ class DirectGradients:
         self._placeholders.take_away()
 
     def note_raw(self) -> None:
-        """A block ends that leaves its gradients scaled: what is away must stay within reach.
-
-        Parameters that got no new gradient show zeros, so that a script can zero or drop all.
-        """
+        """Gradients stay scaled: those away get zeros, so that a script can zero or drop all."""
         self._forget_dropped()
         for key, earlier in self._aside.items():
             if not earlier.is_carried:
@@ -210,10 +200,7 @@ class DirectGradients:
         self._placeholders.forget()
 
     def put_back(self, params: Parameters) -> None:
-        """Restore what was there before `set_aside`, dropping what came since.
-
-        A carried gradient that the script has dropped stays dropped.
-        """
+        """Restore what was there before `set_aside`, but for carried gradients since dropped."""
         dropped = {key for key, e in self._aside.items() if e.is_carried and e.param.grad is None}
         for param in params:
             param.grad = None

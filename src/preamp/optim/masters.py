@@ -19,10 +19,7 @@ NameOf = Callable[[torch.Tensor], str]
 
 
 class Weights:
-    """The half weights of several optimizers, in one table for each set that shares them.
-
-    A weight that two optimizers update has one master, as it has one gradient.
-    """
+    """Half weights, in a table for each set of optimizers that share them: one master each."""
 
     def __init__(self, ops: Ops, name_of: NameOf) -> None:
         """Start without weights."""
@@ -139,11 +136,7 @@ class Masters:
         self._weights.clear()
 
     def zero_gradients(self, zero_rest: Callable[[], object], *, in_backward: bool) -> object:
-        """Fill gradients with zeros, ``zero_grad(set_to_none=False)``.
-
-        ``zero_rest`` is the optimizer's own, whose result is returned. Half gradients are away
-        meanwhile: it would read the masters' gradients, and thereby make them.
-        """
+        """Fill with zeros, while half gradients, which ``zero_rest`` would widen, are away."""
         tables = self.tables
         away = [table.take_away_zeroed(in_backward=in_backward) for table in tables]
         try:
@@ -154,10 +147,7 @@ class Masters:
 
 
 def cast_state(state: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """Cast the floating tensors of a parameter's state that have its shape to its dtype.
-
-    Step counters and other tensors of another shape stay as they are.
-    """
+    """Cast floating state of a parameter's shape to its dtype; step counters and others stay."""
     for key, value in state.items():
         if (
             isinstance(value, torch.Tensor)

@@ -15,11 +15,7 @@ from preamp.kernels import Ops
 
 @dataclass(slots=True)
 class Gate:
-    """Open while an optimizer steps.
-
-    At other times a part of a gradient is easily taken for all of it: its norm would differ from
-    rank to rank, and so would everything that is clipped by it.
-    """
+    """Open while an optimizer steps: else a part of a gradient might be taken for all of it."""
 
     is_open: bool = False
 
@@ -94,10 +90,7 @@ class Holding:
         store_grad(self._master, grad)
 
     def keep_part(self, part: Part | None, value: torch.Tensor) -> None:
-        """Let the master have ``part`` of the weight from now on; ``None`` for all of it.
-
-        ``value`` becomes the master's storage; it is not copied.
-        """
+        """Let the master have ``part`` of the weight, or all, in the storage of ``value``."""
         gradient = self.gradient
         self.keep(None)
         self.part, self._master.data = part, value
@@ -127,10 +120,7 @@ class Holding:
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements of a dense tensor as a vector that shares its memory.
-
-    torch raises ``RuntimeError`` where elements overlap or lie apart.
-    """
+    """A dense tensor as a vector that shares its memory; torch raises where that cannot be."""
     if tensor.is_contiguous():
         return tensor.detach().view(-1)
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)

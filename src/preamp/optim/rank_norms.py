@@ -70,10 +70,7 @@ def norm_of_order(
     splits: Splits,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return the norm of any ``order`` over all ``tensors``, as `total_norm` does the L2 norm.
-
-    Half tensors are summed in float32: 90,000 ones have no sum in float16.
-    """
+    """Return the norm of any ``order`` as `total_norm` does; halves are summed in float32."""
     if not splits.concern(params):
         return _norm_of_order_here(tensors, order).to(device)
     kinds, parts = splits.kinds(map(splits.sums_of, params)), locals_of(tensors)

@@ -83,10 +83,7 @@ def _tiny_gradients() -> Made:
 
 
 class _Attention(nn.Module):
-    """Attention without the usual division, whose weights have grown: each position finds itself.
-
-    The logits are 320² = 102400 where key and query match, and float16 ends at 65504.
-    """
+    """Attention undivided, with grown weights: logits of 320² = 102400, beyond float16's 65504."""
 
     def __init__(self) -> None:
         super().__init__()

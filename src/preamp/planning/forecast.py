@@ -91,10 +91,7 @@ class TensorForecast:
 
 
 def forecast(values: Range, form: NumberFormat, scale: float) -> TensorForecast:
-    """Put the values of a tensor, seen in float32, into the half format ``form``.
-
-    ``scale``, a power of two, is on gradients only.
-    """
+    """Put values seen in float32 into ``form``; ``scale``, a power of two, is on gradients only."""
     shift = _exponent_of(scale) if values.what == "gradient" else 0
     stalled = dict(values.stalled).get(form.name)
     return TensorForecast(

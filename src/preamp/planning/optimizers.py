@@ -54,10 +54,7 @@ class Call:
 
 
 def parse_call(text: str) -> Call:
-    """Read a factory and its arguments; nothing is imported or run.
-
-    Such as ``"torch.nn:Linear(10, 20, bias=False)"`` or ``"AdamW(lr=1e-3)"``.
-    """
+    """Read, but do not run, such as ``"AdamW(lr=1e-3)"`` or ``"torch.nn:Linear(10, 20)"``."""
     place, bracket, rest = text.strip().partition("(")
     module, _, name = place.rpartition(":")
     if not all(part.isidentifier() for part in (*name.split("."), *module.split(".")) if part):

@@ -21,11 +21,7 @@ from preamp.policy import Policy
 
 
 class Traffic:
-    """While entered, counts the memory of new tensors and the bytes that operations touch.
-
-    What a kernel allocates inside of itself is not seen. Deterministic: neither an allocator nor
-    another thread has a part in it.
-    """
+    """While entered, counts memory of new tensors and bytes touched, but not inside kernels."""
 
     def __init__(self) -> None:
         self.live = 0  # bytes of the storages that were made since the start and still exist
@@ -98,10 +94,7 @@ class Pass:
 
 
 def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -> Pass:
-    """Run ``loss_fn`` and its backward at a policy on a copy without memory.
-
-    A model on the meta device is traced as if on the CPU; it is not changed.
-    """
+    """Trace ``loss_fn`` and backward at a policy on a copy without memory; meta counts as CPU."""
     mode = fake_tensors()
     with mode:
         memo = {id(t): _fake(t) for t in (*model.parameters(), *model.buffers())}

@@ -89,11 +89,7 @@ def check_loss_fn(loss_fn: object, model: nn.Module, batch: Any) -> None:
 
 
 def check_optimizer(optimizer: object, model: nn.Module) -> None:
-    """Raise unless this is an optimizer over parameters of the model.
-
-    `TypeError` for what is no optimizer, `ValueError` for one of other parameters or one that steps
-    with a closure only.
-    """
+    """Raise unless this is an optimizer of the model that steps without a closure."""
     found: object = bare(optimizer)
     if not isinstance(found, torch.optim.Optimizer):
         raise bad_type(
@@ -288,11 +284,7 @@ def _refused(error: Exception) -> PlanProblem:
 
 
 def _traced(task: _Task, policy: Policy) -> Pass | None:
-    """Memory and traffic of a level on the device it is planned for.
-
-    With bfloat16 in place of float16: both take two bytes, but CPUs without float16 products
-    widen them, which is no property of the level.
-    """
+    """A level's memory and traffic; in bfloat16, as CPUs may widen float16 of equal size."""
     try:
         return trace_pass(task.model, in_bfloat16(policy), task.loss_fn, task.batch)
     except ValueError:  # the forward looks at values: what only a real step could tell stays open

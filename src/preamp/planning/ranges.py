@@ -290,11 +290,7 @@ def _record_step(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: R
 
 
 def in_bfloat16(policy: Policy) -> Policy:
-    """The same casts with bfloat16 in place of float16.
-
-    Where values are half is the same for both, but float16 products may run in float32 on a CPU,
-    and values too large for float16 would be seen.
-    """
+    """The same casts in bfloat16, as float16 may run in float32 on CPUs, and overflow."""
     is_cast = policy.cast_model_type in HALF_DTYPES
     return policy.replace(
         cast_model_type=torch.bfloat16 if is_cast else policy.cast_model_type,

@@ -16,10 +16,7 @@ KeepEntry = type[nn.Module] | str | KeepPredicate
 
 
 class KeepFP32:
-    """Module types, name patterns and predicates; immutable, and empty for the level's default.
-
-    It reads the same in every process that was started alike, so ranks can compare it.
-    """
+    """Types, patterns and predicates, immutable; reads the same in all processes, to compare."""
 
     __slots__ = ("_entries",)
 

@@ -11,11 +11,7 @@ import torch
 from preamp.policy.policy import Policy
 
 _ROWS = (
-    Policy(
-        opt_level="O0",
-        brief="O0:  Pure FP32 training.",
-        cast_model_type=torch.float32,
-    ),
+    Policy(opt_level="O0", brief="O0:  Pure FP32 training.", cast_model_type=torch.float32),
     Policy(
         opt_level="O1",
         brief="O1:  Insert automatic casts around Pytorch functions and Tensor methods.",

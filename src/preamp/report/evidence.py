@@ -34,10 +34,7 @@ def weights_not_finite(run: Run) -> Iterator[Values]:
 
 
 def little_headroom(run: Run) -> Iterator[Values]:
-    """Yield the tensor closest to overflow.
-
-    A gradient under a dynamic scale is left out: the scale grows until it comes close.
-    """
+    """Yield the tensor closest to overflow; no gradients, which a dynamic scale brings close."""
     near = [
         t
         for t in (latest(run) if uses_half(run) else ())

@@ -38,10 +38,7 @@ class Chosen:
 
 
 def choose(run: Run) -> list[Chosen]:
-    """Choose tensors with a histogram: those that lose most, then those with the largest values.
-
-    The latest record with histograms is used.
-    """
+    """Choose tensors with a histogram: those that lose most, then those with largest values."""
     for record in reversed(run.numerics):
         known = [t for t in record.tensors if t.histogram]
         if known:

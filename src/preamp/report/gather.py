@@ -70,10 +70,7 @@ class Run:
         return dict(pair for loss_id in sorted(found) for pair in _named(loss_id, found[loss_id]))
 
     def scales(self) -> dict[str, list[tuple[int, float]]]:
-        """Step and loss scale after it, by loss id.
-
-        Every optimizer's steps tell all scales, under numbers of its own; one of them is asked.
-        """
+        """Step and loss scale after it, by loss id; one optimizer's, since each tells them all."""
         counts = Counter(step.optimizer for step in self.steps)
         asked: dict[int, int] = {}
         for step in self.steps:
@@ -111,10 +108,7 @@ def _is_same(a: list[tuple[int, float]], b: list[tuple[int, float]]) -> bool:
 
 
 def gather(records: History | Iterable[Record], name: str = "") -> Run:
-    """Sort the records of one run, a history or in the order in which they were written.
-
-    What a checkpoint took back is left out.
-    """
+    """Sort the records of a run as written, without those that a checkpoint took back."""
     history = records if isinstance(records, History) else _replay(list(records))
     starts = history.of(RunRecord)
     casts, memory = history.of(CastsRecord), history.of(MemoryRecord)

@@ -140,10 +140,7 @@ def write(
     before: Sequence[Section] = (),
     after: Sequence[Section] = (),
 ) -> Path:
-    """Write the page of `render` to a file, all of it or nothing; makes its folder.
-
-    If the file cannot be written, raises ``OSError``, and what was there before still is.
-    """
+    """Write the page of `render`, all of it or, with ``OSError``, nothing; makes its folder."""
     path = Path(path)
     page = render(records, title=title, intro=intro, before=before, after=after)
     replace_file(path, page)

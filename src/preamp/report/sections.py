@@ -202,10 +202,7 @@ _NUMERICS = 'Pass `numerics="full"` to `preamp.initialize` to have it in the nex
 
 
 def sections_of(run: Run, prefix: str, *, with_memory: bool = True) -> list[Section]:
-    """Make all parts of a report on one run, those that say what is missing included.
-
-    ``prefix`` is of all ids; a comparison of runs shows memory for all of them at once.
-    """
+    """Make all parts of a run's report, also of what is missing; ``prefix`` is of all ids."""
     parts = [
         _advice(run, f"{prefix}advice"),
         _timeline(run, f"{prefix}timeline"),

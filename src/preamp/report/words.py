@@ -18,11 +18,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def shown(name: str, limit: int = NAME_LIMIT) -> str:
-    """Make a name fit to be shown: on one line, in the order of its characters, at most ``limit``.
-
-    It may be made to deceive: what is invisible in it is spelled as Python escapes it. Not yet
-    escaped for HTML.
-    """
+    """Make a name, maybe deceptive, fit to show: one line of ``limit``; not HTML yet."""
     # More than is shown of either end need not be looked at.
     ends = name if len(name) <= 2 * limit else f"{name[:limit]}…{name[-limit:]}"
     spelled = visible(ends)

@@ -135,10 +135,7 @@ class LossScaler:
         self.found_inf.copy_(torch.maximum(self.found_inf, found_inf.to(self.device)))
 
     def update(self) -> torch.Tensor:
-        """Adjust the scale to what was recorded since the last update. Does not synchronise.
-
-        Returns a float32 scalar, 1.0 if the step must be skipped.
-        """
+        """Adjust to what was recorded, not synchronising; return 1.0 if the step is skipped."""
         found_inf = self.found_inf.clone()
         state = self.rule.adjust(ScaleState(self.scale, self.growth_tracker), found_inf)
         self.scale.copy_(state.scale)

@@ -123,11 +123,7 @@ class AliasFinder(DistributionFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Another finder's answer if there is one, else the alias; ``None`` for other names.
-
-        Raises `ModuleNotFoundError` if preamp does not have this module of Apex, naming what to use
-        instead.
-        """
+        """Another finder's answer, else the alias; raises for modules of Apex that preamp lacks."""
         if fullname not in SUPPLIED and fullname not in REFUSED:
             return None
         found = find_elsewhere(fullname, path, target)
@@ -168,11 +164,7 @@ def other_finders() -> list[Any]:
 def find_elsewhere(
     name: str, path: Sequence[str] | None, target: ModuleType | None = None
 ) -> ModuleSpec | None:
-    """What the other finders know of a module, or ``None``, without importing it.
-
-    A folder without ``__init__.py``, such as a clone of Apex's repository beside the script, is no
-    module.
-    """
+    """What other finders know of a module, not importing it; mere folders (a clone) are none."""
     for finder in other_finders():
         spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
         if spec is not None:

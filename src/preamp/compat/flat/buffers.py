@@ -65,10 +65,7 @@ class FlatGroup(WeightPairs):
     # -- gradients -----------------------------------------------------------------------------
 
     def flat_gradient(self) -> torch.Tensor | None:
-        """Return all gradients, still scaled, as one tensor ``(n,)``, with zeros for those missing.
-
-        ``None`` if no parameter has any.
-        """
+        """All gradients, still scaled, in one tensor with zeros for those missing, or ``None``."""
         if all(param.grad is None for param in self.params):
             return None
         return torch.cat([_dense(param).reshape(-1) for param in self.params])

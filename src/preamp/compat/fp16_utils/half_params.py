@@ -52,11 +52,7 @@ class HalfParams:
         return [param for group in self.fp32_from_fp32_groups for param in group]
 
     def adopt(self) -> None:
-        """Take in the trainable parameters that are new to the optimizer, or newly trainable.
-
-        Without this a parameter unfrozen later would be updated by its scaled gradient. If one
-        has a dtype that cannot be trained, nothing is taken in.
-        """
+        """Take in newly trainable parameters, all or none; else scaled gradients update them."""
         news = list(self._new_params())
         for _, _, param in news:
             if not (is_half(param) or param.dtype in _DIRECT):
@@ -98,11 +94,7 @@ class HalfParams:
         self._pairs.write_halves()
 
     def absorb(self) -> None:
-        """Let the masters see what was written to half parameters since `write_halves`.
-
-        Loading a model, clipping weights and ``p.data = …`` count; writes *through* ``p.data``
-        leave no trace in torch.
-        """
+        """Let masters see writes to half parameters, but for those through ``p.data``."""
         self._pairs.absorb()
 
 

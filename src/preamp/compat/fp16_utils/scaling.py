@@ -22,11 +22,7 @@ _DEFAULTS: dict[str, Any] = {
 def make_scaler(
     static_scale: float, *, dynamic: bool, options: Mapping[str, Any] | None
 ) -> LossScaler:
-    """Make a scaler from the arguments of Apex's constructor.
-
-    It lives on the host, where the one value that a step reads arrives anyway. ``options`` are
-    ignored unless ``dynamic``, as in Apex.
-    """
+    """Make a scaler on the host from Apex's arguments; ``options`` count only if ``dynamic``."""
     if not dynamic:
         return scaler_from(_state(static_scale, dynamic=False, options=_DEFAULTS))
     unknown = sorted(set(options or {}) - set(_DEFAULTS))

@@ -43,10 +43,7 @@ class Skips:
         self.note = None
 
     def skipped(self, scaler: LossScaler) -> None:
-        """Tell of a step that was not taken. Synchronises.
-
-        Raises ``LossScaleError`` at the scale's built-in minimum, or after too many in a row.
-        """
+        """Tell of a skipped step; ``LossScaleError`` where scaling cannot go on. Synchronises."""
         self._steps += 1
         self.in_row += 1
         note, self.note = self.note, None

@@ -10,10 +10,7 @@ from preamp.compat.normalization.functions import Norm
 
 
 class ScriptedNorm(nn.Module):
-    """The layer's numbers, with its parameters, in float32 (or float64) and rounded once.
-
-    ``memory_efficient`` is a matter of eager backwards and has no part in it.
-    """
+    """The layer's numbers in float32 (or float64), rounded once; never ``memory_efficient``."""
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None

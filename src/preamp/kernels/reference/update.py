@@ -40,10 +40,7 @@ class Slot:
         return -torch.expm1(self.scalar(step) * log)
 
     def store(self, p: torch.Tensor, *state: torch.Tensor) -> None:
-        """Round new values into the parameter and the state, then the parameter into its half.
-
-        State that is left out is not touched.
-        """
+        """Round new values into parameter and kept state, then the parameter into its half."""
         raise NotImplementedError
 
 

@@ -62,10 +62,7 @@ def pick(row: Sequence[T], positions: Sequence[int]) -> list[T]:
 
 
 def _dtypes(place: Row, shaped: int) -> tuple[torch.dtype | None, ...] | None:
-    """The dtypes of a place, or ``None`` if kernels cannot take it.
-
-    One plain loop: every step of an optimizer runs it for each of its tensors.
-    """
+    """A place's dtypes, ``None`` if kernels cannot take it; a plain loop, as all steps run it."""
     first = cast("torch.Tensor", place[0])
     device, shape = first.device, first.shape
     dtypes: list[torch.dtype | None] = []

@@ -84,10 +84,7 @@ class Places:
     def norms(
         self, name: str, factor: torch.Tensor | None = None, *, largest: bool = False
     ) -> torch.Tensor:
-        """Return the norm of each parameter (``P``) or gradient (``G``), times ``factor``.
-
-        Or the largest magnitude.
-        """
+        """Norm or largest magnitude of each parameter (``P``) or gradient (``G``) × ``factor``."""
         dtypes = (cast("torch.dtype", self.dtypes[name]), self.math)
         partials = measure(
             self.entries,
@@ -122,10 +119,7 @@ def places(
     update: Update,
     numbers: Sequence[Tensors] = (),
 ) -> tuple[list[Places], list[int]]:
-    """Sort the lists into launches, and name the places that only the reference can take.
-
-    ``numbers`` may be one list of 0-dim state; it is the last row of the table.
-    """
+    """Sort lists, ``numbers`` last, into launches, and name what only the reference can take."""
     check_devices(params)
     halves: Sequence[torch.Tensor | None] = update.halves or [None] * len(params)
     groups, others = sort(params, grads, *state, halves, *numbers, scalars=len(numbers))

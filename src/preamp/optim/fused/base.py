@@ -205,10 +205,7 @@ class Batch:
 def batches(
     entries: Entries, apart: Callable[[list[torch.Tensor]], Sequence[Hashable]] | None = None
 ) -> list[Batch]:
-    """Sort entries of any dtype and device into lists for ops.
-
-    ``apart`` returns a column; parameters for which it differs come into different batches.
-    """
+    """Sort entries into lists for ops, by dtype, device and the column that ``apart`` returns."""
     if not entries:
         return []
     if entries.are_alike and apart is None:
@@ -476,10 +473,7 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         return found
 
     def _states_of(self, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
-        """The state dicts of ``params``: those of the step before, if all is where it was then.
-
-        To look one up takes a call of Python, which ``torch.Tensor.__hash__`` is.
-        """
+        """State dicts of ``params``: those of before if still in place, as look-ups are slow."""
         state: dict[Any, dict[str, Any]] = self.state
         kept: _KeptStates = vars(self).setdefault("_kept_states", {})
         ids, every = list(map(id, params)), list(state.values())
@@ -537,10 +531,7 @@ def count_on_device(group: Group, found_inf: torch.Tensor | None) -> torch.Tenso
 
 
 def count_step(group: Group, signals: Signals) -> int | torch.Tensor:
-    """Advance the group's counter unless the step is skipped, and return it.
-
-    A number stays one as long as the host knows whether the step is taken.
-    """
+    """Advance the group's counter unless skipped; a number while the host knows which."""
     knows = signals.found_inf is None or host_reaches(signals.found_inf)
     step = group.get("step", 0)
     if knows and not isinstance(step, torch.Tensor):

@@ -40,10 +40,7 @@ class EarlyOptions:
         return [f.name for f in fields(self) if getattr(self, f.name) is not None]
 
     def check(self, **todays: bool) -> None:
-        """Raise ``ValueError`` if options of both generations are given.
-
-        ``todays`` are true where an option is set that the early formula cannot follow.
-        """
+        """Raise ``ValueError`` if ``todays`` options, which the early formula lacks, are set."""
         if not self.given:
             return
         clashing = [name for name, is_set in todays.items() if is_set]

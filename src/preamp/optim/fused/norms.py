@@ -17,10 +17,7 @@ from preamp.optim.rank_norms import complete_, total_norm
 
 
 def global_norm(entries: Entries, ops: Ops, splits: Splits) -> torch.Tensor:
-    """L2 norm over all unscaled gradients, a scalar on the device of the first parameter.
-
-    float32, or float64 if one of the gradients is.
-    """
+    """L2 norm over unscaled gradients, float32 (float64 if one is), on the first's device."""
     return total_norm(
         ops, entries.grads, entries.factors, entries.owners, splits, entries.params[0].device
     )
@@ -78,10 +75,7 @@ def norms_of_parts(
     *,
     largest: bool = False,
 ) -> torch.Tensor:
-    """Return the norm of this rank's part of each ``tensor * factor``, shape ``(n,)``.
-
-    It is taken in the arithmetic of ``params``.
-    """
+    """Norm of this rank's part of each ``tensor * factor``, ``(n,)``, in ``params``' arithmetic."""
     dtype, device = math_dtype(params[0].dtype), params[0].device
     if dtype is torch.float32 and not largest:
         return ops.l2norms(tensors, factor, device)

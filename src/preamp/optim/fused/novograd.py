@@ -194,10 +194,7 @@ def _check_norm_type(norm_type: int) -> None:
 
 
 def _norms_to_state(given: dict[str, Any], own: Sequence[Group]) -> dict[str, Any]:
-    """Move the norms of a file from Apex out of its groups, to the parameters they belong to.
-
-    They are in the order of the parameters of one dtype that have a first moment.
-    """
+    """Move the norms of a file from Apex to the parameters that have a first moment."""
     state = dict(given["state"])
     groups: list[Group] = []
     for group, mine in zip(given["param_groups"], own, strict=False):

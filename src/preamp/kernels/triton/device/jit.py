@@ -23,10 +23,7 @@ KINDS: dict[torch.dtype | None, Any] = {
 
 
 def kernel(function: Callable[..., None]) -> Any:
-    """Compile ``function`` for its arguments in capitals only.
-
-    Neither the values nor the alignment of the other arguments cause a recompilation.
-    """
+    """Compile for arguments in capitals only, not anew for values or alignment of others."""
     names = inspect.signature(function).parameters
     function.__annotations__ |= dict.fromkeys(filter(str.isupper, names), "tl.constexpr")
     varying = [name for name in names if not name.isupper()]
