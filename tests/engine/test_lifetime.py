@@ -14,6 +14,7 @@ from torch import nn
 import preamp
 from cases.levels import F32_WEIGHTS, LEVEL_NAMES
 from cases.models import Parts, batch
+from preamp.optimizers import FusedAdam
 
 
 def hooks_of(model: nn.Module) -> int:
@@ -121,3 +122,59 @@ def test_a_closed_engine_holds_nothing(level: str) -> None:
     parts = [weakref.ref(thing) for thing in (model, optimizer, *model.parameters())]
     del model, optimizer, engine
     assert [ref() for ref in (*parts, *masters)] == [None] * len([*parts, *masters])
+
+
+def test_a_closed_engine_that_is_kept_holds_no_masters() -> None:
+    model = nn.Linear(64, 64)
+    model, optimizer = preamp.initialize(
+        model, FusedAdam(model.parameters()), opt_level="O5", verbosity=0
+    )
+    engine = preamp.engine_of(model)
+    with preamp.scale_loss(model(torch.randn(2, 64)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    masters = [weakref.ref(param) for param in preamp.master_params(optimizer)]
+    engine.close()
+    gc.collect()
+    assert [ref() for ref in masters] == [None, None]
+    assert engine.closed
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_fused_optimizers_hold_no_state_beside_their_own(masters: bool) -> None:
+    """Moments that a script clears, or of parameters that are gone, are freed at once."""
+    param = nn.Parameter(torch.randn(64).to(torch.bfloat16 if masters else torch.float32))
+    optimizer = FusedAdam([param], capturable=masters, master_weights=masters)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    moments = [weakref.ref(value) for value in optimizer.state[param].values()]
+    assert len(moments) == 3 if masters else 2
+    gone, key = weakref.ref(param), "exp_avg"
+    optimizer.param_groups.clear()
+    optimizer.state.clear()
+    gc.collect()
+    if not masters:
+        assert [ref() for ref in moments] == [None] * len(moments)
+    del param
+    other = nn.Parameter(torch.randn(64).to(torch.bfloat16 if masters else torch.float32))
+    optimizer.add_param_group({"params": [other]})
+    other.grad = torch.ones_like(other)
+    optimizer.step()
+    gc.collect()
+    assert [ref() for ref in (*moments, gone)] == [None] * (len(moments) + 1)
+    assert key in optimizer.state[other]
+
+
+def test_zero_grad_keeps_its_label_and_whoever_replaced_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 4)
+    model, optimizer = preamp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O5", verbosity=0
+    )
+    with torch.profiler.profile() as profile:
+        optimizer.zero_grad()
+    assert "Optimizer.zero_grad#SGD.zero_grad" in {event.key for event in profile.key_averages()}
+    called: list[bool] = []
+    monkeypatch.setattr(
+        torch.optim.Optimizer, "zero_grad", lambda self, set_to_none=True: called.append(True)
+    )
+    optimizer.zero_grad()
+    assert called == [True]

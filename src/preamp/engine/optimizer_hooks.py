@@ -206,8 +206,10 @@ class OptimizerHooks:
             self._session.drop_gradients()
             if not (is_own and _only_drops(type(optimizer).zero_grad)):
                 return original()
-            for param in self._session.direct_params():
-                param.grad = None
+            label = getattr(optimizer, "_zero_grad_profile_name", "zero_grad")
+            with torch.profiler.record_function(label):
+                for param in self._session.direct_params():
+                    param.grad = None
             return None
 
         copy_identity(inner, zero_grad)
@@ -234,9 +236,12 @@ class OptimizerHooks:
         return add_param_group
 
 
+_TORCHS_ZERO_GRAD = torch.optim.Optimizer.zero_grad
+
+
 def _only_drops(zero_grad: Any) -> bool:
     """Whether it only sets gradients to ``None``: asking thousands of masters takes long."""
-    if zero_grad is torch.optim.Optimizer.zero_grad:
+    if zero_grad is _TORCHS_ZERO_GRAD:  # and nobody has replaced it since
         return True
     name = f"{zero_grad.__module__}.{zero_grad.__qualname__}"
     return name == "preamp.optim.fused.base.FusedOptimizer.zero_grad"

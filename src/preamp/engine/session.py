@@ -72,6 +72,14 @@ class Delayed:
         return self.scaler is scaler and self.generation == scaler.generation
 
 
+Marks = tuple[list[tuple[int, int]], list[Any], list[int]]
+"""By what to tell gradients: changes of each table, gradients without masters, their versions."""
+
+
+def _are_same_marks(some: Marks, others: Marks) -> bool:
+    return some[0] == others[0] and are_same(some[1], others[1]) and some[2] == others[2]
+
+
 class KnownNorm:
     """The norm that a census took along, for as long as the gradients stay what they were.
 
@@ -83,7 +91,7 @@ class KnownNorm:
         """Know nothing."""
         self._norm: torch.Tensor | None = None
         self._grads: Sequence[torch.Tensor] = ()
-        self._marks: object = None
+        self._marks: Marks | None = None
         self._clips = False
         self._clipped = False
 
@@ -102,7 +110,7 @@ class KnownNorm:
         self._norm, self._grads = norm, grads
 
     def commit(
-        self, factor: torch.Tensor | None, marks: Callable[[], object], *, is_reduced: bool
+        self, factor: torch.Tensor | None, marks: Callable[[], Marks], *, is_reduced: bool
     ) -> None:
         """The gradients have been unscaled by ``factor``, or will be where they are used.
 
@@ -128,19 +136,20 @@ class KnownNorm:
         self.forget()
         self._clipped, self._clips = self._clips, False
 
-    def take(self, marks: Callable[[], object]) -> torch.Tensor | None:
+    def take(self, marks: Callable[[], Marks]) -> torch.Tensor | None:
         """The norm of the gradients as they are, if it is known; they will be clipped by it."""
         self._clips = True
-        norm = None if self._norm is None or marks() != self._marks else self._norm
+        norm = None if self._norm is None else self.memo(marks())[0]
         self.forget()  # clipped gradients have another
         return norm
 
-    def memo(self, marks: object) -> tuple[torch.Tensor | None, bool, bool]:
+    def memo(self, marks: Marks) -> tuple[torch.Tensor | None, bool, bool]:
         """What to keep to resume in another process."""
-        norm = self._norm if marks == self._marks else None
+        is_known = self._marks is not None and _are_same_marks(marks, self._marks)
+        norm = self._norm if is_known else None
         return norm, self._clips, self._clipped
 
-    def recall(self, memo: tuple[torch.Tensor | None, bool, bool], marks: object) -> None:
+    def recall(self, memo: tuple[torch.Tensor | None, bool, bool], marks: Marks) -> None:
         """Resume from there; the gradients are in place again."""
         self._norm, self._clips, self._clipped = memo
         self._grads, self._marks = (), marks
@@ -374,10 +383,15 @@ class GradientBooks:
                 grads += [base for _, base in made]
         return grads, direct
 
-    def marks(self) -> object:
+    def marks(self) -> Marks:
         """What differs once gradients are no longer those that the latest backward has left."""
         grads = [param.grad for param in self._direct_params]
-        return [(id(t), t.changes) for t in self.tables], list(map(id, grads)), versions_of(grads)
+        return [(id(t), t.changes) for t in self.tables], grads, versions_of(grads)
+
+    def release_params(self) -> None:
+        """Hold no parameters or masters any more; they are looked up anew where needed."""
+        for params in (self._params, self._leaves, self._direct_params, self._own):
+            params.clear()
 
     def _holds_earlier(self) -> bool:
         """Whether earlier gradients join those of this backward."""
@@ -533,6 +547,7 @@ class OptimizerSession:
         """Give the optimizer its half parameters back."""
         if self.masters is not None:
             self.masters.release()
+        self.gradients.release_params()
 
     def recast_state(self) -> None:
         """Bring the optimizer's state to the dtype of its parameters, after these changed.

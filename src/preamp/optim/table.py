@@ -195,6 +195,7 @@ def _note_accumulated(master: Any) -> None:
     """A backward has reached the master itself, as of a penalty on masters."""
     if master.twin is not None:
         master.twin.table.may_have_bases = True
+        master.twin.table.changes += 1
 
 
 def take_over(half: torch.Tensor, wide: torch.Tensor) -> None:
@@ -360,7 +361,7 @@ class WeightTable(WeightPairs):
         self.compares = True
         self.is_fresh = True  # no backward has come yet
         self.may_have_bases = False  # whether any master may have a float32 gradient
-        self.changes = 0  # how often gradients became others than the latest backward had left
+        self.changes = 0  # differs once gradients may be others than before
         self._arrived: list[torch.Tensor | None] | None = None
         self.loaded: set[int] = set()  # rows whose master was loaded
         self._placeholders = Placeholders()
@@ -430,6 +431,7 @@ class WeightTable(WeightPairs):
             return
         for row in self._multiplied_by_one(now, versions):
             self.versions[row] = versions[row]
+            self.changes += 1  # more may have changed than the sample tells
         seen = zip(now, self.grads, versions, self.versions, strict=True)
         for row in [row for row, (a, b, v, w) in enumerate(seen) if a is not b or v != w]:
             self._take_in(row, now[row])
@@ -637,6 +639,7 @@ class WeightTable(WeightPairs):
         """
         if self.is_open:
             return  # for another optimizer of the block, which shares the rows
+        self.changes += 1
         self.reconcile()  # may refuse before anything is moved
         bases = self.bases()
         self.zeros_aside.clear()
@@ -665,21 +668,18 @@ class WeightTable(WeightPairs):
         for half, grad in kept:
             half.grad = grad
         self._sample, self._arrived = {}, None
+        self.changes += 1
         self.grads, self.records = [None] * len(self), [None] * len(self)
         self.versions = [-1] * len(self)
 
-    def arrive(self) -> list[torch.Tensor | None]:
-        """Read the half gradients that a backward has left, once for all that looks at them.
-
-        A sparse one is refused.
-        """
+    def arrive(self) -> None:
+        """Read the half gradients that a backward has left, for `collect`; refuse a sparse one."""
         self._arrived = grads = list(map(grad_of, self.halves))
         if kinds_of(layout_of, grads) <= {torch.strided}:
-            return grads
+            return
         for twin, grad in zip(self.twins, grads, strict=True):
             if grad is not None and grad.is_sparse:
                 raise _sparse(twin.name)
-        return grads
 
     def end_body(self) -> None:
         """The body of the block has ended; see `Placeholders.take_away`."""

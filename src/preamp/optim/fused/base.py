@@ -26,7 +26,6 @@ from preamp.core.dtypes import math_dtype
 from preamp.core.errors import bad_type
 from preamp.core.splits import Splits
 from preamp.core.tensors import (
-    are_same,
     device_of,
     dtype_of,
     has_sharded,
@@ -473,20 +472,26 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         return found
 
     def _states_of(self, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
-        """State dicts of ``params``: those of before if still in place, as look-ups are slow."""
+        """State dicts of ``params``, by the places they had before if all keys are the same.
+
+        To look one up takes a call of Python, which ``torch.Tensor.__hash__`` is.
+        """
         state: dict[Any, dict[str, Any]] = self.state
-        kept: _KeptStates = vars(self).setdefault("_kept_states", {})
-        ids, every = list(map(id, params)), list(state.values())
+        kept: _KeptPlaces = vars(self).setdefault("_kept_places", {})
+        ids = list(map(id, params))
         known = kept.get(ids[0])
-        if known is not None and known[0] == ids and are_same(every, known[1]):
-            return known[2]
-        states = [state[param] for param in params]
-        kept[ids[0]] = (ids, list(state.values()), states)
-        return states
+        if known is None or known[0] != ids or known[1] != list(map(id, state)):
+            for param in params:
+                state[param]  # made where there is none
+            keys = list(map(id, state))
+            place_of = {key: place for place, key in enumerate(keys)}
+            known = kept[ids[0]] = (ids, keys, [place_of[key] for key in ids])
+        every = list(state.values())
+        return [every[place] for place in known[2]]
 
 
-_KeptStates = dict[int, tuple[list[int], list[dict[str, Any]], list[dict[str, Any]]]]
-"""By the first parameter: all of the batch, all states of the optimizer then, and the batch's."""
+_KeptPlaces = dict[int, tuple[list[int], list[int], list[int]]]
+"""By ``id`` of a batch's first parameter: of all of them, of all keys of the state, and places."""
 
 
 def evaluate(closure: Closure | None) -> Any:

@@ -27,7 +27,7 @@ class FullPrecision:
         """Keep copies of the parameters for which ``wants``, a question of dtype, is true."""
         self._wants = wants
         self._pairs = WeightPairs(backend())
-        self._rows: dict[int, int] = {}  # by id of the parameter, which its row keeps alive
+        self._rows: dict[int, int] = {}  # by id of the parameter
 
     def of(self, param: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         """The copy of ``param``, up to date, in its ``state``; without one it stands for itself."""
@@ -53,7 +53,16 @@ class FullPrecision:
         """`of` each of several parameters of one dtype; ``state`` is the optimizer's."""
         if not self.wanted_for(params):
             return params
+        if len(self._pairs) > len(state) or any([id(p) not in self._rows for p in params]):
+            self._forget_all_but(state)
         return [self.of(param, state[param]) for param in params]
+
+    def _forget_all_but(self, state: Mapping[Any, dict[str, Any]]) -> None:
+        """Let go of parameters that the optimizer has no state of any more."""
+        for row in reversed(range(len(self._pairs))):
+            if self._pairs.halves[row] not in state:
+                self._pairs.remove_row(row)
+        self._rows = {id(half): row for row, half in enumerate(self._pairs.halves)}
 
     def wanted_for(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether parameters of one dtype have copies, which are rounded into them."""
