@@ -365,17 +365,11 @@ class GradientBooks:
         return grads, census
 
     def made_gradients(self, *, all_of_them: bool) -> tuple[list[Any], list[torch.Tensor]]:
-        """Gradients without a factor of their own, and the model's parameters they are of.
-
-        ``all_of_them`` makes those of masters whose half gradient is all there is.
-        """
+        """Gradients that are made (now, if ``all_of_them``), and the model's parameters of these."""
         direct = [param for param in self.direct_params() if param.grad is not None]
         grads = [param.grad for param in direct]
         for table in self.tables:
-            if all_of_them:
-                table.bring_up_to_date()
-            else:
-                table.complete()
+            (table.bring_up_to_date if all_of_them else table.complete)()
             if table.may_have_bases:
                 pairs = zip(table.halves, table.bases(), strict=True)
                 made = [(half, base) for half, base in pairs if base is not None]

@@ -94,10 +94,7 @@ class Twin:
     row: int  # its number there
 
     def __init__(self, half: Parameter, data: torch.Tensor, name: str) -> None:
-        """Make the master of ``half``; the row has yet to be added to a table.
-
-        ``data`` becomes the master's storage; it is not copied.
-        """
+        """Make the master of ``half`` from ``data``, not copied; the row has no table yet."""
         self.half = half  # the model's parameter, float16 or bfloat16
         self.name = name
         # The optimizer's parameter, float32

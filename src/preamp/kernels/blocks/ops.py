@@ -72,9 +72,7 @@ Fused = Callable[[Sequence[Any], Sequence[Any], Sequence[Sequence[Any]]], None]
 class Blocks(Ops):
     """Every op in blocks.
 
-    Args:
-        sizes: Of the blocks.
-        reads: Whether values on a CPU may be read; else it is treated as any other device.
+    ``reads``: whether values on a CPU may be read; else it is treated as any other device.
     """
 
     name = "blocks"
@@ -261,11 +259,9 @@ class Blocks(Ops):
     # -- on a CPU ------------------------------------------------------------------------------
 
     def _joined(self, column: Tensors, *, widens: bool = False) -> Iterator[torch.Tensor]:
-        """The tensors by dtype, small ones joined, each valid until the next; no empty ones.
+        """Contiguous tensors by dtype, small ones joined (in float32 if ``widens``), no empty ones.
 
-        Args:
-            column: Contiguous.
-            widens: Join half ones in float32.
+        Each is valid until the next.
         """
         geometry = geometry_of(column)
         if geometry is None:  # there are none
@@ -604,10 +600,7 @@ def _run_fused(work: Work, plan: Plan, fused: Fused) -> None:
 def _wide_gradients(
     block: Block, index: int, space: Workspace, inv_scale: torch.Tensor | None
 ) -> Sequence[torch.Tensor]:
-    """Gradients as torch's fused kernels take them: unscaled, in the computation's precision.
-
-    They lie in ``space``, which the next block overwrites.
-    """
+    """Unscaled wide gradients for torch's fused kernels, in ``space`` until the next block."""
     grads = block.columns[_GRAD]
     if index >= 0:
         views = space.views(index)
