@@ -192,7 +192,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("self.found_inf = None  # the overflowed gradients", "pass  # the overflowed gradients"),
         ("                table.absorb()\n", "                pass\n"),
         ("return bool(torch.isfinite(norm))", "return True"),
-        ("None if self._norm is None or marks() != self._marks else self._norm", "self._norm"),
+        ("None if self._norm is None else self.memo(marks())[0]", "self._norm"),
     ),
     ("optim/table.py", "engine optim fp16_utils"): (
         ("if are_same and versions == self.versions:", "if are_same:"),
@@ -203,7 +203,10 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("            self._are_alike = len(kinds) == 1\n", "            self._are_alike = True\n"),
     ),
     ("optim/fused/base.py", "optim engine/test_fast_path.py engine/test_doors.py"): (
-        ("if known is not None and known[0] == ids and are_same(every, known[1]):", "if known:"),
+        (
+            "if known is None or known[0] != ids or known[1] != list(map(id, state)):",
+            "if not known:",
+        ),
         ("both = self.factor * inv_scale.to(self.factor.device)", "both = self.factor"),
     ),
 }

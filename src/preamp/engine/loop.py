@@ -185,7 +185,7 @@ class _Block:
         self._reached.add(name)
 
     def _check_backward(self) -> None:
-        """Refuse gradients of the loss itself, which nobody scaled, and restore the earlier ones."""
+        """Refuse gradients of the loss itself, which nobody scaled; restore the earlier ones."""
         if self._reached != {"loss"}:
             return
         if any([session.gradients.holds_raw() for session in self.sessions]):

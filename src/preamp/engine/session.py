@@ -365,7 +365,7 @@ class GradientBooks:
         return grads, census
 
     def made_gradients(self, *, all_of_them: bool) -> tuple[list[Any], list[torch.Tensor]]:
-        """Gradients that are made (now, if ``all_of_them``), and the model's parameters of these."""
+        """Gradients that are made (now, if ``all_of_them``), and the model's parameters."""
         direct = [param for param in self.direct_params() if param.grad is not None]
         grads = [param.grad for param in direct]
         for table in self.tables:
