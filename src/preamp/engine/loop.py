@@ -262,7 +262,7 @@ def unscale_and_commit(
     """
     try:
         for session in sessions:
-            session.gradients.refuse_sparse()
+            session.gradients.arrive()
         found = [session.gradients.census(scaler, note) for session in sessions]
         factor = None if scaler.is_identity else note.scale.reciprocal()
         for session in sessions:

@@ -384,8 +384,7 @@ class GradientBooks:
 
     def release_params(self) -> None:
         """Hold no parameters or masters any more; they are looked up anew where needed."""
-        for params in (self._params, self._leaves, self._direct_params, self._own):
-            params.clear()
+        self._params, self._leaves, self._direct_params, self._own = [], [], [], []
 
     def _holds_earlier(self) -> bool:
         """Whether earlier gradients join those of this backward."""
@@ -430,7 +429,7 @@ class GradientBooks:
             return None
         self._reconcile_raw()
         self._own = self._unclaimed(claimed)
-        self.refuse_sparse()
+        self.arrive()
         self.is_open = True
         try:
             found_inf = self.census(delayed.scaler, delayed.note)
@@ -456,8 +455,8 @@ class GradientBooks:
         delayed = self.delayed
         return delayed is not None and delayed.has_gradients and not self.holds_raw()
 
-    def refuse_sparse(self) -> None:
-        """Raise `PreampStateError` if a parameter with a master has a sparse gradient."""
+    def arrive(self) -> None:
+        """The backward is over: tables read their half gradients, and refuse sparse ones."""
         for table in self.tables:
             table.arrive()
 

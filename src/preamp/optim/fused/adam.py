@@ -189,13 +189,11 @@ class FusedAdam(FusedOptimizer):
             closures = {} if closure is None else {"closure": closure}
             others = {} if early is None else early.given()
             return scaling["grad_scaler"].step(self, **closures, **others)
-        is_early = early is not None and self._selects_early(early)
-        loss = None if closure is None else evaluate(closure)
+        if early is None or not self._selects_early(early):
+            return super().step(closure)
+        loss = evaluate(closure)
         with torch.no_grad():
-            if early is not None and is_early:
-                self._step_early(early)
-            else:
-                self._run()
+            self._step_early(early)
         return loss
 
     def _take_step(self, work: Work, signals: Signals) -> None:
@@ -237,13 +235,13 @@ class FusedAdam(FusedOptimizer):
                     self.state[param]["step"] = step
 
     def _update(self, batch: Batch, rule: AdamRule, update: Update) -> None:
-        params, state = batch.params, self._state(batch.params, "exp_avg", "exp_avg_sq")
-        if self.master_weights:
-            params = self._copies.of_all(params, self.state)
-        backend(self.backend).update_(params, batch.grads, *state, rule=rule, update=update)
-        if self.master_weights:
-            self._copies.note_written(batch.params)
-        batch.note_written()
+        state = self._state(batch.params, "exp_avg", "exp_avg_sq")
+        if not self.master_weights:
+            self._apply(batch, state, rule, update)
+            return
+        copies = [*self._copies.of_all(batch.params, self.state)]
+        self._apply(replace(batch, params=copies), state, rule, update)
+        self._copies.note_written(batch.params)
 
     def _selects_early(self, early: EarlyArguments) -> bool:
         """Whether this step follows the formula of early 2019."""

@@ -25,17 +25,10 @@ from torch.optim.optimizer import required
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import bad_type
 from preamp.core.splits import Splits
-from preamp.core.tensors import (
-    device_of,
-    dtype_of,
-    has_sharded,
-    host_reaches,
-    layout_of,
-    stored_grad,
-)
+from preamp.core.tensors import device_of, dtype_of, has_sharded, host_reaches, stored_grad
 from preamp.kernels import Ops, Rule, Update, backend
 from preamp.kernels.shards import place_gradients
-from preamp.optim.fused.checks import DTYPES, check_gradient, check_group
+from preamp.optim.fused.checks import check_gradients, check_group
 from preamp.optim.master_parameter import MASTER_KINDS, leaves_of, without_masters
 from preamp.optim.table import Twin
 
@@ -43,7 +36,6 @@ Group = dict[str, Any]
 Closure = Callable[[], Any]
 REQUIRED: Any = required
 """Default of a hyper-parameter that a group has to say if the constructor does not."""
-_DTYPES, _LAYOUTS = set(DTYPES), {torch.strided}
 
 
 @dataclass(slots=True, eq=False)
@@ -425,11 +417,7 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         """Refuse gradients or parameters that no rule can take."""
         if entries.are_alike:  # masters, whose gradients were looked at when they came
             return
-        dtypes = {*map(dtype_of, entries.params), *map(dtype_of, entries.grads)}
-        if dtypes <= _DTYPES and set(map(layout_of, entries.grads)) <= _LAYOUTS:
-            return
-        for param, grad in zip(entries.params, entries.grads, strict=True):
-            check_gradient(type(self).__name__, param, grad)
+        check_gradients(type(self).__name__, entries.params, entries.grads)
 
     def _apply(
         self, batch: Batch, state: Sequence[Sequence[torch.Tensor]], rule: Rule, update: Update

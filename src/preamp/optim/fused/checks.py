@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim.optimizer import required
 
 from preamp.core.dtypes import HALF_DTYPES, dtype_name
 from preamp.core.errors import bad_type, bad_value, message
+from preamp.core.tensors import dtype_of, kinds_of, layout_of
 
 DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 """Parameter and gradient dtypes that the update rules know."""
@@ -90,8 +91,17 @@ def check_masters(kind: str, *, capturable: bool, master_weights: bool) -> None:
         )
 
 
-def check_gradient(kind: str, param: torch.Tensor, grad: torch.Tensor) -> None:
+def check_gradients(
+    kind: str, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+) -> None:
     """Raise ``RuntimeError`` for a gradient or parameter that no rule can take."""
+    dtypes = kinds_of(dtype_of, params) | kinds_of(dtype_of, grads)
+    if not dtypes <= set(DTYPES) or not kinds_of(layout_of, grads) <= {torch.strided}:
+        for param, grad in zip(params, grads, strict=True):
+            _check_gradient(kind, param, grad)
+
+
+def _check_gradient(kind: str, param: torch.Tensor, grad: torch.Tensor) -> None:
     if grad.layout is not torch.strided:
         raise refusal(
             f"{kind} got a sparse gradient of shape {tuple(grad.shape)}",
