@@ -52,7 +52,6 @@ LATE_IMPORTS_IN = (
     "preamp.engine.casts",  # records
     "preamp.engine.inventory",  # records
     "preamp.engine.overflow",  # records
-    "preamp.engine.parts",  # what loads with the first engine, since importing must be fast
     "preamp.kernels.dispatch",  # a back end loads when it is first used
     "preamp.numerics.tensorboard",  # an extra, and slower to import than all of preamp
     "preamp.report.page",  # jinja2, which the library is imported without

@@ -10,12 +10,15 @@ from typing import Any
 
 
 def names(package: str, **modules: str) -> Callable[[str], Any]:
-    """Make a package's ``__getattr__`` (PEP 562) from names' modules; none is for submodules."""
+    """Make the ``__getattr__`` (PEP 562) of a package or module from names' modules.
+
+    These are told from the package; an empty one means that the name is a submodule.
+    """
 
     def load(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
-        module = importlib.import_module(f"{package}.{modules[name] or name}")
+        module = importlib.import_module(f".{modules[name] or name}", package)
         value = getattr(module, name) if modules[name] else module
         setattr(sys.modules[package], name, value)
         return value

@@ -16,11 +16,10 @@ from preamp.casting import PATCH_LOCK, settle_thread
 from preamp.core.link import Link
 from preamp.core.splits import Splits
 from preamp.core.undo import UndoStack, run_all
-from preamp.engine import refusals
+from preamp.engine import parts, refusals
 from preamp.engine.core import EngineCore
 from preamp.engine.overflow import OverflowCause
 from preamp.engine.params import twin_of
-from preamp.engine.parts import explain_engine, make_recorder, make_tracer, write_report
 from preamp.engine.recording import Recording
 from preamp.engine.state import load_scalers, scalers_state
 from preamp.engine.weights import (
@@ -73,9 +72,9 @@ class Engine(EngineCore):
         self._when_dropped.atexit = False
         self.link: Link[Engine] = Link(self)
         self._on_close: list[Callable[[], None]] = []
-        self.tracer = make_tracer(self.models, self.events)
+        self.tracer = parts.Tracer(self.models, self.events)
         self.ledger.on_skip.append(self.tracer.told)
-        self.recorder = make_recorder(self, recording)
+        self.recorder = parts.make_recorder(self, recording)
 
     # -- what users ask ----------------------------------------------------------------------
 
@@ -134,7 +133,7 @@ class Engine(EngineCore):
 
     def explain(self) -> str:
         """Say what was decided, for which reason, and what was found; several lines of text."""
-        return explain_engine(self)
+        return parts.explain_engine(self)
 
     @property
     def verbosity(self) -> int:
@@ -188,7 +187,7 @@ class Engine(EngineCore):
             PreampUnavailableError: jinja2 is missing; it comes with ``preamp[report]``.
             OSError: The page cannot be written.
         """
-        write_report(self.history, Path(path), title=title)
+        parts.write(Path(path), self.history, title=title)
 
     def undo_of(self, model: nn.Module) -> UndoStack:
         """The steps that take back what was done to ``model`` alone."""

@@ -28,12 +28,11 @@ from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.log import say
 from preamp.core.splits import Splits, splits_over
 from preamp.core.undo import run_all, set_attribute
-from preamp.engine import checks
+from preamp.engine import checks, parts
 from preamp.engine.engine import Engine
 from preamp.engine.loop import ATTRIBUTE, find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.engine.params import master_types
-from preamp.engine.parts import make_comparison, run_record
 from preamp.engine.recording import OFF, Numerics, Recording, make_recording
 from preamp.engine.reductions import attach_reductions
 from preamp.engine.sharding import check_fits, check_groups
@@ -215,7 +214,7 @@ def create_engine(
         if policy.enabled:  # last, since it rounds: rolling back restores exact values
             for session in engine.sessions.values():
                 session.recast_state()
-            engine.recorder.start(run_record(engine))
+            engine.recorder.start(parts.run_record(engine))
     except BaseException:
         _roll_back(engine)
         raise
@@ -251,7 +250,7 @@ def _attach(engine: Engine) -> None:
         engine.process_undo.hold(*map(ForeachType, master_types(engine.sessions.values())))
     for model in engine.models:
         _hook_model(engine, model)
-    engine.reductions.comparison = make_comparison(engine)
+    engine.reductions.comparison = parts.RankComparison(engine)
     _install_function_casts(engine)
     for session in engine.sessions.values():
         OptimizerHooks(engine, session).attach(engine.undo)
