@@ -306,6 +306,7 @@ class World:
         self.kind, self.loss_scale, self.avoided = optimizer, loss_scale, avoided
         self.log: list[str] = []
         self.exact = "SGD" in optimizer
+        self.was_half = False  # whether float16 arithmetic has made any of the weights
         self.ours, self.plain = Toy(), Toy().double()
         for name in frozen:
             for model in (self.ours, self.plain):
@@ -416,7 +417,7 @@ class World:
         loss_of(self.ours, call.parts, call.index).backward()
         self.unscaled.update(n for n in params if self.master(n) is not None)
         self.master_written, self.started = [False, False], True
-        self.drop_spent(owners)
+        self.drop_spent(params)
         self.theirs(call.parts, call.index)
 
     def theirs(self, parts: str, index: int, *, poison: bool = False) -> None:
@@ -424,12 +425,10 @@ class World:
             loss = loss_of(self.plain, parts, index, self.plain.q.dtype)
             (loss * math.inf if poison else loss).backward()
 
-    def drop_spent(self, owners: Iterable[int]) -> None:
-        for i in owners:
-            for name in self.names(i):
-                if name in self.spent:
-                    self.spent.discard(name)
-                    self.plain.get_parameter(name).grad = None
+    def drop_spent(self, names: Iterable[str]) -> None:
+        for name in self.spent.intersection(names):
+            self.spent.discard(name)
+            self.plain.get_parameter(name).grad = None
 
     def block(self, call: Backward) -> None:
         if not any(self.both(n)[0].requires_grad for n in self.names() if n[0] in call.parts):
@@ -473,6 +472,8 @@ class World:
             ) as scaled:
                 if call.zeroes and not fails and len(owners) == 2 and not any(self.delayed):
                     self.zero("model", to_none=False)
+                    # What had overflowed is gone; a step is skipped without need.
+                    self.overflowed = [overflowed and "maybe" for overflowed in self.overflowed]
                 scaled.backward()
                 if fails:
                     raise Left
@@ -488,27 +489,27 @@ class World:
             for i in owners:
                 if poison or raw:
                     # Whether zeros from before are fresh gradients later is nobody's business.
-                    zeros = bool(self.grads(i)) and not self.holds(i)
+                    zeros = any(not bool(grad.any()) for grad in self.grads(i).values())
                     self.overflowed[i] = "maybe" if zeros else True
                 elif mixed:
                     self.overflowed[i] = self.overflowed[i] or "maybe"
 
     def begin(self, owners: list[int], loss_id: int, scale: int) -> None:
         """What becomes of earlier gradients."""
-        self.drop_spent(owners)
         for i in owners:
+            self.drop_spent(self.names(i))
             self.unscaled -= set(self.names(i))
             delayed = self.delayed[i]
             if delayed is not None and not self.grads(i):
                 self.delayed[i], self.overflowed[i] = None, False
-            elif delayed is not None and delayed != (loss_id, scale):
+                continue
+            if delayed is not None and delayed != (loss_id, scale):
                 self.delayed[i] = None
                 if self.is_dynamic and not _finite(self.grads(i)):
                     self.overflowed[i] = True
-            elif delayed is None:
-                maybe = self.overflowed[i] == "maybe"
-                if not (self.grads(i) if maybe else self.holds(i)):
-                    self.overflowed[i] = False
+            maybe = self.overflowed[i] == "maybe"
+            if not (self.grads(i) if maybe else self.holds(i)):
+                self.overflowed[i] = False
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -633,7 +634,8 @@ class World:
         grads = self.grads(i).values()
         exact = torch.stack([grad.double().norm() for grad in grads]).norm() if grads else 0.0
         wanted = float(exact)
-        half = self.plain.q.dtype is torch.float16
+        unfrozen = self.row.has_masters and any(self.master(name) is None for name in self.grads(i))
+        half = self.plain.q.dtype is torch.float16 or unfrozen  # whose master is yet to be made
         assert math.isclose(norm.item(), wanted, rel_tol=2.0**-7 if half else 2.0**-18)
         factor = min(1.0, call.max_norm / (wanted + 1e-6))
         if factor != 1.0:
@@ -782,6 +784,8 @@ class World:
         self.engine.load_state_dict(engine)
         self.halved = list(self.saved_halved)
         self.has_delayed = [True, True]  # a scale may yet fall for what was found before
+        for i, delayed in enumerate(self.delayed):
+            self.halved[delayed[0] if delayed else 0] += not _finite(self.grads(i))  # still there
         # A scale that was loaded is another one, even if it is as large.
         self.delayed = [delayed and (delayed[0], math.nan) for delayed in self.delayed]
         self.half_written, self.master_written = [False, False], [False, False]
@@ -803,7 +807,6 @@ class World:
         if level == "O3" and not self.exact:
             return  # float16 state of what differs by a rounding
         self.log.append("engine.close()")
-        masters = {n for n in self.names() if self.master(n) is not None}
         self.engine.close()
         for name in self.names():
             param, plain = self.both(name)
@@ -814,7 +817,7 @@ class World:
                 if finite:
                     self.compare(param.grad, plain.grad, f"closed, gradient of {name}")
             param.grad = plain.grad = None
-        del masters
+        self.was_half |= self.plain.q.dtype is torch.float16
         self.saved = None
         self.initialize(level)
 
@@ -828,7 +831,7 @@ class World:
         if self.exact:
             assert torch.equal(a, b), f"{where}: {a} is not {b}"
         else:
-            half = wanted.dtype is torch.float16
+            half = wanted.dtype is torch.float16 or self.was_half
             rel = 2.0**-7 if half else 2.0**-13
             assert ((a - b).abs() <= rel * b.abs().clamp(min=2.0**-3)).all(), (
                 f"{where}: {a} is not {b}"

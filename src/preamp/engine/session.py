@@ -8,15 +8,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
 
+from preamp.core.dtypes import is_half
 from preamp.core.protocols import StepSharing
 from preamp.core.ranks import has_process_group
-from preamp.core.tensors import are_same, has_sharded, host_reaches, is_sharded, versions_of
+from preamp.core.tensors import (
+    are_same,
+    has_nonzero,
+    has_sharded,
+    host_reaches,
+    is_sharded,
+    versions_of,
+)
 from preamp.engine import refusals
 from preamp.engine.joint_findings import of_all_ranks
 from preamp.engine.overflow import GradientNote
@@ -66,6 +74,7 @@ class Delayed:
     inverse: torch.Tensor | None
     note: GradientNote  # of the latest backward that left any, and of those before it
     has_gradients: bool = False  # whether any gradient was left
+    versions: list[int] = field(default_factory=list[int])  # of the gradients left
 
     def continues_with(self, scaler: LossScaler) -> bool:
         """Whether gradients of ``scaler`` can be added as they are."""
@@ -325,6 +334,7 @@ class GradientBooks:
             inverse = None if scaler.is_identity else note.scale.reciprocal()
             self.delayed = Delayed(scaler, generation, inverse, note)
         self.delayed.has_gradients |= self.holds_raw()
+        self.delayed.versions = versions_of([leaf.grad for leaf in self.leaves()])
         self.delayed.note, self.stage = note, Stage.SCALED
 
     def census(self, scaler: LossScaler, note: GradientNote) -> torch.Tensor | None:
@@ -450,6 +460,16 @@ class GradientBooks:
             [table.holds_gradient for table in self.tables]
         )
 
+    def is_zeroed(self, delayed: Delayed) -> bool:
+        """Whether the script has zeroed or dropped all gradients left scaled since the latest."""
+        grads = [leaf.grad for leaf in self.leaves()]
+        if len(grads) != len(delayed.versions):  # resumed, or another group since
+            return False
+        return not any(
+            grad is not None and (now == then or has_nonzero(grad))
+            for grad, now, then in zip(grads, versions_of(grads), delayed.versions, strict=True)
+        )
+
     def is_abandoned(self) -> bool:
         """Whether the script has dropped all gradients of a delayed accumulation."""
         delayed = self.delayed
@@ -542,14 +562,16 @@ class OptimizerSession:
             self.masters.release()
         self.gradients.release_params()
 
-    def recast_state(self) -> None:
+    def recast_state(self, *, halves: bool = True) -> None:
         """Bring the optimizer's state to the dtype of its parameters, after these changed.
 
         In place: ``optimizer.load_state_dict`` would replace the group dicts that schedulers hold.
+        Without ``halves`` that of half parameters stays, for the masters that they may yet get.
         """
         state: dict[Any, Any] = self.optimizer.state
         for param in self.gradients.params():
-            if param in state and isinstance(state[param], dict):
+            has_state = param in state and isinstance(state[param], dict)
+            if has_state and (halves or not is_half(param)):
                 cast_state(state[param], param)
 
     def compare_weights(self) -> None:
@@ -577,6 +599,8 @@ class OptimizerSession:
         self.adopt()
         self._forget_abandoned()
         books = self.gradients
+        if self.found_inf is not None and books.delayed and books.is_zeroed(books.delayed):
+            self._forget_overflow()
         # What is away could not be reduced with the rest.
         must_return = plan.may_reduce and books.may_be_local and books.has_aside
         if must_return or not books.continues_with(plan.scaler):
@@ -603,12 +627,16 @@ class OptimizerSession:
             and self.gradients.delayed is None
             and not self.gradients.holds_any()
         ):
-            self.found_inf = None  # the overflowed gradients were dropped: a fresh start
-            self.notes.clear()
+            self._forget_overflow()
         if self.gradients.delayed is None:
             # Left scaled, they are joined by earlier ones in place, whose overflow is told.
             self._heard = self.found_inf if plan.will_delay else None
         self.gradients.begin(plan, claimed)
+
+    def _forget_overflow(self) -> None:
+        """The gradients that overflowed were dropped or zeroed: a fresh start."""
+        self.found_inf = self._heard = None
+        self.notes.clear()
 
     def unheard(self, found_inf: torch.Tensor) -> torch.Tensor:
         """What the loss scale has yet to learn of ``found_inf``; nothing twice."""
@@ -676,7 +704,12 @@ class OptimizerSession:
         self.check_unscaled()
         if self.masters is not None:
             self.masters.adopt()
-            self.gradients.compare_weights()  # there may have been no block of this optimizer
+            # There may have been no block of this optimizer. A step of nothing is not the last to
+            # come before the first block.
+            compares = any(table.compares for table in self.masters.tables)
+            self.gradients.compare_weights()
+            if compares and not self.gradients.holds_any():
+                self.compare_weights()
             for table in self.masters.tables:
                 table.absorb()
 

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from preamp.core.dtypes import is_half
 from preamp.core.ranks import has_process_group
-from preamp.core.tensors import local_of, stored_grad, version_of
+from preamp.core.tensors import has_nonzero, local_of, stored_grad, version_of
 from preamp.kernels import Ops
 
 Parameters = Iterable[torch.Tensor]
@@ -38,7 +38,8 @@ class Placeholders:
     def __init__(self) -> None:
         """Start without any."""
         self._zeros: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
-        self._hooks: dict[int, RemovableHandle] = {}  # until the first gradient comes
+        # Until the first gradient comes; ``None`` where none can come
+        self._hooks: dict[int, RemovableHandle | None] = {}
         self.dropped: set[int] = set()
 
     def put(self, param: torch.Tensor, earlier: torch.Tensor) -> None:
@@ -47,9 +48,8 @@ class Placeholders:
             return
         param.grad = zeros = torch.full_like(param, -0.0)  # unlike those of a script
         self._zeros[id(param)] = (param, zeros, version_of(zeros))
-        if param.requires_grad:
-            hook = param.register_hook(partial(self._look, id(param)))  # pyright: ignore
-            self._hooks[id(param)] = hook
+        hook = partial(self._look, id(param))
+        self._hooks[id(param)] = param.register_hook(hook) if param.requires_grad else None  # pyright: ignore
 
     def _look(self, key: int, new: torch.Tensor | None = None) -> None:
         """Look whether the script has zeroed what nothing was added to yet."""
@@ -57,8 +57,8 @@ class Placeholders:
         _, zeros, version = self._zeros[key]
         if version_of(zeros) != version and is_zeroed(zeros):
             self.dropped.add(key)
-        if key in self._hooks:
-            self._hooks.pop(key).remove()
+        if hook := self._hooks.pop(key, None):
+            hook.remove()
 
     def take_away(self) -> None:
         """Drop those that nothing was added to; notes what the script `dropped` or zeroed."""
@@ -75,7 +75,7 @@ class Placeholders:
 
     def forget(self) -> None:
         """Another backward may begin."""
-        for hook in self._hooks.values():
+        for hook in filter(None, self._hooks.values()):
             hook.remove()
         self._hooks.clear()
         self._zeros.clear()
@@ -95,11 +95,6 @@ def is_zeroed(grad: torch.Tensor) -> bool:
     """Whether ``grad`` was zeroed, to minus zero too, as by a product with 0. Synchronises."""
     local = local_of(grad)
     return not bool(local.any()) and not bool(torch.signbit(local).any())
-
-
-def has_nonzero(grad: torch.Tensor) -> bool:
-    """Whether ``grad`` has a value other than zero; nan counts. Synchronises."""
-    return bool((grad.coalesce().values() if grad.is_sparse else grad).any())
 
 
 class DirectGradients:
@@ -206,6 +201,8 @@ class DirectGradients:
             param.grad = None
         for key, earlier in self._aside.items():
             earlier.param.grad = None if key in dropped else earlier.grad
+            if earlier.is_carried:  # a copy, whose version says nothing
+                self._versions.pop(key, None)
         self._aside.clear()
         self._placeholders.forget()
 

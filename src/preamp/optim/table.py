@@ -480,7 +480,8 @@ class WeightTable(WeightPairs):
         if record.is_plain and (is_all or record.is_spent):
             if record.factor is None:
                 self.keep(row, None)
-            self.note(row, now, self.plain(now))
+            stays_zero = record.is_zeroed and is_zeroed(now)
+            self.note(row, now, self.zeroed(now) if stays_zero else self.plain(now))
             return
         if now is not self.grads[row] or not is_zeroed(now):
             raise _changed_in_place(now, self.twins[row].name, is_plain=record.is_plain)
