@@ -189,7 +189,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ),
     ("engine/session.py", ENGINE): (
         ("self.skips_in_row + 1 if skipped else 0", "self.skips_in_row + int(skipped)"),
-        ("self.found_inf = None  # the overflowed gradients", "pass  # the overflowed gradients"),
+        ("self.found_inf = self._heard = None", "self._heard = None"),
         ("                table.absorb()\n", "                pass\n"),
         ("return bool(torch.isfinite(norm))", "return True"),
         ("None if self._norm is None else self.memo(marks())[0]", "self._norm"),
