@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from preamp.core.protocols import StepSharing
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import (
     are_same,
+    grad_of,
     has_nonzero,
     has_sharded,
     host_reaches,
@@ -361,9 +364,9 @@ class GradientBooks:
         self, leaves: list[Any], device: torch.device, note: GradientNote, *, with_norm: bool
     ) -> tuple[list[torch.Tensor], Census]:
         """Read the gradients of ``leaves`` once; what all ranks found is returned and noted."""
-        grads: list[Any] = [leaf.grad for leaf in leaves]
+        grads: list[Any] = list(map(grad_of, leaves))
         params = leaves
-        if any([grad is None for grad in grads]):
+        if any(map(is_, grads, repeat(None))):
             params = [leaf for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
         census = self._ops.census(grads, device, with_norm=with_norm, with_max_abs=False)
@@ -704,8 +707,7 @@ class OptimizerSession:
         self.check_unscaled()
         if self.masters is not None:
             self.masters.adopt()
-            # There may have been no block of this optimizer. A step of nothing is not the last to
-            # come before the first block.
+            # No block may have come yet; more may be written before it if there are no gradients.
             compares = any(table.compares for table in self.masters.tables)
             self.gradients.compare_weights()
             if compares and not self.gradients.holds_any():

@@ -632,13 +632,13 @@ class WeightTable(WeightPairs):
     def begin(self, carry: torch.Tensor | float | None = None) -> None:
         """Begin a backward: move what is known to the masters' gradients, clear the half ones.
 
+        Call `reconcile` first, which may refuse, of all tables before any of them begins.
         Where earlier gradients must be in the half ones too, ``carry`` is the scale of the coming
         backward; see `DirectGradients`.
         """
         if self.is_open:
             return  # for another optimizer of the block, which shares the rows
         self.changes += 1
-        self.reconcile()  # may refuse before anything is moved
         bases = self.bases()
         self.zeros_aside.clear()
         if self.may_have_bases or _has_any(self.records):
@@ -735,7 +735,7 @@ class WeightTable(WeightPairs):
         arrived, self._arrived = None if self.has_sharded else self._arrived, None
         self.grads = list(map(grad_of, self.halves)) if arrived is None else arrived
         self.versions = self._versions_of(self.grads)
-        devices = kinds_of(device_of, self.grads)
+        devices = {self.halves[0].device} if self.are_alike else kinds_of(device_of, self.halves)
         made = {device: Record(factors(device), is_plain=is_plain) for device in devices}
         if len(made) == 1:
             (record,) = made.values()
