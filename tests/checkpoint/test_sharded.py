@@ -41,7 +41,7 @@ def test_into_one_process(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "has the random states of 2 ranks" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.full)])
 def test_into_more_ranks(folder: Path, ranks: int, tmp_path: Path) -> None:
     checks = [sharded_checks.check_loading_from_two_ranks]
     assert_pass(checks + (checks_of(mesh_checks) if ranks == 4 else []), ranks, tmp_path)

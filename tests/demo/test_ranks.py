@@ -35,6 +35,7 @@ BUDGETS = {"O0": 1e-5, "O1": 2e-3, "O2": 2e-3, "O3": 2e-3, "O4": 2e-2, "O5": 2e-
 """Bits per byte; half slices of a batch are multiplied in another order than all of it."""
 
 
+@pytest.mark.full
 def test_curves_are_those_of_one_process(tmp_path: Path) -> None:
     alone = run(prepare(small(), CORPUS), Watcher())
     ranks = run_ranks(train, tmp_path)

@@ -32,15 +32,17 @@ def skip_the_rest() -> None:
 def test_on_two_ranks(tmp_path: Path) -> None:
     modules = [sharded_optimizer_checks]
     if RUNS_ON_CPUS:
-        modules += [
-            fully_sharded_checks,
-            fully_sharded_programs,
-            fully_sharded_records,
-            fully_sharded_against_ddp,
-        ]
+        modules += [fully_sharded_checks, fully_sharded_programs]
     checks = [check for module in modules for check in checks_of(module)]
     assert_pass(checks, fully_sharded_checks.RANKS, tmp_path)
     skip_the_rest()
+
+
+@pytest.mark.full
+def test_records_and_training_beside_ddp_on_two_ranks(tmp_path: Path) -> None:
+    skip_the_rest()
+    checks = [*checks_of(fully_sharded_records), *checks_of(fully_sharded_against_ddp)]
+    assert_pass(checks, fully_sharded_checks.RANKS, tmp_path)
 
 
 def test_meshes_and_groups_on_four_ranks(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     assert_pass(checks_of(shard_checks), 2, tmp_path)
 
 
+@pytest.mark.full
 def test_on_three_ranks_some_without_a_part(tmp_path: Path) -> None:
     checks = [shard_checks.check_bytes_are_as_estimated, shard_checks.three_ranks]
     assert_pass(checks, 3, tmp_path)

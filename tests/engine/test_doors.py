@@ -834,7 +834,7 @@ ZEROING: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
     "some, zeros": lambda model, opt: _zero(_one(model)),
 }
 zeroing = pytest.mark.parametrize("how", ZEROING)
-SCALES = (1.0, 128.0, "dynamic")
+scales = pytest.mark.parametrize("scale", [1.0, 128.0, "dynamic"])
 
 
 def zero_both(pair: Pair, how: str) -> None:
@@ -848,78 +848,84 @@ def finish(pair: Pair) -> None:
     pair.check()
 
 
+@scales
 @levels
 @zeroing
 @pytest.mark.parametrize("read", [False, True])
-def test_zeroing_reaches_everything_accumulated(level: str, how: str, read: bool) -> None:
-    for scale in SCALES:
-        for after in ((), (2,)):
-            pair = Pair(level, loss_scale=scale)
-            for index in (0, 1):
+def test_zeroing_reaches_everything_accumulated(
+    level: str, how: str, read: bool, scale: Any
+) -> None:
+    for after in ((), (2,)):
+        pair = Pair(level, loss_scale=scale)
+        for index in (0, 1):
+            pair.backward(index)
+            if read:
+                pair.check_grads()
+        zero_both(pair, how)
+        for index in after:
+            pair.backward(index)
+        finish(pair)
+
+
+@scales
+@levels
+@zeroing
+def test_zeroing_reaches_what_was_left_scaled(level: str, how: str, scale: Any) -> None:
+    """Whichever loss the next block is of."""
+    for before in ((), (0,)):
+        for loss_id in (0, 1):
+            pair = Pair(level, loss_scale=scale, num_losses=2)
+            for index in before:
                 pair.backward(index)
-                if read:
-                    pair.check_grads()
+            pair.backward(1, delay_unscale=True)
             zero_both(pair, how)
-            for index in after:
-                pair.backward(index)
+            pair.backward(2, loss_id=loss_id)
             finish(pair)
 
 
-@levels
-@zeroing
-def test_zeroing_reaches_what_was_left_scaled(level: str, how: str) -> None:
-    """Whichever loss the next block is of."""
-    for scale in SCALES:
-        for before in ((), (0,)):
-            for loss_id in (0, 1):
-                pair = Pair(level, loss_scale=scale, num_losses=2)
-                for index in before:
-                    pair.backward(index)
-                pair.backward(1, delay_unscale=True)
-                zero_both(pair, how)
-                pair.backward(2, loss_id=loss_id)
-                finish(pair)
-
-
+@scales
 @levels
 @pytest.mark.parametrize("how", ["optimizer, zeros", "model, zeros", "each, zeros"])
 @pytest.mark.parametrize("then", ["step", "backward"])
-def test_what_is_zeroed_beside_scaled_gradients_is_zeros(level: str, how: str, then: str) -> None:
+def test_what_is_zeroed_beside_scaled_gradients_is_zeros(
+    level: str, how: str, then: str, scale: Any
+) -> None:
     """Not gone: momentum and weight decay go on, as in torch."""
-    for scale in SCALES:
-        pair = Pair(level, loss_scale=scale)
-        pair.train(0)
-        pair.backward(1, "a")
-        pair.backward(2, "b", delay_unscale=True)
-        zero_both(pair, how)
-        if then == "backward" or not how.startswith("optimizer"):
-            pair.backward(3, "b")
-        finish(pair)
+    pair = Pair(level, loss_scale=scale)
+    pair.train(0)
+    pair.backward(1, "a")
+    pair.backward(2, "b", delay_unscale=True)
+    zero_both(pair, how)
+    if then == "backward" or not how.startswith("optimizer"):
+        pair.backward(3, "b")
+    finish(pair)
 
 
+@scales
 @levels
-def test_what_is_dropped_beside_scaled_gradients_is_not_zeroed_later(level: str) -> None:
-    for scale in SCALES:
-        pair = Pair(level, loss_scale=scale)
-        pair.backward(0)
-        pair.backward(1, delay_unscale=True)
-        zero_both(pair, "some, None")
-        zero_both(pair, "optimizer, zeros")
-        finish(pair)
+def test_what_is_dropped_beside_scaled_gradients_is_not_zeroed_later(
+    level: str, scale: Any
+) -> None:
+    pair = Pair(level, loss_scale=scale)
+    pair.backward(0)
+    pair.backward(1, delay_unscale=True)
+    zero_both(pair, "some, None")
+    zero_both(pair, "optimizer, zeros")
+    finish(pair)
 
 
+@scales
 @levels
 @zeroing
-def test_zeroing_inside_a_block_reaches_what_came_before(level: str, how: str) -> None:
-    for scale in SCALES:
-        for parts in ("ab", "a"):
-            pair = Pair(level, loss_scale=scale)
-            pair.backward(0)
-            with preamp.scale_loss(pair.loss(1, parts), pair.optimizer) as scaled:
-                zero_both(pair, how)
-                scaled.backward()
-            pair.theirs(1, parts)
-            finish(pair)
+def test_zeroing_inside_a_block_reaches_what_came_before(level: str, how: str, scale: Any) -> None:
+    for parts in ("ab", "a"):
+        pair = Pair(level, loss_scale=scale)
+        pair.backward(0)
+        with preamp.scale_loss(pair.loss(1, parts), pair.optimizer) as scaled:
+            zero_both(pair, how)
+            scaled.backward()
+        pair.theirs(1, parts)
+        finish(pair)
 
 
 # -- clipping by other norms, failing blocks, the scale after an overflow (10) -----------------
