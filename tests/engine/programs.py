@@ -361,11 +361,15 @@ class World:
         self.round_frozen()
 
     def round_frozen(self) -> None:
-        """What has no master is rounded."""
+        """What has no master is rounded, and so is its state."""
         for name, param in self.ours.named_parameters():
             if param.dtype is not torch.float32 and self.master(name) is None:
                 mine = self.plain.get_parameter(name)
                 mine.data = mine.detach().to(param.dtype).to(mine.dtype)
+                state: Any = self.plain_opts[OWNER[name[0]]].state.get(mine, {})
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.shape == mine.shape:
+                        state[key] = value.to(param.dtype).to(value.dtype)
 
     # -- lookups -------------------------------------------------------------------------------
 

@@ -242,19 +242,6 @@ def test_programs_that_went_wrong(level: str, name: str) -> None:
     run(FOUND[name], level, loss_scale="dynamic")
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_state_of_weights_frozen_for_a_while_stays_float32(level: str) -> None:
-    """Frozen, a half weight has no master, whose state would be float32."""
-    program = [
-        Step(0, 3),
-        Freeze("q", trains=False),
-        Again(level),
-        Freeze("q", trains=True),
-        Backward("aqn", 1),
-    ]
-    run(program, level, "AdamW")
-
-
 def test_what_fails_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a long program those calls are left that show a fault."""
     monkeypatch.setattr(World, "plain_step", lambda self, optimizer: None)

@@ -213,7 +213,7 @@ def create_engine(
                 set_attribute(optimizer, "backend", ops.name, engine.undo)
         if policy.enabled:  # last, since it rounds: rolling back restores exact values
             for session in engine.sessions.values():
-                session.recast_state(halves=not policy.master_weights)
+                session.recast_state()
             engine.recorder.start(parts.run_record(engine))
     except BaseException:
         _roll_back(engine)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from preamp.core.dtypes import is_half
 from preamp.core.protocols import StepSharing
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import (
@@ -565,16 +564,14 @@ class OptimizerSession:
             self.masters.release()
         self.gradients.release_params()
 
-    def recast_state(self, *, halves: bool = True) -> None:
+    def recast_state(self) -> None:
         """Bring the optimizer's state to the dtype of its parameters, after these changed.
 
         In place: ``optimizer.load_state_dict`` would replace the group dicts that schedulers hold.
-        Without ``halves`` that of half parameters stays, for the masters that they may yet get.
         """
         state: dict[Any, Any] = self.optimizer.state
         for param in self.gradients.params():
-            has_state = param in state and isinstance(state[param], dict)
-            if has_state and (halves or not is_half(param)):
+            if param in state and isinstance(state[param], dict):
                 cast_state(state[param], param)
 
     def compare_weights(self) -> None:

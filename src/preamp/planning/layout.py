@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -54,11 +54,6 @@ class Slot:
         """Whether an optimizer that has it updates a float32 master instead."""
         is_half = self.is_parameter and self.dtype_at(policy) in HALF_DTYPES
         return policy.master_weights and is_half and self.is_trainable
-
-    def state_dtype_at(self, policy: Policy) -> torch.dtype:
-        """The dtype of its optimizer state: a master's, even of one that is yet to be made."""
-        could_have_master = replace(self, is_trainable=True).has_master_at(policy)
-        return torch.float32 if could_have_master else self.dtype_at(policy)
 
 
 def slots_of(model: object, keep: KeepFP32 | None = None) -> list[Slot]:

@@ -228,7 +228,7 @@ def _state_of(
     tensors = [
         Updated(
             shape=slot.shape,
-            dtype=slot.state_dtype_at(policy),
+            dtype=torch.float32 if slot.has_master_at(policy) else slot.dtype_at(policy),
             has_gradient=slot.is_trainable,
             group=groups.get(slot.key, 0),
         )
