@@ -45,12 +45,12 @@ def draw(seed: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tens
 
 
 def state_of(row: RuleRow, dtype: torch.dtype, device: torch.device) -> Lists:
-    """State as after some steps, and for norms also as before the first."""
+    """State as after some steps; norms also as before the first step, and zero."""
     lists = [draw(20 + index, dtype, device) for index in range(row.states)]
     lists[-1] = [value.abs() for value in lists[-1]]
     if row.op == "novograd_":
         lists[-1] = [
-            torch.tensor(-1.0 if index % 2 else 0.5 + index, dtype=dtype, device=device)
+            torch.tensor((0.5 + index, -1.0, 0.0)[index % 3], dtype=dtype, device=device)
             for index in range(len(lists[0]))
         ]
     return lists
