@@ -235,7 +235,8 @@ def test_an_overflow_keeps_every_bit(
     halves: list[Any] = [None] * len(SIZES) if h is None else draw(3, h)
     halves[0] = None
     kept = [half.clone() for half in halves if half is not None]
-    options = {"inv_scale": torch.tensor(0.5), "found_inf": torch.ones(()), "halves": halves}
+    # Two ranks that both found one, summed
+    options = {"inv_scale": torch.tensor(0.5), "found_inf": torch.tensor(2.0), "halves": halves}
     for step in (1, torch.tensor(1)):
         ours = run(ops, row, before, step=step, **options)
         for one, old in zip(ours, before, strict=True):

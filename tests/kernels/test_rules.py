@@ -162,7 +162,7 @@ def test_found_inf_keeps_every_bit(
     for number, each in enumerate(lists[:1] + lists[2:] + [halves]):
         each[3].view(-1)[0] = math.nan if number % 2 else -0.0
     before = copy([*lists, halves])
-    flag = torch.ones((), device=device)
+    flag = torch.tensor(2.0, device=device)  # two ranks that both found one, summed
     update = Update(step=2, found_inf=flag, halves=halves)
     ops.update_(*lists, rule=row.rule, update=update)
     for each, old in zip([*lists, halves], before, strict=True):
