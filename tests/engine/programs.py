@@ -5,8 +5,8 @@ A program is a list of calls. Each is made on an initialized model and on a `Toy
 engine, whose numbers are chosen such that no arithmetic rounds: gradients are small multiples of a
 power of two and do not depend on the weights, but for those of `Toy.q`, which depend on the half
 weight that a forward sees. So both must agree to the bit, until a program clips, or where an
-optimizer divides. A call that makes no sense where it stands is left out, which lets hypothesis
-shrink what fails to the few calls that matter; `World.log` has those that were made.
+optimizer divides. A call that makes no sense where it stands is left out, so that a program that
+fails can be cut to the few calls that matter; `World.log` has those that were made.
 """
 
 from __future__ import annotations
@@ -799,12 +799,13 @@ class World:
             self.half_written = [True, True]
 
     def restart(self) -> None:
-        level, exact, saved = self.row.name, self.exact, (self.saved, self.saved_halved)
+        level, saved = self.row.name, (self.saved, self.saved_halved)
+        exact, was_half = self.exact, self.was_half
         self.engine.close()
         log = self.log
         self.__init__(level, self.kind, self.loss_scale, avoided=self.avoided)  # type: ignore[misc]
         self.log = [*log, *self.log]
-        self.exact = exact
+        self.exact, self.was_half = exact, was_half
         self.saved, self.saved_halved = saved
 
     def again(self, level: str) -> None:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import pytest
+import torch
 
+import preamp
 from cases.levels import LEVEL_NAMES
 from engine.programs import (
     NAMES,
@@ -28,6 +30,7 @@ from engine.programs import (
     Write,
     WriteMasters,
     Zero,
+    loss_of,
     run,
 )
 
@@ -152,10 +155,10 @@ class Dice:
 RARE = ("poison", "fails", "outside", "checks_late", "zeroes")
 
 
-def failure(case: Case) -> AssertionError | None:
+def failure(case: Case) -> Exception | None:
     try:
         case.run()
-    except AssertionError as error:
+    except Exception as error:
         return error
     return None
 
@@ -233,6 +236,24 @@ FOUND: dict[str, list[Call]] = {
         Backward("a", 3, loss_id=1),
     ],
 }
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_an_overflow_beneath_rescaled_zeros_skips_the_step(level: str) -> None:
+    """Zeros with signs are no zeroing, but a rescaled gradient of a loss that was masked out."""
+    world = World(level, loss_scale="dynamic")
+    before = world.ours.q.detach().clone()
+    Backward("q", 0, poison=True).run(world)
+    masked = loss_of(world.ours, "q", 0) * 0.0
+    with preamp.scale_loss(masked, world.opts[0], delay_unscale=True) as scaled:
+        scaled.backward()
+    assert world.ours.q.grad is not None
+    world.ours.q.grad.div_(2)
+    with preamp.scale_loss(loss_of(world.ours, "q", 0), world.opts[0]) as scaled:
+        scaled.backward()
+    world.opts[0].step()
+    assert world.engine.last_step_skipped
+    assert torch.equal(world.ours.q, before)
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)

@@ -12,7 +12,7 @@ from typing import Any
 def names(package: str, **modules: str) -> Callable[[str], Any]:
     """Make the ``__getattr__`` (PEP 562) of a package or module from names' modules.
 
-    These are told from the package; an empty one means that the name is a submodule.
+    A module is told by its path below the package; an empty one says that the name is a module.
     """
 
     def load(name: str) -> Any:

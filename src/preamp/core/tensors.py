@@ -88,11 +88,6 @@ def version_of(tensor: torch.Tensor) -> int:
     return own
 
 
-def has_nonzero(grad: torch.Tensor) -> bool:
-    """Whether ``grad`` has a value other than zero; nan counts. Synchronises."""
-    return bool((grad.coalesce().values() if grad.is_sparse else grad).any())
-
-
 def versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     """`version_of` each of several tensors, -1 for ``None``; without a call for each."""
     if has_sharded(tensors):

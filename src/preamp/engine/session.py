@@ -21,7 +21,6 @@ from preamp.core.ranks import has_process_group
 from preamp.core.tensors import (
     are_same,
     grad_of,
-    has_nonzero,
     has_sharded,
     host_reaches,
     is_sharded,
@@ -39,6 +38,7 @@ from preamp.optim import (
     Weights,
     WeightTable,
     cast_state,
+    is_zeroed,
     leaves_of,
     without_masters,
 )
@@ -336,8 +336,11 @@ class GradientBooks:
             inverse = None if scaler.is_identity else note.scale.reciprocal()
             self.delayed = Delayed(scaler, generation, inverse, note)
         self.delayed.has_gradients |= self.holds_raw()
-        self.delayed.versions = versions_of([leaf.grad for leaf in self.leaves()])
         self.delayed.note, self.stage = note, Stage.SCALED
+        self._note_versions(self.delayed)
+
+    def _note_versions(self, delayed: Delayed) -> None:
+        delayed.versions = versions_of([leaf.grad for leaf in self.leaves()])
 
     def census(self, scaler: LossScaler, note: GradientNote) -> torch.Tensor | None:
         """Look for overflow; note what is found.
@@ -462,13 +465,16 @@ class GradientBooks:
             [table.holds_gradient for table in self.tables]
         )
 
-    def is_zeroed(self, delayed: Delayed) -> bool:
-        """Whether the script has zeroed or dropped all gradients left scaled since the latest."""
+    def lost_delayed(self, delayed: Delayed) -> bool:
+        """Whether the script has zeroed or dropped all gradients left scaled.
+
+        Zeros with a sign are none of a script's: they stand in for earlier gradients.
+        """
         grads = [leaf.grad for leaf in self.leaves()]
-        if len(grads) != len(delayed.versions):  # resumed, or another group since
+        if len(grads) != len(delayed.versions):  # there is another group since
             return False
-        return not any(
-            grad is not None and (now == then or has_nonzero(grad))
+        return all(
+            grad is None or (now != then and not grad.is_sparse and is_zeroed(grad))
             for grad, now, then in zip(grads, versions_of(grads), delayed.versions, strict=True)
         )
 
@@ -513,6 +519,8 @@ class GradientBooks:
     def resume(self, stage: Stage, delayed: Delayed | None, *, may_be_local: bool) -> None:
         """Go on where another process has stopped."""
         self.stage, self.delayed = stage, delayed
+        if delayed is not None:
+            self._note_versions(delayed)
         self._reduced_at = self._reductions.unreduced - int(may_be_local)
 
 
@@ -599,7 +607,7 @@ class OptimizerSession:
         self.adopt()
         self._forget_abandoned()
         books = self.gradients
-        if self.found_inf is not None and books.delayed and books.is_zeroed(books.delayed):
+        if self.found_inf is not None and books.delayed and books.lost_delayed(books.delayed):
             self._forget_overflow()
         # What is away could not be reduced with the rest.
         must_return = plan.may_reduce and books.may_be_local and books.has_aside

@@ -3,6 +3,7 @@
 
 from preamp.optim.direct import DirectGradients as DirectGradients
 from preamp.optim.direct import DirectMemo as DirectMemo
+from preamp.optim.direct import is_zeroed as is_zeroed
 from preamp.optim.larc import LARC as LARC
 from preamp.optim.master_parameter import MasterParameter as MasterParameter
 from preamp.optim.master_parameter import is_master as is_master

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from preamp.core.dtypes import is_half
 from preamp.core.ranks import has_process_group
-from preamp.core.tensors import has_nonzero, local_of, stored_grad, version_of
+from preamp.core.tensors import local_of, stored_grad, version_of
 from preamp.kernels import Ops
 
 Parameters = Iterable[torch.Tensor]
@@ -92,9 +92,14 @@ class _Earlier:
 
 
 def is_zeroed(grad: torch.Tensor) -> bool:
-    """Whether ``grad`` was zeroed, to minus zero too, as by a product with 0. Synchronises."""
+    """Whether ``grad`` is zeros as a script leaves them, all without a sign. Synchronises."""
     local = local_of(grad)
     return not bool(local.any()) and not bool(torch.signbit(local).any())
+
+
+def has_nonzero(grad: torch.Tensor) -> bool:
+    """Whether ``grad`` has a value other than zero; nan counts. Synchronises."""
+    return bool((grad.coalesce().values() if grad.is_sparse else grad).any())
 
 
 class DirectGradients:
@@ -201,8 +206,7 @@ class DirectGradients:
             param.grad = None
         for key, earlier in self._aside.items():
             earlier.param.grad = None if key in dropped else earlier.grad
-            if earlier.is_carried:  # a copy, whose version says nothing
-                self._versions.pop(key, None)
+            self._versions.pop(key, None)  # it may be a copy, whose version says nothing
         self._aside.clear()
         self._placeholders.forget()
 

@@ -735,7 +735,7 @@ class WeightTable(WeightPairs):
         arrived, self._arrived = None if self.has_sharded else self._arrived, None
         self.grads = list(map(grad_of, self.halves)) if arrived is None else arrived
         self.versions = self._versions_of(self.grads)
-        devices = {self.halves[0].device} if self.are_alike else kinds_of(device_of, self.halves)
+        devices = kinds_of(device_of, self.grads)
         made = {device: Record(factors(device), is_plain=is_plain) for device in devices}
         if len(made) == 1:
             (record,) = made.values()
