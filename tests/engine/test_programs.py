@@ -201,7 +201,8 @@ def test_programs_do_what_plain_torch_does(
         case = Dice(f"{seed} {level} {part} {number}").case(level)
         if failure(case):
             case = smallest(case)
-            raise AssertionError(f"{failure(case)}\n{case}")
+            error = failure(case)
+            raise AssertionError(f"{error}\n{case}") from error
 
 
 FOUND: dict[str, list[Call]] = {

@@ -12,7 +12,7 @@ from typing import Any
 def names(package: str, **modules: str) -> Callable[[str], Any]:
     """Make the ``__getattr__`` (PEP 562) of a package or module from names' modules.
 
-    A module is told by its path below the package; an empty one says that the name is a module.
+    Each is a relative import without its first dot; an empty one says that the name is a module.
     """
 
     def load(name: str) -> Any:

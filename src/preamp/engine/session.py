@@ -465,13 +465,13 @@ class GradientBooks:
             [table.holds_gradient for table in self.tables]
         )
 
-    def lost_delayed(self, delayed: Delayed) -> bool:
-        """Whether the script has zeroed or dropped all gradients left scaled.
+    def has_lost_delayed(self) -> bool:
+        """Whether gradients were left scaled, and the script has zeroed or dropped them all.
 
         Zeros with a sign are none of a script's: they stand in for earlier gradients.
         """
-        grads = [leaf.grad for leaf in self.leaves()]
-        if len(grads) != len(delayed.versions):  # there is another group since
+        delayed, grads = self.delayed, [leaf.grad for leaf in self.leaves()]
+        if delayed is None or len(grads) != len(delayed.versions):  # or there is another group
             return False
         return all(
             grad is None or (now != then and not grad.is_sparse and is_zeroed(grad))
@@ -607,7 +607,7 @@ class OptimizerSession:
         self.adopt()
         self._forget_abandoned()
         books = self.gradients
-        if self.found_inf is not None and books.delayed and books.lost_delayed(books.delayed):
+        if self.found_inf is not None and books.has_lost_delayed():
             self._forget_overflow()
         # What is away could not be reduced with the rest.
         must_return = plan.may_reduce and books.may_be_local and books.has_aside
