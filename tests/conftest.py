@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import weakref
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from alias.harness import Zygote
-from cases.selection import SUITES, select
+from cases.selection import SUITE, SUITES, select
 from preamp.engine import Engine
 
 torch.set_num_threads(1)
@@ -38,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ[SUITE] = config.getoption("--suite")
     if not config.getoption("--hypothesis-profile"):
         is_quick = config.getoption("--suite") == "quick"
         hypothesis.settings.load_profile("quick" if is_quick else "full")

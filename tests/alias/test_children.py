@@ -71,6 +71,7 @@ def test_workers_of_a_script(python: Run, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.full
 def test_workers_of_a_module(python: Run, tmp_path: Path) -> None:
     """They import the module again by its name, not by its file."""
     short = WORKERS.replace('("spawn", "forkserver")', '("spawn",)').partition("    loader")[0]

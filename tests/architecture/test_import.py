@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FORKS = """
 import os, sys
 import torch
@@ -87,6 +89,7 @@ HEAVY = {
 }
 
 
+@pytest.mark.full
 def test_a_heavy_import_is_found(tmp_path: Path) -> None:
     for number, text in enumerate(HEAVY):
         (tmp_path / f"heavy_module_{number}.py").write_text(text, encoding="utf-8")

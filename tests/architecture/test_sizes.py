@@ -89,10 +89,12 @@ def may_be_wide(path: Path, function: Function) -> bool:
     )
 
 
+@pytest.mark.full
 def test_code_is_within_the_limits() -> None:
     assert [line for path in CODE for line in too_long_or_wide(path)] == []
 
 
+@pytest.mark.full
 def test_no_exception_is_stale() -> None:
     wide = {
         function.name

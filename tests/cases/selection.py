@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import hypothesis
 import pytest
 
+SUITE = "PREAMP_TEST_SUITE"
+"""The environment variable that says in child processes which suite runs."""
+
 SUITES = ("quick", "rest", "all")
-"""``rest`` is what ``quick`` leaves out, and the searches of hypothesis, which are longer there."""
+"""``rest`` is what ``quick`` leaves out, and the tests that try more there."""
 
 
 def select(items: Sequence[pytest.Item], suite: str) -> list[pytest.Item]:
@@ -44,9 +49,24 @@ def examples(count: int) -> int:
     return max(min(count, 10), count * hypothesis.settings().max_examples // 100)
 
 
+def combinations(*axes: Iterable[Any], size: int = 1) -> list[tuple[Any, ...]]:
+    """All combinations of values; in the quick suite a few that have every ``size`` of them.
+
+    For loops within a test that is marked ``more``; in its ranks too, which inherit the
+    environment.
+    """
+    lists = list(map(list, axes))
+    rows = list(itertools.product(*lists))
+    if os.environ.get(SUITE) != "quick":
+        return rows
+    places = list(itertools.product(*(range(len(values)) for values in lists)))
+    return [rows[number] for number in sorted(covering(places, size))]
+
+
 def is_search(item: pytest.Item) -> bool:
-    """Whether hypothesis makes the examples of ``item``."""
-    return getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+    """Whether ``item`` tries more in the full suite than in the quick one."""
+    is_marked = item.get_closest_marker("more") is not None
+    return is_marked or getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
 
 
 def values_of(item: pytest.Item) -> tuple[object, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,22 @@ import torch.distributed as dist
 
 import preamp
 from cases.levels import LEVEL_NAMES
+from cases.selection import combinations
 from checkpoint.rank_checks import shared_folder
 from checkpoint.sharded_runs import Parallel, Run, fused_adam, net, torch_adamw
 from engine.harness import same
 from preamp.checkpoint import gathering, latest_checkpoint, read_checkpoint, saving
 from preamp.core.tensors import local_of
 
+LEVELS = ("O1", "O2", "O5")
+WAYS: tuple[Parallel, ...] = ("fsdp", "zero1", "ddp")
+
 
 def check_bitwise_resume() -> None:
     """Between steps, after a skipped one, and with gradients there; on as many ranks."""
-    for parallel in ("fsdp", "zero1"):
-        for level in LEVEL_NAMES:
-            for build in (fused_adam, torch_adamw):
-                resume_once(level, parallel, build)
+    builds = (fused_adam, torch_adamw)
+    for level, parallel, build in combinations(LEVEL_NAMES, ("fsdp", "zero1"), builds):
+        resume_once(level, parallel, build)
 
 
 def resume_once(level: str, parallel: Parallel, build: Any) -> None:
@@ -54,23 +58,19 @@ def resume_once(level: str, parallel: Parallel, build: Any) -> None:
 
 def check_other_ways_to_share() -> None:
     """Each way loads what each other way has saved, with exact masters and optimizer state."""
-    for level in ("O1", "O2", "O5"):
-        folder = shared_folder()
-        ways: tuple[Parallel, ...] = ("fsdp", "ddp", "zero1")
-        for saved in ways:
-            run = Run(level, saved)
-            run.step()
-            run.step()
-            run.save(folder / saved)
-            expected = run.whole()
-            run.close()
-            assert (folder / saved).is_dir() is (saved != "ddp")
-            for loaded in ways:
-                other = Run(level, loaded, seed=1)
-                other.load(folder / saved)
-                assert same(other.whole(), expected), (level, saved, loaded)
-                other.step()
-                other.close()
+    for level, saved, loaded in combinations(LEVELS, WAYS, WAYS, size=2):
+        folder, run = shared_folder(), Run(level, saved)
+        run.step()
+        run.step()
+        run.save(folder / saved)
+        expected = run.whole()
+        run.close()
+        assert (folder / saved).is_dir() is (saved != "ddp")
+        other = Run(level, loaded, seed=1)
+        other.load(folder / saved)
+        assert same(other.whole(), expected), (level, saved, loaded)
+        other.step()
+        other.close()
 
 
 def check_every_part_is_written_once() -> None:
@@ -244,15 +244,11 @@ def saved_folder() -> Path:
     return Path(os.environ["PREAMP_TEST_FOLDER"]) / "saved"
 
 
-WAYS: tuple[Parallel, ...] = ("fsdp", "zero1", "ddp")
-SAVED = [(level, way) for level in ("O1", "O2", "O5") for way in WAYS]
-
-
 def save_for_others() -> None:
     """Leave checkpoints, and what is in them, for other numbers of ranks."""
     folder = saved_folder()
     folder.mkdir(exist_ok=True)
-    for level, way in SAVED:
+    for level, way in itertools.product(LEVELS, WAYS):
         run = Run(level, way)
         run.step()
         run.step(poison=True)
@@ -275,20 +271,17 @@ def save_for_others() -> None:
 def check_loading_from_two_ranks() -> None:
     """Into any number of ranks, in each way to share; gradients and counters with it."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    for level, saved in SAVED:
-        ways: tuple[Parallel, ...] = WAYS if level == "O2" else ("fsdp",)
+    ways: tuple[Parallel, ...] = WAYS if ranks > 1 else ("none",)
+    for level, saved, way in combinations(LEVELS, WAYS, ways, size=2):
         expected = torch.load(saved_folder() / f"{level}-{saved}.expected", weights_only=False)
-        if ranks == 1:
-            ways = ("none",)
-        for way in ways:
-            run = Run(level, way, seed=1)
-            run.load(saved_folder() / f"{level}-{saved}")
-            assert same(run.whole(), expected), (level, saved, way)
-            assert (run.engine.steps_applied, run.engine.steps_skipped) == (2, 1)
-            run.update()
-            assert not run.engine.last_step_skipped
-            run.step()
-            run.close()
+        run = Run(level, way, seed=1)
+        run.load(saved_folder() / f"{level}-{saved}")
+        assert same(run.whole(), expected), (level, saved, way)
+        assert (run.engine.steps_applied, run.engine.steps_skipped) == (2, 1)
+        run.update()
+        assert not run.engine.last_step_skipped
+        run.step()
+        run.close()
     run = Run("O2", "fsdp" if ranks > 1 else "none")
     run.load(saved_folder() / "overflow")
     before = run.whole()["weights"]

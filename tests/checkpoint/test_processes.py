@@ -19,7 +19,7 @@ import preamp
 from preamp.checkpoint import latest_checkpoint, stop_on_signal
 
 ROOT = Path(__file__).parents[2]
-KILLS = int(os.environ.get("PREAMP_KILLS", "25"))
+KILLS = int(os.environ.get("PREAMP_KILLS", "8"))
 
 
 @pytest.mark.parametrize(

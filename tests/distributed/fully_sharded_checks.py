@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import preamp
 from cases.levels import LEVEL_NAMES, WITH_MASTERS
+from cases.selection import combinations
 from preamp.core.tensors import local_of
 from preamp.optimizers import FusedAdam
 
@@ -109,26 +111,24 @@ def assert_rounded(run: Run) -> None:
 
 
 def check_levels_agree_with_one_process() -> None:
-    for level in LEVEL_NAMES:
-        for optimize in (sgd, lambda params: FusedAdam(params, lr=0.25)):
-            sharded, single = (Run(level, optimize, is_sharded=it) for it in (True, False))
-            assert same(sharded.weights(), list(map(whole, make().state_dict().values())))
-            for run in (sharded, single):
-                run.step()
-            assert same(sharded.weights(), single.weights()), level
-            state = sharded.model.state_dict()
-            assert all(isinstance(value, DTensor) for value in state.values())
-            assert {value.dtype for value in state.values()} == {torch.float32}
-            if level in WITH_MASTERS:
-                assert_rounded(sharded)
-            for run in (sharded, single):
-                run.engine.close()
-            assert same([whole(p) for p in sharded.model.parameters()], single.weights())
-            # The model trains on in float32: what fully_shard keeps of dtypes was renewed.
-            sharded.model(batch(0)).sum().backward()
-            assert {p.grad.dtype for p in sharded.model.parameters() if p.grad is not None} == {
-                torch.float32
-            }
+    for level, optimize in combinations(LEVEL_NAMES, (sgd, partial(FusedAdam, lr=0.25))):
+        sharded, single = (Run(level, optimize, is_sharded=it) for it in (True, False))
+        assert same(sharded.weights(), list(map(whole, make().state_dict().values())))
+        for run in (sharded, single):
+            run.step()
+        assert same(sharded.weights(), single.weights()), level
+        state = sharded.model.state_dict()
+        assert all(isinstance(value, DTensor) for value in state.values())
+        assert {value.dtype for value in state.values()} == {torch.float32}
+        if level in WITH_MASTERS:
+            assert_rounded(sharded)
+        for run in (sharded, single):
+            run.engine.close()
+        assert same([whole(p) for p in sharded.model.parameters()], single.weights())
+        # The model trains on in float32: what fully_shard keeps of dtypes was renewed.
+        sharded.model(batch(0)).sum().backward()
+        grads = [p.grad for p in sharded.model.parameters() if p.grad is not None]
+        assert {grad.dtype for grad in grads} == {torch.float32}
 
 
 def check_a_trained_model_changes_levels() -> None:

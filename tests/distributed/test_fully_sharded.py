@@ -29,6 +29,7 @@ def skip_the_rest() -> None:
         pytest.skip("fully_shard of this torch needs events of streams, which its CPUs lack")
 
 
+@pytest.mark.more
 def test_on_two_ranks(tmp_path: Path) -> None:
     modules = [sharded_optimizer_checks]
     if RUNS_ON_CPUS:

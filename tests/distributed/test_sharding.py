@@ -16,6 +16,7 @@ from preamp.distributed.shard_optimizer import span_of
 from preamp.parallel import shard_optimizer
 
 
+@pytest.mark.more
 def test_on_two_ranks(tmp_path: Path) -> None:
     assert_pass(checks_of(shard_checks), 2, tmp_path)
 

@@ -23,6 +23,7 @@ from distributed.ranks import assert_pass, checks_of
 from preamp.parallel import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
 
 
+@pytest.mark.more
 def test_on_two_ranks(tmp_path: Path) -> None:
     assert_pass(checks_of(sync_batchnorm_checks), 2, tmp_path)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from distributed import agreement_checks, torch_ddp_checks, wrapping_checks
 from distributed.ranks import assert_pass, checks_of
 
 
+@pytest.mark.more
 def test_on_two_ranks(tmp_path: Path) -> None:
     assert_pass(checks_of(torch_ddp_checks), torch_ddp_checks.RANKS, tmp_path)
 

@@ -68,6 +68,7 @@ def test_strict(doctor: Doctor, text: str, status: int) -> None:
     assert doctor(text, "--strict").returncode == status
 
 
+@pytest.mark.full
 def test_the_traceback_is_that_of_python(doctor: Doctor, tmp_path: Path) -> None:
     done = doctor(BUG + "def f():\n    raise ValueError('oh')\nf()\n")
     plain = run_python(("train.py",), tmp_path)

@@ -515,6 +515,7 @@ def test_rotary_codes_are_as_exact_as_half_allows() -> None:
     assert torch.equal(model.inv_freq, 1.0 / 10000.0 ** (torch.arange(0, 8, 2) / 8))
 
 
+@pytest.mark.each
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize("level", HALF_WEIGHTS)

@@ -214,6 +214,7 @@ def run(case: Case) -> None:
     engine.close()
 
 
+@pytest.mark.each
 @pytest.mark.apex("2.2 O0, O3 defaults", "2.2 O1", "2.2 O2", "2.7 num_losses and loss_id")
 @pytest.mark.parametrize("accumulate", [1, 3], ids=lambda n: f"every{n}")
 @pytest.mark.parametrize("several", [False, True], ids=["one", "several"])

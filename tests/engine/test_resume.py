@@ -172,9 +172,8 @@ torch.save(run.numbers(), path)
 """
 
 
-@pytest.mark.parametrize(
-    ("level", "optimizer"), [("O2", "adam"), pytest.param("O1", "sgd", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("level", "optimizer"), [("O2", "adam"), ("O1", "sgd")])
 def test_resume_in_another_process(level: str, optimizer: str, tmp_path: Path) -> None:
     whole = Run(level, optimizer, loss_scale="dynamic")
     whole.initialize()

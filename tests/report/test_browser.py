@@ -102,6 +102,7 @@ def visit(browser: Any, pages: dict[str, Path]) -> Iterator[Any]:
         seen.page.context.close()
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("width", [375, 1280])
 @pytest.mark.parametrize("name", ["one", "many", "hostile", "empty"])
 def test_page_is_quiet_complete_and_fits(visit: Any, name: str, width: int) -> None:

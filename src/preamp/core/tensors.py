@@ -30,6 +30,7 @@ dtype_of: Callable[[Any], torch.dtype] = attrgetter("dtype")
 device_of: Callable[[Any], torch.device] = attrgetter("device")
 layout_of: Callable[[Any], torch.layout] = attrgetter("layout")
 _own_version: Callable[[Any], int] = attrgetter("_version")
+_device_number: Callable[[Any], int] = torch.Tensor.get_device
 
 
 def kinds_of(kind: Callable[[Any], Any], tensors: Sequence[torch.Tensor | None]) -> set[Any]:
@@ -38,6 +39,16 @@ def kinds_of(kind: Callable[[Any], Any], tensors: Sequence[torch.Tensor | None])
         return set(map(kind, tensors))
     except AttributeError:  # there is a None
         return {kind(tensor) for tensor in tensors if tensor is not None}
+
+
+def devices_of(tensors: Sequence[torch.Tensor | None]) -> set[torch.device]:
+    """The devices of those that are not ``None``."""
+    try:
+        numbers = set(map(_device_number, tensors))
+    except TypeError:  # there is a None
+        return kinds_of(device_of, tensors)
+    # Half the price of asking for devices; two kinds of accelerators might share a number.
+    return kinds_of(device_of, tensors if len(numbers) > 1 else tensors[:1])
 
 
 def are_same(some: Sequence[object], others: Sequence[object]) -> bool:

@@ -29,7 +29,7 @@ from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import (
     WeightMarks,
-    device_of,
+    devices_of,
     grad_of,
     is_sharded,
     kinds_of,
@@ -735,7 +735,7 @@ class WeightTable(WeightPairs):
         arrived, self._arrived = None if self.has_sharded else self._arrived, None
         self.grads = list(map(grad_of, self.halves)) if arrived is None else arrived
         self.versions = self._versions_of(self.grads)
-        devices = kinds_of(device_of, self.grads)
+        devices = devices_of(self.grads)
         made = {device: Record(factors(device), is_plain=is_plain) for device in devices}
         if len(made) == 1:
             (record,) = made.values()

@@ -16,7 +16,7 @@ import abc
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -449,9 +449,13 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         dtype = params[0].dtype
         if key in self._wide_state:
             dtype = math_dtype(dtype)
+        try:
+            kept: list[Any] = list(map(itemgetter(key), states))
+            if set(map(dtype_of, kept)) == {dtype}:
+                return kept
+        except (KeyError, AttributeError):  # one has none, or None
+            pass
         found: list[Any] = [state.get(key) for state in states]
-        if not any([value is None for value in found]) and set(map(dtype_of, found)) == {dtype}:
-            return found
         for place, (param, state, value) in enumerate(zip(params, states, found, strict=True)):
             if value is None:
                 found[place] = state[key] = make(param, dtype)
