@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.selection import covering, examples, select
+from cases.selection import SUITE, combinations, covering, examples, select
 
 
 @pytest.mark.parametrize("sizes", [(5, 4, 3), (8, 6, 6, 4), (2, 2, 2, 2, 2, 7), (3, 1, 1)])
@@ -55,6 +55,19 @@ def test_a_search(number: int) -> None:
 @pytest.mark.full
 def test_only_in_the_full_suite(request: pytest.FixtureRequest) -> None:
     assert request.config.getoption("--suite") != "quick"
+
+
+def test_loops_are_short_in_the_quick_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = ("abc", (1, 2), [True, False])
+    monkeypatch.setenv(SUITE, "quick")
+    few, pairs = combinations(*axes), combinations(*axes, size=2)
+    assert (len(few), len(pairs)) == (3, 6)
+    assert [set(values) for values in zip(*few, strict=True)] == [set("abc"), {1, 2}, {True, False}]
+    for suite in ("rest", "all"):
+        monkeypatch.setenv(SUITE, suite)
+        assert combinations(*axes) == list(itertools.product(*axes))
+    monkeypatch.delenv(SUITE)
+    assert combinations(*axes) == list(itertools.product(*axes))
 
 
 def test_searches_are_as_long_as_the_profile_says() -> None:
