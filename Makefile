@@ -60,7 +60,7 @@ $(VENV)/.ready-venv:
 	@touch $@
 
 $(VENV)/.ready-demo: pyproject.toml constraints.txt $(VENV)/.ready-venv
-	$(INSTALL) -e '.[cli,report]'
+	$(INSTALL) -e '.[cli,cpu,report]'
 	@touch $@
 
 $(VENV)/.ready-dev: pyproject.toml constraints.txt $(VENV)/.ready-venv

@@ -8,6 +8,7 @@ import os
 import random
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -20,6 +21,9 @@ from cases.selection import SUITE, SUITES, select
 from preamp.engine import Engine
 
 torch.set_num_threads(1)
+
+# Machine code that tests make is theirs; processes that they start find it too.
+os.environ.setdefault("PREAMP_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "preamp"))
 
 # For each device that is not there, torch.manual_seed would format a stack trace, to be shown if it
 # ever comes: as long as many a test takes.

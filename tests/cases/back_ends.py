@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from preamp.kernels.blocks import Blocks, Sizes
+from preamp.kernels.jit import Jit
 from preamp.kernels.reference import Reference
 
 REFERENCE: Any = Reference()
 BLOCKS = Blocks()
+JIT = Jit()
 
 CUT = Blocks(Sizes(small=1000, large=3000, large_at_least=1))
 """On a CPU, with blocks small enough for the tensors of the tests to fill several."""
@@ -37,7 +39,7 @@ def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-_AS_THEY_ARE = {"reference": REFERENCE, "blocks": BLOCKS, "joined": JOINED}
+_AS_THEY_ARE = {"reference": REFERENCE, "blocks": BLOCKS, "joined": JOINED, "jit": JIT}
 _EVERY = {**_AS_THEY_ARE, "cut": CUT, "joined-cut": JOINED_AND_CUT}
 
 every_back_end = pytest.mark.parametrize("ops", _EVERY.values(), ids=_EVERY)

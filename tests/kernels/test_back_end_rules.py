@@ -261,7 +261,12 @@ def test_halves_of_several_dtypes(ops: Any, row: RuleRow, flag: float | None) ->
     ours = run(ops, row, before, step=2, found_inf=found_inf, halves=halves)
     if not flag:
         wanted = [param.to(half.dtype) for param, half in zip(ours[0], halves, strict=True)]
-    assert_bits(halves, wanted)
+    for half, want in zip(halves, wanted, strict=True):
+        # Processors round nan to different bits.
+        known = (
+            half.isnan() & want.isnan() if not flag else torch.zeros_like(half, dtype=torch.bool)
+        )
+        assert_bits([half.masked_fill(known, 0)], [want.masked_fill(known, 0)])
 
 
 @every_back_end

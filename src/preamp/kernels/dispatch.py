@@ -18,6 +18,7 @@ from preamp.kernels.ops import Ops
 
 _CLASSES: Final[Mapping[str, str]] = {
     "triton": "Triton",
+    "jit": "Jit",
     "blocks": "Blocks",
     "reference": "Reference",
 }
@@ -53,6 +54,12 @@ def backend(name: str = "auto") -> Ops:
             "It comes with torch for CUDA, ROCm and XPU",
             "Install triton, or leave the argument out to let preamp choose",
         )
+    if name == "jit" and (why := lacks_numba()) is not None:
+        raise unavailable(
+            f"backend='jit' was asked for, but {why}",
+            "Its kernels are compiled by numba, which is not there by default",
+            "pip install 'preamp[cpu]', or leave the argument out to let preamp choose",
+        )
     return ByDevice(name, lambda device: _load_for(name, device))
 
 
@@ -62,10 +69,25 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@functools.cache
+def lacks_numba() -> str | None:
+    """Why numba cannot be used, or ``None``. Imports it, since versions of numpy matter."""
+    if importlib.util.find_spec("numba") is None:
+        return "the package numba is not installed"
+    try:
+        importlib.import_module("numba")
+    except Exception as error:  # whatever an extension raises
+        return f"the package numba cannot be imported: {error}"
+    return None
+
+
 def choose(device: torch.device) -> tuple[str, str]:
     """Return the name of the back end that ``"auto"`` stands for on ``device``, and the reason."""
     if device.type == "cpu":
-        return "blocks", "blocks that stay in the cache"
+        why = lacks_numba()
+        if why is None:
+            return "jit", "one pass over all tensors of a dtype"
+        return "blocks", f"blocks that stay in the cache; for one pass: {why}"
     if device.type in _TRITON_DEVICES:
         if has_triton() and os.environ.get("TRITON_INTERPRET", "0") in {"", "0"}:
             return "triton", "one launch for all tensors of a dtype"
@@ -76,6 +98,12 @@ def choose(device: torch.device) -> tuple[str, str]:
 
 
 def _load_for(name: str, device: torch.device) -> Ops:
+    if name == "jit" and device.type != "cpu":
+        raise unavailable(
+            f"backend='jit' was given a tensor on {device}",
+            "Its kernels run on the CPU only",
+            "Leave the argument out to let preamp choose",
+        )
     if name == "cpu" and device.type != "cpu":
         raise unavailable(
             f"backend='cpu' was given a tensor on {device}",

@@ -23,24 +23,20 @@ from preamp.core.tensors import dtype_of, host_reaches
 from preamp.kernels.blocks.cut import (
     REFERENCE,
     Block,
-    Column,
     Cut,
     Plan,
     Sizes,
     Workspace,
     blocks_of,
     by_dtype,
-    check_lengths,
-    check_shapes,
     copy_,
     copy_where_wanted,
     flatten,
-    geometry_of,
     plan_of,
     regular,
-    shapes_of,
     split,
 )
+from preamp.kernels.geometry import Column, check_lengths, check_shapes, geometry_of, shapes_of
 from preamp.kernels.ops import Census, Ops, Tensors
 from preamp.kernels.reference.formulas import apply, measured, number_of, order_of, takes_norms
 from preamp.kernels.reference.update import Slot

@@ -10,10 +10,10 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Ops, Tensors
+from preamp.kernels.places import Group, Row, pick, sort
 from preamp.kernels.triton.device.elementwise import combine_kernel
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.launch import REFERENCE, check_devices, launch, moved, scalar
-from preamp.kernels.triton.places import Group, Row, pick, sort
 from preamp.kernels.triton.tables import CHUNK, table
 
 

@@ -10,10 +10,10 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Census, Ops, Tensors
+from preamp.kernels.places import Group, pick, sort
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.device.reductions import gather_kernel, measure_chunks
 from preamp.kernels.triton.launch import REFERENCE, check_devices, given, launch, moved
-from preamp.kernels.triton.places import Group, pick, sort
 from preamp.kernels.triton.tables import CHUNK, Table, table
 from preamp.kernels.vectors import stack
 

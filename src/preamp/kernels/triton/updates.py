@@ -12,6 +12,7 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Tensors
+from preamp.kernels.places import pick, sort
 from preamp.kernels.rules import (
     AdagradRule,
     AdamRule,
@@ -36,7 +37,6 @@ from preamp.kernels.triton.device.updates import (
 )
 from preamp.kernels.triton.elementwise import Elementwise
 from preamp.kernels.triton.launch import REFERENCE, check_devices, given, launch, number, scalar
-from preamp.kernels.triton.places import pick, sort
 from preamp.kernels.triton.reductions import Reductions, gather, gathered, measure
 from preamp.kernels.triton.tables import CHUNK, Table, table
 

@@ -9,11 +9,10 @@ from typing import TypeVar, cast
 
 import torch
 
+from preamp.kernels.geometry import OWN_MEMORY
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What kernels load and store."""
-
-_OWN_MEMORY = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types that lie in memory; of others it is asked."""
 
 T = TypeVar("T")
 Row = Sequence[torch.Tensor | None]
@@ -74,7 +73,7 @@ def _dtypes(place: Row, shaped: int) -> tuple[torch.dtype | None, ...] | None:
         dtype = tensor.dtype
         if dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_neg():
             return None
-        if type(tensor) not in _OWN_MEMORY and tensor.numel() and not tensor.data_ptr():
+        if type(tensor) not in OWN_MEMORY and tensor.numel() and not tensor.data_ptr():
             return None  # a wrapper around other tensors, such as DTensor
         if tensor.device != device or (index < shaped and tensor.shape != shape):
             return None

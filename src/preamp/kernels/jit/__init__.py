@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Kernels for CPUs that numba compiles at first use; no compiler has to be on the machine.
+
+One launch for each combination of dtypes walks a table of addresses, whatever the number of
+tensors: it reads half gradients, updates float32 masters and rounds them into half weights in one
+pass over memory, which none of torch's operations does. Tensors may lie in memory in any order of
+dimensions. What no kernel can walk goes to the reference, one tensor at a time: sparse and complex
+gradients, other dtypes, memory with gaps, wrappers, and places whose tensors differ in strides.
+
+Values on a CPU are read at once, which waits for nobody: with an overflow nothing is launched.
+
+Apart from sums, whose order is fixed here, results have the bits of the reference.
+"""
+
+from preamp.kernels.jit.ops import Jit as Jit

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOptionalOperand=false
+# pyright: reportMissingTypeStubs=false, reportOptionalSubscript=false, reportGeneralTypeIssues=false
+"""The update rules for one element: `preamp.kernels.rules`, each operation rounded on its own.
+
+A rule comes as a record of numbers in the dtype of the computation and of options, which are
+``None`` for no, so that compiled code knows them. Operations come in the order of
+`preamp.kernels.reference.formulas`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba.extending import overload
+
+from preamp.kernels.jit.compiler import ALWAYS_INLINE
+
+Option = int | None
+
+
+class Adam(NamedTuple):
+    """See `AdamRule`; ``size`` is the learning rate, corrected where that is how it is done."""
+
+    size: Any
+    beta1: Any
+    beta1_left: Any  # ``1 - beta1``
+    beta2: Any
+    beta2_left: Any
+    eps: Any
+    decay: Any
+    c1: Any  # bias corrections, 1 for none
+    c2: Any
+    coupled: Option  # add the decay to the gradient
+    decoupled: Option
+    eps_inside: Option
+
+
+class Lamb(NamedTuple):
+    """See `LambRule`."""
+
+    beta1: Any
+    beta3: Any
+    beta2: Any
+    beta2_left: Any
+    eps: Any
+    decay: Any
+    c1: Any
+    c2: Any
+    coupled: Option
+    decoupled: Option
+
+
+class Sgd(NamedTuple):
+    """See `SgdRule`."""
+
+    size: Any
+    momentum: Any
+    share: Any  # of a new gradient in the momentum
+    decay: Any
+    is_first: bool
+    has_momentum: Option
+    nesterov: Option
+    decays_before: Option
+    decays_after: Option
+
+
+class Lars(NamedTuple):
+    """See `LarsRule`."""
+
+    momentum: Any
+    decay: Any
+    nesterov: Option
+
+
+class Adagrad(NamedTuple):
+    """See `AdagradRule`."""
+
+    size: Any
+    eps: Any
+    decay: Any
+    coupled: Option
+    decoupled: Option
+
+
+class NovoGrad(NamedTuple):
+    """See `NovoGradRule`."""
+
+    size: Any
+    beta1: Any
+    beta3: Any
+    decay: Any
+    c1: Any
+    inside_moment: Option
+
+
+def direction(p, g, m, v, rule):
+    """The direction of a step of a rule with two moments, and the new moments."""
+
+
+def length(number, rule):
+    """How far to go in that direction; ``number`` is that of the tensor."""
+
+
+def stepped(p, g, m, number, rule):
+    """The new parameter and the new moment of a rule with one."""
+
+
+@overload(direction, jit_options=ALWAYS_INLINE)
+def _direction(p, g, m, v, rule):
+    if rule.instance_class is Adam:
+        return _adam
+    return _lamb
+
+
+def _adam(p, g, m, v, rule):
+    if rule.coupled is not None:
+        g = g + rule.decay * p
+    m = rule.beta1 * m + rule.beta1_left * g
+    v = rule.beta2 * v + rule.beta2_left * g * g
+    if rule.eps_inside is not None:
+        u = m / rule.c1 / np.sqrt(v / rule.c2 + rule.eps)
+    else:
+        u = m / rule.c1 / (np.sqrt(v / rule.c2) + rule.eps)
+    if rule.decoupled is not None:
+        u = u + rule.decay * p
+    return u, m, v
+
+
+def _lamb(p, g, m, v, rule):
+    if rule.coupled is not None:
+        g = g + rule.decay * p
+    m = rule.beta1 * m + rule.beta3 * g
+    v = rule.beta2 * v + rule.beta2_left * g * g
+    u = m / rule.c1 / (np.sqrt(v / rule.c2) + rule.eps)
+    if rule.decoupled is not None:
+        u = u + rule.decay * p
+    return u, m, v
+
+
+@overload(length, jit_options=ALWAYS_INLINE)
+def _length(number, rule):
+    if rule.instance_class is Adam:
+        return lambda number, rule: rule.size
+    return lambda number, rule: number
+
+
+@overload(stepped, jit_options=ALWAYS_INLINE)
+def _stepped(p, g, m, number, rule):
+    return {Sgd: _sgd, Lars: _lars, Adagrad: _adagrad, NovoGrad: _novograd}[rule.instance_class]
+
+
+def _sgd(p, g, m, number, rule):
+    if rule.decays_before is not None:
+        g = g + rule.decay * p
+    if rule.has_momentum is not None:
+        later = rule.momentum * m + rule.share * g
+        m = g if rule.is_first else later
+        if rule.nesterov is not None:
+            g = g + rule.momentum * m
+        else:
+            g = m
+    if rule.decays_after is not None:
+        g = g + rule.decay * p
+    return p - rule.size * g, m
+
+
+def _lars(p, g, m, number, rule):
+    change = number * (g + rule.decay * p)
+    m = rule.momentum * m - change
+    if rule.nesterov is not None:
+        return p + (rule.momentum * m - change), m
+    return p + m, m
+
+
+def _adagrad(p, g, m, number, rule):
+    if rule.coupled is not None:
+        g = g + rule.decay * p
+    m = m + g * g
+    u = g / (np.sqrt(m) + rule.eps)
+    if rule.decoupled is not None:
+        u = u + rule.decay * p
+    return p - rule.size * u, m
+
+
+def _novograd(p, g, m, number, rule):
+    # The number is what the gradient, or the moment, is divided by.
+    if rule.inside_moment is not None:
+        m = rule.beta1 * m + rule.beta3 * (g / number + rule.decay * p)
+        return p - rule.size * (m / rule.c1), m
+    m = rule.beta1 * m + rule.beta3 * g
+    return p - rule.size * (m / rule.c1 / number + rule.decay * p), m

@@ -1,0 +1,532 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every op of the table: what each kernel is called with, and what becomes of its results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from preamp.core.dtypes import math_dtype
+from preamp.kernels.geometry import Column, check_lengths, check_shapes, geometry_of
+from preamp.kernels.jit import formulas, loops
+from preamp.kernels.jit.launch import Chunks, chunks_of, walk
+from preamp.kernels.jit.words import CODES, ZEROS
+from preamp.kernels.ops import Census, Ops, Tensors
+from preamp.kernels.places import pick, sort
+from preamp.kernels.reference import Reference
+from preamp.kernels.reference.formulas import number_of, takes_norms
+from preamp.kernels.rules import (
+    AdagradRule,
+    AdamRule,
+    BiasCorrection,
+    LambRule,
+    LarsRule,
+    NovoGradRule,
+    Rule,
+    Scalar,
+    SgdRule,
+    Update,
+    left_out,
+    norms_at,
+)
+
+_REFERENCE = Reference()
+_CPU = torch.device("cpu")
+_torch: Any = torch
+
+Factor = torch.Tensor | float
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Places that one launch takes: in each list one dtype, or no tensors at all."""
+
+    rows: list[Sequence[torch.Tensor]]  # the lists; empty ones have no tensors
+    dtypes: list[torch.dtype | None]  # of each
+    places: Sequence[int]  # which places of the caller's lists these are
+    chunks: Chunks
+
+    def walk(self, kernel: Any, math: torch.dtype, *arguments: Any) -> None:
+        """Call a kernel on all lists."""
+        kinds = np.array([CODES[dtype] for dtype in self.dtypes])
+        walk(kernel, self.chunks, self.rows, kinds, ZEROS[math], *arguments)
+
+
+def parts_of(*columns: Column) -> tuple[list[Part], list[int]]:
+    """Sort lists into launches, and name the places that no kernel can walk."""
+    if not columns[0]:
+        return [], []
+    lists: list[Any] = [column if _is_there(column) else [] for column in columns]
+    geometry = geometry_of(*filter(len, lists))
+    if geometry is not None and geometry.is_memory and all(len(d) == 1 for d in geometry.dtypes):
+        found = iter([next(iter(dtypes)) for dtypes in geometry.dtypes])
+        dtypes = [next(found) if tensors else None for tensors in lists]
+        chunks = chunks_of(lists, geometry.shapes)
+        return [Part(lists, dtypes, range(len(columns[0])), chunks)], []
+    groups, others = sort(*columns)
+    parts: list[Part] = []
+    for group in groups:
+        if group.device.type != "cpu":
+            others += group.positions
+            continue
+        rows = list[Sequence[torch.Tensor]](group.rows)
+        parts.append(Part(rows, list(group.dtypes), group.positions, chunks_of(rows, None)))
+    return parts, sorted(others)
+
+
+def _is_there(column: Column) -> bool:
+    return bool(column) and column[0] is not None
+
+
+def _number(value: Scalar, dtype: torch.dtype) -> Any:
+    """A number, or 0-dim tensor, as kernels take numbers of the computation."""
+    number = value.item() if isinstance(value, torch.Tensor) else value
+    return np.float64(number) if dtype is torch.float64 else np.float32(number)
+
+
+def _vector(values: Scalar, dtype: torch.dtype, count: int) -> np.ndarray:
+    """One number for each tensor."""
+    if not isinstance(values, torch.Tensor) or values.dim() == 0:
+        return np.full(count, _number(values, dtype))
+    return values.detach().to(_CPU, dtype).contiguous().numpy()
+
+
+def _option(wanted: object) -> int | None:
+    return 1 if wanted else None
+
+
+class Jit(Ops):
+    """Every op in kernels that numba compiles."""
+
+    name = "jit"
+
+    # -- what is read and not written ------------------------------------------------------------
+
+    @torch.no_grad()
+    def census(
+        self,
+        grads: Tensors,
+        device: torch.device,
+        *,
+        with_norm: bool = False,
+        with_max_abs: bool = True,
+    ) -> Census:
+        """See `preamp.kernels.ops.Ops.census`.
+
+        With a norm it is looked at each value only where that is not finite, and for the tensors
+        that an overflow is in only where there is one.
+        """
+        parts, others = parts_of(grads)
+        norm = None
+        is_finite = with_norm
+        if with_norm:
+            norms = _norms_of(grads, None)
+            is_finite = bool(np.isfinite(norms).all())
+            norm = _scalar(_norm(norms), device)
+        largest = finite = None
+        if not is_finite:
+            measured = [_largest(part, finite=with_max_abs) for part in parts]
+            is_finite = all([np.isfinite(found).all() for found, _ in measured])
+        rest = _REFERENCE.census(pick(grads, others), _CPU) if others else None
+        if rest is not None and rest.found_inf.item() != 0:
+            is_finite = False
+        if with_max_abs or not is_finite:
+            largest, finite = np.zeros(len(grads)), np.zeros(len(grads))
+            for part in parts:
+                tops = _largest(part, finite=True)
+                largest[part.places], finite[part.places] = (_highest(part, top) for top in tops)
+            if rest is not None and rest.max_abs is not None:
+                largest[others], finite[others] = rest.max_abs.numpy(), np.nan
+        found_inf = _scalar(float(not is_finite), device)
+        return Census(found_inf, norm, _float32(largest, device), _float32(finite, device))
+
+    @torch.no_grad()
+    def l2norms(
+        self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
+    ) -> torch.Tensor:
+        """See `preamp.kernels.ops.Ops.l2norms`."""
+        return cast("torch.Tensor", _float32(_norms_of(tensors, factor), device))
+
+    @torch.no_grad()
+    def l2norm(
+        self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
+    ) -> torch.Tensor:
+        """See `preamp.kernels.ops.Ops.l2norm`."""
+        norms = _norms_of(tensors, None)
+        numbers = {id(by): 1.0 if by is None else float(by.item()) for by in _distinct(factors)}
+        if len(numbers) == 1:  # as a rule: one backward, one factor
+            norms = norms * next(iter(numbers.values()))
+        elif numbers:
+            norms = norms * np.array([numbers[id(factor)] for factor in factors])
+        return _scalar(_norm(norms), device)
+
+    # -- scaling, adding, casting ----------------------------------------------------------------
+
+    @torch.no_grad()
+    def axpby_(self, targets: Tensors, a: Factor, xs: Tensors, b: Factor, ys: Column) -> None:
+        """See `preamp.kernels.ops.Ops.axpby_`."""
+        check_lengths(targets, xs, ys)
+        parts, others = parts_of(targets, xs, ys)
+        for part in parts:
+            _combine(part, a, b)
+        if others:
+            _REFERENCE.axpby_(pick(targets, others), a, pick(xs, others), b, pick(ys, others))
+
+    @torch.no_grad()
+    def scale_add_(self, grads: Tensors, factor: Factor, addends: Column) -> None:
+        """See `preamp.kernels.ops.Ops.scale_add_`."""
+        check_lengths(grads, addends)
+        parts, others = parts_of(grads, grads, addends)
+        for part in parts:
+            _combine(part, factor, None)
+        if others:
+            _REFERENCE.scale_add_(pick(grads, others), factor, pick(addends, others))
+
+    @torch.no_grad()
+    def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
+        """See `preamp.kernels.ops.Ops.cast_copy_`."""
+        check_lengths(sources, targets)
+        parts, others = parts_of(targets, sources, [None] * len(targets))
+        for part in parts:
+            _combine(part, None, None)
+        if others:
+            _REFERENCE.cast_copy_(pick(sources, others), pick(targets, others))
+
+    @torch.no_grad()
+    def widen_add(
+        self, halves: Tensors, factors: Sequence[torch.Tensor], addends: Column
+    ) -> list[torch.Tensor]:
+        """See `preamp.kernels.ops.Ops.widen_add`."""
+        check_lengths(halves, factors, addends)
+        if any(half.layout is not torch.strided for half in halves):
+            return _REFERENCE.widen_add(halves, factors, addends)
+        wides = [
+            torch.empty_like(half, dtype=torch.float32) if addend is None else addend
+            for half, addend in zip(halves, addends, strict=True)
+        ]
+        parts, others = parts_of(wides, halves, addends)
+        numbers = {id(by): by.item() for by in _distinct(factors)}
+        for part in parts:
+            own = np.array([numbers[id(factors[place])] for place in part.places], np.float32)
+            _combine(part, None, None, own)
+        if others:
+            rest = (pick(halves, others), pick(factors, others), pick(addends, others))
+            for place, wide in zip(others, _REFERENCE.widen_add(*rest), strict=True):
+                wides[place] = wide
+        return wides
+
+    # -- update rules -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update_(
+        self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
+    ) -> None:
+        """See `preamp.kernels.ops.Ops.update_`."""
+        if update.found_inf is not None:
+            if update.found_inf.item() != 0:
+                return
+            update = replace(update, found_inf=None)
+        works, others = _works(params, grads, *state, rule=rule, update=update)
+        for work in works:
+            _start(work, rule)
+        if others:
+            lists = [pick(row, others) for row in (params, grads, *state)]
+            _REFERENCE.update_(*lists, rule=rule, update=update.at(others))
+
+    @torch.no_grad()
+    def lamb_norms(
+        self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
+    ) -> torch.Tensor:
+        """See `preamp.kernels.ops.Ops.lamb_norms`."""
+        works, others = _works(params, grads, *state, rule=rule, update=update)
+        if others or len(works) != 1:
+            return _REFERENCE.lamb_norms(params, grads, *state, rule=rule, update=update)
+        return _lamb_norms(works[0], rule)
+
+
+# -- measuring ------------------------------------------------------------------------------------
+
+
+def _norms_in(
+    part: Part, row: int, factor: torch.Tensor | None, math: torch.dtype | None = None
+) -> np.ndarray:
+    """The norm of each tensor × ``factor`` in one list, float64.
+
+    ``math`` is the dtype of the computation, by default that of the list.
+    """
+    dtype = cast("torch.dtype", part.dtypes[row])
+    wide = math or math_dtype(dtype)
+    by = None if factor is None else _number(factor, wide)
+    sums = np.empty(part.chunks.table.shape[1])
+    zeros = ZEROS[dtype], ZEROS[wide]
+    walk(loops.sum_squares, part.chunks, part.rows[row : row + 1], *zeros, by, sums)
+    return np.sqrt(_by_tensor(part, sums))
+
+
+def _largest(part: Part, row: int = 0, *, finite: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Per chunk the largest magnitude, nan above infinity, and the largest finite one, float64."""
+    tops = np.zeros((2, part.chunks.table.shape[1]))
+    zero = ZEROS[cast("torch.dtype", part.dtypes[row])]
+    second = tops[1] if finite else None
+    walk(loops.find_largest, part.chunks, part.rows[row : row + 1], zero, tops[0], second)
+    return tops[0], tops[1]
+
+
+def _highest(part: Part, tops: np.ndarray) -> np.ndarray:
+    """Of each tensor the largest of its chunks."""
+    found = np.zeros(part.chunks.count)
+    with np.errstate(invalid="ignore"):  # a nan stays
+        np.maximum.at(found, part.chunks.table[0], tops)
+    return found
+
+
+def _by_tensor(part: Part, sums: np.ndarray) -> np.ndarray:
+    return np.bincount(part.chunks.table[0], sums, part.chunks.count)
+
+
+def _norms_of(tensors: Tensors, factor: torch.Tensor | None) -> np.ndarray:
+    """The norm of each tensor × ``factor``, float64."""
+    parts, others = parts_of(tensors)
+    norms = np.zeros(len(tensors))
+    for part in parts:
+        norms[part.places] = _norms_in(part, 0, factor)
+    if others:
+        norms[others] = _REFERENCE.l2norms(pick(tensors, others), factor, _CPU).numpy()
+    return norms
+
+
+def _norm(norms: np.ndarray) -> float:
+    return math.sqrt(float((norms * norms).sum()))
+
+
+def _distinct(factors: Sequence[Any]) -> Iterator[Any]:
+    return iter({id(factor): factor for factor in factors}.values())
+
+
+def _scalar(value: float, device: torch.device) -> torch.Tensor:
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def _float32(values: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
+    if values is None:
+        return None
+    with np.errstate(over="ignore"):  # finite float64 values may lie beyond float32's range
+        return cast("torch.Tensor", _torch.from_numpy(values.astype(np.float32)).to(device))
+
+
+# -- linear combinations --------------------------------------------------------------------------
+
+
+def _combine(
+    part: Part, a: Factor | None, b: Factor | None, each: np.ndarray | None = None
+) -> None:
+    """See `loops.combine`; ``each`` has a factor for each tensor in place of ``a``."""
+    x, y = part.dtypes[1:]
+    math = torch.float64 if torch.float64 in (x, y) else torch.float32
+    part.walk(
+        loops.combine,
+        math,
+        None if a is None else _number(a, math),
+        None if b is None or not part.rows[2] else _number(b, math),
+        each,
+    )
+    torch.autograd.graph.increment_version(part.rows[0])
+
+
+# -- updates --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The places of an update that one launch takes: parameters, gradients, state, halves."""
+
+    part: Part
+    math: torch.dtype  # of the computation
+    update: Update
+    numbers: list[torch.Tensor]  # state of one number for each parameter, if the rule has any
+
+    @property
+    def inv_scale(self) -> Scalar:
+        """What unscales the gradients."""
+        return 1.0 if self.update.inv_scale is None else self.update.inv_scale
+
+    @property
+    def step(self) -> int:
+        """The number of the update."""
+        step = self.update.step
+        return int(step.item()) if isinstance(step, torch.Tensor) else step
+
+    def correction(self, beta: float, *, wanted: bool) -> float:
+        """``1 - beta ** step``, or 1 for none."""
+        return 1.0 - beta**self.step if wanted else 1.0
+
+    def numbers_as(self, **values: Scalar) -> dict[str, Any]:
+        """Numbers in the dtype of the computation, by name."""
+        return {name: _number(value, self.math) for name, value in values.items()}
+
+    def start(self, kernel: Any, rule: Any, each: Scalar = 0.0) -> None:
+        """Update by a record of `formulas`, with ``each`` for each tensor; note what is written."""
+        by, numbers = _number(self.inv_scale, self.math), self.vector(each)
+        self.part.walk(kernel, self.math, by, numbers, rule)
+        for place, row in enumerate(self.part.rows):
+            if place != 1 and row:
+                torch.autograd.graph.increment_version(row)
+
+    def norms(self, rule: Rule) -> tuple[torch.Tensor, ...]:
+        """The norms that the rule needs, given or measured, in the dtype of the computation."""
+        given = norms_at(self.update.norms, self.part.places)
+        if given is not None:
+            return given.to(_CPU, self.math).unbind()
+        if isinstance(rule, LambRule):
+            return _lamb_norms(self, rule).unbind()
+        factor = self.update.inv_scale
+        if isinstance(rule, NovoGradRule) and rule.uses_max_norm:
+            largest = _highest(self.part, _largest(self.part, 1, finite=False)[0])
+            wide = _torch.from_numpy(largest).to(self.math)
+            return (wide if factor is None else wide * factor.to(_CPU, self.math),)
+        wanted = ((0, None), (1, factor)) if isinstance(rule, LarsRule) else ((1, factor),)
+        found = [_norms_in(self.part, row, by, self.math) for row, by in wanted]
+        return tuple([_torch.from_numpy(norms).to(self.math) for norms in found])
+
+    def numbers_of(self, rule: Rule) -> Scalar:
+        """Of each tensor the number that the rule needs, see `number_of`; that of NovoGrad kept."""
+        lr = rule.lr.to(_CPU, self.math) if isinstance(rule.lr, torch.Tensor) else rule.lr
+        kept = _torch.stack(self.numbers).to(self.math) if self.numbers else None
+        found = number_of(rule, lr, self.norms(rule) if takes_norms(rule) else (), kept)
+        if self.numbers:
+            _torch._foreach_copy_(self.numbers, cast("torch.Tensor", found).unbind())
+        return found
+
+    def vector(self, values: Scalar) -> np.ndarray:
+        """One number for each tensor."""
+        return _vector(values, self.math, self.part.chunks.count)
+
+
+def _works(
+    params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
+) -> tuple[list[_Work], list[int]]:
+    shaped = len(state) - rule.has_numbers
+    numbers = state[shaped] if rule.has_numbers else ()
+    halves: Column = [None] * len(params) if update.halves is None else update.halves
+    columns = (params, grads, *state[:shaped], halves)
+    check_lengths(*columns, *([numbers] if rule.has_numbers else []))
+    parts, others = parts_of(*columns)
+    if others or len(parts) != 1:
+        check_shapes(*columns)
+    return [
+        _Work(
+            part,
+            math_dtype(cast("torch.dtype", part.dtypes[0])),
+            update,
+            [numbers[place] for place in part.places] if rule.has_numbers else [],
+        )
+        for part in parts
+    ], others
+
+
+def _start(work: _Work, rule: Rule) -> None:
+    """Start the kernel of ``rule``."""
+    match rule:
+        case AdamRule():
+            work.start(loops.two_moments, _adam(work, rule))
+        case LambRule():
+            work.start(loops.two_moments, _lamb(work, rule), work.numbers_of(rule))
+        case SgdRule():
+            work.start(loops.one_moment, _sgd(work, rule))
+        case NovoGradRule():
+            root = work.correction(rule.beta2, wanted=rule.bias_correction) ** 0.5
+            denominators = work.numbers_of(rule) / root + rule.eps
+            work.start(loops.one_moment, _novograd(work, rule), denominators)
+        case AdagradRule():
+            numbers = work.numbers_as(size=rule.lr, eps=rule.eps, decay=rule.weight_decay)
+            work.start(loops.one_moment, formulas.Adagrad(**numbers, **_decays(rule)))
+        case LarsRule():
+            numbers = work.numbers_as(momentum=rule.momentum, decay=rule.weight_decay)
+            record = formulas.Lars(**numbers, nesterov=_option(rule.nesterov))
+            work.start(loops.one_moment, record, work.numbers_of(rule))
+        case _:
+            left_out(rule)
+
+
+def _decays(rule: AdamRule | LambRule | AdagradRule) -> dict[str, int | None]:
+    """Whether the decay is added to the gradient, or to the direction."""
+    decays = rule.weight_decay != 0
+    return {
+        "coupled": _option(decays and not rule.decoupled),
+        "decoupled": _option(decays and rule.decoupled),
+    }
+
+
+def _adam(work: _Work, rule: AdamRule) -> formulas.Adam:
+    corrects = rule.bias_correction is not BiasCorrection.NONE
+    c1 = work.correction(rule.beta1, wanted=corrects)
+    c2 = work.correction(rule.beta2, wanted=corrects)
+    size = rule.lr.item() if isinstance(rule.lr, torch.Tensor) else rule.lr
+    if rule.bias_correction is BiasCorrection.STEP_SIZE:
+        size, c1, c2 = size * c2**0.5 / c1, 1.0, 1.0
+    numbers = work.numbers_as(
+        size=size,
+        beta1=rule.beta1,
+        beta1_left=1 - rule.beta1,
+        beta2=rule.beta2,
+        beta2_left=1 - rule.beta2,
+        eps=rule.eps,
+        decay=rule.weight_decay,
+        c1=c1,
+        c2=c2,
+    )
+    return formulas.Adam(**numbers, **_decays(rule), eps_inside=_option(rule.eps_inside_sqrt))
+
+
+def _lamb(work: _Work, rule: LambRule) -> formulas.Lamb:
+    numbers = work.numbers_as(
+        beta1=rule.beta1,
+        beta3=1 - rule.beta1 if rule.grad_averaging else 1.0,
+        beta2=rule.beta2,
+        beta2_left=1 - rule.beta2,
+        eps=rule.eps,
+        decay=rule.weight_decay,
+        c1=work.correction(rule.beta1, wanted=rule.bias_correction),
+        c2=work.correction(rule.beta2, wanted=rule.bias_correction),
+    )
+    return formulas.Lamb(**numbers, **_decays(rule))
+
+
+def _sgd(work: _Work, rule: SgdRule) -> formulas.Sgd:
+    decays, late = rule.weight_decay != 0, rule.decays_after_momentum
+    numbers = work.numbers_as(
+        size=rule.lr, momentum=rule.momentum, share=1 - rule.dampening, decay=rule.weight_decay
+    )
+    return formulas.Sgd(
+        **numbers,
+        is_first=work.step == 1,
+        has_momentum=_option(rule.momentum),
+        nesterov=_option(rule.nesterov),
+        decays_before=_option(decays and not late),
+        decays_after=_option(decays and late),
+    )
+
+
+def _novograd(work: _Work, rule: NovoGradRule) -> formulas.NovoGrad:
+    numbers = work.numbers_as(
+        size=rule.lr,
+        beta1=rule.beta1,
+        beta3=1 - rule.beta1 if rule.grad_averaging else 1.0,
+        decay=rule.weight_decay,
+        c1=work.correction(rule.beta1, wanted=rule.bias_correction),
+    )
+    return formulas.NovoGrad(**numbers, inside_moment=_option(rule.decays_inside_moment))
+
+
+def _lamb_norms(work: _Work, rule: LambRule) -> torch.Tensor:
+    """``|p|`` and ``|u|`` of each tensor, in the dtype of the computation."""
+    part, by = work.part, _number(work.inv_scale, work.math)
+    sums = np.zeros((2, part.chunks.table.shape[1]))
+    part.walk(loops.measure_directions, work.math, by, sums[0], sums[1], _lamb(work, rule))
+    norms = np.sqrt(np.stack([_by_tensor(part, row) for row in sums]))
+    return cast("torch.Tensor", _torch.from_numpy(norms).to(work.math))
