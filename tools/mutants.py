@@ -69,7 +69,37 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ),
     ("kernels/blocks/cut.py", KERNELS): (
         ("if total + size > most or len(together) == _TOGETHER:", "if len(together) == _TOGETHER:"),
-        ("if not all(map(_are_contiguous, columns)):\n        return None\n    kinds", "kinds"),
+    ),
+    ("kernels/geometry.py", KERNELS): (
+        ("if not all(map(are_contiguous, columns)):\n        return None\n    kinds", "kinds"),
+        ("if not tensor.is_cpu or tensor.is_neg():", "if not tensor.is_cpu:"),
+    ),
+    ("kernels/jit/loops.py", KERNELS): (
+        ("np.minimum(numels[owners] - starts, CHUNK)", "np.minimum(numels[owners], CHUNK)"),
+        ("poke(ps, i, p - size * u)", "poke(ps, i, p - size * u * inv_scale)"),
+        (
+            "stepped(p, g, peek(ms, i, math), number, rule)",
+            "stepped(p, g, peek(ms, i, math), each[0], rule)",
+        ),
+        ("    finally:\n        wait(others)", "    finally:\n        pass"),
+        ("            total += squares\n        sums", "            total = squares\n        sums"),
+    ),
+    ("kernels/jit/words.py", KERNELS): (
+        (
+            "(word + np.uint32(0x7FFF) + odd) >> np.uint32(16)",
+            "(word + np.uint32(0x7FFF)) >> np.uint32(16)",
+        ),
+        ("if size >= np.uint32(0x477FF000):", "if size > np.uint32(0x477FF000):"),
+        ("if size < np.uint32(0x400):", "if size < np.uint32(0):"),
+    ),
+    ("kernels/jit/formulas.py", KERNELS): (
+        ("m = g if rule.is_first else later", "m = later"),
+        ("return p - rule.size * (m / rule.c1), m", "return p - rule.size * m, m"),
+    ),
+    ("kernels/jit/ops.py", KERNELS): (
+        ("if place != 1 and row:", "if place > 1 and row:"),
+        ("return not set(map(type, column)) <= {type(None)}", "return column[0] is not None"),
+        ("largest[is_beyond] = _MOST", "pass"),
     ),
     ("kernels/reference/update.py", KERNELS): (
         (

@@ -37,6 +37,8 @@ DEPTH = {room: depth for depth, row in enumerate(LAYERS) for room in row}
 
 ONLY_UNDER = {
     "triton": ("preamp.kernels.triton",),
+    "numba": ("preamp.kernels.jit",),
+    "llvmlite": ("preamp.kernels.jit",),
     "torch.distributed": (
         "preamp.distributed",
         "preamp.checkpoint",

@@ -65,7 +65,7 @@ def test_triton_without_a_rule_fails_by_name(triton_ops: Any, device: torch.devi
 @pytest.mark.parametrize(
     ("device", "has_triton", "wanted"),
     [
-        ("cpu", True, "blocks"),
+        ("cpu", True, "jit"),
         ("cuda", True, "triton"),
         ("cuda", False, "blocks"),
         ("xpu", True, "triton"),

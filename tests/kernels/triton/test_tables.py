@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from cases.rules import BF16, F16, F32, ROWS
 from preamp.core.errors import PreampUnavailableError
 from preamp.kernels import Update
+from preamp.kernels.places import sort
 
 CHUNK = 8192
 
@@ -154,7 +155,6 @@ def test_graphs_read_what_was_reserved_before(part: Any, monkeypatch: pytest.Mon
 
 
 def test_what_kernels_take(part: Any, device: torch.device) -> None:
-    sort = part("places").sort
     image = torch.ones(2, 3, 4, 5, device=device)
     last = image.to(memory_format=torch.channels_last)
     thin = torch.ones(4, 1, device=device)
@@ -211,7 +211,7 @@ def test_wrappers_are_not_taken_for_memory(ops: Any, part: Any, device: torch.de
     """Kernels would write to the address 0."""
     inside = torch.ones(3, device=device)
     wrapper = Wrapper(inside)
-    groups, others = part("places").sort([wrapper, inside, torch.nn.Parameter(inside)])
+    groups, others = sort([wrapper, inside, torch.nn.Parameter(inside)])
     assert others == [0]
     assert groups[0].positions == [1, 2]
     ops.scale_add_([wrapper], 3.0, [None])
@@ -221,7 +221,7 @@ def test_wrappers_are_not_taken_for_memory(ops: Any, part: Any, device: torch.de
 def test_groups_by_dtype(part: Any, device: torch.device) -> None:
     params = [torch.ones(2, device=device) for _ in range(4)]
     halves = [None, params[1].half(), params[2].bfloat16(), None]
-    groups, others = part("places").sort(params, halves)
+    groups, others = sort(params, halves)
     assert others == []
     assert [(group.dtypes, group.positions) for group in groups] == [
         ((F32, None), [0, 3]),

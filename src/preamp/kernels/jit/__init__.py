@@ -9,7 +9,8 @@ gradients, other dtypes, memory with gaps, wrappers, and places whose tensors di
 
 Values on a CPU are read at once, which waits for nobody: with an overflow nothing is launched.
 
-Apart from sums, whose order is fixed here, results have the bits of the reference.
+Every operation is rounded on its own, as IEEE says. Results differ from the reference's in sums,
+whose order is fixed here, and where torch's square roots are not rounded correctly.
 """
 
 from preamp.kernels.jit.ops import Jit as Jit

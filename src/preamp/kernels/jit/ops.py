@@ -14,7 +14,7 @@ import torch
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.geometry import Column, check_lengths, check_shapes, geometry_of
 from preamp.kernels.jit import formulas, loops
-from preamp.kernels.jit.launch import Chunks, chunks_of, walk
+from preamp.kernels.jit.loops import Chunks, chunks_of, walk
 from preamp.kernels.jit.words import CODES, ZEROS
 from preamp.kernels.ops import Census, Ops, Tensors
 from preamp.kernels.places import pick, sort
@@ -38,6 +38,7 @@ from preamp.kernels.rules import (
 _REFERENCE = Reference()
 _CPU = torch.device("cpu")
 _torch: Any = torch
+_MOST = torch.finfo(torch.float32).max
 
 Factor = torch.Tensor | float
 
@@ -80,13 +81,18 @@ def parts_of(*columns: Column) -> tuple[list[Part], list[int]]:
 
 
 def _is_there(column: Column) -> bool:
-    return bool(column) and column[0] is not None
+    return not set(map(type, column)) <= {type(None)}
 
 
 def _number(value: Scalar, dtype: torch.dtype) -> Any:
     """A number, or 0-dim tensor, as kernels take numbers of the computation."""
-    number = value.item() if isinstance(value, torch.Tensor) else value
-    return np.float64(number) if dtype is torch.float64 else np.float32(number)
+    if isinstance(value, torch.Tensor):  # of the host, where reading it waits for nothing
+        value = float(value.detach().to(_CPU, torch.float64).numpy())
+    return np.float64(value) if dtype is torch.float64 else np.float32(value)
+
+
+def _plain(value: Scalar) -> float:
+    return float(_number(value, torch.float64))
 
 
 def _vector(values: Scalar, dtype: torch.dtype, count: int) -> np.ndarray:
@@ -140,8 +146,10 @@ class Jit(Ops):
             for part in parts:
                 tops = _largest(part, finite=True)
                 largest[part.places], finite[part.places] = (_highest(part, top) for top in tops)
+            is_beyond = np.isfinite(largest) & (largest > _MOST)  # of float64
+            largest[is_beyond] = _MOST
             if rest is not None and rest.max_abs is not None:
-                largest[others], finite[others] = rest.max_abs.numpy(), np.nan
+                largest[others], finite = rest.max_abs.numpy(), None
         found_inf = _scalar(float(not is_finite), device)
         return Census(found_inf, norm, _float32(largest, device), _float32(finite, device))
 
@@ -158,7 +166,7 @@ class Jit(Ops):
     ) -> torch.Tensor:
         """See `preamp.kernels.ops.Ops.l2norm`."""
         norms = _norms_of(tensors, None)
-        numbers = {id(by): 1.0 if by is None else float(by.item()) for by in _distinct(factors)}
+        numbers = {id(by): 1.0 if by is None else _plain(by) for by in _distinct(factors)}
         if len(numbers) == 1:  # as a rule: one backward, one factor
             norms = norms * next(iter(numbers.values()))
         elif numbers:
@@ -210,7 +218,7 @@ class Jit(Ops):
             for half, addend in zip(halves, addends, strict=True)
         ]
         parts, others = parts_of(wides, halves, addends)
-        numbers = {id(by): by.item() for by in _distinct(factors)}
+        numbers = {id(by): _plain(by) for by in _distinct(factors)}
         for part in parts:
             own = np.array([numbers[id(factors[place])] for place in part.places], np.float32)
             _combine(part, None, None, own)
@@ -228,7 +236,7 @@ class Jit(Ops):
     ) -> None:
         """See `preamp.kernels.ops.Ops.update_`."""
         if update.found_inf is not None:
-            if update.found_inf.item() != 0:
+            if _plain(update.found_inf) != 0:
                 return
             update = replace(update, found_inf=None)
         works, others = _works(params, grads, *state, rule=rule, update=update)
@@ -466,7 +474,7 @@ def _adam(work: _Work, rule: AdamRule) -> formulas.Adam:
     corrects = rule.bias_correction is not BiasCorrection.NONE
     c1 = work.correction(rule.beta1, wanted=corrects)
     c2 = work.correction(rule.beta2, wanted=corrects)
-    size = rule.lr.item() if isinstance(rule.lr, torch.Tensor) else rule.lr
+    size = _plain(rule.lr)
     if rule.bias_correction is BiasCorrection.STEP_SIZE:
         size, c1, c2 = size * c2**0.5 / c1, 1.0, 1.0
     numbers = work.numbers_as(

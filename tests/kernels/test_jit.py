@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What only the compiled kernels have: conversions of their own, threads, and code on the disk.
+
+That they compute what the other back ends do is in the tests of every back end.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cases.back_ends import JIT, REFERENCE
+from cases.rules import BF16, F16, F32, F64, ROWS
+from cases.selection import examples
+from cases.tolerances import assert_same
+from preamp.core.errors import PreampUnavailableError
+from preamp.kernels import AdamRule, BiasCorrection, Update, backend, dispatch, explain
+from preamp.kernels.jit import compiler, loops, words
+
+CPU = torch.device("cpu")
+ADAM = AdamRule(
+    lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True,
+    bias_correction=BiasCorrection.MOMENTS,
+)  # fmt: skip
+EVERY_HALF = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+
+
+@pytest.fixture
+def threads() -> Iterator[Any]:
+    """Sets their number, and sets it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def cast(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    target = torch.empty_like(source, dtype=dtype)
+    JIT.cast_copy_([source], [target])
+    return target
+
+
+# -- conversions -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def in_integers() -> tuple[Any, Any]:
+    """The conversions of processors that have no instruction for float16."""
+
+    @compiler.kernel
+    def widen_all(bits: Any, out: Any) -> None:
+        for i in range(len(bits)):
+            out[i] = words._widen_in_integers(bits[i])
+
+    @compiler.kernel
+    def round_all(values: Any, out: Any) -> None:
+        for i in range(len(values)):
+            out[i] = words._round_in_integers(values[i])
+
+    return widen_all, round_all
+
+
+def cast_in_integers(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    widen_all, round_all = in_integers()
+    target = torch.empty_like(source, dtype=dtype)
+    if dtype is F16:
+        round_all(source.numpy(), target.view(torch.int16).numpy().view(np.uint16))
+    else:
+        widen_all(source.view(torch.int16).numpy().view(np.uint16), target.numpy())
+    return target
+
+
+@pytest.mark.parametrize("wide", [F32, F64])
+@pytest.mark.parametrize("half", [F16, BF16])
+def test_every_half_widens_and_comes_back(half: torch.dtype, wide: torch.dtype) -> None:
+    halves = EVERY_HALF.view(half)
+    widened = cast(halves, wide)
+    assert_same(widened, halves.to(wide))
+    assert_same(cast(widened, half), halves)
+    other = F16 if half is BF16 else BF16
+    assert_same(cast(halves, other), halves.float().to(other))
+
+
+def test_every_half_in_integers() -> None:
+    halves = EVERY_HALF.view(F16)
+    widened = cast_in_integers(halves, F32)
+    assert_same(widened, halves.float())
+    assert_same(cast_in_integers(widened, F16), halves)
+
+
+def assert_rounds(words32: torch.Tensor) -> None:
+    values = words32.view(F32)
+    for half in (F16, BF16):
+        assert_same(cast(values, half), values.to(half))
+    assert_same(cast_in_integers(values, F16), values.to(F16))
+
+
+def test_float32_rounds_as_torch_does() -> None:
+    """Around every half value: itself, half way to the next, and what lies beside these."""
+    around: list[torch.Tensor] = []
+    for half in (F16, BF16):
+        bits = EVERY_HALF.view(half).float().view(torch.int32).long()
+        unit = 1 << (13 if half is F16 else 16)
+        around += [bits + by for by in (-1, 0, 1, unit // 2 - 1, unit // 2, unit // 2 + 1)]
+        # Subnormal float16 lies further apart
+        numbers = torch.arange(0, 2**12).double() * 2.0**-25
+        beside = [(numbers * (1 + by * 2.0**-23)).float() for by in (-1, 0, 1)]
+        around += [values.view(torch.int32).long() for values in beside]
+    assert_rounds((torch.cat(around) & 0xFFFFFFFF).to(torch.uint32).view(torch.int32))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(0, 256, 16))
+def test_every_float32_rounds_as_torch_does(first: int) -> None:
+    for part in range(first, first + 16):
+        start = (part << 24) - 2**31
+        assert_rounds(torch.arange(start, start + 2**24, dtype=torch.int64).to(torch.int32))
+
+
+def test_subnormals_and_signs_of_zeros_stay() -> None:
+    tiny = torch.tensor([2.0**-149, -(2.0**-149), 0.0, -0.0])
+    targets = [torch.ones(4)]
+    JIT.axpby_(targets, 1.0, [tiny], 0.0, [None])
+    assert targets[0].tolist() == tiny.tolist()
+    assert torch.signbit(targets[0]).tolist() == [False, True, False, True]
+
+
+# -- chunks and threads ----------------------------------------------------------------------------
+
+
+@given(sizes=st.lists(st.integers(0, 3 * loops.CHUNK), max_size=8), threads=st.integers(1, 9))
+@settings(max_examples=examples(100))
+def test_chunks_cover_everything_once(sizes: list[int], threads: int) -> None:
+    chunks = loops.cut(sizes)
+    seen = [np.zeros(size, int) for size in sizes]
+    for owner, start, length in chunks.table.T:
+        assert 0 < length <= loops.CHUNK
+        seen[owner][start : start + length] += 1
+    assert all((of_one == 1).all() for of_one in seen)
+    ends = chunks.shares(threads)
+    assert ends == sorted(ends)
+    assert (ends[0], ends[-1], len(ends)) == (0, chunks.table.shape[1], threads + 1)
+
+
+def lists(seed: int, shapes: Any, half: torch.dtype = BF16) -> list[list[torch.Tensor]]:
+    """Parameters, half gradients, two moments, halves."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(4)]
+    made[3] = [tensor.abs() for tensor in made[3]]
+    grads = [tensor.to(half) for tensor in made[1]]
+    return [made[0], grads, made[2], made[3], [p.to(half) for p in made[0]]]
+
+
+def updated(ops: Any, seed: int, shapes: Any) -> list[torch.Tensor]:
+    p, g, m, v, halves = lists(seed, shapes)
+    ops.update_(p, g, m, v, rule=ADAM, update=Update(step=3, halves=halves))
+    return [*p, *m, *v, *halves]
+
+
+@pytest.mark.parametrize("size", [1023, 1024, 1025, loops.CHUNK - 1, loops.CHUNK + 1, 300_000])
+def test_any_number_of_threads_has_the_same_bits(threads: Any, size: int) -> None:
+    shapes = [(size,), (3,), (size // 2,)]
+    threads(1)
+    wanted = updated(JIT, 1, shapes)
+    grads = lists(2, shapes)[1]
+    norms = {JIT.l2norm(grads, [None] * 3, CPU).item()}
+    for count in (2, 3, 8):
+        threads(count)
+        for ours, exact in zip(updated(JIT, 1, shapes), wanted, strict=True):
+            assert torch.equal(ours, exact)
+        norms.add(JIT.l2norm(grads, [None] * 3, CPU).item())
+    assert len(norms) == 1
+
+
+def test_each_operation_is_rounded_on_its_own() -> None:
+    """To the bit, in numpy's float32; torch's roots are not those of IEEE on every processor."""
+    f, shapes = np.float32, [(2000,)]
+    p, g, m, v, halves = ([tensor.numpy() for tensor in column] for column in _as_float(1, shapes))
+    grad = g[0] * f(0.5)
+    first = f(0.9) * m[0] + f(1 - 0.9) * grad
+    second = f(0.99) * v[0] + f(1 - 0.99) * grad * grad
+    root = np.sqrt(second / f(1 - 0.99**3)) + f(1e-8)
+    wanted = p[0] - f(0.01) * (first / f(1 - 0.9**3) / root + f(0.1) * p[0])
+    ours = lists(1, shapes)
+    told = Update(step=3, inv_scale=torch.tensor(0.5), halves=ours[4])
+    JIT.update_(*ours[:4], rule=ADAM, update=told)
+    for column, exact in ((ours[0], wanted), (ours[2], first), (ours[3], second)):
+        assert column[0].numpy().tobytes() == exact.tobytes()
+    assert torch.equal(ours[4][0], ours[0][0].to(BF16))
+    assert halves[0].dtype == f
+
+
+def _as_float(seed: int, shapes: Any) -> list[list[torch.Tensor]]:
+    return [[tensor.float() for tensor in column] for column in lists(seed, shapes)]
+
+
+def test_steps_of_several_threads_of_a_program(threads: Any) -> None:
+    threads(2)
+    shapes = [(200_000,)] * 2
+    wanted = [updated(JIT, seed, shapes) for seed in range(4)]
+    failed: list[int] = []
+
+    def work(seed: int) -> None:
+        for _ in range(5):
+            found = updated(JIT, seed, shapes)
+            if not all(map(torch.equal, found, wanted[seed])):
+                failed.append(seed)
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert failed == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_has_threads_of_its_own(threads: Any) -> None:
+    """Only preamp's: those that torch itself had are missed by its own operations there."""
+    threads(2)
+    shapes = [(300_000,)]
+    wanted = [tensor.view(torch.int16).numpy() for tensor in updated(JIT, 1, shapes)]
+    p, g, m, v, halves = lists(1, shapes)
+    child = os.fork()
+    if not child:  # no test goes on here
+        code = 1
+        try:
+            signal.alarm(60)
+            JIT.update_(p, g, m, v, rule=ADAM, update=Update(step=3, halves=halves))
+            found = [tensor.view(torch.int16).numpy() for tensor in (*p, *m, *v, *halves)]
+            same = [(a == b).all() for a, b in zip(found, wanted, strict=True)]
+            code = int(not all(same))
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    again = [tensor.view(torch.int16).numpy() for tensor in updated(JIT, 1, shapes)]
+    assert all((a == b).all() for a, b in zip(again, wanted, strict=True))
+
+
+def test_an_error_in_a_thread_is_raised_and_all_have_ended(threads: Any) -> None:
+    threads(3)
+    chunks = loops.cut([loops.CHUNK * 30])
+    ended: list[int] = []
+
+    def kernel(first: int, last: int, *_: Any) -> None:
+        ended.append(first)
+        if first:
+            raise RuntimeError("oh")
+
+    with pytest.raises(RuntimeError, match="oh"):
+        loops.walk(kernel, chunks, [[torch.empty(loops.CHUNK * 30)]])
+    assert len(ended) == 3
+
+
+# -- what autograd is told, and what no kernel can take --------------------------------------------
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_versions_rise_for_what_is_written(row: Any) -> None:
+    p, g, m, v, halves = lists(1, [(5,), (3,)])
+    if row.rule.has_numbers:
+        v = [torch.tensor(0.5) for _ in p]
+    states = [m, v][: row.states]
+    every = [p, *states, halves]
+    before = [[tensor._version for tensor in column] for column in every]
+    kept = [tensor._version for tensor in g]
+    JIT.update_(p, g, *states, rule=row.rule, update=Update(step=2, halves=halves))
+    for column, old in zip(every, before, strict=True):
+        assert all(tensor._version > was for tensor, was in zip(column, old, strict=True))
+    assert [tensor._version for tensor in g] == kept
+
+
+def test_a_view_that_negates_is_not_read_as_it_lies() -> None:
+    negated = torch.randn(4, dtype=torch.complex64).conj().imag
+    assert negated.is_neg()
+    assert_same(JIT.l2norm([negated], [None], CPU), REFERENCE.l2norm([negated], [None], CPU))
+    target = torch.zeros(4)
+    for _ in range(3):
+        JIT.cast_copy_([negated], [target])
+        assert_same(target, negated.resolve_neg())
+
+
+# -- compiling -------------------------------------------------------------------------------------
+
+_STEP = """
+import sys, torch
+from preamp.kernels import backend
+assert "numba" not in sys.modules
+ops = backend("jit")
+target = torch.zeros(3, dtype=torch.bfloat16)
+ops.cast_copy_([torch.full((3,), 1.5)], [target])
+assert target.tolist() == [1.5] * 3
+from preamp.kernels.jit import loops
+print(sum(loops.combine.stats.cache_hits.values()), sum(loops.combine.stats.cache_misses.values()))
+"""
+
+
+def start(cache: Path, **environment: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PREAMP_CACHE": str(cache), **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", _STEP], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def outcome(process: subprocess.Popen[str]) -> str:
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    return out.strip()
+
+
+def test_processes_compile_at_once_and_later_ones_not_at_all(tmp_path: Path) -> None:
+    both = [start(tmp_path) for _ in range(2)]
+    assert all(outcome(process) in ("0 1", "1 0") for process in both)
+    assert outcome(start(tmp_path)) == "1 0"
+    (folder,) = tmp_path.iterdir()
+    assert not list(folder.rglob("*.tmp*"))
+
+
+def test_a_folder_that_cannot_be_made_costs_compiling_only(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert outcome(start(tmp_path / "file" / "folder")) == "0 1"
+
+
+def test_the_users_own_functions_keep_their_folder(tmp_path: Path) -> None:
+    before = compiler._config.CACHE_DIR
+    compiler.kernel(lambda: None)
+    assert before == compiler._config.CACHE_DIR
+
+
+@pytest.mark.parametrize(
+    ("platform", "variables", "wanted"),
+    [
+        ("linux", {"XDG_CACHE_HOME": "/x"}, Path("/x/preamp")),
+        ("linux", {"HOME": "/home/me"}, Path("/home/me/.cache/preamp")),
+        ("win32", {"LOCALAPPDATA": "/l"}, Path("/l/preamp")),
+        ("linux", {"PREAMP_CACHE": "/p", "XDG_CACHE_HOME": "/x"}, Path("/p")),
+    ],
+)
+def test_where_code_is_kept(
+    platform: str, variables: dict[str, str], wanted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PREAMP_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "platform", platform)
+    assert compiler.cache_folder() == wanted
+
+
+# -- without numba ---------------------------------------------------------------------------------
+
+
+def test_without_numba_blocks_are_taken_and_jit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "the package numba is not installed"
+    monkeypatch.setattr(dispatch, "lacks_numba", lambda: why)
+    backend.cache_clear()
+    assert dispatch.choose(CPU)[0] == "blocks"
+    assert why in explain()
+    with pytest.raises(PreampUnavailableError, match=rf"(?s){why}.*pip install 'preamp\[cpu\]'"):
+        backend("jit")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_numba_that_cannot_be_imported_is_told(
+    broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        dispatch.importlib.util, "find_spec", lambda _: object() if broken else None
+    )
+    monkeypatch.setitem(sys.modules, "numba", None)
+    dispatch.lacks_numba.cache_clear()
+    try:
+        why = dispatch.lacks_numba()
+    finally:
+        dispatch.lacks_numba.cache_clear()
+    assert why is not None
+    assert ("cannot be imported" in why) is broken
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(PreampUnavailableError, match="backend='jit' was given a tensor on meta"):
+        backend("jit").scale_add_([torch.ones(1, device="meta")], 2.0, [None])
+
+
+def test_a_norm_beyond_float32_is_no_overflow() -> None:
+    """Its squares are infinite in float32; the values are looked at then."""
+    for dtype in (F32, BF16):
+        census = JIT.census([torch.full((5,), 1e30, dtype=dtype)], CPU, with_norm=True)
+        assert census.found_inf.item() == 0
+        assert census.norm is not None
+        assert math.isinf(census.norm.item())
