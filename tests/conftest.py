@@ -19,6 +19,7 @@ import torch
 from alias.harness import Zygote
 from cases.selection import SUITE, SUITES, select
 from preamp.engine import Engine
+from preamp.kernels import dispatch
 
 torch.set_num_threads(1)
 
@@ -40,10 +41,13 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--suite", choices=SUITES, default="quick", help="which tests to run")
+    parser.addoption("--without-numba", action="store_true", help="as where it is not installed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[SUITE] = config.getoption("--suite")
+    if config.getoption("--without-numba"):
+        dispatch.lacks_numba = lambda: "this run of the tests is to do without numba"
     if not config.getoption("--hypothesis-profile"):
         is_quick = config.getoption("--suite") == "quick"
         hypothesis.settings.load_profile("quick" if is_quick else "full")

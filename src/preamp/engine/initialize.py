@@ -112,8 +112,9 @@ def initialize(
         allow_half_model: Accept models that are half already; masters then start from the
             rounded values.
         hard_override: Warn instead of refusing an override that contradicts the level.
-        backend: Kernels for gradients and fused updates: ``"triton"``, ``"blocks"``,
-            ``"reference"``, or ``"auto"`` for the fastest one on each device.
+        backend: Kernels for gradients and fused updates: ``"triton"``, ``"jit"``
+            (CPUs, with numba), ``"blocks"``, ``"reference"``, or ``"auto"`` for the fastest one
+            on each device.
         overflow: ``"skip"`` (default), or ``"trace"``: every forward and backward is watched
             by module hooks, and a skipped step tells which module was the first to go wrong. See
             `Engine.trace_overflow`, which does so once.
