@@ -85,10 +85,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("            total += squares\n        sums", "            total = squares\n        sums"),
     ),
     ("kernels/jit/words.py", KERNELS): (
-        (
-            "(word + np.uint32(0x7FFF) + odd) >> np.uint32(16)",
-            "(word + np.uint32(0x7FFF)) >> np.uint32(16)",
-        ),
+        ("builder.add(builder.add(word, _I32(0x7FFF)), odd)", "builder.add(word, _I32(0x7FFF))"),
         ("if size >= np.uint32(0x477FF000):", "if size > np.uint32(0x477FF000):"),
         ("if size < np.uint32(0x400):", "if size < np.uint32(0):"),
     ),

@@ -59,16 +59,17 @@ def cast(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @functools.cache
 def in_integers() -> tuple[Any, Any]:
     """The conversions of processors that have no instruction for float16."""
+    widen, round_ = map(compiler.part, (words.widen_in_integers, words.round_in_integers))
 
     @compiler.kernel
     def widen_all(bits: Any, out: Any) -> None:
         for i in range(len(bits)):
-            out[i] = words._widen_in_integers(bits[i])
+            out[i] = widen(bits[i])
 
     @compiler.kernel
     def round_all(values: Any, out: Any) -> None:
         for i in range(len(values)):
-            out[i] = words._round_in_integers(values[i])
+            out[i] = round_(values[i])
 
     return widen_all, round_all
 
@@ -99,6 +100,25 @@ def test_every_half_in_integers() -> None:
     widened = cast_in_integers(halves, F32)
     assert_same(widened, halves.float())
     assert_same(cast_in_integers(widened, F16), halves)
+
+
+_EVERY_HALF = """
+import torch
+from preamp.kernels import backend
+from preamp.kernels.jit import words
+assert not words.HAS_HALF
+halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
+wide, back = torch.empty(2**16), torch.empty(2**16, dtype=torch.float16)
+backend("jit").cast_copy_([halves], [wide])
+backend("jit").cast_copy_([wide], [back])
+print(torch.equal(wide.nan_to_num(7.0), halves.float().nan_to_num(7.0)),
+      torch.equal(back.nan_to_num(7.0), halves.nan_to_num(7.0)))
+"""
+
+
+def test_a_processor_without_instructions_for_float16(tmp_path: Path) -> None:
+    process = start(tmp_path, _EVERY_HALF, PREAMP_JIT_FP16="integer")
+    assert outcome(process) == "True True"
 
 
 def assert_rounds(words32: torch.Tensor) -> None:
@@ -309,10 +329,10 @@ print(sum(loops.combine.stats.cache_hits.values()), sum(loops.combine.stats.cach
 """
 
 
-def start(cache: Path, **environment: str) -> subprocess.Popen[str]:
+def start(cache: Path, program: str = _STEP, **environment: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PREAMP_CACHE": str(cache), **environment}
     return subprocess.Popen(
-        [sys.executable, "-c", _STEP], env=environment, text=True,
+        [sys.executable, "-c", program], env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 

@@ -12,7 +12,8 @@ it, and the one that needs OpenMP when the program forks.
 In kernels ``chunks`` has three rows: of every chunk its tensor, its first element there, and how
 many it has. ``at`` has a row of addresses for every list, and ``kinds`` the code of its dtype:
 parameters, gradients, state, and halves if there are any. ``math`` is a zero of the dtype of the
-computation, which all numbers have too.
+computation, which all numbers have too. ``room`` is the address of `_LISTS` blocks, and ``found``
+has room for as many addresses.
 """
 
 from __future__ import annotations
@@ -27,20 +28,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from preamp.kernels.jit.compiler import kernel
+from preamp.kernels.jit.compiler import function, kernel
 from preamp.kernels.jit.formulas import direction, length, stepped
 from preamp.kernels.jit.words import (
+    WIDTHS,
     add,
     finite_or_zero,
     higher,
     itemsize,
     magnitude,
-    memory,
     peek,
-    place,
     poke,
     put_back,
-    round_stored,
     value_of,
     widen,
     widened,
@@ -51,6 +50,13 @@ CHUNK = 1 << 14
 
 _SHARE = 1 << 16
 """Elements that are worth another thread."""
+
+BLOCK = 1024
+"""Elements that are at hand at once, in every list; also how many squares are added up in the dtype
+of the computation, before their sum joins others in float64."""
+
+_LISTS = 5
+"""Most lists of a kernel; in so many blocks of float64 it finds room for what it widens."""
 
 _address_of = torch.Tensor.data_ptr
 _numel_of = torch.Tensor.numel
@@ -133,21 +139,23 @@ def walk(kernel: Callable[..., Any], chunks: Chunks, rows: Sequence[Any], *argum
     at, total = addresses(rows), chunks.table.shape[1]
     if not total:
         return
+
+    def run(first: int, last: int) -> None:
+        room, found = np.zeros((_LISTS, BLOCK)), np.zeros(_LISTS, np.int64)
+        kernel(first, last, chunks.table, at, room.ctypes.data, found, *arguments)
+        len(rows)  # which live as long as the last thread that writes to them
+
     threads = min(torch.get_num_threads(), chunks.numel // _SHARE, total)
     if threads < 2:
-        kernel(0, total, chunks.table, at, *arguments)
+        run(0, total)
         return
     ends = chunks.shares(threads)
 
-    def run(share: int) -> None:
-        kernel(ends[share], ends[share + 1], chunks.table, at, *arguments)
-        del_rows = rows  # they live as long as the last thread that writes to them
-        del del_rows
-
     others: list[Future[None]] = []
     try:
-        others += [_pool(threads - 1).submit(run, share) for share in range(1, threads)]
-        run(0)
+        for share in range(1, threads):
+            others.append(_pool(threads - 1).submit(run, ends[share], ends[share + 1]))
+        run(0, ends[1])
     finally:
         wait(others)
     for other in others:
@@ -156,13 +164,30 @@ def walk(kernel: Callable[..., Any], chunks: Chunks, rows: Sequence[Any], *argum
 
 # -- kernels ---------------------------------------------------------------------------------------
 
-BLOCK = 1024
-"""Elements that are at hand at once, in every list; also how many squares are added up in the dtype
-of the computation, before their sum joins others in float64."""
+
+@function
+def widen_lists(first, last, at, kinds, tensor, begin, n, room, found, math):
+    """Find elements of some lists in the dtype of the computation; put in ``found`` where."""
+    for row in range(first, last):
+        stored = at[row, tensor] + begin * WIDTHS[kinds[row]]
+        found[row] = widened(stored, kinds[row], n, room + row * BLOCK * itemsize(math), math)
+
+
+@function
+def put_lists_back(lists, at, kinds, tensor, begin, n, room, found, math):
+    """Round elements into all lists but the gradients, and stored parameters into halves."""
+    for row in range(lists + 1):
+        stored = at[row, tensor] + begin * WIDTHS[kinds[row]]
+        values = found[row]
+        if row == lists and kinds[row]:
+            values = at[0, tensor] + begin * WIDTHS[kinds[0]]
+            values = widened(values, kinds[0], n, room, math)
+        if row != 1:
+            put_back(values, stored, kinds[row], n, math)
 
 
 @kernel
-def sum_squares(first, last, chunks, at, X, math, factor, sums):
+def sum_squares(first, last, chunks, at, room, found, X, math, factor, sums):
     """Per chunk the sum of squares of values × ``factor``.
 
     ``X`` is a zero of the type that values are stored in.
@@ -183,7 +208,7 @@ def sum_squares(first, last, chunks, at, X, math, factor, sums):
 
 
 @kernel
-def find_largest(first, last, chunks, at, X, largest, finite):
+def find_largest(first, last, chunks, at, room, found, X, largest, finite):
     """Per chunk the largest magnitude, and if wanted the largest finite one; not finite are above.
 
     ``X`` is a zero of the type that values are stored in.
@@ -205,9 +230,8 @@ def find_largest(first, last, chunks, at, X, largest, finite):
 
 
 @kernel
-def combine(first, last, chunks, at, kinds, math, a, b, each):
+def combine(first, last, chunks, at, room, found, kinds, math, a, b, each):
     """``target = a * x + b * y``; without ``a`` or ``b`` the values themselves."""
-    room = memory(3, BLOCK, math)
     for chunk in range(first, last):
         tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
         factor = a
@@ -215,12 +239,10 @@ def combine(first, last, chunks, at, kinds, math, a, b, each):
             factor = each[tensor]
         for begin in range(start, start + count, BLOCK):
             n = min(start + count - begin, BLOCK)
-            target = place(at, 0, tensor, begin, kinds)
-            x = widened(place(at, 1, tensor, begin, kinds), kinds[1], n, room[0].ctypes.data, math)
-            result = room[2].ctypes.data
+            widen_lists(1, 3, at, kinds, tensor, begin, n, room, found, math)
+            x, y = found[1], found[2]
+            result = room + 3 * BLOCK * itemsize(math)
             if kinds[2]:
-                y = place(at, 2, tensor, begin, kinds)
-                y = widened(y, kinds[2], n, room[1].ctypes.data, math)
                 for i in range(n):
                     value, other = peek(x, i, math), peek(y, i, math)
                     if factor is not None:
@@ -233,53 +255,42 @@ def combine(first, last, chunks, at, kinds, math, a, b, each):
                     poke(result, i, peek(x, i, math) * factor)
             else:
                 result = x
-            put_back(result, target, kinds[0], n, math)
+            stored = at[0, tensor] + begin * WIDTHS[kinds[0]]
+            put_back(result, stored, kinds[0], n, math)
 
 
 @kernel
-def two_moments(first, last, chunks, at, kinds, math, inv_scale, each, rule):
+def two_moments(first, last, chunks, at, room, found, kinds, math, inv_scale, each, rule):
     """An update of Adam or LAMB; ``each`` has a number for each tensor."""
-    room = memory(4, BLOCK, math)
     for chunk in range(first, last):
         tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
         size = length(each[tensor], rule)
         for begin in range(start, start + count, BLOCK):
             n = min(start + count - begin, BLOCK)
-            p_at, g_at = place(at, 0, tensor, begin, kinds), place(at, 1, tensor, begin, kinds)
-            m_at, v_at = place(at, 2, tensor, begin, kinds), place(at, 3, tensor, begin, kinds)
-            ps = widened(p_at, kinds[0], n, room[0].ctypes.data, math)
-            gs = widened(g_at, kinds[1], n, room[1].ctypes.data, math)
-            ms = widened(m_at, kinds[2], n, room[2].ctypes.data, math)
-            vs = widened(v_at, kinds[3], n, room[3].ctypes.data, math)
+            widen_lists(0, 4, at, kinds, tensor, begin, n, room, found, math)
+            ps, gs, ms, vs = found[0], found[1], found[2], found[3]
             for i in range(n):
                 p, g = peek(ps, i, math), peek(gs, i, math) * inv_scale
                 u, m, v = direction(p, g, peek(ms, i, math), peek(vs, i, math), rule)
                 poke(ms, i, m)
                 poke(vs, i, v)
                 poke(ps, i, p - size * u)
-            put_back(ms, m_at, kinds[2], n, math)
-            put_back(vs, v_at, kinds[3], n, math)
-            put_back(ps, p_at, kinds[0], n, math)
-            half_at = place(at, 4, tensor, begin, kinds)
-            round_stored(p_at, kinds[0], half_at, kinds[4], n, room[0].ctypes.data, math)
+            put_lists_back(4, at, kinds, tensor, begin, n, room, found, math)
 
 
 @kernel
-def measure_directions(first, last, chunks, at, kinds, math, inv_scale, p_sums, u_sums, rule):
+def measure_directions(
+    first, last, chunks, at, room, found, kinds, math, inv_scale, p_sums, u_sums, rule
+):
     """Per chunk the sums of squares of the parameters and of the directions of `two_moments`."""
-    room = memory(4, BLOCK, math)
     for chunk in range(first, last):
         tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
         p_total = 0.0
         u_total = 0.0
         for begin in range(start, start + count, BLOCK):
             n = min(start + count - begin, BLOCK)
-            p_at, g_at = place(at, 0, tensor, begin, kinds), place(at, 1, tensor, begin, kinds)
-            m_at, v_at = place(at, 2, tensor, begin, kinds), place(at, 3, tensor, begin, kinds)
-            ps = widened(p_at, kinds[0], n, room[0].ctypes.data, math)
-            gs = widened(g_at, kinds[1], n, room[1].ctypes.data, math)
-            ms = widened(m_at, kinds[2], n, room[2].ctypes.data, math)
-            vs = widened(v_at, kinds[3], n, room[3].ctypes.data, math)
+            widen_lists(0, 4, at, kinds, tensor, begin, n, room, found, math)
+            ps, gs, ms, vs = found[0], found[1], found[2], found[3]
             p_squares = math
             u_squares = math
             for i in range(n):
@@ -294,25 +305,18 @@ def measure_directions(first, last, chunks, at, kinds, math, inv_scale, p_sums, 
 
 
 @kernel
-def one_moment(first, last, chunks, at, kinds, math, inv_scale, each, rule):
+def one_moment(first, last, chunks, at, room, found, kinds, math, inv_scale, each, rule):
     """An update of any other rule; without state it has ``kinds`` of none in its place."""
-    room = memory(3, BLOCK, math)
     for chunk in range(first, last):
         tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
         number = each[tensor]
         for begin in range(start, start + count, BLOCK):
             n = min(start + count - begin, BLOCK)
-            p_at, g_at = place(at, 0, tensor, begin, kinds), place(at, 1, tensor, begin, kinds)
-            m_at = place(at, 2, tensor, begin, kinds)
-            ps = widened(p_at, kinds[0], n, room[0].ctypes.data, math)
-            gs = widened(g_at, kinds[1], n, room[1].ctypes.data, math)
-            ms = widened(m_at, kinds[2], n, room[2].ctypes.data, math)
+            widen_lists(0, 3, at, kinds, tensor, begin, n, room, found, math)
+            ps, gs, ms = found[0], found[1], found[2]
             for i in range(n):
                 p, g = peek(ps, i, math), peek(gs, i, math) * inv_scale
                 p, m = stepped(p, g, peek(ms, i, math), number, rule)
                 poke(ms, i, m)
                 poke(ps, i, p)
-            put_back(ms, m_at, kinds[2], n, math)
-            put_back(ps, p_at, kinds[0], n, math)
-            half_at = place(at, 3, tensor, begin, kinds)
-            round_stored(p_at, kinds[0], half_at, kinds[3], n, room[0].ctypes.data, math)
+            put_lists_back(3, at, kinds, tensor, begin, n, room, found, math)

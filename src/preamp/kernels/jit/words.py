@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from llvmlite import binding, ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
-from preamp.kernels.jit.compiler import ALWAYS_INLINE, function, part
+from preamp.kernels.jit.compiler import function
 
 ZEROS: dict[torch.dtype, Any] = {
     torch.float16: np.uint16(0),
@@ -40,8 +40,9 @@ CODES: dict[torch.dtype | None, int] = {
 }
 """What stands for torch's dtypes where it does not; ``None`` for a list that is not there."""
 
+_ZERO_F16, _ZERO_BF16, _ZERO_F32, _ZERO_F64 = ZEROS.values()
 _F16, _BF16 = types.uint16, types.int16
-_WIDTHS = np.array([0, 2, 2, 4, 8])  # bytes of an element, by code
+WIDTHS = np.array([0, 2, 2, 4, 8])  # bytes of an element, by code
 _LLVM: dict[Any, ir.Type] = {
     **{_F16: ir.IntType(16), _BF16: ir.IntType(16)},
     **{types.float32: ir.FloatType(), types.float64: ir.DoubleType()},
@@ -93,6 +94,8 @@ def poke(typing: Any, address: Any, index: Any, value: Any) -> Any:
 
 
 # -- bits -----------------------------------------------------------------------------------------
+#
+# Intrinsics, since each function in Python takes the compiler a good part of a second.
 
 
 def _same_bits(to: Any, of: Any) -> Any:
@@ -107,28 +110,10 @@ def _same_bits(to: Any, of: Any) -> Any:
 
 f32_of_bits = _same_bits(types.float32, types.uint32)
 bits_of_f32 = _same_bits(types.uint32, types.float32)
-f64_of_bits = _same_bits(types.float64, types.uint64)
-bits_of_f64 = _same_bits(types.uint64, types.float64)
 
 
-@intrinsic
-def _widen_in_hardware(typing: Any, bits: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(_F16), generate
-
-
-@intrinsic
-def _round_in_hardware(typing: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-
-    return _F16(types.float32), generate
-
-
-@part
-def _widen_in_integers(bits: Any) -> Any:
+def widen_in_integers(bits: Any) -> Any:
+    """float16, where the processor has no instruction for it."""
     word = np.uint32(bits)
     size = word & np.uint32(0x7FFF)
     # The exponent's bias is 112 less; infinity and nan have it once more.
@@ -141,8 +126,8 @@ def _widen_in_integers(bits: Any) -> Any:
     return f32_of_bits(bits_of_f32(value) | ((word & np.uint32(0x8000)) << np.uint32(16)))
 
 
-@part
-def _round_in_integers(value: Any) -> Any:
+def round_in_integers(value: Any) -> Any:
+    """To float16, to nearest even."""
     word = bits_of_f32(value)
     size = word & np.uint32(0x7FFFFFFF)
     # Half a unit in the last place, and one more where that place is odd
@@ -157,57 +142,60 @@ def _round_in_integers(value: Any) -> Any:
     return np.uint16(rounded | ((word >> np.uint32(16)) & np.uint32(0x8000)))
 
 
-_widen_f16 = _widen_in_hardware if HAS_HALF else _widen_in_integers
-_round_f16 = _round_in_hardware if HAS_HALF else _round_in_integers
+_I32, _FLOAT = ir.IntType(32), ir.FloatType()
 
 
-@part
-def _round_bf16(value: Any) -> Any:
-    word = bits_of_f32(value)
-    odd = (word >> np.uint32(16)) & np.uint32(1)
-    rounded = (word + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-    if (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-        rounded = np.uint32(0x7FC0)
-    return np.int16(rounded)
+def _to_float(context: Any, builder: Any, raw: Any, kind: Any) -> Any:
+    """An element of either half dtype as float32."""
+    if kind == _BF16:
+        word = builder.shl(builder.zext(raw, _I32), _I32(16))
+        return builder.bitcast(word, _FLOAT)
+    if HAS_HALF:
+        return builder.fpext(builder.bitcast(raw, ir.HalfType()), _FLOAT)
+    return context.compile_internal(builder, widen_in_integers, types.float32(_F16), [raw])
 
 
-# -- dtypes ---------------------------------------------------------------------------------------
+def _from_float(context: Any, builder: Any, value: Any, kind: Any) -> Any:
+    """float32 rounded to either half dtype."""
+    if kind == _F16:
+        if HAS_HALF:
+            return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
+        return context.compile_internal(builder, round_in_integers, _F16(types.float32), [value])
+    word = builder.bitcast(value, _I32)
+    # Half a unit in the last place, and one more where that place is odd
+    odd = builder.and_(builder.lshr(word, _I32(16)), _I32(1))
+    rounded = builder.lshr(builder.add(builder.add(word, _I32(0x7FFF)), odd), _I32(16))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    return builder.trunc(builder.select(is_nan, _I32(0x7FC0), rounded), ir.IntType(16))
 
 
-def widen(raw, math):
+@intrinsic
+def widen(typing: Any, raw: Any, math: Any) -> Any:
     """What is stored as ``raw``, in the dtype of the computation."""
 
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value, kind = args[0], raw
+        if kind in (_F16, _BF16):
+            value, kind = _to_float(context, builder, value, kind), types.float32
+        return context.cast(builder, value, kind, math)
 
-def narrow(value, kind):
-    """``value`` rounded to nearest even, once, as it is stored.
+    return math(raw, math), generate
+
+
+@intrinsic
+def narrow(typing: Any, value: Any, zero: Any) -> Any:
+    """``value`` rounded to nearest even, once, as an element is stored.
 
     float64 goes to halves by way of float32, as in torch.
     """
 
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if zero not in (_F16, _BF16):
+            return context.cast(builder, args[0], value, zero)
+        wide = context.cast(builder, args[0], value, types.float32)
+        return _from_float(context, builder, wide, zero)
 
-def value_of(bits, kind):
-    """The magnitude that has these bits, as float64."""
-
-
-@overload(widen, jit_options=ALWAYS_INLINE)
-def _widen(raw, math):
-    wide = np.float64 if math == types.float64 else np.float32
-    if raw == _F16:
-        return lambda raw, math: wide(_widen_f16(raw))
-    if raw == _BF16:
-        return lambda raw, math: wide(f32_of_bits(np.uint32(np.uint16(raw)) << np.uint32(16)))
-    return lambda raw, math: wide(raw)
-
-
-@overload(narrow, jit_options=ALWAYS_INLINE)
-def _narrow(value, kind):
-    if kind == _F16:
-        return lambda value, kind: _round_f16(np.float32(value))
-    if kind == _BF16:
-        return lambda value, kind: _round_bf16(np.float32(value))
-    if kind == types.float32:
-        return lambda value, kind: np.float32(value)
-    return lambda value, kind: np.float64(value)
+    return zero(value, zero), generate
 
 
 _MAGNITUDES = {_F16: _F16, _BF16: _F16, types.float32: types.uint32, types.float64: types.uint64}
@@ -254,80 +242,50 @@ def higher(typing: Any, a: Any, b: Any) -> Any:
     return a(a, a), generate
 
 
-@overload(value_of, jit_options=ALWAYS_INLINE)
-def _value_of(bits, kind):
-    if kind == _F16:
-        return lambda bits, kind: np.float64(_widen_f16(np.uint16(bits)))
-    if kind == _BF16:
-        return lambda bits, kind: np.float64(f32_of_bits(np.uint32(bits) << np.uint32(16)))
-    if kind == types.float32:
-        return lambda bits, kind: np.float64(f32_of_bits(np.uint32(bits)))
-    return lambda bits, kind: f64_of_bits(np.uint64(bits))
+@intrinsic
+def value_of(typing: Any, bits: Any, raw: Any) -> Any:
+    """The magnitude that has these bits, as float64."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value, kind = args[0], raw
+        if kind in (_F16, _BF16):
+            value, kind = _to_float(context, builder, value, kind), types.float32
+        value = builder.bitcast(value, context.get_value_type(kind))
+        return context.cast(builder, value, kind, types.float64)
+
+    return types.float64(bits, raw), generate
 
 
-def is_own(kind, math):
-    """Whether elements are stored in the dtype of the computation."""
+# -- dtypes ---------------------------------------------------------------------------------------
 
 
-@overload(is_own, jit_options=ALWAYS_INLINE)
-def _is_own(kind, math):
-    own = _IS_F64 if math == types.float64 else _IS_F32
-    return lambda kind, math: kind == own
-
-
-def memory(lists, elements, math):
-    """Zeros of the dtype of the computation."""
-
-
-@overload(memory, jit_options=ALWAYS_INLINE)
-def _memory(lists, elements, math):
-    dtype = np.float64 if math == types.float64 else np.float32
-    return lambda lists, elements, math: np.zeros((lists, elements), dtype)
-
-
-def itemsize(zero):
+@intrinsic
+def itemsize(typing: Any, zero: Any) -> Any:
     """Bytes of an element that is stored as ``zero`` is."""
 
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_constant(types.int64, zero.bitwidth // 8)
 
-@overload(itemsize, jit_options=ALWAYS_INLINE)
-def _itemsize(zero):
-    size = zero.bitwidth // 8
-    return lambda zero: size
-
-
-@part
-def place(at, row, tensor, start, kinds):
-    """Where some elements of a tensor lie."""
-    return at[row, tensor] + start * _WIDTHS[kinds[row]]
-
-
-@part
-def _widen_all(at, count, to, zero, math):
-    for i in range(count):
-        poke(to, i, widen(peek(at, i, zero), math))
-
-
-@part
-def _narrow_all(at, count, to, zero, math):
-    for i in range(count):
-        poke(to, i, narrow(peek(at, i, math), zero))
+    return types.int64(zero), generate
 
 
 @function
 def widened(at, kind, count, room, math):
     """Where ``count`` elements are in the dtype of the computation: at hand, or put in ``room``."""
-    if kind == _NONE:
-        return room
-    if is_own(kind, math):
-        return at
     if kind == _IS_BF16:
-        _widen_all(at, count, room, np.int16(0), math)
+        for i in range(count):
+            poke(room, i, widen(peek(at, i, _ZERO_BF16), math))
     elif kind == _IS_F16:
-        _widen_all(at, count, room, np.uint16(0), math)
-    elif kind == _IS_F32:
-        _widen_all(at, count, room, np.float32(0), math)
-    else:
-        _widen_all(at, count, room, np.float64(0), math)
+        for i in range(count):
+            poke(room, i, widen(peek(at, i, _ZERO_F16), math))
+    elif kind == _IS_F32 and itemsize(math) == 8:
+        for i in range(count):
+            poke(room, i, widen(peek(at, i, _ZERO_F32), math))
+    elif kind == _IS_F64 and itemsize(math) == 4:
+        for i in range(count):
+            poke(room, i, widen(peek(at, i, _ZERO_F64), math))
+    elif kind != _NONE:
+        return at
     return room
 
 
@@ -336,23 +294,18 @@ def put_back(values, at, kind, count, math):
     """Round elements that `widened` has put elsewhere into where they belong."""
     if values == at:
         return
-    if kind == _NONE:
-        return
     if kind == _IS_BF16:
-        _narrow_all(values, count, at, np.int16(0), math)
+        for i in range(count):
+            poke(at, i, narrow(peek(values, i, math), _ZERO_BF16))
     elif kind == _IS_F16:
-        _narrow_all(values, count, at, np.uint16(0), math)
+        for i in range(count):
+            poke(at, i, narrow(peek(values, i, math), _ZERO_F16))
     elif kind == _IS_F32:
-        _narrow_all(values, count, at, np.float32(0), math)
-    else:
-        _narrow_all(values, count, at, np.float64(0), math)
-
-
-@function
-def round_stored(at, kind, to, to_kind, count, room, math):
-    """Round what is stored at one place into another list, if it is there."""
-    if to_kind != _NONE:
-        put_back(widened(at, kind, count, room, math), to, to_kind, count, math)
+        for i in range(count):
+            poke(at, i, narrow(peek(values, i, math), _ZERO_F32))
+    elif kind == _IS_F64:
+        for i in range(count):
+            poke(at, i, narrow(peek(values, i, math), _ZERO_F64))
 
 
 @intrinsic
