@@ -3,8 +3,8 @@
 # pyright: reportMissingTypeStubs=false, reportOptionalSubscript=false, reportGeneralTypeIssues=false
 """The update rules for one element: `preamp.kernels.rules`, each operation rounded on its own.
 
-A rule comes as a record of numbers in the dtype of the computation and of options, which are
-``None`` for no, so that compiled code knows them. Operations come in the order of
+A rule comes as a record of numbers in the dtype of the computation, and of options, which become a
+choice between two results in each lane. Operations come in the order of
 `preamp.kernels.reference.formulas`.
 """
 
@@ -16,8 +16,6 @@ import numpy as np
 from numba.extending import overload
 
 from preamp.kernels.jit.compiler import ALWAYS_INLINE
-
-Option = int | None
 
 
 class Adam(NamedTuple):
@@ -32,9 +30,9 @@ class Adam(NamedTuple):
     decay: Any
     c1: Any  # bias corrections, 1 for none
     c2: Any
-    coupled: Option  # add the decay to the gradient
-    decoupled: Option
-    eps_inside: Option
+    coupled: bool  # add the decay to the gradient
+    decoupled: bool
+    eps_inside: bool
 
 
 class Lamb(NamedTuple):
@@ -48,8 +46,8 @@ class Lamb(NamedTuple):
     decay: Any
     c1: Any
     c2: Any
-    coupled: Option
-    decoupled: Option
+    coupled: bool
+    decoupled: bool
 
 
 class Sgd(NamedTuple):
@@ -60,10 +58,10 @@ class Sgd(NamedTuple):
     share: Any  # of a new gradient in the momentum
     decay: Any
     is_first: bool
-    has_momentum: Option
-    nesterov: Option
-    decays_before: Option
-    decays_after: Option
+    has_momentum: bool
+    nesterov: bool
+    decays_before: bool
+    decays_after: bool
 
 
 class Lars(NamedTuple):
@@ -71,7 +69,7 @@ class Lars(NamedTuple):
 
     momentum: Any
     decay: Any
-    nesterov: Option
+    nesterov: bool
 
 
 class Adagrad(NamedTuple):
@@ -80,8 +78,8 @@ class Adagrad(NamedTuple):
     size: Any
     eps: Any
     decay: Any
-    coupled: Option
-    decoupled: Option
+    coupled: bool
+    decoupled: bool
 
 
 class NovoGrad(NamedTuple):
@@ -92,7 +90,7 @@ class NovoGrad(NamedTuple):
     beta3: Any
     decay: Any
     c1: Any
-    inside_moment: Option
+    inside_moment: bool
 
 
 def direction(p, g, m, v, rule):
@@ -115,26 +113,26 @@ def _direction(p, g, m, v, rule):
 
 
 def _adam(p, g, m, v, rule):
-    if rule.coupled is not None:
+    if rule.coupled:
         g = g + rule.decay * p
     m = rule.beta1 * m + rule.beta1_left * g
     v = rule.beta2 * v + rule.beta2_left * g * g
-    if rule.eps_inside is not None:
+    if rule.eps_inside:
         u = m / rule.c1 / np.sqrt(v / rule.c2 + rule.eps)
     else:
         u = m / rule.c1 / (np.sqrt(v / rule.c2) + rule.eps)
-    if rule.decoupled is not None:
+    if rule.decoupled:
         u = u + rule.decay * p
     return u, m, v
 
 
 def _lamb(p, g, m, v, rule):
-    if rule.coupled is not None:
+    if rule.coupled:
         g = g + rule.decay * p
     m = rule.beta1 * m + rule.beta3 * g
     v = rule.beta2 * v + rule.beta2_left * g * g
     u = m / rule.c1 / (np.sqrt(v / rule.c2) + rule.eps)
-    if rule.decoupled is not None:
+    if rule.decoupled:
         u = u + rule.decay * p
     return u, m, v
 
@@ -152,16 +150,16 @@ def _stepped(p, g, m, number, rule):
 
 
 def _sgd(p, g, m, number, rule):
-    if rule.decays_before is not None:
+    if rule.decays_before:
         g = g + rule.decay * p
-    if rule.has_momentum is not None:
+    if rule.has_momentum:
         later = rule.momentum * m + rule.share * g
         m = g if rule.is_first else later
-        if rule.nesterov is not None:
+        if rule.nesterov:
             g = g + rule.momentum * m
         else:
             g = m
-    if rule.decays_after is not None:
+    if rule.decays_after:
         g = g + rule.decay * p
     return p - rule.size * g, m
 
@@ -169,24 +167,24 @@ def _sgd(p, g, m, number, rule):
 def _lars(p, g, m, number, rule):
     change = number * (g + rule.decay * p)
     m = rule.momentum * m - change
-    if rule.nesterov is not None:
+    if rule.nesterov:
         return p + (rule.momentum * m - change), m
     return p + m, m
 
 
 def _adagrad(p, g, m, number, rule):
-    if rule.coupled is not None:
+    if rule.coupled:
         g = g + rule.decay * p
     m = m + g * g
     u = g / (np.sqrt(m) + rule.eps)
-    if rule.decoupled is not None:
+    if rule.decoupled:
         u = u + rule.decay * p
     return p - rule.size * u, m
 
 
 def _novograd(p, g, m, number, rule):
     # The number is what the gradient, or the moment, is divided by.
-    if rule.inside_moment is not None:
+    if rule.inside_moment:
         m = rule.beta1 * m + rule.beta3 * (g / number + rule.decay * p)
         return p - rule.size * (m / rule.c1), m
     m = rule.beta1 * m + rule.beta3 * g

@@ -199,16 +199,14 @@ def sum_squares(first, last, chunks, at, room, found, X, math, factor, sums):
             squares = math
             x = at[0, tensor] + (start + begin) * itemsize(X)
             for i in range(min(count - begin, BLOCK)):
-                value = widen(peek(x, i, X), math)
-                if factor is not None:
-                    value = value * factor
+                value = widen(peek(x, i, X), math) * factor
                 squares = add(squares, value * value)
             total += squares
         sums[chunk] = total
 
 
 @kernel
-def find_largest(first, last, chunks, at, room, found, X, largest, finite):
+def find_largest(first, last, chunks, at, room, found, X, wants_finite, largest, finite):
     """Per chunk the largest magnitude, and if wanted the largest finite one; not finite are above.
 
     ``X`` is a zero of the type that values are stored in.
@@ -218,45 +216,40 @@ def find_largest(first, last, chunks, at, room, found, X, largest, finite):
         top = magnitude(X)
         top_finite = top
         x = at[0, tensor] + start * itemsize(X)
-        for i in range(count):
-            raw = peek(x, i, X)
-            bits = magnitude(raw)
-            top = higher(top, bits)
-            if finite is not None:
-                top_finite = higher(top_finite, finite_or_zero(bits, raw))
+        if wants_finite:
+            for i in range(count):
+                bits = magnitude(peek(x, i, X))
+                top = higher(top, bits)
+                top_finite = higher(top_finite, finite_or_zero(bits, X))
+        else:
+            for i in range(count):
+                top = higher(top, magnitude(peek(x, i, X)))
         largest[chunk] = value_of(top, X)
-        if finite is not None:
-            finite[chunk] = value_of(top_finite, X)
+        finite[chunk] = value_of(top_finite, X)
 
 
 @kernel
-def combine(first, last, chunks, at, room, found, kinds, math, a, b, each):
-    """``target = a * x + b * y``; without ``a`` or ``b`` the values themselves."""
+def combine(first, last, chunks, at, room, found, kinds, math, each, b, is_copy):
+    """``target = a * x + b * y``, with ``each`` tensor's a; of a copy ``x`` alone."""
+    result = room + 3 * BLOCK * itemsize(math)
     for chunk in range(first, last):
         tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
-        factor = a
-        if each is not None:
-            factor = each[tensor]
+        a = each[tensor]
         for begin in range(start, start + count, BLOCK):
             n = min(start + count - begin, BLOCK)
             widen_lists(1, 3, at, kinds, tensor, begin, n, room, found, math)
             x, y = found[1], found[2]
-            result = room + 3 * BLOCK * itemsize(math)
+            target = at[0, tensor] + begin * WIDTHS[kinds[0]]
+            if is_copy:
+                put_back(x, target, kinds[0], n, math)
+                continue
             if kinds[2]:
                 for i in range(n):
-                    value, other = peek(x, i, math), peek(y, i, math)
-                    if factor is not None:
-                        value = value * factor
-                    if b is not None:
-                        other = other * b
-                    poke(result, i, value + other)
-            elif factor is not None:
-                for i in range(n):
-                    poke(result, i, peek(x, i, math) * factor)
+                    poke(result, i, peek(x, i, math) * a + peek(y, i, math) * b)
             else:
-                result = x
-            stored = at[0, tensor] + begin * WIDTHS[kinds[0]]
-            put_back(result, stored, kinds[0], n, math)
+                for i in range(n):
+                    poke(result, i, peek(x, i, math) * a)
+            put_back(result, target, kinds[0], n, math)
 
 
 @kernel

@@ -95,15 +95,11 @@ def _plain(value: Scalar) -> float:
     return float(_number(value, torch.float64))
 
 
-def _vector(values: Scalar, dtype: torch.dtype, count: int) -> np.ndarray:
-    """One number for each tensor."""
+def _vector(values: Scalar, dtype: torch.dtype, part: Part) -> np.ndarray:
+    """One number for each tensor, in the dtype of the computation."""
     if not isinstance(values, torch.Tensor) or values.dim() == 0:
-        return np.full(count, _number(values, dtype))
+        return np.full(part.chunks.count, _number(values, dtype))
     return values.detach().to(_CPU, dtype).contiguous().numpy()
-
-
-def _option(wanted: object) -> int | None:
-    return 1 if wanted else None
 
 
 class Jit(Ops):
@@ -191,7 +187,7 @@ class Jit(Ops):
         check_lengths(grads, addends)
         parts, others = parts_of(grads, grads, addends)
         for part in parts:
-            _combine(part, factor, None)
+            _combine(part, factor)
         if others:
             _REFERENCE.scale_add_(pick(grads, others), factor, pick(addends, others))
 
@@ -201,7 +197,7 @@ class Jit(Ops):
         check_lengths(sources, targets)
         parts, others = parts_of(targets, sources, [None] * len(targets))
         for part in parts:
-            _combine(part, None, None)
+            _combine(part, None)
         if others:
             _REFERENCE.cast_copy_(pick(sources, others), pick(targets, others))
 
@@ -221,7 +217,7 @@ class Jit(Ops):
         numbers = {id(by): _plain(by) for by in _distinct(factors)}
         for part in parts:
             own = np.array([numbers[id(factors[place])] for place in part.places], np.float32)
-            _combine(part, None, None, own)
+            _combine(part, own)
         if others:
             rest = (pick(halves, others), pick(factors, others), pick(addends, others))
             for place, wide in zip(others, _REFERENCE.widen_add(*rest), strict=True):
@@ -269,7 +265,7 @@ def _norms_in(
     """
     dtype = cast("torch.dtype", part.dtypes[row])
     wide = math or math_dtype(dtype)
-    by = None if factor is None else _number(factor, wide)
+    by = _number(1.0 if factor is None else factor, wide)
     sums = np.empty(part.chunks.table.shape[1])
     zeros = ZEROS[dtype], ZEROS[wide]
     walk(loops.sum_squares, part.chunks, part.rows[row : row + 1], *zeros, by, sums)
@@ -280,8 +276,7 @@ def _largest(part: Part, row: int = 0, *, finite: bool) -> tuple[np.ndarray, np.
     """Per chunk the largest magnitude, nan above infinity, and the largest finite one, float64."""
     tops = np.zeros((2, part.chunks.table.shape[1]))
     zero = ZEROS[cast("torch.dtype", part.dtypes[row])]
-    second = tops[1] if finite else None
-    walk(loops.find_largest, part.chunks, part.rows[row : row + 1], zero, tops[0], second)
+    walk(loops.find_largest, part.chunks, part.rows[row : row + 1], zero, finite, tops[0], tops[1])
     return tops[0], tops[1]
 
 
@@ -330,19 +325,12 @@ def _float32(values: np.ndarray | None, device: torch.device) -> torch.Tensor | 
 # -- linear combinations --------------------------------------------------------------------------
 
 
-def _combine(
-    part: Part, a: Factor | None, b: Factor | None, each: np.ndarray | None = None
-) -> None:
-    """See `loops.combine`; ``each`` has a factor for each tensor in place of ``a``."""
+def _combine(part: Part, a: Factor | torch.Tensor | np.ndarray | None, b: Factor = 1.0) -> None:
+    """See `loops.combine`; ``a`` is one factor, a vector of them, or ``None`` for a copy."""
     x, y = part.dtypes[1:]
     math = torch.float64 if torch.float64 in (x, y) else torch.float32
-    part.walk(
-        loops.combine,
-        math,
-        None if a is None else _number(a, math),
-        None if b is None or not part.rows[2] else _number(b, math),
-        each,
-    )
+    each = a if isinstance(a, np.ndarray) else _vector(1.0 if a is None else a, math, part)
+    part.walk(loops.combine, math, each, _number(b, math), a is None)
     torch.autograd.graph.increment_version(part.rows[0])
 
 
@@ -412,7 +400,7 @@ class _Work:
 
     def vector(self, values: Scalar) -> np.ndarray:
         """One number for each tensor."""
-        return _vector(values, self.math, self.part.chunks.count)
+        return _vector(values, self.math, self.part)
 
 
 def _works(
@@ -455,18 +443,18 @@ def _start(work: _Work, rule: Rule) -> None:
             work.start(loops.one_moment, formulas.Adagrad(**numbers, **_decays(rule)))
         case LarsRule():
             numbers = work.numbers_as(momentum=rule.momentum, decay=rule.weight_decay)
-            record = formulas.Lars(**numbers, nesterov=_option(rule.nesterov))
+            record = formulas.Lars(**numbers, nesterov=bool(rule.nesterov))
             work.start(loops.one_moment, record, work.numbers_of(rule))
         case _:
             left_out(rule)
 
 
-def _decays(rule: AdamRule | LambRule | AdagradRule) -> dict[str, int | None]:
+def _decays(rule: AdamRule | LambRule | AdagradRule) -> dict[str, bool]:
     """Whether the decay is added to the gradient, or to the direction."""
     decays = rule.weight_decay != 0
     return {
-        "coupled": _option(decays and not rule.decoupled),
-        "decoupled": _option(decays and rule.decoupled),
+        "coupled": bool(decays and not rule.decoupled),
+        "decoupled": bool(decays and rule.decoupled),
     }
 
 
@@ -488,7 +476,7 @@ def _adam(work: _Work, rule: AdamRule) -> formulas.Adam:
         c1=c1,
         c2=c2,
     )
-    return formulas.Adam(**numbers, **_decays(rule), eps_inside=_option(rule.eps_inside_sqrt))
+    return formulas.Adam(**numbers, **_decays(rule), eps_inside=bool(rule.eps_inside_sqrt))
 
 
 def _lamb(work: _Work, rule: LambRule) -> formulas.Lamb:
@@ -513,10 +501,10 @@ def _sgd(work: _Work, rule: SgdRule) -> formulas.Sgd:
     return formulas.Sgd(
         **numbers,
         is_first=work.step == 1,
-        has_momentum=_option(rule.momentum),
-        nesterov=_option(rule.nesterov),
-        decays_before=_option(decays and not late),
-        decays_after=_option(decays and late),
+        has_momentum=bool(rule.momentum),
+        nesterov=bool(rule.nesterov),
+        decays_before=bool(decays and not late),
+        decays_after=bool(decays and late),
     )
 
 
@@ -528,7 +516,7 @@ def _novograd(work: _Work, rule: NovoGradRule) -> formulas.NovoGrad:
         decay=rule.weight_decay,
         c1=work.correction(rule.beta1, wanted=rule.bias_correction),
     )
-    return formulas.NovoGrad(**numbers, inside_moment=_option(rule.decays_inside_moment))
+    return formulas.NovoGrad(**numbers, inside_moment=bool(rule.decays_inside_moment))
 
 
 def _lamb_norms(work: _Work, rule: LambRule) -> torch.Tensor:
