@@ -76,7 +76,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ),
     ("kernels/jit/loops.py", KERNELS): (
         ("np.minimum(numels[owners] - starts, CHUNK)", "np.minimum(numels[owners], CHUNK)"),
-        ("poke(ps, i, p - size * u)", "poke(ps, i, p - size * u * inv_scale)"),
+        ("p = p - size * u\n", "p = p - size * u * inv_scale\n"),
         (
             "stepped(p, g, peek(ms, i, math), number, rule)",
             "stepped(p, g, peek(ms, i, math), each[0], rule)",
@@ -91,7 +91,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ),
     ("kernels/jit/formulas.py", KERNELS): (
         ("m = g if rule.is_first else later", "m = later"),
-        ("return p - rule.size * (m / rule.c1), m", "return p - rule.size * m, m"),
+        ("return p - rule.size * (m * rule.by1), m", "return p - rule.size * m, m"),
     ),
     ("kernels/jit/ops.py", KERNELS): (
         ("if place != 1 and row:", "if place > 1 and row:"),

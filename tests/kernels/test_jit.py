@@ -212,8 +212,8 @@ def test_each_operation_is_rounded_on_its_own() -> None:
     grad = g[0] * f(0.5)
     first = f(0.9) * m[0] + f(1 - 0.9) * grad
     second = f(0.99) * v[0] + f(1 - 0.99) * grad * grad
-    root = np.sqrt(second / f(1 - 0.99**3)) + f(1e-8)
-    wanted = p[0] - f(0.01) * (first / f(1 - 0.9**3) / root + f(0.1) * p[0])
+    root = np.sqrt(second * f(1 / (1 - 0.99**3))) + f(1e-8)
+    wanted = p[0] - f(0.01) * (first * f(1 / (1 - 0.9**3)) / root + f(0.1) * p[0])
     ours = lists(1, shapes)
     told = Update(step=3, inv_scale=torch.tensor(0.5), halves=ours[4])
     JIT.update_(*ours[:4], rule=ADAM, update=told)

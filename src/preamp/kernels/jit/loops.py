@@ -37,6 +37,7 @@ from preamp.kernels.jit.words import (
     higher,
     itemsize,
     magnitude,
+    narrow,
     peek,
     poke,
     put_back,
@@ -166,6 +167,13 @@ def walk(kernel: Callable[..., Any], chunks: Chunks, rows: Sequence[Any], *argum
 
 
 @function
+def find_lists(lists, at, kinds, tensor, begin, found):
+    """Put in ``found`` where elements of the first lists lie."""
+    for row in range(lists):
+        found[row] = at[row, tensor] + begin * WIDTHS[kinds[row]]
+
+
+@function
 def widen_lists(first, last, at, kinds, tensor, begin, n, room, found, math):
     """Find elements of some lists in the dtype of the computation; put in ``found`` where."""
     for row in range(first, last):
@@ -253,22 +261,37 @@ def combine(first, last, chunks, at, room, found, kinds, math, each, b, is_copy)
 
 
 @kernel
-def two_moments(first, last, chunks, at, room, found, kinds, math, inv_scale, each, rule):
-    """An update of Adam or LAMB; ``each`` has a number for each tensor."""
+def two_moments(first, last, chunks, at, room, found, kinds, math, half, inv_scale, each, rule):
+    """An update of Adam or LAMB; ``each`` has a number for each tensor.
+
+    ``half`` is a zero of the type of gradients and halves where all else is of the computation's:
+    these are converted on the way then. Else it is ``None``.
+    """
     for chunk in range(first, last):
         tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
         size = length(each[tensor], rule)
         for begin in range(start, start + count, BLOCK):
             n = min(start + count - begin, BLOCK)
-            widen_lists(0, 4, at, kinds, tensor, begin, n, room, found, math)
-            ps, gs, ms, vs = found[0], found[1], found[2], found[3]
+            if half is None:
+                widen_lists(0, 4, at, kinds, tensor, begin, n, room, found, math)
+            else:
+                find_lists(5, at, kinds, tensor, begin, found)
+            ps, gs, ms, vs, hs = found[0], found[1], found[2], found[3], found[4]
             for i in range(n):
-                p, g = peek(ps, i, math), peek(gs, i, math) * inv_scale
+                p = peek(ps, i, math)
+                if half is None:
+                    g = peek(gs, i, math) * inv_scale
+                else:
+                    g = widen(peek(gs, i, half), math) * inv_scale
                 u, m, v = direction(p, g, peek(ms, i, math), peek(vs, i, math), rule)
+                p = p - size * u
                 poke(ms, i, m)
                 poke(vs, i, v)
-                poke(ps, i, p - size * u)
-            put_lists_back(4, at, kinds, tensor, begin, n, room, found, math)
+                poke(ps, i, p)
+                if half is not None:
+                    poke(hs, i, narrow(p, half))
+            if half is None:
+                put_lists_back(4, at, kinds, tensor, begin, n, room, found, math)
 
 
 @kernel
@@ -298,18 +321,28 @@ def measure_directions(
 
 
 @kernel
-def one_moment(first, last, chunks, at, room, found, kinds, math, inv_scale, each, rule):
-    """An update of any other rule; without state it has ``kinds`` of none in its place."""
+def one_moment(first, last, chunks, at, room, found, kinds, math, half, inv_scale, each, rule):
+    """An update of any other rule, as `two_moments`; state that is not there has no kind."""
     for chunk in range(first, last):
         tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
         number = each[tensor]
         for begin in range(start, start + count, BLOCK):
             n = min(start + count - begin, BLOCK)
-            widen_lists(0, 3, at, kinds, tensor, begin, n, room, found, math)
-            ps, gs, ms = found[0], found[1], found[2]
+            if half is None:
+                widen_lists(0, 3, at, kinds, tensor, begin, n, room, found, math)
+            else:
+                find_lists(4, at, kinds, tensor, begin, found)
+            ps, gs, ms, hs = found[0], found[1], found[2], found[3]
             for i in range(n):
-                p, g = peek(ps, i, math), peek(gs, i, math) * inv_scale
+                p = peek(ps, i, math)
+                if half is None:
+                    g = peek(gs, i, math) * inv_scale
+                else:
+                    g = widen(peek(gs, i, half), math) * inv_scale
                 p, m = stepped(p, g, peek(ms, i, math), number, rule)
                 poke(ms, i, m)
                 poke(ps, i, p)
-            put_lists_back(3, at, kinds, tensor, begin, n, room, found, math)
+                if half is not None:
+                    poke(hs, i, narrow(p, half))
+            if half is None:
+                put_lists_back(3, at, kinds, tensor, begin, n, room, found, math)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from preamp.core.dtypes import math_dtype
+from preamp.core.dtypes import HALF_DTYPES, math_dtype
 from preamp.kernels.geometry import Column, check_lengths, check_shapes, geometry_of
 from preamp.kernels.jit import formulas, loops
 from preamp.kernels.jit.loops import Chunks, chunks_of, walk
@@ -352,14 +352,22 @@ class _Work:
         return 1.0 if self.update.inv_scale is None else self.update.inv_scale
 
     @property
+    def half(self) -> Any:
+        """What stands for the dtype of gradients and halves, if all else has the computation's."""
+        p, g, *state, half = self.part.dtypes
+        is_usual = {p, *state} == {self.math} and g == half and g in HALF_DTYPES
+        return ZEROS[half] if is_usual and half is not None else None
+
+    @property
     def step(self) -> int:
         """The number of the update."""
         step = self.update.step
         return int(step.item()) if isinstance(step, torch.Tensor) else step
 
     def correction(self, beta: float, *, wanted: bool) -> float:
-        """``1 - beta ** step``, or 1 for none."""
-        return 1.0 - beta**self.step if wanted else 1.0
+        """``1 / (1 - beta ** step)``, or 1 for none."""
+        left = 1.0 - beta**self.step if wanted else 1.0
+        return 1.0 / left if left else math.inf
 
     def numbers_as(self, **values: Scalar) -> dict[str, Any]:
         """Numbers in the dtype of the computation, by name."""
@@ -368,7 +376,7 @@ class _Work:
     def start(self, kernel: Any, rule: Any, each: Scalar = 0.0) -> None:
         """Update by a record of `formulas`, with ``each`` for each tensor; note what is written."""
         by, numbers = _number(self.inv_scale, self.math), self.vector(each)
-        self.part.walk(kernel, self.math, by, numbers, rule)
+        self.part.walk(kernel, self.math, self.half, by, numbers, rule)
         for place, row in enumerate(self.part.rows):
             if place != 1 and row:
                 torch.autograd.graph.increment_version(row)
@@ -409,7 +417,10 @@ def _works(
     shaped = len(state) - rule.has_numbers
     numbers = state[shaped] if rule.has_numbers else ()
     halves: Column = [None] * len(params) if update.halves is None else update.halves
-    columns = (params, grads, *state[:shaped], halves)
+    kept = list(state[:shaped])
+    if not kept:  # kernels have a list for it
+        kept = [[None] * len(params)]
+    columns = (params, grads, *kept, halves)
     check_lengths(*columns, *([numbers] if rule.has_numbers else []))
     parts, others = parts_of(*columns)
     if others or len(parts) != 1:
@@ -436,7 +447,7 @@ def _start(work: _Work, rule: Rule) -> None:
             work.start(loops.one_moment, _sgd(work, rule))
         case NovoGradRule():
             root = work.correction(rule.beta2, wanted=rule.bias_correction) ** 0.5
-            denominators = work.numbers_of(rule) / root + rule.eps
+            denominators = work.numbers_of(rule) * root + rule.eps
             work.start(loops.one_moment, _novograd(work, rule), denominators)
         case AdagradRule():
             numbers = work.numbers_as(size=rule.lr, eps=rule.eps, decay=rule.weight_decay)
@@ -460,23 +471,24 @@ def _decays(rule: AdamRule | LambRule | AdagradRule) -> dict[str, bool]:
 
 def _adam(work: _Work, rule: AdamRule) -> formulas.Adam:
     corrects = rule.bias_correction is not BiasCorrection.NONE
-    c1 = work.correction(rule.beta1, wanted=corrects)
-    c2 = work.correction(rule.beta2, wanted=corrects)
+    by1 = work.correction(rule.beta1, wanted=corrects)
+    by2 = work.correction(rule.beta2, wanted=corrects)
     size = _plain(rule.lr)
     if rule.bias_correction is BiasCorrection.STEP_SIZE:
-        size, c1, c2 = size * c2**0.5 / c1, 1.0, 1.0
+        size, by1, by2 = size / by2**0.5 * by1, 1.0, 1.0
     numbers = work.numbers_as(
         size=size,
         beta1=rule.beta1,
         beta1_left=1 - rule.beta1,
         beta2=rule.beta2,
         beta2_left=1 - rule.beta2,
-        eps=rule.eps,
+        eps=0.0 if rule.eps_inside_sqrt else rule.eps,
+        eps_inside=rule.eps if rule.eps_inside_sqrt else 0.0,
         decay=rule.weight_decay,
-        c1=c1,
-        c2=c2,
+        by1=by1,
+        by2=by2,
     )
-    return formulas.Adam(**numbers, **_decays(rule), eps_inside=bool(rule.eps_inside_sqrt))
+    return formulas.Adam(**numbers, **_decays(rule))
 
 
 def _lamb(work: _Work, rule: LambRule) -> formulas.Lamb:
@@ -487,8 +499,8 @@ def _lamb(work: _Work, rule: LambRule) -> formulas.Lamb:
         beta2_left=1 - rule.beta2,
         eps=rule.eps,
         decay=rule.weight_decay,
-        c1=work.correction(rule.beta1, wanted=rule.bias_correction),
-        c2=work.correction(rule.beta2, wanted=rule.bias_correction),
+        by1=work.correction(rule.beta1, wanted=rule.bias_correction),
+        by2=work.correction(rule.beta2, wanted=rule.bias_correction),
     )
     return formulas.Lamb(**numbers, **_decays(rule))
 
@@ -514,7 +526,7 @@ def _novograd(work: _Work, rule: NovoGradRule) -> formulas.NovoGrad:
         beta1=rule.beta1,
         beta3=1 - rule.beta1 if rule.grad_averaging else 1.0,
         decay=rule.weight_decay,
-        c1=work.correction(rule.beta1, wanted=rule.bias_correction),
+        by1=work.correction(rule.beta1, wanted=rule.bias_correction),
     )
     return formulas.NovoGrad(**numbers, inside_moment=bool(rule.decays_inside_moment))
 
