@@ -63,10 +63,13 @@ def parts_of(*columns: Column) -> tuple[list[Part], list[int]]:
     if not columns[0]:
         return [], []
     lists: list[Any] = [column if _is_there(column) else [] for column in columns]
-    geometry = geometry_of(*filter(len, lists))
+    # A list that comes twice, since targets are also read, is looked at once: torch's guards, which
+    # `geometry_of` asks, refuse a tensor that is among several twice.
+    distinct = {id(tensors): tensors for tensors in lists if tensors}
+    geometry = geometry_of(*distinct.values())
     if geometry is not None and geometry.is_memory and all(len(d) == 1 for d in geometry.dtypes):
-        found = iter([next(iter(dtypes)) for dtypes in geometry.dtypes])
-        dtypes = [next(found) if tensors else None for tensors in lists]
+        known = dict(zip(distinct, [next(iter(d)) for d in geometry.dtypes], strict=True))
+        dtypes = [known[id(tensors)] if tensors else None for tensors in lists]
         chunks = chunks_of(lists, geometry.shapes)
         return [Part(lists, dtypes, range(len(columns[0])), chunks)], []
     groups, others = sort(*columns)
