@@ -17,15 +17,15 @@ the best half level of each case, as a factor over the rival (more is faster):
 """
 
 HELD_BACK = """\
-What holds it back. Where numba is installed one kernel reads half gradients, updates masters and
-rounds half weights in one pass (`backend="jit"`). With ten large tensors it is memory that takes the
-time: a step moves 30 bytes for each parameter and fused AdamW on float32 28, so without clipping
-there is little to win on a machine whose single thread fills its memory; rounding to bfloat16, for
-which AVX2 has no instruction, costs a sixth of the update. With thousands of small tensors the
-engine's books take 3 µs for each, measured with the operations left out (2 were aimed at; one pass
-over a column of 1,000 tensors that reads their `grad` takes 0.09 for each here, and there are two
-dozen), and the update 1.7, most of it to find out where tensors lie. On a GPU, where one kernel does
-all of it, nothing has been measured.
+What holds it back. Where numba is installed one kernel reads half gradients, updates masters
+and rounds half weights in one pass (`backend="jit"`). With ten large tensors it is memory that
+takes the time: a step moves 30 bytes for each parameter and fused AdamW on float32 28, so
+without clipping there is little to win on a machine whose single thread fills its memory;
+rounding to bfloat16, for which AVX2 has no instruction, costs a sixth of the update. With
+thousands of small tensors the engine's books take 3 µs for each, measured with the operations
+left out (2 were aimed at; one pass over a column of 1,000 tensors that reads their `grad` takes
+0.09 for each here, and there are two dozen), and the update 1.7, most of it to find out where
+tensors lie. On a GPU, where one kernel does all of it, nothing has been measured.
 """
 
 
