@@ -70,7 +70,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("kernels/blocks/cut.py", KERNELS): (
         ("if total + size > most or len(together) == _TOGETHER:", "if len(together) == _TOGETHER:"),
     ),
-    ("kernels/geometry.py", KERNELS): (
+    ("kernels/places.py", KERNELS): (
         ("if not all(map(are_contiguous, columns)):\n        return None\n    kinds", "kinds"),
         ("if not tensor.is_cpu or tensor.is_neg():", "if not tensor.is_cpu:"),
     ),

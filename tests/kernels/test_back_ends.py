@@ -24,7 +24,7 @@ from cases.selection import examples
 from cases.tolerances import assert_same
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.blocks.cut import Block, blocks_of, plan_of
-from preamp.kernels.geometry import shapes_of
+from preamp.kernels.places import shapes_of
 
 CPU = torch.device("cpu")
 DTYPES = (F16, BF16, F32, F64)

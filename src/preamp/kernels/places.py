@@ -1,21 +1,185 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sort the places of tensor lists by the launch that can take them."""
+"""Places of tensor lists: what all have in common, and which of them one launch can take.
+
+`geometry_of` finds without Python for each tensor that all are alike, as in most steps; `sort`
+looks at each place. `Combining` has the ops that are one linear combination, for back ends whose
+kernels take such groups.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
-from preamp.kernels.geometry import OWN_MEMORY
+from preamp.core.errors import bad_value
+from preamp.core.tensors import dtype_of, layout_of
+from preamp.kernels.ops import Ops, Tensors
+from preamp.kernels.reference import Reference
+
+Column = Sequence["torch.Tensor | None"]
+"""One list of an op: parameters, gradients, moments … ``None`` where a place has no such tensor."""
+
+_torch: Any = torch
+_is_contiguous = torch.Tensor.is_contiguous
+_REFERENCE = Reference()
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What kernels load and store."""
 
 T = TypeVar("T")
-Row = Sequence[torch.Tensor | None]
+
+
+def shapes_of(column: Column) -> tuple[torch.Size, ...]:
+    """The shapes of tensors, as `plan_of` takes them."""
+    return tuple([tensor.shape for tensor in cast("Tensors", column)])
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What is the same of lists whose tensors are all contiguous and of their places' shapes."""
+
+    shapes: tuple[torch.Size, ...]  # of each place
+    dtypes: tuple[set[torch.dtype], ...]  # of each list
+    leaders: tuple[torch.dtype, ...]  # the dtype of each tensor of the first list, or one for all
+    is_memory: bool  # whether all lie in the memory of a CPU, where it can be read and written
+
+
+class _Known:
+    """Lists that were looked at before; from the second time on with torch's guards on them.
+
+    The guards, which compilers use, compare what each tensor is *now* with what one in its place
+    was: type, dtype, device, sizes and strides, in a tenth of the time that Python takes. They keep
+    no tensor alive.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        """Remember, without guards."""
+        self.geometry = geometry
+        self._guards: Any = None
+
+    def is_of(self, columns: Sequence[Column]) -> bool:
+        """Whether the guards find everything as it was."""
+        if self._guards is None:
+            return False
+        return self._guards.check(*itertools.chain.from_iterable(columns))
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether there are guards."""
+        return self._guards is not None
+
+    def guard(self, columns: Sequence[Column]) -> None:
+        """Make guards; where this version of torch has none, lists are looked at in Python."""
+        kind = getattr(getattr(_torch._C._dynamo, "guards", None), "TensorGuards", None)
+        if kind is None:
+            return
+        tensors = cast("list[torch.Tensor]", list(itertools.chain.from_iterable(columns)))
+        sizes = [list(tensor.shape) for tensor in tensors]
+        strides = [list(tensor.stride()) for tensor in tensors]
+        with contextlib.suppress(TypeError):
+            self._guards = kind(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+
+_MOST_KNOWN = 64
+_MOST_ALIKE = 4  # models of the same shapes, whose tensors differ in what guards look at
+_known: dict[tuple[Any, ...], list[_Known]] = {}
+
+
+def geometry_of(*columns: Column) -> Geometry | None:
+    """What lists have in common; ``None`` unless all tensors are there, plain, and contiguous."""
+    leaders = cast("Tensors", columns[0])
+    if not leaders or len(set(map(len, columns))) > 1:
+        return None
+    key = (len(leaders), len(columns), leaders[0].shape, leaders[-1].shape)
+    alike = _known.setdefault(key, [])
+    for known in alike:
+        if known.is_of(columns):
+            return known.geometry
+    if any(type(None) in set(map(type, column)) for column in columns):
+        return None
+    shapes = shapes_of(leaders)
+    if not all(shapes_of(column) == shapes for column in columns[1:]):
+        return None
+    if not all(map(are_contiguous, columns)):
+        return None
+    kinds = tuple(map(dtype_of, leaders))
+    dtypes = tuple(set(map(dtype_of, column)) for column in columns)
+    is_memory = all(all(map(lies_in_memory, column)) for column in columns)
+    geometry = Geometry(shapes, dtypes, kinds[:1] if len(dtypes[0]) == 1 else kinds, is_memory)
+    for known in alike:
+        if not known.is_guarded and known.geometry == geometry:
+            known.guard(columns)
+            return geometry
+    alike[:] = [*alike[-_MOST_ALIKE + 1 :], _Known(geometry)]
+    if len(_known) > _MOST_KNOWN:
+        _known.pop(next(iter(_known)), None)
+    return geometry
+
+
+OWN_MEMORY = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Types that lie in memory; of others it is asked."""
+
+
+def lies_in_memory(tensor: Any) -> bool:
+    """Whether a CPU finds the values at ``data_ptr``.
+
+    Not those of wrappers around other tensors, such as ``DTensor``, nor of views that negate.
+    """
+    if not tensor.is_cpu or tensor.is_neg():
+        return False
+    return type(tensor) in OWN_MEMORY or not tensor.numel() or bool(tensor.data_ptr())
+
+
+def check_lengths(*columns: Sequence[Any]) -> None:
+    """Refuse lists of other lengths than the first; nothing was changed yet."""
+    lengths = list(map(len, columns))
+    if len(set(lengths)) > 1:
+        raise bad_value(
+            f"Lists of {', '.join(map(str, lengths))} tensors were given",
+            "All lists of a call are equally long",
+            "Leave parameters without a gradient out of every list",
+        )
+
+
+def check_shapes(*columns: Column) -> tuple[torch.Size, ...]:
+    """Refuse tensors of another shape than the first of their place, and return the shapes.
+
+    Nothing was changed yet. Blocks would pair elements wrongly, and torch's fused kernels read past
+    their ends.
+    """
+    shapes = [tensor.shape for tensor in cast("Tensors", columns[0])]
+    for column in columns[1:]:
+        found = [None if tensor is None else tensor.shape for tensor in column]
+        if found == shapes:
+            continue
+        for place, (wanted, got) in enumerate(zip(shapes, found, strict=True)):
+            if got is not None and got != wanted:
+                raise bad_value(
+                    f"A gradient or state of shape {tuple(got)} was given for parameter "
+                    f"{place} of shape {tuple(wanted)}",
+                    "Gradients and state have the shapes of their parameters",
+                    "Load a checkpoint of the same model, its parameters in the same order",
+                )
+    return tuple(shapes)
+
+
+def are_contiguous(column: Column) -> bool:
+    """Whether the tensors that are there are all dense floats in the order of their memory."""
+    if type(None) in set(map(type, column)):
+        column = [tensor for tensor in column if tensor is not None]
+    return are_plain(column) and all(map(_is_contiguous, cast("Tensors", column)))
+
+
+def are_plain(tensors: Column) -> bool:
+    """Whether they are dense tensors of floating point."""
+    layouts, dtypes = set(map(layout_of, tensors)), set(map(dtype_of, tensors))
+    return layouts <= {torch.strided} and all(dtype.is_floating_point for dtype in dtypes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +193,7 @@ class Group:
     positions: list[int] = field(default_factory=list[int])
 
 
-def sort(*lists: Row, scalars: int = 0) -> tuple[list[Group], list[int]]:
+def sort(*lists: Column, scalars: int = 0) -> tuple[list[Group], list[int]]:
     """Return the groups, and the places that kernels cannot take.
 
     A kernel walks memory in storage order. So the tensors of a place must be dense, with equal
@@ -60,7 +224,7 @@ def pick(row: Sequence[T], positions: Sequence[int]) -> list[T]:
     return [row[position] for position in positions]
 
 
-def _dtypes(place: Row, shaped: int) -> tuple[torch.dtype | None, ...] | None:
+def _dtypes(place: Column, shaped: int) -> tuple[torch.dtype | None, ...] | None:
     """A place's dtypes, ``None`` if kernels cannot take it; a plain loop, as all steps run it."""
     first = cast("torch.Tensor", place[0])
     device, shape = first.device, first.shape
@@ -82,7 +246,7 @@ def _dtypes(place: Row, shaped: int) -> tuple[torch.dtype | None, ...] | None:
     return tuple(dtypes) if is_contiguous or _walk_alike(place[:shaped]) else None
 
 
-def _walk_alike(place: Row) -> bool:
+def _walk_alike(place: Column) -> bool:
     """Whether the tensors are dense and have their elements in the same order."""
     orders = [_steps(tensor) for tensor in place if tensor is not None]
     return _dense(orders[0]) and all([order == orders[0] for order in orders])
@@ -102,3 +266,80 @@ def _dense(steps: list[tuple[int, int]]) -> bool:
             return False
         expected *= size
     return True
+
+
+class Combining(Ops):
+    """Scaling, widening, casting, ``axpby_``: groups in kernels, the rest in the reference."""
+
+    @abstractmethod
+    def _groups(self, *columns: Column) -> tuple[Sequence[Any], list[int]]:
+        """The groups of places that one launch takes, and the places that no kernel can take."""
+
+    @abstractmethod
+    def _combine(
+        self,
+        group: Any,
+        a: torch.Tensor | float,
+        b: torch.Tensor | float = 1.0,
+        factors: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """``target = a * x + b * y`` for the lists of a group; no ``y`` means ``a * x``.
+
+        ``factors`` have one for each of the caller's places in place of ``a``.
+        """
+
+    @torch.no_grad()
+    def axpby_(
+        self,
+        targets: Tensors,
+        a: torch.Tensor | float,
+        xs: Tensors,
+        b: torch.Tensor | float,
+        ys: Column,
+    ) -> None:
+        """See `preamp.kernels.ops.Ops.axpby_`."""
+        check_lengths(targets, xs, ys)
+        groups, others = self._groups(targets, xs, ys)
+        for group in groups:
+            self._combine(group, a, b)
+        if others:
+            _REFERENCE.axpby_(pick(targets, others), a, pick(xs, others), b, pick(ys, others))
+
+    @torch.no_grad()
+    def scale_add_(self, grads: Tensors, factor: torch.Tensor | float, addends: Column) -> None:
+        """See `preamp.kernels.ops.Ops.scale_add_`."""
+        check_lengths(grads, addends)
+        groups, others = self._groups(grads, grads, addends)
+        for group in groups:
+            self._combine(group, factor)
+        if others:
+            _REFERENCE.scale_add_(pick(grads, others), factor, pick(addends, others))
+
+    @torch.no_grad()
+    def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
+        """See `preamp.kernels.ops.Ops.cast_copy_`."""
+        check_lengths(sources, targets)
+        groups, others = self._groups(targets, sources, [None] * len(targets))
+        for group in groups:
+            self._combine(group, 1.0)
+        if others:
+            _REFERENCE.cast_copy_(pick(sources, others), pick(targets, others))
+
+    @torch.no_grad()
+    def widen_add(
+        self, halves: Tensors, factors: Sequence[torch.Tensor], addends: Column
+    ) -> list[torch.Tensor]:
+        """See `preamp.kernels.ops.Ops.widen_add`."""
+        check_lengths(halves, factors, addends)
+        results = [
+            torch.empty_like(half, dtype=torch.float32) if addend is None else addend
+            for half, addend in zip(halves, addends, strict=True)
+        ]
+        groups, others = self._groups(results, halves, addends)
+        for group in groups:
+            self._combine(group, 1.0, 1.0, factors)
+        if others:
+            rest = (pick(halves, others), pick(factors, others), pick(addends, others))
+            for position, result in zip(others, _REFERENCE.widen_add(*rest), strict=True):
+                results[position] = result
+        return results

@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 
 from preamp.core.tensors import dtype_of
-from preamp.kernels.geometry import Column, are_contiguous, are_plain
 from preamp.kernels.ops import Tensors
+from preamp.kernels.places import Column, are_contiguous, are_plain
 from preamp.kernels.reference import Reference
 from preamp.kernels.rules import Scalar
 from preamp.kernels.vectors import cat

@@ -36,8 +36,8 @@ from preamp.kernels.blocks.cut import (
     regular,
     split,
 )
-from preamp.kernels.geometry import Column, check_lengths, check_shapes, geometry_of, shapes_of
 from preamp.kernels.ops import Census, Ops, Tensors
+from preamp.kernels.places import Column, check_lengths, check_shapes, geometry_of, shapes_of
 from preamp.kernels.reference.formulas import apply, measured, number_of, order_of, takes_norms
 from preamp.kernels.reference.update import Slot
 from preamp.kernels.rules import (

@@ -16,39 +16,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.extending import overload
 
-from preamp.kernels.jit.compiler import ALWAYS_INLINE
+from preamp.kernels.jit.compiler import ALWAYS_INLINE, part
 
 
-class Adam(NamedTuple):
-    """See `AdamRule`; ``size`` is the learning rate, corrected where that is how it is done."""
+class Moments(NamedTuple):
+    """See `AdamRule` and `LambRule`."""
 
-    size: Any
     beta1: Any
-    beta1_left: Any  # ``1 - beta1``
+    share: Any  # of a new gradient in the first moment
     beta2: Any
-    beta2_left: Any
+    beta2_left: Any  # ``1 - beta2``
     eps: Any  # added to the root of the second moment
     eps_inside: Any  # added to the second moment; one of the two is zero
     decay: Any
     by1: Any  # inverse bias corrections, 1 for none
     by2: Any
     coupled: bool  # add the decay to the gradient
-    decoupled: bool
-
-
-class Lamb(NamedTuple):
-    """See `LambRule`."""
-
-    beta1: Any
-    beta3: Any
-    beta2: Any
-    beta2_left: Any
-    eps: Any
-    decay: Any
-    by1: Any
-    by2: Any
-    coupled: bool
-    decoupled: bool
+    decoupled: bool  # add it to the direction
 
 
 class Sgd(NamedTuple):
@@ -94,29 +78,12 @@ class NovoGrad(NamedTuple):
     inside_moment: bool
 
 
+@part
 def direction(p, g, m, v, rule):
     """The direction of a step of a rule with two moments, and the new moments."""
-
-
-def length(number, rule):
-    """How far to go in that direction; ``number`` is that of the tensor."""
-
-
-def stepped(p, g, m, number, rule):
-    """The new parameter and the new moment of a rule with one."""
-
-
-@overload(direction, jit_options=ALWAYS_INLINE)
-def _direction(p, g, m, v, rule):
-    if rule.instance_class is Adam:
-        return _adam
-    return _lamb
-
-
-def _adam(p, g, m, v, rule):
     if rule.coupled:
         g = g + rule.decay * p
-    m = rule.beta1 * m + rule.beta1_left * g
+    m = rule.beta1 * m + rule.share * g
     v = rule.beta2 * v + rule.beta2_left * g * g
     u = m * rule.by1 / (np.sqrt(v * rule.by2 + rule.eps_inside) + rule.eps)
     if rule.decoupled:
@@ -124,22 +91,8 @@ def _adam(p, g, m, v, rule):
     return u, m, v
 
 
-def _lamb(p, g, m, v, rule):
-    if rule.coupled:
-        g = g + rule.decay * p
-    m = rule.beta1 * m + rule.beta3 * g
-    v = rule.beta2 * v + rule.beta2_left * g * g
-    u = m * rule.by1 / (np.sqrt(v * rule.by2) + rule.eps)
-    if rule.decoupled:
-        u = u + rule.decay * p
-    return u, m, v
-
-
-@overload(length, jit_options=ALWAYS_INLINE)
-def _length(number, rule):
-    if rule.instance_class is Adam:
-        return lambda number, rule: rule.size
-    return lambda number, rule: number
+def stepped(p, g, m, number, rule):
+    """The new parameter and the new moment of a rule with one."""
 
 
 @overload(stepped, jit_options=ALWAYS_INLINE)

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from preamp.kernels.jit.compiler import function, kernel
-from preamp.kernels.jit.formulas import direction, length, stepped
+from preamp.kernels.jit.formulas import direction, stepped
 from preamp.kernels.jit.words import (
     WIDTHS,
     add,
@@ -167,23 +167,26 @@ def walk(kernel: Callable[..., Any], chunks: Chunks, rows: Sequence[Any], *argum
 
 
 @function
-def find_lists(lists, at, kinds, tensor, begin, found):
-    """Put in ``found`` where elements of the first lists lie."""
-    for row in range(lists):
-        found[row] = at[row, tensor] + begin * WIDTHS[kinds[row]]
+def find_lists(first, last, at, kinds, tensor, begin, n, room, found, math, half):
+    """Find elements of some lists in the dtype of the computation; put in ``found`` where.
 
-
-@function
-def widen_lists(first, last, at, kinds, tensor, begin, n, room, found, math):
-    """Find elements of some lists in the dtype of the computation; put in ``found`` where."""
-    for row in range(first, last):
+    With ``half`` they are where they are, in the list of halves too.
+    """
+    for row in range(first, last if half is None else last + 1):
         stored = at[row, tensor] + begin * WIDTHS[kinds[row]]
-        found[row] = widened(stored, kinds[row], n, room + row * BLOCK * itemsize(math), math)
+        if half is None:
+            stored = widened(stored, kinds[row], n, room + row * BLOCK * itemsize(math), math)
+        found[row] = stored
 
 
 @function
-def put_lists_back(lists, at, kinds, tensor, begin, n, room, found, math):
-    """Round elements into all lists but the gradients, and stored parameters into halves."""
+def put_lists_back(lists, at, kinds, tensor, begin, n, room, found, math, half):
+    """Round elements into all lists but the gradients, and stored parameters into halves.
+
+    With ``half`` they are there already.
+    """
+    if half is not None:
+        return
     for row in range(lists + 1):
         stored = at[row, tensor] + begin * WIDTHS[kinds[row]]
         values = found[row]
@@ -245,7 +248,7 @@ def combine(first, last, chunks, at, room, found, kinds, math, each, b, is_copy)
         a = each[tensor]
         for begin in range(start, start + count, BLOCK):
             n = min(start + count - begin, BLOCK)
-            widen_lists(1, 3, at, kinds, tensor, begin, n, room, found, math)
+            find_lists(1, 3, at, kinds, tensor, begin, n, room, found, math, None)
             x, y = found[1], found[2]
             target = at[0, tensor] + begin * WIDTHS[kinds[0]]
             if is_copy:
@@ -269,13 +272,10 @@ def two_moments(first, last, chunks, at, room, found, kinds, math, half, inv_sca
     """
     for chunk in range(first, last):
         tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
-        size = length(each[tensor], rule)
+        size = each[tensor]
         for begin in range(start, start + count, BLOCK):
             n = min(start + count - begin, BLOCK)
-            if half is None:
-                widen_lists(0, 4, at, kinds, tensor, begin, n, room, found, math)
-            else:
-                find_lists(5, at, kinds, tensor, begin, found)
+            find_lists(0, 4, at, kinds, tensor, begin, n, room, found, math, half)
             ps, gs, ms, vs, hs = found[0], found[1], found[2], found[3], found[4]
             for i in range(n):
                 p = peek(ps, i, math)
@@ -290,8 +290,7 @@ def two_moments(first, last, chunks, at, room, found, kinds, math, half, inv_sca
                 poke(ps, i, p)
                 if half is not None:
                     poke(hs, i, narrow(p, half))
-            if half is None:
-                put_lists_back(4, at, kinds, tensor, begin, n, room, found, math)
+            put_lists_back(4, at, kinds, tensor, begin, n, room, found, math, half)
 
 
 @kernel
@@ -305,7 +304,7 @@ def measure_directions(
         u_total = 0.0
         for begin in range(start, start + count, BLOCK):
             n = min(start + count - begin, BLOCK)
-            widen_lists(0, 4, at, kinds, tensor, begin, n, room, found, math)
+            find_lists(0, 4, at, kinds, tensor, begin, n, room, found, math, None)
             ps, gs, ms, vs = found[0], found[1], found[2], found[3]
             p_squares = math
             u_squares = math
@@ -328,10 +327,7 @@ def one_moment(first, last, chunks, at, room, found, kinds, math, half, inv_scal
         number = each[tensor]
         for begin in range(start, start + count, BLOCK):
             n = min(start + count - begin, BLOCK)
-            if half is None:
-                widen_lists(0, 3, at, kinds, tensor, begin, n, room, found, math)
-            else:
-                find_lists(4, at, kinds, tensor, begin, found)
+            find_lists(0, 3, at, kinds, tensor, begin, n, room, found, math, half)
             ps, gs, ms, hs = found[0], found[1], found[2], found[3]
             for i in range(n):
                 p = peek(ps, i, math)
@@ -344,5 +340,4 @@ def one_moment(first, last, chunks, at, room, found, kinds, math, half, inv_scal
                 poke(ps, i, p)
                 if half is not None:
                     poke(hs, i, narrow(p, half))
-            if half is None:
-                put_lists_back(3, at, kinds, tensor, begin, n, room, found, math)
+            put_lists_back(3, at, kinds, tensor, begin, n, room, found, math, half)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -12,12 +12,19 @@ import numpy as np
 import torch
 
 from preamp.core.dtypes import HALF_DTYPES, math_dtype
-from preamp.kernels.geometry import Column, check_lengths, check_shapes, geometry_of
 from preamp.kernels.jit import formulas, loops
 from preamp.kernels.jit.loops import Chunks, chunks_of, walk
 from preamp.kernels.jit.words import CODES, ZEROS
-from preamp.kernels.ops import Census, Ops, Tensors
-from preamp.kernels.places import pick, sort
+from preamp.kernels.ops import Census, Tensors
+from preamp.kernels.places import (
+    Column,
+    Combining,
+    check_lengths,
+    check_shapes,
+    geometry_of,
+    pick,
+    sort,
+)
 from preamp.kernels.reference import Reference
 from preamp.kernels.reference.formulas import number_of, takes_norms
 from preamp.kernels.rules import (
@@ -105,7 +112,7 @@ def _vector(values: Scalar, dtype: torch.dtype, part: Part) -> np.ndarray:
     return values.detach().to(_CPU, dtype).contiguous().numpy()
 
 
-class Jit(Ops):
+class Jit(Combining):
     """Every op in kernels that numba compiles."""
 
     name = "jit"
@@ -127,24 +134,25 @@ class Jit(Ops):
         that an overflow is in only where there is one.
         """
         parts, others = parts_of(grads)
-        norm = None
+        rest = _REFERENCE.census(pick(grads, others), _CPU) if others else None
+        norm = largest = finite = None
+        tops: list[tuple[np.ndarray, np.ndarray]] = []
         is_finite = with_norm
         if with_norm:
-            norms = _norms_of(grads, None)
+            norms = _norms_of(grads, parts, others)
             is_finite = bool(np.isfinite(norms).all())
             norm = _scalar(_norm(norms), device)
-        largest = finite = None
-        if not is_finite:
-            measured = [_largest(part, finite=with_max_abs) for part in parts]
-            is_finite = all([np.isfinite(found).all() for found, _ in measured])
-        rest = _REFERENCE.census(pick(grads, others), _CPU) if others else None
+        if with_max_abs or not is_finite:
+            tops = [_largest(part, finite=with_max_abs) for part in parts]
+            is_finite = all([np.isfinite(top).all() for top, _ in tops])
         if rest is not None and rest.found_inf.item() != 0:
             is_finite = False
+        if not is_finite and not with_max_abs:  # the finite ones were not asked for, but are now
+            tops = [_largest(part, finite=True) for part in parts]
         if with_max_abs or not is_finite:
             largest, finite = np.zeros(len(grads)), np.zeros(len(grads))
-            for part in parts:
-                tops = _largest(part, finite=True)
-                largest[part.places], finite[part.places] = (_highest(part, top) for top in tops)
+            for part, found in zip(parts, tops, strict=True):
+                largest[part.places], finite[part.places] = (_highest(part, top) for top in found)
             is_beyond = np.isfinite(largest) & (largest > _MOST)  # of float64
             largest[is_beyond] = _MOST
             if rest is not None and rest.max_abs is not None:
@@ -157,75 +165,38 @@ class Jit(Ops):
         self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor:
         """See `preamp.kernels.ops.Ops.l2norms`."""
-        return cast("torch.Tensor", _float32(_norms_of(tensors, factor), device))
+        norms = _norms_of(tensors, *parts_of(tensors), factor)
+        return cast("torch.Tensor", _float32(norms, device))
 
     @torch.no_grad()
     def l2norm(
         self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
     ) -> torch.Tensor:
         """See `preamp.kernels.ops.Ops.l2norm`."""
-        norms = _norms_of(tensors, None)
-        numbers = {id(by): 1.0 if by is None else _plain(by) for by in _distinct(factors)}
+        norms, numbers = _norms_of(tensors, *parts_of(tensors)), _numbers(factors)
         if len(numbers) == 1:  # as a rule: one backward, one factor
             norms = norms * next(iter(numbers.values()))
         elif numbers:
             norms = norms * np.array([numbers[id(factor)] for factor in factors])
         return _scalar(_norm(norms), device)
 
-    # -- scaling, adding, casting ----------------------------------------------------------------
+    # -- scaling, adding, casting: see `Combining` ------------------------------------------------
 
-    @torch.no_grad()
-    def axpby_(self, targets: Tensors, a: Factor, xs: Tensors, b: Factor, ys: Column) -> None:
-        """See `preamp.kernels.ops.Ops.axpby_`."""
-        check_lengths(targets, xs, ys)
-        parts, others = parts_of(targets, xs, ys)
-        for part in parts:
-            _combine(part, a, b)
-        if others:
-            _REFERENCE.axpby_(pick(targets, others), a, pick(xs, others), b, pick(ys, others))
+    def _groups(self, *columns: Column) -> tuple[list[Part], list[int]]:
+        return parts_of(*columns)
 
-    @torch.no_grad()
-    def scale_add_(self, grads: Tensors, factor: Factor, addends: Column) -> None:
-        """See `preamp.kernels.ops.Ops.scale_add_`."""
-        check_lengths(grads, addends)
-        parts, others = parts_of(grads, grads, addends)
-        for part in parts:
-            _combine(part, factor)
-        if others:
-            _REFERENCE.scale_add_(pick(grads, others), factor, pick(addends, others))
-
-    @torch.no_grad()
-    def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
-        """See `preamp.kernels.ops.Ops.cast_copy_`."""
-        check_lengths(sources, targets)
-        parts, others = parts_of(targets, sources, [None] * len(targets))
-        for part in parts:
-            _combine(part, None)
-        if others:
-            _REFERENCE.cast_copy_(pick(sources, others), pick(targets, others))
-
-    @torch.no_grad()
-    def widen_add(
-        self, halves: Tensors, factors: Sequence[torch.Tensor], addends: Column
-    ) -> list[torch.Tensor]:
-        """See `preamp.kernels.ops.Ops.widen_add`."""
-        check_lengths(halves, factors, addends)
-        if any(half.layout is not torch.strided for half in halves):
-            return _REFERENCE.widen_add(halves, factors, addends)
-        wides = [
-            torch.empty_like(half, dtype=torch.float32) if addend is None else addend
-            for half, addend in zip(halves, addends, strict=True)
-        ]
-        parts, others = parts_of(wides, halves, addends)
-        numbers = {id(by): _plain(by) for by in _distinct(factors)}
-        for part in parts:
-            own = np.array([numbers[id(factors[place])] for place in part.places], np.float32)
-            _combine(part, own)
-        if others:
-            rest = (pick(halves, others), pick(factors, others), pick(addends, others))
-            for place, wide in zip(others, _REFERENCE.widen_add(*rest), strict=True):
-                wides[place] = wide
-        return wides
+    def _combine(
+        self, group: Part, a: Factor, b: Factor = 1.0, factors: Sequence[torch.Tensor] = ()
+    ) -> None:
+        x, y = group.dtypes[1:]
+        math = torch.float64 if torch.float64 in (x, y) else torch.float32
+        each = _vector(a, math, group)
+        if factors:
+            numbers = _numbers(factors)
+            each = np.array([numbers[id(factors[place])] for place in group.places], each.dtype)
+        is_copy = not factors and isinstance(a, float) and a == 1.0 and y is None
+        group.walk(loops.combine, math, each, _number(b, math), is_copy)
+        torch.autograd.graph.increment_version(group.rows[0])
 
     # -- update rules -----------------------------------------------------------------------------
 
@@ -295,9 +266,13 @@ def _by_tensor(part: Part, sums: np.ndarray) -> np.ndarray:
     return np.bincount(part.chunks.table[0], sums, part.chunks.count)
 
 
-def _norms_of(tensors: Tensors, factor: torch.Tensor | None) -> np.ndarray:
-    """The norm of each tensor × ``factor``, float64."""
-    parts, others = parts_of(tensors)
+def _norms_of(
+    tensors: Tensors,
+    parts: Sequence[Part],
+    others: Sequence[int],
+    factor: torch.Tensor | None = None,
+) -> np.ndarray:
+    """The norm of each tensor × ``factor``, float64; ``parts`` and ``others`` from `parts_of`."""
     norms = np.zeros(len(tensors))
     for part in parts:
         norms[part.places] = _norms_in(part, 0, factor)
@@ -310,8 +285,10 @@ def _norm(norms: np.ndarray) -> float:
     return math.sqrt(float((norms * norms).sum()))
 
 
-def _distinct(factors: Sequence[Any]) -> Iterator[Any]:
-    return iter({id(factor): factor for factor in factors}.values())
+def _numbers(factors: Sequence[torch.Tensor | None]) -> dict[int, float]:
+    """What each of the distinct ``factors`` says, by its ``id``; 1 for ``None``."""
+    distinct = {id(factor): factor for factor in factors}
+    return {key: 1.0 if by is None else _plain(by) for key, by in distinct.items()}
 
 
 def _scalar(value: float, device: torch.device) -> torch.Tensor:
@@ -323,18 +300,6 @@ def _float32(values: np.ndarray | None, device: torch.device) -> torch.Tensor | 
         return None
     with np.errstate(over="ignore"):  # finite float64 values may lie beyond float32's range
         return cast("torch.Tensor", _torch.from_numpy(values.astype(np.float32)).to(device))
-
-
-# -- linear combinations --------------------------------------------------------------------------
-
-
-def _combine(part: Part, a: Factor | torch.Tensor | np.ndarray | None, b: Factor = 1.0) -> None:
-    """See `loops.combine`; ``a`` is one factor, a vector of them, or ``None`` for a copy."""
-    x, y = part.dtypes[1:]
-    math = torch.float64 if torch.float64 in (x, y) else torch.float32
-    each = a if isinstance(a, np.ndarray) else _vector(1.0 if a is None else a, math, part)
-    part.walk(loops.combine, math, each, _number(b, math), a is None)
-    torch.autograd.graph.increment_version(part.rows[0])
 
 
 # -- updates --------------------------------------------------------------------------------------
@@ -378,7 +343,7 @@ class _Work:
 
     def start(self, kernel: Any, rule: Any, each: Scalar = 0.0) -> None:
         """Update by a record of `formulas`, with ``each`` for each tensor; note what is written."""
-        by, numbers = _number(self.inv_scale, self.math), self.vector(each)
+        by, numbers = _number(self.inv_scale, self.math), _vector(each, self.math, self.part)
         self.part.walk(kernel, self.math, self.half, by, numbers, rule)
         for place, row in enumerate(self.part.rows):
             if place != 1 and row:
@@ -408,10 +373,6 @@ class _Work:
         if self.numbers:
             _torch._foreach_copy_(self.numbers, cast("torch.Tensor", found).unbind())
         return found
-
-    def vector(self, values: Scalar) -> np.ndarray:
-        """One number for each tensor."""
-        return _vector(values, self.math, self.part)
 
 
 def _works(
@@ -443,7 +404,9 @@ def _start(work: _Work, rule: Rule) -> None:
     """Start the kernel of ``rule``."""
     match rule:
         case AdamRule():
-            work.start(loops.two_moments, _adam(work, rule))
+            corrects = rule.bias_correction is BiasCorrection.MOMENTS
+            record = _moments(work, rule, 1 - rule.beta1, corrects=corrects)
+            work.start(loops.two_moments, record, _adam_size(work, rule))
         case LambRule():
             work.start(loops.two_moments, _lamb(work, rule), work.numbers_of(rule))
         case SgdRule():
@@ -472,40 +435,35 @@ def _decays(rule: AdamRule | LambRule | AdagradRule) -> dict[str, bool]:
     }
 
 
-def _adam(work: _Work, rule: AdamRule) -> formulas.Adam:
-    corrects = rule.bias_correction is not BiasCorrection.NONE
-    by1 = work.correction(rule.beta1, wanted=corrects)
-    by2 = work.correction(rule.beta2, wanted=corrects)
-    size = _plain(rule.lr)
-    if rule.bias_correction is BiasCorrection.STEP_SIZE:
-        size, by1, by2 = size / by2**0.5 * by1, 1.0, 1.0
-    numbers = work.numbers_as(
-        size=size,
-        beta1=rule.beta1,
-        beta1_left=1 - rule.beta1,
-        beta2=rule.beta2,
-        beta2_left=1 - rule.beta2,
-        eps=0.0 if rule.eps_inside_sqrt else rule.eps,
-        eps_inside=rule.eps if rule.eps_inside_sqrt else 0.0,
-        decay=rule.weight_decay,
-        by1=by1,
-        by2=by2,
-    )
-    return formulas.Adam(**numbers, **_decays(rule))
-
-
-def _lamb(work: _Work, rule: LambRule) -> formulas.Lamb:
+def _moments(
+    work: _Work, rule: AdamRule | LambRule, share: float, *, corrects: bool
+) -> formulas.Moments:
+    is_inside = isinstance(rule, AdamRule) and rule.eps_inside_sqrt
     numbers = work.numbers_as(
         beta1=rule.beta1,
-        beta3=1 - rule.beta1 if rule.grad_averaging else 1.0,
+        share=share,
         beta2=rule.beta2,
         beta2_left=1 - rule.beta2,
-        eps=rule.eps,
+        eps=0.0 if is_inside else rule.eps,
+        eps_inside=rule.eps if is_inside else 0.0,
         decay=rule.weight_decay,
-        by1=work.correction(rule.beta1, wanted=rule.bias_correction),
-        by2=work.correction(rule.beta2, wanted=rule.bias_correction),
+        by1=work.correction(rule.beta1, wanted=corrects),
+        by2=work.correction(rule.beta2, wanted=corrects),
     )
-    return formulas.Lamb(**numbers, **_decays(rule))
+    return formulas.Moments(**numbers, **_decays(rule))
+
+
+def _adam_size(work: _Work, rule: AdamRule) -> Scalar:
+    """The learning rate, corrected where that is how it is done."""
+    if rule.bias_correction is not BiasCorrection.STEP_SIZE:
+        return rule.lr
+    root = work.correction(rule.beta2, wanted=True) ** 0.5
+    return _plain(rule.lr) / root * work.correction(rule.beta1, wanted=True)
+
+
+def _lamb(work: _Work, rule: LambRule) -> formulas.Moments:
+    share = 1 - rule.beta1 if rule.grad_averaging else 1.0
+    return _moments(work, rule, share, corrects=rule.bias_correction)
 
 
 def _sgd(work: _Work, rule: SgdRule) -> formulas.Sgd:
