@@ -32,10 +32,10 @@ from preamp_bench.tasks import Task, TaskConfig, make_task
 INTERVAL = 100  # the default of numerics_every
 NEVER = 1 << 60
 EVENTS = (
-    "gradients_made",
-    "loss_seen",
+    "_block_begins",
+    "_gradients_made",
     "norm_taken",
-    "before_update",
+    "update_begins",
     "step_called",
     "step_settled",
 )

@@ -117,7 +117,7 @@ def _gradients(
     model: nn.Module, names: dict[str, str], scale: float, engine: preamp.Engine
 ) -> list[TensorStatistics]:
     return [
-        measure(p.grad).read(
+        measure([p.grad])[0].read(
             names[name], "gradient", _form(engine), scale=scale, with_histogram=True
         )
         for name, p in model.named_parameters()
@@ -136,7 +136,9 @@ def _weights(
         old, grad = before[name]
         if param.dtype is not torch.float32 and grad is not None:
             stalled = int(((param.detach() == old) & (grad != 0)).sum())
-            found.append(measure(param).read(names[name], "weight", _form(engine), stalled=stalled))
+            found.append(
+                measure([param])[0].read(names[name], "weight", _form(engine), stalled=stalled)
+            )
     return found
 
 

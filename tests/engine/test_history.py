@@ -32,6 +32,7 @@ from engine.harness import engines_closed as engines_closed
 from preamp.core.version import __version__
 from preamp.engine import host_copies
 from preamp.engine.optimizer_hooks import OptimizerHooks
+from preamp.kernels.reference import tally
 from preamp.numerics import (
     FORMATS,
     History,
@@ -44,7 +45,6 @@ from preamp.numerics import (
     StepRecord,
     TensorStatistics,
     read_history,
-    statistics,
 )
 from preamp.optimizers import FusedAdam
 
@@ -444,7 +444,7 @@ def test_nothing_is_read_by_the_host_where_the_device_decides(
 ) -> None:
     """Numbers that are far stay there until a later step, or until somebody asks."""
     far_from_the_host(monkeypatch)
-    monkeypatch.setattr(statistics, "host_reaches", lambda _: False)
+    monkeypatch.setattr(tally, "host_reaches", lambda _: False)
     monkeypatch.setattr(host_copies, "host_reaches", lambda _: False)
     torch.manual_seed(0)
     model = Net()

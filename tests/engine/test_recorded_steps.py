@@ -19,6 +19,7 @@ from engine.harness import Net, loss_of, make, started, train_step
 from engine.harness import engines_closed as engines_closed
 from preamp.engine import host_copies, ledger, recorder
 from preamp.engine.meter import Meter
+from preamp.kernels.reference import tally
 from preamp.numerics import (
     CastsRecord,
     History,
@@ -29,7 +30,6 @@ from preamp.numerics import (
     ResumeRecord,
     StepRecord,
     read_history,
-    statistics,
 )
 from preamp.optimizers import FusedAdam
 
@@ -497,7 +497,7 @@ def test_weights_before_a_step_take_no_more_than_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor is a temporary as large as a tensor, however its elements lie."""
-    monkeypatch.setattr(statistics, "_BLOCK_ON_CPU", 5)
+    monkeypatch.setattr(tally, "_BLOCK_ON_CPU", 5)
     torch.manual_seed(0)
     model: Any = nn.Conv2d(2, 3, 3)
     model.to(memory_format=torch.channels_last)

@@ -23,13 +23,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import layouts
 from cases.back_ends import JIT, REFERENCE
 from cases.rules import BF16, F16, F32, F64, ROWS
 from cases.selection import examples
 from cases.tolerances import assert_same
+from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampUnavailableError
 from preamp.kernels import AdamRule, BiasCorrection, Update, backend, dispatch, explain
 from preamp.kernels.jit import compiler, loops, words
+from preamp.kernels.reference.formulas import takes_norms
 
 CPU = torch.device("cpu")
 ADAM = AdamRule(
@@ -197,12 +200,14 @@ def test_any_number_of_threads_has_the_same_bits(threads: Any, size: int) -> Non
     wanted = updated(JIT, 1, shapes)
     grads = lists(2, shapes)[1]
     norms = {JIT.l2norm(grads, [None] * 3, CPU).item()}
+    sums = {tuple(tally.extremes[1].item() for tally in JIT.tally(grads))}
     for count in (2, 3, 8):
         threads(count)
         for ours, exact in zip(updated(JIT, 1, shapes), wanted, strict=True):
             assert torch.equal(ours, exact)
         norms.add(JIT.l2norm(grads, [None] * 3, CPU).item())
-    assert len(norms) == 1
+        sums.add(tuple(tally.extremes[1].item() for tally in JIT.tally(grads)))
+    assert len(norms) == len(sums) == 1
 
 
 def test_each_operation_is_rounded_on_its_own() -> None:
@@ -284,6 +289,101 @@ def test_an_error_in_a_thread_is_raised_and_all_have_ended(threads: Any) -> None
     with pytest.raises(RuntimeError, match="oh"):
         loops.walk(kernel, chunks, [[torch.empty(loops.CHUNK * 30)]])
     assert len(ended) == 3
+
+
+# -- tensors of any kind -------------------------------------------------------------------------
+
+SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4, 5), (1030,), (loops.CHUNK + 3,)]
+ORDERED = (layouts.plain, layouts.unaligned, layouts.strided)
+"""The layouts in which memory has the elements in the same order, so that sums do too."""
+
+
+class Column:
+    """Makes lists of tensors of the same shapes, each tensor of which lies as is drawn."""
+
+    def __init__(self, data: st.DataObject, ways: Any = layouts.LAYOUTS) -> None:
+        self._ways = st.sampled_from(ways)
+        self._data = data
+        self._generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+        self.shapes = data.draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5))
+        self._same = data.draw(st.one_of(st.none(), self._ways))
+        self.threads = data.draw(st.integers(1, 4))
+
+    def make(self, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+        dtype = self._data.draw(st.sampled_from((F16, BF16, F32, F64))) if dtype is None else dtype
+        made = [torch.randn(shape, generator=self._generator).to(dtype) for shape in self.shapes]
+        return [(self._same or self._data.draw(self._ways))(tensor) for tensor in made]
+
+
+def copies(lists: Any) -> Any:
+    """Of lists of tensors; laid out as these are."""
+    return [
+        [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) for t in column]
+        for column in lists
+    ]
+
+
+@given(data=st.data(), row=st.sampled_from(ROWS))
+@settings(max_examples=examples(300))
+def test_tensors_that_lie_anyhow_are_updated_as_if_they_lay_in_order(data: Any, row: Any) -> None:
+    """Places that no kernel can walk as by the reference."""
+    column = Column(data, ORDERED if takes_norms(row.rule) else layouts.LAYOUTS)
+    p, g = column.make(), column.make()
+    states = [column.make(math_dtype(p[0].dtype)) for _ in range(row.states)]
+    if row.rule.has_numbers:
+        states[-1] = [torch.tensor(0.5, dtype=math_dtype(p[0].dtype)) for _ in p]
+    elif row.states:
+        states[-1] = [tensor.abs() for tensor in states[-1]]
+    halves = (
+        column.make(data.draw(st.sampled_from((F16, BF16)))) if data.draw(st.booleans()) else []
+    )
+    given = [p, g, *states, halves]
+
+    def updated(ops: Any, lists: Any, threads: int) -> list[torch.Tensor]:
+        torch.set_num_threads(threads)
+        *own, halves = lists
+        told = Update(step=2, inv_scale=torch.tensor(0.5), halves=halves or None)
+        ops.update_(*own, rule=row.rule, update=told)
+        return [tensor for column in lists for tensor in column]
+
+    before = torch.get_num_threads()
+    try:
+        ours = updated(JIT, copies(given), column.threads)
+        in_order = updated(JIT, [[t.contiguous() for t in c] for c in copies(given)], 1)
+        by_reference = updated(REFERENCE, copies(given), 1)
+    finally:
+        torch.set_num_threads(before)
+    for found, one, other in zip(ours, in_order, by_reference, strict=True):
+        if not torch.equal(found.nan_to_num(7.0), one.nan_to_num(7.0)):
+            assert_same(found, other)
+
+
+@given(data=st.data())
+@settings(max_examples=examples(300))
+def test_tensors_that_lie_anyhow_are_combined_as_by_the_reference(data: Any) -> None:
+    column = Column(data)
+    a, b = data.draw(st.floats(-4, 4)), torch.tensor(data.draw(st.floats(-4, 4, width=32)))
+    xs, ys, targets = column.make(), column.make(), column.make()
+    addends: Any = [y if data.draw(st.booleans()) else None for y in ys]
+    halves, wides = column.make(BF16), column.make(F32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(column.threads)
+    try:
+        found: list[Any] = []
+        for ops in (JIT, REFERENCE):
+            out, scaled, wide = copies([targets, xs, wides])
+            ops.axpby_(out, a, xs, b, addends)
+            ops.scale_add_(scaled, b, [None] * len(xs))
+            copied = copies([targets])[0]
+            ops.cast_copy_(xs, copied)
+            widened = ops.widen_add(halves, [b] * len(xs), wide)
+            census = ops.census(xs, CPU)
+            counts = [tally.counts for tally in ops.tally(xs)]
+            found.append([*out, *scaled, *copied, *widened, census.max_abs, *counts])
+    finally:
+        torch.set_num_threads(before)
+    for ours, wanted in zip(*found, strict=True):
+        assert_same(ours, wanted)
 
 
 # -- what autograd is told, and what no kernel can take --------------------------------------------

@@ -14,15 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cases.back_ends import JIT, REFERENCE
 from numerics import oracle
-from preamp.numerics import FORMATS, NumberFormat, TensorStatistics, measure
+from preamp.numerics import FORMATS, Measured, NumberFormat, TensorStatistics, measure
 
 HALVES = (FORMATS["float16"], FORMATS["bfloat16"])
 scales = st.integers(-10, 24).map(lambda exponent: 2.0**exponent)
 
 
-def statistics_of(tensor: torch.Tensor, form: NumberFormat, scale: float = 1.0) -> TensorStatistics:
-    return measure(tensor).read("w", "gradient", form, scale=scale, with_histogram=True)
+every_way = pytest.mark.parametrize("ops", [REFERENCE, JIT], ids=["reference", "jit"])
+
+
+def statistics_of(
+    tensor: torch.Tensor, form: NumberFormat, scale: float = 1.0, ops: Any = REFERENCE
+) -> TensorStatistics:
+    (tally,) = ops.tally([tensor])
+    return Measured(tally, tensor.dtype).read(
+        "w", "gradient", form, scale=scale, with_histogram=True
+    )
 
 
 def below(values: Any, bound: float) -> int:
@@ -30,11 +39,14 @@ def below(values: Any, bound: float) -> int:
     return int(((values != 0) & (np.abs(values) < bound)).sum())
 
 
+@every_way
 @given(oracle.tensors(), st.sampled_from(HALVES), scales)
-def test_counts_are_numpys(tensor: torch.Tensor, form: NumberFormat, scale: float) -> None:
+def test_counts_are_numpys(
+    ops: Any, tensor: torch.Tensor, form: NumberFormat, scale: float
+) -> None:
     values = oracle.exactly(tensor)
     finite = values[np.isfinite(values)]
-    found = statistics_of(tensor, form, scale)
+    found = statistics_of(tensor, form, scale, ops=ops)
     assert found.elements == values.size
     assert found.zeros == int((values == 0).sum())
     assert found.nonfinite == values.size - finite.size
@@ -50,12 +62,13 @@ def test_counts_are_numpys(tensor: torch.Tensor, form: NumberFormat, scale: floa
     assert (found.what, found.form, found.scale) == ("gradient", form.name, scale)
 
 
+@every_way
 @given(oracle.tensors())
-def test_rms_neither_overflows_nor_underflows(tensor: torch.Tensor) -> None:
+def test_rms_neither_overflows_nor_underflows(ops: Any, tensor: torch.Tensor) -> None:
     finite = oracle.exactly(tensor)
     finite = finite[np.isfinite(finite)]
     largest = float(np.abs(finite).max()) if finite.size else 0.0
-    found = statistics_of(tensor, HALVES[0]).rms
+    found = statistics_of(tensor, HALVES[0], ops=ops).rms
     if largest == 0:
         assert found == 0
     else:
@@ -65,12 +78,13 @@ def test_rms_neither_overflows_nor_underflows(tensor: torch.Tensor) -> None:
         assert math.isclose(found, wanted, rel_tol=2.0 ** (4 - bits), abs_tol=2.0**-149)
 
 
+@every_way
 @given(oracle.tensors())
-def test_histogram_is_numpys(tensor: torch.Tensor) -> None:
+def test_histogram_is_numpys(ops: Any, tensor: torch.Tensor) -> None:
     values = oracle.exactly(tensor)
     inside = oracle.exponents(values[np.isfinite(values) & (values != 0)])
     wanted = dict(zip(*np.unique(np.clip(inside, -149, 127), return_counts=True), strict=True))
-    assert statistics_of(tensor, HALVES[0]).histogram == wanted
+    assert statistics_of(tensor, HALVES[0], ops=ops).histogram == wanted
 
 
 @pytest.mark.parametrize("scale", [3.0, 1000.0])
@@ -81,27 +95,29 @@ def test_other_scales_count_to_the_power_of_two_below(scale: float) -> None:
     assert found.unscaled_below_normal == below(values.numpy(), power * 2.0**-14)
 
 
+@every_way
 @pytest.mark.parametrize("elements", [50, 20_000])
-def test_rms_of_large_and_small_float32(elements: int) -> None:
+def test_rms_of_large_and_small_float32(ops: Any, elements: int) -> None:
     for value in (3e38, 1e-44, 2.0**-149):
-        found = statistics_of(torch.full((elements,), value), HALVES[0])
+        found = statistics_of(torch.full((elements,), value), HALVES[0], ops=ops)
         exact = float(torch.tensor(value))
         assert found.max_abs == exact
         assert math.isclose(found.rms, exact, rel_tol=1e-6)
 
 
-def test_what_is_not_finite_is_left_out_of_the_size() -> None:
+@every_way
+def test_what_is_not_finite_is_left_out_of_the_size(ops: Any) -> None:
     values = torch.tensor([math.inf, -math.inf, math.nan, 3.0, -4.0])
-    found = statistics_of(values, HALVES[0])
+    found = statistics_of(values, HALVES[0], ops=ops)
     assert found.nonfinite == 3
     assert found.max_abs == 4.0
     assert math.isclose(found.rms, math.sqrt(12.5), rel_tol=1e-6)
-    only = statistics_of(values[:3], HALVES[0])
+    only = statistics_of(values[:3], HALVES[0], ops=ops)
     assert (only.max_abs, only.rms, only.headroom, only.histogram) == (0.0, 0.0, None, {})
 
 
 def test_without_histogram() -> None:
-    found = measure(torch.ones(3)).read("w", "weight", HALVES[0], stalled=2)
+    found = measure([torch.ones(3)])[0].read("w", "weight", HALVES[0], stalled=2)
     assert found.histogram is None
     assert found.stalled == 2
 
@@ -138,10 +154,11 @@ def test_temporaries_do_not_grow_with_the_tensor(dtype: torch.dtype, layout: str
     values[1] = 0
     values = LAYOUTS[layout](values)
     with Temporaries(values) as temporaries:
-        measure(values)
+        REFERENCE.tally([values])
     assert 0 < temporaries.largest <= 1 << 18
 
 
+@every_way
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -155,6 +172,6 @@ def test_temporaries_do_not_grow_with_the_tensor(dtype: torch.dtype, layout: str
     ],
     ids=str,
 )
-def test_it_does_not_matter_how_elements_lie(tensor: torch.Tensor) -> None:
+def test_it_does_not_matter_how_elements_lie(ops: Any, tensor: torch.Tensor) -> None:
     other = tensor.clone(memory_format=torch.contiguous_format)
-    assert statistics_of(tensor, HALVES[0]) == statistics_of(other, HALVES[0])
+    assert statistics_of(tensor, HALVES[0], ops=ops) == statistics_of(other, HALVES[0], ops=ops)

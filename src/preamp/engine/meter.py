@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +14,10 @@ from preamp.core.tensors import local_of
 from preamp.engine.host_copies import HostCopies
 from preamp.engine.names import ParameterNames
 from preamp.engine.session import OptimizerSession
+from preamp.kernels.ops import Tally
+from preamp.kernels.reference.tally import blocks_of
 from preamp.numerics import FORMATS, Measured, NumberFormat, TensorStatistics, measure
 from preamp.numerics.records import What
-from preamp.numerics.statistics import blocks_of
 from preamp.optim.fused.base import entries_of
 
 
@@ -37,7 +39,7 @@ class Reading:
         """Turn it into a record. Waits for the copies. Of a skipped step no weight is stalled."""
         counts, extremes = (copies[place] for place in self.places)
         stalled = None if is_skipped or self.stalled is None else int(copies[self.stalled].item())
-        return Measured(counts, extremes, self.dtype).read(
+        return Measured(Tally(counts, extremes), self.dtype).read(
             self.name,
             self.what,
             self.form,
@@ -60,44 +62,35 @@ class Meter:
     ) -> list[Reading]:
         """Measure the dense real gradients of a backward, with the loss ``scale`` on them."""
         place = copies.put(scale.clone())
-        return [
-            self._read(param.grad, param, "gradient", copies, scale=place)
-            for param in session.model_params()
-            if param.grad is not None and _is_plain(param.grad)
-        ]
+        found = [(p.grad, p) for p in session.model_params() if p.grad is not None]
+        return self._read(found, "gradient", copies, scales=[place] * len(found))
 
     def stepped_gradients(self, session: OptimizerSession, copies: HostCopies) -> list[Reading]:
         """Measure what a step is going to use, as `gradients`; used up half gradients are none."""
         places: dict[int, int] = {}
-        found: list[Reading] = []
+        scales: list[int | None] = []
         entries = entries_of(session.gradients.params())
-        rows = zip(entries.grads, entries.owners, entries.factors, entries.twins, strict=True)
-        for grad, owner, by, row in rows:
-            if not _is_plain(grad):
-                continue
+        for by, row in zip(entries.factors, entries.twins, strict=True):
             # The entry's own factor may clip as well, by zero or nan too.
-            twin = None if by is None else row
-            place, factor = None, None if twin is None else twin.unscales
-            if factor is not None:
-                place = places.get(id(factor))
-                if place is None:
-                    place = places[id(factor)] = copies.put(factor.reciprocal())
-            found.append(self._read(grad, owner, "gradient", copies, scale=place))
-        return found
+            factor = None if by is None or row is None else row.unscales
+            if factor is not None and id(factor) not in places:
+                places[id(factor)] = copies.put(factor.reciprocal())
+            scales.append(None if factor is None else places[id(factor)])
+        pairs = list(zip(entries.grads, entries.owners, strict=True))
+        return self._read(pairs, "gradient", copies, scales=scales)
 
     def weights(
         self, session: OptimizerSession, copies: HostCopies, before: dict[int, torch.Tensor]
     ) -> list[Reading]:
         """Measure the weights as they are now; ``before`` is what `before` returned."""
-        found: list[Reading] = []
-        for param in session.model_params():
-            if _is_plain(param):
-                stalled = None
-                earlier = before.get(id(param))
-                if earlier is not None:
-                    stalled = copies.put(_count_equal(local_of(param).detach(), earlier))
-                found.append(self._read(param, param, "weight", copies, stalled=stalled))
-        return found
+        params = session.model_params()
+        stalled = [
+            None
+            if (earlier := before.get(id(param))) is None
+            else copies.put(_count_equal(local_of(param).detach(), earlier))
+            for param in params
+        ]
+        return self._read([(p, p) for p in params], "weight", copies, stalled=stalled)
 
     def before(self, session: OptimizerSession) -> dict[int, torch.Tensor]:
         """Copy the half weights ahead of a step, by ``id`` of the parameter.
@@ -120,24 +113,30 @@ class Meter:
 
     def _read(
         self,
-        tensor: torch.Tensor,
-        param: torch.Tensor,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         what: What,
         copies: HostCopies,
         *,
-        scale: int | None = None,
-        stalled: int | None = None,
-    ) -> Reading:
-        measured = measure(local_of(tensor))
-        return Reading(
-            name=self._names.of(param),
-            what=what,
-            form=FORMATS[dtype_name(tensor.dtype if is_half(tensor) else self._half)],
-            dtype=tensor.dtype,
-            places=(copies.put(measured.counts), copies.put(measured.extremes)),
-            scale=scale,
-            stalled=stalled,
-        )
+        scales: Sequence[int | None] = (),
+        stalled: Sequence[int | None] = (),
+    ) -> list[Reading]:
+        """Measure the tensors that statistics are of; each comes with its parameter."""
+        places = [place for place, (tensor, _) in enumerate(pairs) if _is_plain(tensor)]
+        tensors = [pairs[place][0] for place in places]
+        found: list[Reading] = []
+        for place, tensor, measured in zip(places, tensors, measure(tensors), strict=True):
+            half = tensor.dtype if is_half(tensor) else self._half
+            reading = Reading(
+                name=self._names.of(pairs[place][1]),
+                what=what,
+                form=FORMATS[dtype_name(half)],
+                dtype=tensor.dtype,
+                places=(copies.put(measured.tally.counts), copies.put(measured.tally.extremes)),
+                scale=scales[place] if scales else None,
+                stalled=stalled[place] if stalled else None,
+            )
+            found.append(reading)
+        return found
 
 
 def _count_equal(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

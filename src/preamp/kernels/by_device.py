@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from preamp.core.tensors import has_sharded, locals_of
-from preamp.kernels.ops import Census, Ops, Tensors
+from preamp.kernels.ops import Census, Ops, Tally, Tensors
 from preamp.kernels.rules import LambRule, Rule, Update
 from preamp.kernels.shards import sharded_as
 from preamp.kernels.vectors import stack
@@ -138,6 +138,15 @@ class ByDevice(Ops):
             own, by = _pick(places, tensors, factors)
             norms.append(self._of(where).l2norm(own, by, device))
         return self._of(device).l2norm(norms, [None] * len(norms), device)
+
+    def tally(self, tensors: Tensors) -> list[Tally]:
+        """See `preamp.kernels.ops.Ops.tally`."""
+        tensors = locals_of(tensors)
+        found: dict[int, Tally] = {}
+        for where, places in _by_device(tensors).items():
+            (own,) = _pick(places, tensors)
+            found.update(zip(places, self._of(where).tally(own), strict=True))
+        return [found[place] for place in range(len(tensors))]
 
     def update_(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update

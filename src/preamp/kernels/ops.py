@@ -27,6 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -49,6 +50,29 @@ class Census:
     # float32, shape ``(n,)``: largest finite magnitude per tensor, 0 if there is none, nan where
     # it was not looked for. ``None`` from back ends for which it would cost another pass.
     max_finite: torch.Tensor | None = None
+
+
+EXPONENTS: Final = range(-149, 128)
+"""Exponents that float32 values can have, subnormal ones included."""
+
+ZERO: Final = 0
+NONFINITE: Final = 1
+BELOW: Final = 2
+FIRST: Final = 3
+ABOVE: Final = FIRST + len(EXPONENTS)
+BINS: Final = ABOVE + 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tally:
+    """What a read of one tensor tells of its values; on the tensor's device."""
+
+    # int64, shape ``(BINS,)``: how many are zero, infinite or nan, of a magnitude below 2**-149
+    # (float64 only), of each of `EXPONENTS`, of a magnitude from 2**128 (float64 only)
+    counts: torch.Tensor
+    # float32 (float64 of a float64 tensor), shape ``(2,)``: largest finite magnitude, and root mean
+    # square of the finite values
+    extremes: torch.Tensor
 
 
 class Ops(ABC):
@@ -135,6 +159,14 @@ class Ops(ABC):
 
         Norms are per tensor first, then of the norms, as ``torch.nn.utils.clip_grad_norm_``
         does. float16 values cannot overflow it; float32 values above about 1e19 can.
+        """
+
+    @abstractmethod
+    def tally(self, tensors: Tensors) -> list[Tally]:
+        """Count the values of each tensor by ``floor(log2(abs(x)))``; mutates nothing.
+
+        Tensors are real floating point and dense, of any shape and layout. Counts and largest
+        magnitudes are exact. The squares neither overflow nor underflow.
         """
 
     @abstractmethod

@@ -4,6 +4,7 @@
 Nothing here knows an engine. Records are plain values; what makes them is handed tensors.
 """
 
+from preamp.kernels.ops import EXPONENTS as EXPONENTS
 from preamp.numerics.formats import FORMATS as FORMATS
 from preamp.numerics.formats import NumberFormat as NumberFormat
 from preamp.numerics.history import History as History
@@ -22,7 +23,6 @@ from preamp.numerics.records import TensorStatistics as TensorStatistics
 from preamp.numerics.records import TraceRecord as TraceRecord
 from preamp.numerics.records import from_json as from_json
 from preamp.numerics.records import to_json as to_json
-from preamp.numerics.statistics import EXPONENTS as EXPONENTS
 from preamp.numerics.statistics import Measured as Measured
 from preamp.numerics.statistics import count_exponents as count_exponents
 from preamp.numerics.statistics import measure as measure

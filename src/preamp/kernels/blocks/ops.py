@@ -36,7 +36,7 @@ from preamp.kernels.blocks.cut import (
     regular,
     split,
 )
-from preamp.kernels.ops import Census, Ops, Tensors
+from preamp.kernels.ops import Census, Ops, Tally, Tensors
 from preamp.kernels.places import Column, check_lengths, check_shapes, geometry_of, shapes_of
 from preamp.kernels.reference.formulas import apply, measured, number_of, order_of, takes_norms
 from preamp.kernels.reference.update import Slot
@@ -335,6 +335,11 @@ class Blocks(Ops):
         return Census(found_inf=found_inf, norm=total, max_abs=max_abs.float())
 
     # -- update rules -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def tally(self, tensors: Tensors) -> list[Tally]:
+        """See `preamp.kernels.ops.Ops.tally`."""
+        return REFERENCE.tally(tensors)
 
     @torch.no_grad()
     def update_(

@@ -33,6 +33,7 @@ from preamp.kernels.jit.formulas import direction, stepped
 from preamp.kernels.jit.words import (
     WIDTHS,
     add,
+    bin_of,
     finite_or_zero,
     higher,
     itemsize,
@@ -45,6 +46,7 @@ from preamp.kernels.jit.words import (
     widen,
     widened,
 )
+from preamp.kernels.ops import BINS
 
 CHUNK = 1 << 14
 """Elements of a chunk; a multiple of what vectors hold and of what is summed at once."""
@@ -237,6 +239,39 @@ def find_largest(first, last, chunks, at, room, found, X, wants_finite, largest,
                 top = higher(top, magnitude(peek(x, i, X)))
         largest[chunk] = value_of(top, X)
         finite[chunk] = value_of(top_finite, X)
+
+
+@kernel
+def tally(first, last, chunks, at, room, found, X, counts, largest, sums):
+    """Per chunk the counts of `Tally`, the largest finite magnitude, and the sum of squares.
+
+    ``X`` is a zero of the type that values are stored in, which is not float64.
+    """
+    tables = room + BLOCK * 4  # four, so that neighbours in one bin do not wait for each other
+    for chunk in range(first, last):
+        tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
+        top = magnitude(X)
+        total = 0.0
+        for i in range(4 * BINS):
+            poke(tables, i, np.uint32(0))
+        for begin in range(0, count, BLOCK):
+            n = min(count - begin, BLOCK)
+            x = at[0, tensor] + (start + begin) * itemsize(X)
+            squares = 0.0
+            for i in range(n):
+                bits = magnitude(peek(x, i, X))
+                poke(room, i, bin_of(bits, X))
+                bits = finite_or_zero(bits, X)
+                top = higher(top, bits)
+                squares = add(squares, value_of(bits, X) * value_of(bits, X))
+            total += squares
+            for i in range(n):
+                place = peek(room, i, np.uint32(0)) * 4 + (i & 3)
+                poke(tables, place, np.uint32(peek(tables, place, np.uint32(0)) + 1))
+        for i in range(4 * BINS):
+            counts[chunk, i >> 2] += peek(tables, i, np.uint32(0))
+        largest[chunk] = value_of(top, X)
+        sums[chunk] = total
 
 
 @kernel

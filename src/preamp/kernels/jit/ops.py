@@ -15,7 +15,7 @@ from preamp.core.dtypes import HALF_DTYPES, math_dtype
 from preamp.kernels.jit import formulas, loops
 from preamp.kernels.jit.loops import Chunks, chunks_of, walk
 from preamp.kernels.jit.words import CODES, ZEROS
-from preamp.kernels.ops import Census, Tensors
+from preamp.kernels.ops import BINS, NONFINITE, Census, Tally, Tensors
 from preamp.kernels.places import (
     Column,
     Combining,
@@ -27,6 +27,7 @@ from preamp.kernels.places import (
 )
 from preamp.kernels.reference import Reference
 from preamp.kernels.reference.formulas import number_of, takes_norms
+from preamp.kernels.reference.tally import flat_of
 from preamp.kernels.rules import (
     AdagradRule,
     AdamRule,
@@ -180,10 +181,33 @@ class Jit(Combining):
             norms = norms * np.array([numbers[id(factor)] for factor in factors])
         return _scalar(_norm(norms), device)
 
+    @torch.no_grad()
+    def tally(self, tensors: Tensors) -> list[Tally]:
+        """See `preamp.kernels.ops.Ops.tally`."""
+        found: dict[int, Tally] = {}
+        parts, others = parts_of([flat_of(tensor) for tensor in tensors])
+        for part in parts:
+            if part.dtypes[0] is torch.float64:  # whose squares may not be float64
+                others = sorted([*others, *part.places])
+            else:
+                found.update(zip(part.places, _tallies(part), strict=True))
+        rest = zip(others, _REFERENCE.tally(pick(tensors, others)), strict=True)
+        found.update(rest)
+        return [found[place] for place in range(len(tensors))]
+
     # -- scaling, adding, casting: see `Combining` ------------------------------------------------
 
     def _groups(self, *columns: Column) -> tuple[list[Part], list[int]]:
-        return parts_of(*columns)
+        parts, others = parts_of(*columns)
+        usual: list[Part] = []
+        for part in parts:
+            _, x, y = part.dtypes
+            # The product of a tensor that is not float64 is rounded before one of float64 joins it.
+            if y is not None and (x is torch.float64) != (y is torch.float64):
+                others = sorted([*others, *part.places])
+            else:
+                usual.append(part)
+        return usual, others
 
     def _combine(
         self, group: Part, a: Factor, b: Factor = 1.0, factors: Sequence[torch.Tensor] = ()
@@ -252,6 +276,22 @@ def _largest(part: Part, row: int = 0, *, finite: bool) -> tuple[np.ndarray, np.
     zero = ZEROS[cast("torch.dtype", part.dtypes[row])]
     walk(loops.find_largest, part.chunks, part.rows[row : row + 1], zero, finite, tops[0], tops[1])
     return tops[0], tops[1]
+
+
+def _tallies(part: Part) -> list[Tally]:
+    """Of each tensor of a part, in order."""
+    chunks = part.chunks.table.shape[1]
+    counts, largest, sums = np.zeros((chunks, BINS), np.int32), np.zeros(chunks), np.zeros(chunks)
+    zero = ZEROS[cast("torch.dtype", part.dtypes[0])]
+    walk(loops.tally, part.chunks, part.rows, zero, counts, largest, sums)
+    each = np.zeros((part.chunks.count, BINS), np.int64)
+    owners, first = np.unique(part.chunks.table[0], return_index=True)
+    each[owners] = np.add.reduceat(counts, first, dtype=np.int64)
+    finite = each.sum(1) - each[:, NONFINITE]
+    rms = np.sqrt(_by_tensor(part, sums) / np.maximum(finite, 1))
+    extremes = np.stack([_highest(part, largest), rms], 1).astype(np.float32)
+    pairs = zip(_torch.from_numpy(each), _torch.from_numpy(extremes), strict=True)
+    return [Tally(*pair) for pair in pairs]
 
 
 def _highest(part: Part, tops: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from preamp.kernels.jit.compiler import function
+from preamp.kernels.ops import EXPONENTS, FIRST, NONFINITE, ZERO
 
 ZEROS: dict[torch.dtype, Any] = {
     torch.float16: np.uint16(0),
@@ -46,6 +47,7 @@ WIDTHS = np.array([0, 2, 2, 4, 8])  # bytes of an element, by code
 _LLVM: dict[Any, ir.Type] = {
     **{_F16: ir.IntType(16), _BF16: ir.IntType(16)},
     **{types.float32: ir.FloatType(), types.float64: ir.DoubleType()},
+    types.uint32: ir.IntType(32),
 }
 
 
@@ -254,6 +256,32 @@ def value_of(typing: Any, bits: Any, raw: Any) -> Any:
         return context.cast(builder, value, kind, types.float64)
 
     return types.float64(bits, raw), generate
+
+
+@intrinsic
+def bin_of(typing: Any, bits: Any, raw: Any) -> Any:
+    """Which of the counts of a `Tally` is that of the magnitude that has these bits.
+
+    In integers, since programs may tell the processor to take subnormal values for zero. Not for
+    float64.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = args[0]
+        if raw in (_F16, _BF16):
+            word = builder.bitcast(_to_float(context, builder, word, raw), _I32)
+        field = builder.lshr(word, _I32(23))
+        found = builder.add(field, _I32(FIRST - EXPONENTS.start - 127))
+        # A subnormal value is so many times 2**-149, and that number has an exponent as a float.
+        times = builder.lshr(builder.bitcast(builder.sitofp(word, _FLOAT), _I32), _I32(23))
+        is_tiny = builder.icmp_unsigned("==", field, _I32(0))
+        found = builder.select(is_tiny, builder.add(times, _I32(FIRST - 127)), found)
+        is_zero = builder.icmp_unsigned("==", word, _I32(0))
+        is_finite = builder.icmp_unsigned("<", field, _I32(0xFF))
+        found = builder.select(is_finite, found, _I32(NONFINITE))
+        return builder.select(is_zero, _I32(ZERO), found)
+
+    return types.uint32(bits, raw), generate
 
 
 # -- dtypes ---------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.kernels.ops import Census, Ops, Tensors
+from preamp.kernels.ops import Census, Ops, Tally, Tensors
 from preamp.kernels.reference.formulas import apply, measured, number_of, order_of
+from preamp.kernels.reference.tally import tally
 from preamp.kernels.reference.update import Slot, slots
 from preamp.kernels.rules import LambRule, Rule, Update
 from preamp.kernels.vectors import max_norm, norm, stack
@@ -161,6 +162,10 @@ class Reference(Ops):
         if not norms:
             return torch.zeros((), dtype=torch.float32, device=device)
         return norm(stack(norms))
+
+    @torch.no_grad()
+    def tally(self, tensors: Tensors) -> list[Tally]:
+        return list(map(tally, tensors))
 
     @torch.no_grad()
     def update_(

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.kernels.ops import Census, Ops, Tensors
+from preamp.kernels.ops import Census, Ops, Tally, Tensors
 from preamp.kernels.places import Group, pick, sort
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.device.reductions import gather_kernel, measure_chunks
@@ -184,6 +184,11 @@ class Reductions(Ops):
         if others:
             _put(total, others, REFERENCE.l2norms(pick(tensors, others), factor, device))
         return total
+
+    @torch.no_grad()
+    def tally(self, tensors: Tensors) -> list[Tally]:
+        """See `preamp.kernels.ops.Ops.tally`."""
+        return REFERENCE.tally(tensors)
 
     @torch.no_grad()
     def l2norm(
