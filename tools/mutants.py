@@ -98,6 +98,20 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("return not set(map(type, column)) <= {type(None)}", "return column[0] is not None"),
         ("largest[is_beyond] = _MOST", "pass"),
     ),
+    ("kernels/jit/words.py", "numerics"): (
+        ("found = builder.select(is_tiny, builder.add", "builder.select(is_tiny, builder.add"),
+        ("found = builder.select(is_finite, found, _I32(NONFINITE))", "pass"),
+    ),
+    ("kernels/jit/loops.py", "numerics kernels/test_jit.py"): (
+        ("poke(tables, i, np.uint32(0))", "pass"),
+        ("bits = finite_or_zero(bits, X)", "pass"),
+        ("* 4 + (i & 3)", "* 4"),
+    ),
+    ("kernels/jit/ops.py", "numerics kernels/test_jit.py"): (
+        ("each[owners] = np.add.reduceat(", "each[: len(owners)] = np.add.reduceat("),
+        ("finite = each.sum(1) - each[:, NONFINITE]", "finite = each.sum(1)"),
+        ("if y is not None and (x is torch.float64) != (y is torch.float64):", "if False:"),
+    ),
     ("kernels/reference/update.py", KERNELS): (
         (
             "return -torch.expm1(self.scalar(step) * log)",
