@@ -39,7 +39,7 @@ check: $(VENV)/.ready-dev  ## Lint, format, types, architecture, code in the doc
 	$(BIN)/python tools/check_docs.py
 	$(PYTEST) --suite all tests/architecture tests/docs
 
-BENCHES ?= step train import distributed
+BENCHES ?= step parts train import distributed
 bench: $(VENV)/.ready-dev  ## Measure; options: make bench BENCHES=step ARGS="--full"
 	for bench in $(BENCHES); do $(BIN)/python benchmarks/bench_$$bench.py $(ARGS) || exit 1; done
 	$(BIN)/python benchmarks/report.py

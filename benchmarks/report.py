@@ -12,6 +12,7 @@ from pathlib import Path
 import aims
 import distributed_section
 import numerics_section
+import parts_section
 import plots
 from preamp_bench.records import Record, read
 
@@ -21,6 +22,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 STEP_CASE = ("device", "parameters", "tensors", "half", "clip")
 RIVALS = ("GradScaler + fused AdamW", "torch, naive", "torch, kept buffers", "torch.compile")
 DISTRIBUTED_CASE = ("device", "width")
+PART_CASE = ("part", "device", "half", "parameters", "tensors", "clip")
 TRAIN_CASE = ("device", "model", "width", "batch", "level")
 
 HEADER = """\
@@ -108,6 +110,7 @@ def render(
     import_rows: Sequence[Record] = (),
     numerics_rows: Sequence[Record] = (),
     distributed_rows: Sequence[Record] = (),
+    part_rows: Sequence[Record] = (),
 ) -> str:
     """Write the page.
 
@@ -117,6 +120,7 @@ def render(
         import_rows: Records of ``benchmarks/bench_import.py``.
         numerics_rows: Records of ``benchmarks/bench_numerics.py``.
         distributed_rows: Records of `preamp_bench.distributed`.
+        part_rows: Records of ``benchmarks/bench_parts.py``.
 
     Returns:
         Markdown.
@@ -125,6 +129,12 @@ def render(
     trains = [row for case in latest(train_rows, TRAIN_CASE).values() for row in case]
     lines = [HEADER, STEP]
     lines += _step_part(steps) if steps else ["Not measured.", ""]
+    for part, text, write in (
+        ("kernels", parts_section.TEXT, parts_section.kernels),
+        ("bookkeeping", parts_section.BOOKKEEPING, parts_section.bookkeeping),
+    ):
+        cases = latest([r for r in part_rows if r["part"] == part], PART_CASE).values()
+        lines += [text, *(write(cases, _machines) if cases else ["Not measured.", ""])]
     lines += [TRAIN]
     lines += _train_part(trains) if trains else ["Not measured.", ""]
     numerics = latest(numerics_rows, TRAIN_CASE).values()
@@ -267,7 +277,7 @@ def _ms(value: float) -> str:
 
 def main() -> None:
     """Write page and figures."""
-    names = ("step", "train", "import", "numerics", "distributed")
+    names = ("step", "train", "import", "numerics", "distributed", "parts")
     files = [RESULTS / f"{name}.jsonl" for name in names]
     found = [read(file) if file.exists() else [] for file in files]
     steps, trains, *_ = found

@@ -165,3 +165,22 @@ def test_page_has_steps_on_ranks_and_what_is_derived() -> None:
     page = report.render([], [], [], [], rows)
     assert "| preamp O5 | 3.00 ms | 2.50 ms | 0.75× | 0.40–0.60 |" in page
     assert "| 16 bytes | 0.50 ms | 1.50 ms | 3.00 ms | 5.00 ms |" in page
+
+
+def test_page_says_what_each_back_end_takes_and_the_books() -> None:
+    case = {"parameters": 12345, "tensors": 10, "half": "bfloat16", "clip": False}
+    rows: list[Record] = [
+        {**MACHINE, **TIMES, **case, "part": "kernels", "group": "LAMB", "copied": 500_000} | more
+        for more in (
+            {"name": "reference", "best": 9.0, "best_ratio": 1.0},
+            {"name": "jit", "best": 3.0, "best_ratio": 0.333},
+            {"name": "copy", "best": 0.2, "best_ratio": 0.02},
+        )
+    ]
+    rows += [
+        {**MACHINE, **TIMES, **case, "part": "bookkeeping", "name": name, "each": each}
+        for name, each in (("grad", 80.0), ("versions", 70.0), ("O5, FusedAdam", 2500.0))
+    ]
+    page = report.render([], [], part_rows=rows)
+    assert "| LAMB | 9.00 ms · 1.00× | 3.00 ms · 0.33× | 20.0 GB/s |" in page
+    assert "| O5, FusedAdam | 10 | 2.50 µs | 0.08 µs | 0.07 µs |" in page

@@ -276,14 +276,22 @@ def test_a_fork_has_threads_of_its_own(threads: Any) -> None:
     assert all((a == b).all() for a, b in zip(again, wanted, strict=True))
 
 
-def test_an_error_in_a_thread_is_raised_and_all_have_ended(threads: Any) -> None:
+@pytest.mark.parametrize("of_the_caller", [False, True])
+def test_an_error_in_a_thread_is_raised_and_all_have_ended(
+    of_the_caller: bool, threads: Any
+) -> None:
+    """The caller's own thread has the first chunks."""
     threads(3)
     chunks = loops.cut([loops.CHUNK * 30])
     ended: list[int] = []
+    others_may_end = threading.Event()
 
     def kernel(first: int, last: int, *_: Any) -> None:
+        if first and of_the_caller:
+            assert others_may_end.wait(60)
         ended.append(first)
-        if first:
+        if of_the_caller == (first == 0):
+            threading.Timer(0.2, others_may_end.set).start()
             raise RuntimeError("oh")
 
     with pytest.raises(RuntimeError, match="oh"):
