@@ -49,7 +49,8 @@ def cache_folder() -> Path:
 def _folder() -> str | None:
     """The folder of this version's code, made if need be; ``None`` if it cannot be written to."""
     digest = hashlib.sha256(_numba.__version__.encode())
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    here = Path(__file__).parent
+    for file in (here.parent / "ops.py", *sorted(here.glob("*.py"))):  # kernels know its numbers
         digest.update(file.read_bytes())
     try:
         folder = cache_folder() / f"jit-{digest.hexdigest()[:16]}"
