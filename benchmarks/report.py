@@ -71,11 +71,13 @@ depending on the memory that they happened to get. **Peak** is how far the resid
 process rose (on CUDA: what was allocated) from before the model was made; **B/param** are weights,
 masters, gradients and optimizer state, counted between backward and step.
 
-Where the CPU has no float16 units, torch multiplies float16 matrices one element at a time, and
-preamp runs these products in float32 and rounds once. So at O1, O2 and O3 on such a CPU the ratio
-says what that is worth, and nothing about preamp's overhead; that is read at O0, O4 and O5. Aimed
-at are an overhead of 2 % and an O5 that is faster than bfloat16 autocast. Where the spread is wider
-than that, which it is on the machine below, the rows neither show nor refute it.
+Where the CPU has no units for a half dtype, torch multiplies its matrices one element at a time,
+and preamp runs these products in float32 and rounds once. Most CPUs have none for float16, and none
+for bfloat16 before AVX-512. On such a CPU the ratio says what that is worth, and nothing about
+preamp's overhead, which is read at O0 then. Aimed at are an overhead of 2 % and an O5 that is
+faster than bfloat16 autocast. Where the spread is wider than that, which it is on the machines
+below, the rows neither show nor refute it. The first step loads numba where it is installed, which
+takes about 120 MB of the process's memory, whatever the model; that is in every peak of preamp's.
 """
 
 

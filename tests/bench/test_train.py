@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import preamp
+from preamp.kernels import cpu_lacks_matmul
 from preamp_bench import records, train, worker
 from preamp_bench.harness import Effort
 from preamp_bench.loops import BY_HAND, SETTINGS, Masters, make_loop
@@ -42,7 +43,7 @@ def test_loops_by_hand_train_as_preamp_does(level: str, model: str) -> None:
     by_hand = weights_after_a_step("by hand", level, tiny(model))
     ours = weights_after_a_step("torch AdamW", level, tiny(model))
     for one, other in zip(by_hand, ours, strict=True):
-        if level in ("O0", "O4", "O5"):
+        if level == "O0" or (level in ("O4", "O5") and not cpu_lacks_matmul(torch.bfloat16)):
             # The norm is summed in another order, and O5 rounds weights to bfloat16 once more.
             rtol = 2.0**-8 if level == "O5" else 0.0
             torch.testing.assert_close(one, other, rtol=rtol, atol=SETTINGS["lr"] * 1e-3)

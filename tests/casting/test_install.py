@@ -33,7 +33,7 @@ def _attributes() -> list[dict[str, int]]:
 
 INSTALLS: tuple[Callable[[], Removable], ...] = (
     install_function_casts,
-    install_wide_half,
+    lambda: install_wide_half(torch.float16),
     install_function_casts,
     lambda: install_function_casts(allow_banned=True),
 )

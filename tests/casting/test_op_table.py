@@ -131,7 +131,7 @@ WIDE = [param for param in _rows(*CAST_RULES) if _is_wide(param.values[0])]
 @pytest.mark.parametrize("row", WIDE)
 def test_wide_products_have_the_dtype_of_the_rule(row: OpRow) -> None:
     """On CPUs without float16 units these functions have both layers at O1."""
-    handle = install_wide_half()
+    handle = install_wide_half(torch.float16)
     for dtype in HALVES:
         with casting(dtype):
             _check_result_has_the_dtype_of_the_rule(row, dtype)

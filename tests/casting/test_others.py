@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning
 
 @pytest.fixture(autouse=True)
 def wrapped() -> Iterator[None]:
-    handles = [install_function_casts(), install_wide_half()]
+    handles = [install_function_casts(), install_wide_half(torch.float16)]
     yield
     for handle in handles:
         handle.remove()
@@ -78,7 +78,7 @@ def test_scripting_works_after_the_patches_are_gone(wrapped: None) -> None:
 FORWARD_MODE = """
 import torch
 from preamp.casting.functions import install_function_casts, install_wide_half
-handles = [install_function_casts(), install_wide_half()]
+handles = [install_function_casts(), install_wide_half(torch.float16)]
 x = torch.rand(4)
 print(torch.func.jvp(torch.sin, (x,), (x,))[1].equal(x * x.cos()))
 print(torch.func.hessian(lambda x: (x**3).sum())(x).allclose(torch.diag(6 * x)))

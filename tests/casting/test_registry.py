@@ -200,7 +200,7 @@ def test_registration_overrides_the_table() -> None:
 
 def test_registration_overrides_wide_products() -> None:
     register_float_function(torch, "mm")
-    handles = [*_casts(), install_wide_half()]
+    handles = [*_casts(), install_wide_half(torch.float16)]
     dtype = torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=F16)).dtype
     _remove(handles)
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""float16 products on the CPU, run wide: contract, error budget, composition with casts."""
+"""Half products on the CPU, run wide: contract, error budget, composition with casts."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ from preamp.casting.functions import install_function_casts, install_wide_half, 
 from preamp.casting.op_lists import OpRow
 from preamp.casting.regions import attach_cast_region
 from preamp.core.pytree import map_tensors
-from preamp.kernels.wide_half import WIDE_FUNCTIONS, cpu_lacks_fp16_matmul
+from preamp.kernels.observe import ObservedOps
+from preamp.kernels.wide_half import WIDE_FUNCTIONS, cpu_lacks_matmul, native_products
 
-F16, F32 = torch.float16, torch.float32
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+either_half = pytest.mark.parametrize("half", [F16, BF16], ids=str)
 
 
 def _first(value: Any) -> torch.Tensor:
@@ -25,13 +29,15 @@ def _first(value: Any) -> torch.Tensor:
     return value
 
 
-def _run(namespace: str, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The function's result and gradients for float16 values held in ``dtype``."""
+def _run(
+    namespace: str, name: str, half: torch.dtype, dtype: torch.dtype
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The function's result and gradients for values of ``half`` held in ``dtype``."""
     row = OpRow(namespace=namespace, name=name, rule="half", reason="")  # pyright: ignore[reportArgumentType]
     leaves: list[torch.Tensor] = []
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        leaves.append(tensor.to(F16).to(dtype).detach().requires_grad_())
+        leaves.append(tensor.to(half).to(dtype).detach().requires_grad_())
         return leaves[-1]
 
     args = tuple(map_tensors(convert, arg) for arg in example(row))
@@ -41,42 +47,45 @@ def _run(namespace: str, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, l
 
 
 @pytest.mark.filterwarnings("ignore")  # chain_matmul is deprecated
+@either_half
 @pytest.mark.parametrize(("namespace", "name"), WIDE_FUNCTIONS)
-def test_error_is_at_most_that_of_native_half(namespace: str, name: str) -> None:
-    oracle, oracle_grads = _run(namespace, name, torch.float64)
-    native, _ = _run(namespace, name, F16)
-    handle = install_wide_half()
-    ours, grads = _run(namespace, name, F16)
+def test_error_is_at_most_that_of_native_half(namespace: str, name: str, half: torch.dtype) -> None:
+    oracle, oracle_grads = _run(namespace, name, half, torch.float64)
+    native, _ = _run(namespace, name, half, half)
+    handle = install_wide_half(half)
+    ours, grads = _run(namespace, name, half, half)
     handle.remove()
 
-    assert ours.dtype is F16
-    assert all(grad.dtype is F16 for grad in grads)
+    assert ours.dtype is half
+    assert all(grad.dtype is half for grad in grads)
     error = (ours.double() - oracle).abs().max()
-    one_rounding = oracle.abs().max() * 2.0**-11
+    one_rounding = oracle.abs().max() * torch.finfo(half).eps / 2
     assert error <= max((native.double() - oracle).abs().max(), one_rounding) * 1.01
     for grad, expected in zip(grads, oracle_grads, strict=True):
         # The gradient passes two roundings: that of the result before, and its own.
-        tolerance = expected.abs().max().item() * 2.0**-9 + 1e-6
+        tolerance = expected.abs().max().item() * 2 * torch.finfo(half).eps + 1e-6
         torch.testing.assert_close(grad.double(), expected, rtol=0, atol=tolerance)
 
 
-def test_accumulates_in_float32() -> None:
-    ones, weight = torch.ones(1, 4096, dtype=F16), torch.ones(1, 4096, dtype=F16)
+@either_half
+def test_accumulates_in_float32(half: torch.dtype) -> None:
+    ones, weight = torch.ones(1, 4096, dtype=half), torch.ones(1, 4096, dtype=half)
     weight[0, 1:] = 2.0**-12
-    handle = install_wide_half()
+    handle = install_wide_half(half)
     result = F.linear(ones, weight)
     handle.remove()
 
-    # Added one by one in float16, every small term would vanish beside 1.
-    assert result.item() == torch.tensor(1 + 4095 * 2.0**-12).to(F16).item()
+    # Added one by one in half, every small term would vanish beside 1.
+    assert result.item() == torch.tensor(1 + 4095 * 2.0**-12).to(half).item()
 
 
+@either_half
 @pytest.mark.parametrize("wide_first", [True, False])
-def test_autocast_inputs_are_rounded_to_float16_first(wide_first: bool) -> None:
-    installs = [install_wide_half, install_function_casts]
+def test_autocast_inputs_are_rounded_first(wide_first: bool, half: torch.dtype) -> None:
+    installs = [partial(install_wide_half, half), install_function_casts]
     handles = [install() for install in (installs if wide_first else installs[::-1])]
     model = torch.nn.Linear(8, 8)
-    attach_cast_region(model, frozenset({"cpu"}), F16)
+    attach_cast_region(model, frozenset({"cpu"}), half)
     x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0))
 
     output = model(x)
@@ -84,46 +93,91 @@ def test_autocast_inputs_are_rounded_to_float16_first(wide_first: bool) -> None:
     for handle in handles:
         handle.remove()
 
-    weight, bias = model.weight.detach().half(), model.bias.detach().half()
-    expected = F.linear(x.half().float(), weight.float(), bias.float()).half()
+    weight, bias = model.weight.detach().to(half), model.bias.detach().to(half)
+    expected = F.linear(x.to(half).float(), weight.float(), bias.float()).to(half)
     assert torch.equal(output, expected)
     assert model.weight.grad is not None
     assert model.weight.grad.dtype is F32
 
 
-def test_other_dtypes_pass_through() -> None:
-    handle = install_wide_half()
+@either_half
+def test_other_dtypes_pass_through(half: torch.dtype) -> None:
+    others = [F16 if half is BF16 else BF16, F32, torch.float64, torch.int64]
+    handle = install_wide_half(half)
     results = [
         torch.mm(torch.ones(2, 2, dtype=dtype), torch.ones(2, 2, dtype=dtype)).dtype
-        for dtype in (torch.bfloat16, F32, torch.float64, torch.int64)
+        for dtype in others
     ]
     with pytest.raises(RuntimeError, match="same dtype"):
-        torch.mm(torch.ones(2, 2, dtype=F16), torch.ones(2, 2))
+        torch.mm(torch.ones(2, 2, dtype=half), torch.ones(2, 2))
     handle.remove()
 
-    assert results == [torch.bfloat16, F32, torch.float64, torch.int64]
+    assert results == others
+
+
+@either_half
+def test_products_can_be_torchs_own(half: torch.dtype) -> None:
+    """The planner sees what is half by it, since nothing is rounded twice then."""
+    ones = torch.ones(2, 2, dtype=half)
+    seen: list[torch.dtype] = []
+    handle = install_wide_half(half)
+    with ObservedOps(lambda _, ins, __: seen.extend(tensor.dtype for tensor in ins)):
+        with native_products():
+            torch.mm(ones, ones)
+        natively = list(seen)
+        torch.mm(ones, ones)
+    handle.remove()
+    assert set(natively) == {half}
+    assert F32 in seen
+
+
+def test_both_halves_at_once() -> None:
+    """As where an engine at O2 and one at O5 live in one process."""
+    handles = [install_wide_half(half) for half in (F16, BF16)]
+    try:
+        results = [torch.mm(*[torch.ones(2, 2, dtype=half)] * 2) for half in (F16, BF16, F32)]
+        assert [result.dtype for result in results] == [F16, BF16, F32]
+        assert all(result.eq(2).all() for result in results)
+        handles.pop(0).remove()
+        assert torch.mm(*[torch.ones(2, 2, dtype=BF16)] * 2).dtype is BF16
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert torch.mm.__module__ != "preamp.kernels.wide_half"
+    assert not hasattr(torch.mm, "__wrapped__")
 
 
 @pytest.mark.filterwarnings("ignore")  # chain_matmul is deprecated
 @pytest.mark.parametrize(("namespace", "name"), WIDE_FUNCTIONS)
-def test_dtypes_under_the_users_own_autocast_stay(namespace: str, name: str) -> None:
+@either_half
+def test_dtypes_under_the_users_own_autocast_stay(
+    namespace: str, name: str, half: torch.dtype
+) -> None:
     """A program may use torch.autocast beside an engine; its results keep their dtypes."""
     row = OpRow(namespace=namespace, name=name, rule="half", reason="")  # pyright: ignore[reportArgumentType]
 
     def dtype() -> torch.dtype | None:
-        with torch.autocast("cpu", F16):
+        with torch.autocast("cpu", half):
             try:
                 return _first(getattr(namespace_owner(namespace), name)(*example(row))).dtype
             except RuntimeError:  # oneDNN has no float16 LSTM on some CPUs
                 return None
 
     before = dtype()
-    handle = install_wide_half()
+    handle = install_wide_half(half)
     beside = dtype()
     handle.remove()
 
     assert beside is before
 
 
-def test_probe_answers_once() -> None:
-    assert cpu_lacks_fp16_matmul() is cpu_lacks_fp16_matmul()
+@either_half
+def test_where_onednn_cannot_be_asked_the_processor_tells(
+    half: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = cpu_lacks_matmul.__wrapped__
+    oracle = {F16: [True, True, True, False], BF16: [True, True, False, False]}
+    monkeypatch.setattr(torch.ops, "mkldnn", object())
+    for capability, lacks in zip(("DEFAULT", "AVX2", "AVX512", "NEON"), oracle[half], strict=True):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
+        assert asked(half) is lacks

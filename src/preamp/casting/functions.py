@@ -29,6 +29,7 @@ from preamp.casting.wrappers import (
     wrap_promote,
     wrap_sequence_promote,
 )
+from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.undo import Removable, UndoOnce
 from preamp.kernels.modules import recurrent_functions
 from preamp.kernels.wide_half import WIDE_FUNCTIONS, wide
@@ -148,8 +149,10 @@ CAST_REPORTS: Final = SharedInstall(_install_reports)
 CAST_LINES: Final = SharedInstall(lambda: [CAST_REPORTS.acquire(), listen(say_cast)])
 """The printing of casts."""
 
-WIDE_HALF: Final = SharedInstall(patch_all(WIDE_FUNCTIONS, Rank.WIDE, wide))
-"""The installation of wide float16 products on the CPU."""
+WIDE_HALF: Final = {
+    half: SharedInstall(patch_all(WIDE_FUNCTIONS, Rank.WIDE, wide(half))) for half in HALF_DTYPES
+}
+"""The installations of wide products on the CPU."""
 
 
 def install_function_casts(*, allow_banned: bool = False, verbose: bool = False) -> Removable:
@@ -185,10 +188,10 @@ def install_function_casts(*, allow_banned: bool = False, verbose: bool = False)
     return UndoOnce(remove)
 
 
-def install_wide_half() -> Removable:
-    """Run float16 products on the CPU in float32, while anybody holds the result.
+def install_wide_half(half: torch.dtype) -> Removable:
+    """Run products of the dtype ``half`` on the CPU in float32, while anybody holds the result.
 
-    Worth it where ``preamp.kernels.wide_half.cpu_lacks_fp16_matmul()``; results keep the contract
+    Worth it where ``preamp.kernels.wide_half.cpu_lacks_matmul(half)``; results keep the contract
     stated there. Composes with ``install_function_casts`` in any order, and mutates the same.
     """
-    return WIDE_HALF.acquire()
+    return WIDE_HALF[half].acquire()

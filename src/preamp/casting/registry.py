@@ -31,7 +31,7 @@ _BANNED = frozenset((row.namespace, row.name) for row in OP_TABLE if row.rule ==
 
 def _is_c_function(fn: Any) -> bool:
     # Wide products lie between a registration and the function that it is for.
-    if getattr(fn, "__globals__", None) is vars(wide_half):
+    while getattr(fn, "__globals__", None) is vars(wide_half):
         fn = fn.__wrapped__
     return isinstance(fn, _C_FUNCTIONS)
 

@@ -37,7 +37,7 @@ from preamp.engine.recording import OFF, Numerics, Recording, make_recording
 from preamp.engine.reductions import attach_reductions
 from preamp.engine.sharding import check_fits, check_groups
 from preamp.engine.weights import attach_weight_doors
-from preamp.kernels import ForeachType, Ops, cpu_lacks_fp16_matmul
+from preamp.kernels import ForeachType, Ops, cpu_lacks_matmul
 from preamp.kernels import backend as ops_named
 from preamp.kernels.fsdp import gather_dtypes, reshard
 from preamp.optim.fused.base import FusedOptimizer
@@ -293,8 +293,9 @@ def _install_function_casts(engine: Engine) -> None:
         undo.hold(install_function_casts(verbose=engine.verbosity >= 2))
         if policy.scope == "thread":
             undo.hold(push_thread_casts(types, policy.patch_torch_functions_type))
-    if policy.half_dtype is torch.float16 and "cpu" in types and cpu_lacks_fp16_matmul():
-        undo.hold(install_wide_half())
+    half = policy.half_dtype
+    if half is not None and "cpu" in types and cpu_lacks_matmul(half):
+        undo.hold(install_wide_half(half))
     kept = engine.conversion.kept
     if policy.cast_model_type in HALF_DTYPES and (kept.named or kept.constants):
         undo.hold(install_mixed_products())

@@ -18,4 +18,4 @@ from preamp.kernels.rules import Rule as Rule
 from preamp.kernels.rules import Scalar as Scalar
 from preamp.kernels.rules import SgdRule as SgdRule
 from preamp.kernels.rules import Update as Update
-from preamp.kernels.wide_half import cpu_lacks_fp16_matmul as cpu_lacks_fp16_matmul
+from preamp.kernels.wide_half import cpu_lacks_matmul as cpu_lacks_matmul

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""float16 products on CPUs that cannot multiply float16: through float32 and back.
+"""Half products on CPUs that cannot multiply half matrices: through float32 and back.
 
-Contract of a wide product: the inputs are float16 values (float32 inputs are rounded to float16
-first), the product is computed and accumulated in float32, and the result is rounded to float16
-once. Gradients follow from the differentiable casts: the incoming float16 gradient is widened, the
-products of the backward pass run in float32, and each result is rounded to float16 once. That is
-what a float16 matrix unit does. Without one, torch multiplies float16 on the CPU many times slower
-than float32.
+Contract of a wide product: the inputs are half values (float32 inputs are rounded first), the
+product is computed and accumulated in float32, and the result is rounded once. Gradients follow
+from the differentiable casts: the incoming half gradient is widened, the products of the backward
+pass run in float32, and each result is rounded once. That is what a matrix unit for half values
+does. Without one, torch multiplies them on the CPU many times slower than float32.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, cast
 
 import torch
@@ -49,23 +50,32 @@ WIDE_FUNCTIONS: Final[tuple[tuple[str, str], ...]] = (
 )
 """``(namespace, name)`` of the functions worth running wide; namespaces as in the op table."""
 
-# CPU autocast leaves these as they are, so that its being on does not make a call of them float16.
+# CPU autocast leaves these as they are, so that its being on does not make a call of them half.
 # At O1 the op table casts their arguments before they come here.
 _NOT_CAST: Final = frozenset(
     "mv addmv bilinear lstm gru rnn_tanh rnn_relu lstm_cell gru_cell".split()
 )
 
+_ASK_ONEDNN: Final = {
+    torch.float16: "_is_mkldnn_fp16_supported",
+    torch.bfloat16: "_is_mkldnn_bf16_supported",
+}
+_X86_WITHOUT: Final = {
+    torch.float16: ("DEFAULT", "AVX2", "AVX512"),
+    torch.bfloat16: ("DEFAULT", "AVX2"),
+}
+
 
 @functools.cache
-def cpu_lacks_fp16_matmul() -> bool:
-    """Whether this CPU has no units that multiply float16 matrices.
+def cpu_lacks_matmul(half: torch.dtype) -> bool:
+    """Whether this CPU has no units that multiply matrices of the dtype ``half``.
 
-    Where torch's oneDNN cannot be asked (other builds), x86 is taken to lack them and anything
-    else to have them: ARM cores multiply float16 natively.
+    Where torch's oneDNN cannot be asked (other builds), x86 is taken to lack those for float16, and
+    before AVX-512 those for bfloat16; anything else is taken to have them.
     """
-    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
+    supported = getattr(torch.ops.mkldnn, _ASK_ONEDNN[half], None)
     if supported is None:
-        return torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2", "AVX512")
+        return torch.backends.cpu.get_cpu_capability() in _X86_WITHOUT[half]
     return not supported()
 
 
@@ -79,8 +89,8 @@ def _leaves(values: Sequence[Any]) -> list[torch.Tensor]:
     return found
 
 
-def _runs_wide(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether torch would compute this call in float16 on the CPU."""
+def _runs_in(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], half: torch.dtype) -> bool:
+    """Whether torch would compute this call in the dtype ``half`` on the CPU."""
     tensors = _leaves((*args, *kwargs.values()))
     dtypes = {t.dtype for t in tensors if t.is_floating_point()}
     if not dtypes or any(t.device.type != "cpu" for t in tensors):
@@ -88,30 +98,48 @@ def _runs_wide(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     if kwargs.get("out") is not None:
         return False
     if torch.is_autocast_enabled("cpu") and name not in _NOT_CAST:
-        # Autocast casts bfloat16 inputs to float16 too; float64 it leaves alone.
-        return torch.get_autocast_dtype("cpu") is torch.float16 and torch.float64 not in dtypes
-    return dtypes == {torch.float16}
+        # Autocast casts the other half dtype too; float64 it leaves alone.
+        return torch.get_autocast_dtype("cpu") is half and torch.float64 not in dtypes
+    return dtypes == {half}
 
 
-def _widen(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.float16).float()
+class _Thread(threading.local):
+    is_native = False
 
 
-def _narrow(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.float16) if tensor.dtype is torch.float32 else tensor
+_THREAD = _Thread()
 
 
-def wide(fn: AnyFunction) -> AnyFunction:
-    """Wrap ``fn``, a product, so that calls torch would compute in float16 on the CPU run wide."""
+@contextmanager
+def native_products() -> Generator[None]:
+    """Let this thread's products be torch's own, however slow; what is seen is as on a GPU."""
+    before, _THREAD.is_native = _THREAD.is_native, True
+    try:
+        yield
+    finally:
+        _THREAD.is_native = before
 
-    @functools.wraps(fn)
-    def run_wide(*args: Any, **kwargs: Any) -> Any:
-        if not _runs_wide(fn.__name__, args, kwargs):
-            return fn(*args, **kwargs)
-        wide_args = [map_tensors(_widen, arg) for arg in args]
-        wide_kwargs = {name: map_tensors(_widen, arg) for name, arg in kwargs.items()}
-        with torch.autocast("cpu", enabled=False):
-            result = fn(*wide_args, **wide_kwargs)
-        return map_tensors(_narrow, result)
 
-    return run_wide
+def wide(half: torch.dtype) -> Callable[[AnyFunction], AnyFunction]:
+    """Make a wrapper of products: what torch would compute in ``half`` on the CPU runs wide."""
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(half).float()
+
+    def narrow(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(half) if tensor.dtype is torch.float32 else tensor
+
+    def wrap(fn: AnyFunction) -> AnyFunction:
+        @functools.wraps(fn)
+        def run_wide(*args: Any, **kwargs: Any) -> Any:
+            if _THREAD.is_native or not _runs_in(fn.__name__, args, kwargs, half):
+                return fn(*args, **kwargs)
+            wide_args = [map_tensors(widen, arg) for arg in args]
+            wide_kwargs = {name: map_tensors(widen, arg) for name, arg in kwargs.items()}
+            with torch.autocast("cpu", enabled=False):
+                result = fn(*wide_args, **wide_kwargs)
+            return map_tensors(narrow, result)
+
+        return run_wide
+
+    return wrap

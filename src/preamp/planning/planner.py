@@ -16,6 +16,7 @@ from torch import nn
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import PreampError, bad_state, bad_type, bad_value
 from preamp.engine.loop import bare, find_engine
+from preamp.kernels.wide_half import native_products
 from preamp.numerics import FORMATS
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.planning import recommend
@@ -268,7 +269,7 @@ def _places(task: _Task, policy: Policy) -> tuple[Places, tuple[PlanProblem, ...
     # An operation may take float16 only.
     for like in dict.fromkeys((in_bfloat16(policy), policy.replace(loss_scale=1.0))):
         try:
-            with untouched_random():
+            with untouched_random(), native_products():
                 twin, _ = copy_of(task.model, None)
                 return find_places(twin, like, task.loss_fn, task.batch), ()
         except Exception as error:  # whatever an operation of anyone's raises
@@ -284,9 +285,10 @@ def _refused(error: Exception) -> PlanProblem:
 
 
 def _traced(task: _Task, policy: Policy) -> Pass | None:
-    """A level's memory and traffic; in bfloat16, as CPUs may widen float16 of equal size."""
+    """A level's memory and traffic where products need no float32 copies."""
     try:
-        return trace_pass(task.model, in_bfloat16(policy), task.loss_fn, task.batch)
+        with native_products():
+            return trace_pass(task.model, in_bfloat16(policy), task.loss_fn, task.batch)
     except ValueError:  # the forward looks at values: what only a real step could tell stays open
         return None
 

@@ -290,7 +290,7 @@ def _record_step(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: R
 
 
 def in_bfloat16(policy: Policy) -> Policy:
-    """The same casts in bfloat16, as float16 may run in float32 on CPUs, and overflow."""
+    """The same casts in bfloat16, which nothing overflows."""
     is_cast = policy.cast_model_type in HALF_DTYPES
     return policy.replace(
         cast_model_type=torch.bfloat16 if is_cast else policy.cast_model_type,

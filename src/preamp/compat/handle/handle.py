@@ -32,7 +32,7 @@ from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import bad_state, bad_value, worded
 from preamp.core.undo import UndoStack
 from preamp.engine.params import first_device
-from preamp.kernels import cpu_lacks_fp16_matmul
+from preamp.kernels import cpu_lacks_matmul
 from preamp.scaling import DynamicScale, LossScaler, StaticScale
 
 
@@ -84,8 +84,8 @@ class AmpHandle:
     def cast(self, patch_type: torch.dtype, *, allow_banned: bool) -> None:
         """Turn casts to ``patch_type`` on for this thread until `deactivate`."""
         self._undo.hold(install_function_casts(allow_banned=allow_banned, verbose=self._verbose))
-        if patch_type is torch.float16 and cpu_lacks_fp16_matmul():
-            self._undo.hold(install_wide_half())
+        if cpu_lacks_matmul(patch_type):
+            self._undo.hold(install_wide_half(patch_type))
         self._undo.hold(push_thread_casts(device_types_here(), patch_type))
 
     def take_over(self, stop: Callable[[], None]) -> None:
