@@ -119,6 +119,7 @@ print(torch.equal(wide.nan_to_num(7.0), halves.float().nan_to_num(7.0)),
 """
 
 
+@pytest.mark.full
 def test_a_processor_without_instructions_for_float16(tmp_path: Path) -> None:
     process = start(tmp_path, _EVERY_HALF, PREAMP_JIT_FP16="integer")
     assert outcome(process) == "True True"
@@ -451,6 +452,7 @@ def outcome(process: subprocess.Popen[str]) -> str:
     return out.strip()
 
 
+@pytest.mark.full
 def test_processes_compile_at_once_and_later_ones_not_at_all(tmp_path: Path) -> None:
     both = [start(tmp_path) for _ in range(2)]
     assert all(outcome(process) in ("0 1", "1 0") for process in both)

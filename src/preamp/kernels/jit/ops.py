@@ -92,7 +92,7 @@ def parts_of(*columns: Column) -> tuple[list[Part], list[int]]:
 
 
 def _is_there(column: Column) -> bool:
-    return not set(map(type, column)) <= {type(None)}
+    return column[0] is not None or not set(map(type, column)) <= {type(None)}
 
 
 def _number(value: Scalar, dtype: torch.dtype) -> Any:
