@@ -223,10 +223,10 @@ def _step_cell(row: Record | None) -> str:
 def _train_part(rows: list[Record]) -> list[str]:
     lines = [f"Measured on {_machines(rows)}.", ""]
     lines += ["![Time of a step over the same by hand](benchmarks-train.svg)", ""]
-    for model in dict.fromkeys(row["model"] for row in rows):
-        chosen = [row for row in rows if row["model"] == model]
+    for device, model in dict.fromkeys((row["device"], row["model"]) for row in rows):
+        chosen = [row for row in rows if (row["device"], row["model"]) == (device, model)]
         size = chosen[0]
-        lines += [f"### {model}, width {size['width']}, batch {size['batch']}", ""]
+        lines += [f"### {model}, width {size['width']}, batch {size['batch']}, {device}", ""]
         lines += ["| loop | best | × | ratio, p20–p80 | to bf16 autocast | peak | B/param |"]
         lines += ["|---|---|---|---|---|---|---|"]
         lines += [_train_line(row) for row in chosen]

@@ -88,17 +88,18 @@ def provenance(device: torch.device) -> Record:
 
 
 def cpu_model() -> str:
-    """Name the processor, as far as the system tells it.
+    """Name the processor, as far as the system tells it, and what torch uses of it.
 
     Returns:
-        Such as ``"AMD EPYC"``.
+        Such as ``"AMD EPYC (AVX2)"``.
     """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def _commit() -> str:
