@@ -72,7 +72,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ),
     ("kernels/places.py", KERNELS): (
         ("if not all(map(are_contiguous, columns)):\n        return None\n    kinds", "kinds"),
-        ("if not tensor.is_cpu or tensor.is_neg():", "if not tensor.is_cpu:"),
+        ("return tensor.is_cpu and not tensor.is_neg() and", "return tensor.is_cpu and"),
     ),
     ("kernels/jit/loops.py", KERNELS): (
         ("np.minimum(numels[owners] - starts, CHUNK)", "np.minimum(numels[owners], CHUNK)"),
@@ -81,7 +81,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
             "stepped(p, g, peek(ms, i, math), number, rule)",
             "stepped(p, g, peek(ms, i, math), each[0], rule)",
         ),
-        ("    finally:\n        wait(others)", "    finally:\n        pass"),
+        ("    finally:\n        _wait_for(others)", "    finally:\n        pass"),
         ("            total += squares\n        sums", "            total = squares\n        sums"),
     ),
     ("kernels/jit/words.py", KERNELS): (

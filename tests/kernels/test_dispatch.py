@@ -103,6 +103,12 @@ def test_cpu_kernels_refuse_other_devices() -> None:
         backend("cpu").scale_add_([torch.ones(1, device="meta")], 2.0, [None])
 
 
+@pytest.mark.parametrize("name", ["jit", "cpu"])
+def test_a_back_end_that_would_be_refused_is_not_explained(name: str) -> None:
+    with pytest.raises(PreampUnavailableError, match=f"backend='{name}' was given a tensor on"):
+        dispatch.explain(name, "meta")
+
+
 @pytest.mark.parametrize("name", ["reference", "blocks", "foreach", "cpu"])
 def test_initialize_takes_the_back_end_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
@@ -121,7 +127,8 @@ def test_initialize_takes_the_back_end_by_name(name: str, monkeypatch: pytest.Mo
     optimizer.step()
     engine: Any = preamp.engine_of(model)
     assert set(loaded) == {"reference" if name == "reference" else "blocks"}
-    assert f"kernels: {name} (asked for by name)" in engine.explain()
+    asked = "by name)" if name in loaded else f"by name, {name!r})"
+    assert f"kernels: {loaded[0]} (asked for {asked}" in engine.explain()
     engine.close()
     assert optimizer.backend == "auto"
 

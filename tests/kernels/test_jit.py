@@ -13,15 +13,18 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 from cases import layouts
 from cases.back_ends import JIT, REFERENCE
@@ -30,7 +33,16 @@ from cases.selection import examples
 from cases.tolerances import assert_same
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import PreampUnavailableError
-from preamp.kernels import AdamRule, BiasCorrection, Update, backend, dispatch, explain
+from preamp.kernels import (
+    AdamRule,
+    BiasCorrection,
+    SgdRule,
+    Update,
+    backend,
+    dispatch,
+    explain,
+    places,
+)
 from preamp.kernels.jit import compiler, loops, words
 from preamp.kernels.reference.formulas import takes_norms
 
@@ -50,7 +62,7 @@ def threads() -> Iterator[Any]:
     torch.set_num_threads(before)
 
 
-def cast(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def rounded(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     target = torch.empty_like(source, dtype=dtype)
     JIT.cast_copy_([source], [target])
     return target
@@ -91,11 +103,11 @@ def cast_in_integers(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("half", [F16, BF16])
 def test_every_half_widens_and_comes_back(half: torch.dtype, wide: torch.dtype) -> None:
     halves = EVERY_HALF.view(half)
-    widened = cast(halves, wide)
+    widened = rounded(halves, wide)
     assert_same(widened, halves.to(wide))
-    assert_same(cast(widened, half), halves)
+    assert_same(rounded(widened, half), halves)
     other = F16 if half is BF16 else BF16
-    assert_same(cast(halves, other), halves.float().to(other))
+    assert_same(rounded(halves, other), halves.float().to(other))
 
 
 def test_every_half_in_integers() -> None:
@@ -128,7 +140,7 @@ def test_a_processor_without_instructions_for_float16(tmp_path: Path) -> None:
 def assert_rounds(words32: torch.Tensor) -> None:
     values = words32.view(F32)
     for half in (F16, BF16):
-        assert_same(cast(values, half), values.to(half))
+        assert_same(rounded(values, half), values.to(half))
     assert_same(cast_in_integers(values, F16), values.to(F16))
 
 
@@ -277,6 +289,11 @@ def test_a_fork_has_threads_of_its_own(threads: Any) -> None:
     assert all((a == b).all() for a, b in zip(again, wanted, strict=True))
 
 
+def walk(kernel: Any, chunks: loops.Chunks) -> None:
+    rows = [[torch.empty(chunks.numel)]]
+    loops.walk(kernel, chunks, rows, loops.addresses(rows))
+
+
 @pytest.mark.parametrize("of_the_caller", [False, True])
 def test_an_error_in_a_thread_is_raised_and_all_have_ended(
     of_the_caller: bool, threads: Any
@@ -296,8 +313,56 @@ def test_an_error_in_a_thread_is_raised_and_all_have_ended(
             raise RuntimeError("oh")
 
     with pytest.raises(RuntimeError, match="oh"):
-        loops.walk(kernel, chunks, [[torch.empty(loops.CHUNK * 30)]])
+        walk(kernel, chunks)
     assert len(ended) == 3
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers")
+def test_an_interrupt_is_raised_when_all_threads_have_ended(threads: Any) -> None:
+    """It comes while the caller waits for the others."""
+    threads(2)
+    ended: list[int] = []
+    is_interrupted = threading.Event()
+
+    def interrupt(*_: Any) -> None:
+        is_interrupted.set()
+        raise KeyboardInterrupt
+
+    def kernel(first: int, *_: Any) -> None:
+        if first:
+            assert is_interrupted.wait(60)
+            time.sleep(0.1)
+            ended.append(first)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            walk(kernel, loops.cut([loops.CHUNK * 30]))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(ended) == 1
+
+
+_LAST_STEPS = """
+import atexit, threading, torch
+from preamp.kernels import backend
+torch.set_num_threads(2)
+target = [torch.ones(300_000)]
+def work():
+    threading.main_thread().join()
+    backend("jit").scale_add_(target, 2.0, [None])
+    print(float(target[0].numpy().min()), flush=True)
+backend("jit").scale_add_(target, 2.0, [None])
+atexit.register(lambda: backend("jit").scale_add_(target, 2.0, [None]))
+threading.Thread(target=work).start()
+"""
+
+
+def test_threads_outlive_the_main_one(tmp_path: Path) -> None:
+    """Python starts no more threads then; the one that trains does all of it."""
+    assert outcome(start(tmp_path, _LAST_STEPS)) == "4.0"
 
 
 # -- tensors of any kind -------------------------------------------------------------------------
@@ -404,13 +469,75 @@ def test_versions_rise_for_what_is_written(row: Any) -> None:
     if row.rule.has_numbers:
         v = [torch.tensor(0.5) for _ in p]
     states = [m, v][: row.states]
-    every = [p, *states, halves]
+    is_kept = getattr(row.rule, "momentum", 1) != 0
+    every = [p, *(states if is_kept else []), halves]
     before = [[tensor._version for tensor in column] for column in every]
     kept = [tensor._version for tensor in g]
     JIT.update_(p, g, *states, rule=row.rule, update=Update(step=2, halves=halves))
     for column, old in zip(every, before, strict=True):
         assert all(tensor._version > was for tensor, was in zip(column, old, strict=True))
     assert [tensor._version for tensor in g] == kept
+
+
+def test_tensors_without_memory_are_left_to_torch() -> None:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        JIT.scale_add_([y], 2.0, [None])
+        return y
+
+    for transform in (torch.func.functionalize, torch.func.vmap):
+        assert transform(doubled)(torch.ones(3)).tolist() == [2.0] * 3
+    freed = torch.ones(100)
+    cast("Any", freed.untyped_storage()).resize_(0)
+    with pytest.raises(RuntimeError, match="not allocated"):
+        JIT.census([freed], CPU)
+    with FakeTensorMode():
+        assert JIT.l2norms([torch.ones(3)], None, CPU).shape == (1,)
+
+
+def test_factors_of_one_element_are_numbers() -> None:
+    factor = torch.tensor([2.0])
+    found: list[torch.Tensor] = []
+    for ops in (JIT, REFERENCE):
+        targets = [torch.zeros(4) for _ in range(3)]
+        ops.axpby_(targets, factor, [torch.ones(4)] * 3, 1.0, [None] * 3)
+        p, g, m, v, _ = lists(1, [(3,), (2,)])
+        told = Update(step=1, inv_scale=torch.tensor([0.5]))
+        ops.update_(p, g, m, v, rule=replace(ADAM, lr=torch.tensor([0.01])), update=told)
+        found.append(torch.cat([*targets, *p]))
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
+
+
+def test_sgd_without_momentum_leaves_its_buffers_alone() -> None:
+    rule = SgdRule(lr=0.1, weight_decay=0.0, momentum=0.0, dampening=0.0, nesterov=False)
+    buffer = torch.tensor([0.1], dtype=F64)
+    param = torch.ones(1)
+    JIT.update_([param], [torch.ones(1)], [buffer], rule=rule, update=Update(step=2))
+    assert (buffer.item(), buffer._version) == (0.1, 0)
+    assert param.item() == pytest.approx(0.9)
+
+
+def test_lists_that_do_not_fit_are_refused_in_a_skipped_step_too() -> None:
+    skipped = Update(step=1, found_inf=torch.ones(()))
+    for ops in (JIT, REFERENCE):
+        p, g, m, v, _ = lists(1, [(3,), (2,)])
+        g = [tensor.float() for tensor in g]
+        kept = [tensor.clone() for tensor in p]
+        for update in (Update(step=1), skipped):
+            for bad in (g[:1], [g[0], torch.ones(3)]):
+                with pytest.raises(ValueError, match=r"Lists|shape"):
+                    ops.update_(p, bad, m, v, rule=ADAM, update=update)
+        assert all(map(torch.equal, p, kept))
+
+
+def test_lists_as_before_are_asked_by_guards() -> None:
+    """Which take a tenth of the time."""
+    shapes = [(5,), (3, 7)]
+    for _ in range(3):
+        updated(JIT, 1, shapes)
+    alike = [known for found in places._known.values() for known in found]
+    ours = [known for known in alike if known.geometry.shapes == tuple(map(torch.Size, shapes))]
+    assert any(known.is_guarded for known in ours)
 
 
 def test_a_view_that_negates_is_not_read_as_it_lies() -> None:
@@ -434,7 +561,8 @@ target = torch.zeros(3, dtype=torch.bfloat16)
 ops.cast_copy_([torch.full((3,), 1.5)], [target])
 assert target.tolist() == [1.5] * 3
 from preamp.kernels.jit import loops
-print(sum(loops.combine.stats.cache_hits.values()), sum(loops.combine.stats.cache_misses.values()))
+stats = loops.combine.stats
+print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 """
 
 
@@ -459,6 +587,51 @@ def test_processes_compile_at_once_and_later_ones_not_at_all(tmp_path: Path) -> 
     assert outcome(start(tmp_path)) == "1 0"
     (folder,) = tmp_path.iterdir()
     assert not list(folder.rglob("*.tmp*"))
+
+
+_CHILDREN = """
+import multiprocessing, torch
+from preamp.kernels import backend
+
+def total(queue=None):
+    torch.set_num_threads(1)  # of torch's own, which a fork would miss
+    target, source = [torch.zeros(200_000)], [torch.ones(200_000)]
+    torch.set_num_threads(2)
+    backend("jit").axpby_(target, 3.0, source, 1.0, [None])
+    found = int((target[0].numpy() == 3).sum())
+    return found if queue is None else queue.put(found)
+
+if __name__ == "__main__":
+    found = [total()]
+    for way in multiprocessing.get_all_start_methods():
+        context = multiprocessing.get_context(way)
+        queue = context.SimpleQueue()
+        child = context.Process(target=total, args=(queue,))
+        child.start()
+        found.append(queue.get())
+        child.join()
+    print(set(found))
+"""
+
+
+@pytest.mark.full
+def test_children_started_in_every_way(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_CHILDREN, encoding="utf-8")
+    environment = {**os.environ, "PREAMP_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, text=True, capture_output=True, timeout=60
+    )
+    assert done.stdout.strip() == "{200000}", done.stderr
+
+
+@pytest.mark.full
+def test_damaged_files_cost_compiling_only(tmp_path: Path) -> None:
+    assert outcome(start(tmp_path)) == "0 1"
+    assert outcome(start(tmp_path, PREAMP_JIT_FP16="integer")) == "0 1"  # other code
+    for file in tmp_path.rglob("*.nb?"):
+        file.write_bytes(file.read_bytes()[:10])
+    assert outcome(start(tmp_path)) == "0 1"
 
 
 def test_a_folder_that_cannot_be_made_costs_compiling_only(tmp_path: Path) -> None:
@@ -528,7 +701,12 @@ def test_other_devices_are_refused() -> None:
 
 
 def test_a_norm_beyond_float32_is_no_overflow() -> None:
-    """Its squares are infinite in float32; the values are looked at then."""
+    """Its squares are infinite in float32, or float64; the values are looked at then."""
+    for large in (1e100, 1e300):
+        census = JIT.census([torch.full((2,), large, dtype=F64)], CPU, with_norm=True)
+        assert census.norm is not None
+        assert (census.norm.item(), census.found_inf.item()) == (math.inf, 0)
+    assert JIT.l2norm([torch.full((2,), 1e15)], [torch.tensor(1e30)], CPU).item() == math.inf
     for dtype in (F32, BF16):
         census = JIT.census([torch.full((5,), 1e30, dtype=dtype)], CPU, with_norm=True)
         assert census.found_inf.item() == 0

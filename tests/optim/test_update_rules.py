@@ -276,7 +276,7 @@ def test_nothing_is_recorded_for_autograd(case: RuleCase) -> None:
 @every_rule
 def test_lists_of_unequal_length_are_refused(case: RuleCase) -> None:
     grads = gradients(SHAPES, 1, torch.float32)[:-1]
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match=r"Lists of .* tensors were given"):
         run(case, grads)
 
 

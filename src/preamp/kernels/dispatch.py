@@ -98,6 +98,12 @@ def choose(device: torch.device) -> tuple[str, str]:
 
 
 def _load_for(name: str, device: torch.device) -> Ops:
+    _check_device(name, device)
+    return _load(_ALIASES.get(name, name))
+
+
+def _check_device(name: str, device: torch.device) -> None:
+    """Refuse a device that the back end asked for does not compute on."""
     if name == "jit" and device.type != "cpu":
         raise unavailable(
             f"backend='jit' was given a tensor on {device}",
@@ -110,7 +116,6 @@ def _load_for(name: str, device: torch.device) -> Ops:
             "It computes on the CPU only",
             "Leave the argument out to let preamp choose, or take 'blocks' or 'reference'",
         )
-    return _load(_ALIASES.get(name, name))
 
 
 @functools.cache
@@ -121,7 +126,11 @@ def _load(name: str) -> Ops:
 
 def explain(name: str = "auto", device: torch.device | str = "cpu") -> str:
     """Say in one line which back end ``name`` stands for on ``device``, and why."""
+    device = torch.device(device)
     if name != "auto":
-        return f"kernels: {backend(name).name} (asked for by name)"
-    chosen, why = choose(torch.device(device))
+        backend(name)
+        _check_device(name, device)
+        now = _ALIASES.get(name, name)
+        return f"kernels: {now} (asked for by name{'' if now == name else f', {name!r}'})"
+    chosen, why = choose(device)
     return f"kernels: {chosen} ({why})"

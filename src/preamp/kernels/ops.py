@@ -138,7 +138,8 @@ class Ops(ABC):
 
         Products are rounded to float32 (float64 for a float64 tensor), their sum to the wider of
         the two, and then once to the target's dtype. All may have any dense floating dtype, and a
-        target may be its ``x`` or ``y``. Factors are numbers, or float32 scalars on the device.
+        target may be its ``x`` or ``y``, but not overlap them in part. Factors are numbers, or
+        float32 scalars on the device.
         """
 
     @abstractmethod

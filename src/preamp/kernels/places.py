@@ -20,14 +20,12 @@ import torch
 from preamp.core.errors import bad_value
 from preamp.core.tensors import dtype_of, layout_of
 from preamp.kernels.ops import Ops, Tensors
-from preamp.kernels.reference import Reference
 
 Column = Sequence["torch.Tensor | None"]
 """One list of an op: parameters, gradients, moments … ``None`` where a place has no such tensor."""
 
 _torch: Any = torch
 _is_contiguous = torch.Tensor.is_contiguous
-_REFERENCE = Reference()
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What kernels load and store."""
@@ -127,13 +125,19 @@ OWN_MEMORY = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def lies_in_memory(tensor: Any) -> bool:
-    """Whether a CPU finds the values at ``data_ptr``.
+    """Whether a CPU finds the values at ``data_ptr``; not those of views that negate."""
+    return tensor.is_cpu and not tensor.is_neg() and has_memory(tensor)
 
-    Not those of wrappers around other tensors, such as ``DTensor``, nor of views that negate.
+
+def has_memory(tensor: Any) -> bool:
+    """Whether the values lie at ``data_ptr``.
+
+    Not those of wrappers around other tensors, such as ``DTensor``, nor of fake ones. Of what
+    torch's transforms wrap only ``data_ptr`` itself tells.
     """
-    if not tensor.is_cpu or tensor.is_neg():
-        return False
-    return type(tensor) in OWN_MEMORY or not tensor.numel() or bool(tensor.data_ptr())
+    if type(tensor) in OWN_MEMORY:
+        return True
+    return not hasattr(tensor, "fake_mode") and (not tensor.numel() or bool(tensor.data_ptr()))
 
 
 def check_lengths(*columns: Sequence[Any]) -> None:
@@ -237,7 +241,7 @@ def _dtypes(place: Column, shaped: int) -> tuple[torch.dtype | None, ...] | None
         dtype = tensor.dtype
         if dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_neg():
             return None
-        if type(tensor) not in OWN_MEMORY and tensor.numel() and not tensor.data_ptr():
+        if not has_memory(tensor):
             return None  # a wrapper around other tensors, such as DTensor
         if tensor.device != device or (index < shaped and tensor.shape != shape):
             return None
@@ -271,6 +275,8 @@ def _dense(steps: list[tuple[int, int]]) -> bool:
 class Combining(Ops):
     """Scaling, widening, casting, ``axpby_``: groups in kernels, the rest in the reference."""
 
+    reference: Ops
+
     @abstractmethod
     def _groups(self, *columns: Column) -> tuple[Sequence[Any], list[int]]:
         """The groups of places that one launch takes, and the places that no kernel can take."""
@@ -303,7 +309,7 @@ class Combining(Ops):
         for group in groups:
             self._combine(group, a, b)
         if others:
-            _REFERENCE.axpby_(pick(targets, others), a, pick(xs, others), b, pick(ys, others))
+            self.reference.axpby_(pick(targets, others), a, pick(xs, others), b, pick(ys, others))
 
     @torch.no_grad()
     def scale_add_(self, grads: Tensors, factor: torch.Tensor | float, addends: Column) -> None:
@@ -313,7 +319,7 @@ class Combining(Ops):
         for group in groups:
             self._combine(group, factor)
         if others:
-            _REFERENCE.scale_add_(pick(grads, others), factor, pick(addends, others))
+            self.reference.scale_add_(pick(grads, others), factor, pick(addends, others))
 
     @torch.no_grad()
     def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
@@ -323,7 +329,7 @@ class Combining(Ops):
         for group in groups:
             self._combine(group, 1.0)
         if others:
-            _REFERENCE.cast_copy_(pick(sources, others), pick(targets, others))
+            self.reference.cast_copy_(pick(sources, others), pick(targets, others))
 
     @torch.no_grad()
     def widen_add(
@@ -340,6 +346,6 @@ class Combining(Ops):
             self._combine(group, 1.0, 1.0, factors)
         if others:
             rest = (pick(halves, others), pick(factors, others), pick(addends, others))
-            for position, result in zip(others, _REFERENCE.widen_add(*rest), strict=True):
+            for position, result in zip(others, self.reference.widen_add(*rest), strict=True):
                 results[position] = result
         return results

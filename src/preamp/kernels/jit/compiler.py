@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numba
 
@@ -31,6 +31,10 @@ _OPTIONS = {"error_model": "numpy", "nogil": True, "fastmath": False}
 
 ALWAYS_INLINE = {"forceinline": True, "error_model": "numpy"}
 """For what numba's ``overload`` chooses by type."""
+
+
+FP16 = os.environ.get("PREAMP_JIT_FP16", "")
+"""``"integer"`` says that the processor has no instructions for float16."""
 
 
 def cache_folder() -> Path:
@@ -48,7 +52,7 @@ def cache_folder() -> Path:
 @functools.cache
 def _folder() -> str | None:
     """The folder of this version's code, made if need be; ``None`` if it cannot be written to."""
-    digest = hashlib.sha256(_numba.__version__.encode())
+    digest = hashlib.sha256(_numba.__version__.encode() + FP16.encode())
     here = Path(__file__).parent
     for file in (here.parent / "ops.py", *sorted(here.glob("*.py"))):  # kernels know its numbers
         digest.update(file.read_bytes())
@@ -61,16 +65,15 @@ def _folder() -> str | None:
         return None
 
 
-def kernel(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile ``body`` when it is called, or take what was compiled before."""
+def kernel(body: Callable[..., Any]) -> Any:
+    """Compile ``body`` when it is called with new types, or take what was compiled before."""
     folder, before = _folder(), _config.CACHE_DIR
     # numba reads the folder when a function is decorated; the user's own functions keep theirs.
     _config.CACHE_DIR = folder or before
     try:
-        compiled = _numba.njit(cache=folder is not None, **_OPTIONS)(body)
+        return _numba.njit(cache=folder is not None, **_OPTIONS)(body)
     finally:
         _config.CACHE_DIR = before
-    return cast("Callable[..., Any]", compiled)
 
 
 def function(body: Callable[..., Any]) -> Any:

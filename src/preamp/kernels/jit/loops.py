@@ -5,9 +5,10 @@
 
 Lists of tensors are cut into chunks of the same size whatever the number of threads, and what is
 summed is summed chunk by chunk and then in their order: so results have the same bits with any
-number of them. Threads are Python's own over kernels that hold no lock. numba's would be another
-pool beside torch's, of which the one that is always there aborts when two threads of a program use
-it, and the one that needs OpenMP when the program forks.
+number of them, unless the program lets its own thread alone flush subnormal numbers. Threads are
+Python's own over kernels that hold no lock. numba's would be another pool beside torch's, of which
+the one that is always there aborts when two threads of a program use it, and the one that needs
+OpenMP when the program forks.
 
 In kernels ``chunks`` has three rows: of every chunk its tensor, its first element there, and how
 many it has. ``at`` has a row of addresses for every list, and ``kinds`` the code of its dtype:
@@ -18,8 +19,9 @@ has room for as many addresses.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -123,6 +125,9 @@ def addresses(rows: Sequence[Sequence[torch.Tensor]]) -> np.ndarray:
     return at
 
 
+_without_folder: dict[Any, Any] = {}
+"""What was compiled anew in place of kernels whose folder failed."""
+
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 """By process, since threads do not come along in a fork, and by their number."""
 
@@ -134,18 +139,26 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return _pools[key]
 
 
-def walk(kernel: Callable[..., Any], chunks: Chunks, rows: Sequence[Any], *arguments: Any) -> None:
+def walk(kernel: Any, chunks: Chunks, rows: Sequence[Any], at: np.ndarray, *arguments: Any) -> None:
     """Call ``kernel`` on all chunks, in as many threads as torch takes; returns when it is done.
 
-    ``rows`` are what it reads and writes, to be kept meanwhile.
+    ``rows`` are what it reads and writes, to be kept meanwhile, and ``at`` is where they lie. An
+    interrupt is raised when all threads have ended; tensors may be updated in part then.
     """
-    at, total = addresses(rows), chunks.table.shape[1]
+    total = chunks.table.shape[1]
     if not total:
         return
 
     def run(first: int, last: int) -> None:
         room, found = np.zeros((_LISTS, BLOCK)), np.zeros(_LISTS, np.int64)
-        kernel(first, last, chunks.table, at, room.ctypes.data, found, *arguments)
+        given = (first, last, chunks.table, at, room.ctypes.data, found, *arguments)
+        try:
+            _without_folder.get(kernel, kernel)(*given)
+        except Exception:  # no kernel raises: a file in the folder is damaged, or the disk is full
+            if kernel in _without_folder or not hasattr(kernel, "py_func"):
+                raise
+            _without_folder[kernel] = function(kernel.py_func)
+            _without_folder[kernel](*given)
         len(rows)  # which live as long as the last thread that writes to them
 
     threads = min(torch.get_num_threads(), chunks.numel // _SHARE, total)
@@ -156,13 +169,28 @@ def walk(kernel: Callable[..., Any], chunks: Chunks, rows: Sequence[Any], *argum
 
     others: list[Future[None]] = []
     try:
-        for share in range(1, threads):
-            others.append(_pool(threads - 1).submit(run, ends[share], ends[share + 1]))
+        with contextlib.suppress(RuntimeError):  # the interpreter ends, and starts no more threads
+            for share in range(1, threads):
+                others.append(_pool(threads - 1).submit(run, ends[share], ends[share + 1]))
         run(0, ends[1])
+        if len(others) + 1 < threads:
+            run(ends[len(others) + 1], total)
     finally:
-        wait(others)
+        _wait_for(others)
     for other in others:
         other.result()
+
+
+def _wait_for(others: Sequence[Future[None]]) -> None:
+    """Wait till all have ended, since they write to memory; an interrupt is raised then."""
+    interrupt: BaseException | None = None
+    while not all([other.done() for other in others]):
+        try:
+            wait(others)
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 # -- kernels ---------------------------------------------------------------------------------------

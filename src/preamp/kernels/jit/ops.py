@@ -13,7 +13,7 @@ import torch
 
 from preamp.core.dtypes import HALF_DTYPES, math_dtype
 from preamp.kernels.jit import formulas, loops
-from preamp.kernels.jit.loops import Chunks, chunks_of, walk
+from preamp.kernels.jit.loops import Chunks, addresses, chunks_of, walk
 from preamp.kernels.jit.words import CODES, ZEROS
 from preamp.kernels.ops import BINS, NONFINITE, Census, Tally, Tensors
 from preamp.kernels.places import (
@@ -59,11 +59,17 @@ class Part:
     dtypes: list[torch.dtype | None]  # of each
     places: Sequence[int]  # which places of the caller's lists these are
     chunks: Chunks
+    at: np.ndarray  # address of each tensor in each list
 
     def walk(self, kernel: Any, math: torch.dtype, *arguments: Any) -> None:
         """Call a kernel on all lists."""
         kinds = np.array([CODES[dtype] for dtype in self.dtypes])
-        walk(kernel, self.chunks, self.rows, kinds, ZEROS[math], *arguments)
+        walk(kernel, self.chunks, self.rows, self.at, kinds, ZEROS[math], *arguments)
+
+    def read(self, kernel: Any, row: int, *arguments: Any) -> None:
+        """Call a kernel on one list."""
+        chosen = slice(row, row + 1)
+        walk(kernel, self.chunks, self.rows[chosen], self.at[chosen], *arguments)
 
 
 def parts_of(*columns: Column) -> tuple[list[Part], list[int]]:
@@ -78,17 +84,38 @@ def parts_of(*columns: Column) -> tuple[list[Part], list[int]]:
     if geometry is not None and geometry.is_memory and all(len(d) == 1 for d in geometry.dtypes):
         known = dict(zip(distinct, [next(iter(d)) for d in geometry.dtypes], strict=True))
         dtypes = [known[id(tensors)] if tensors else None for tensors in lists]
-        chunks = chunks_of(lists, geometry.shapes)
-        return [Part(lists, dtypes, range(len(columns[0])), chunks)], []
+        part = _part(lists, dtypes, range(len(columns[0])), geometry.shapes)
+        return ([part], []) if part is not None else ([], [*range(len(columns[0]))])
     groups, others = sort(*columns)
     parts: list[Part] = []
     for group in groups:
-        if group.device.type != "cpu":
+        part = None
+        if group.device.type == "cpu":
+            part = _part([*group.rows], [*group.dtypes], group.positions, None)
+        if part is None:
             others += group.positions
-            continue
-        rows = list[Sequence[torch.Tensor]](group.rows)
-        parts.append(Part(rows, list(group.dtypes), group.positions, chunks_of(rows, None)))
+        else:
+            parts.append(part)
     return parts, sorted(others)
+
+
+def _part(
+    rows: list[Sequence[torch.Tensor]],
+    dtypes: list[torch.dtype | None],
+    places: Sequence[int],
+    shapes: tuple[torch.Size, ...] | None,
+) -> Part | None:
+    """``None`` if a tensor has no memory: freed, or of one of torch's transforms."""
+    try:
+        at = addresses(rows)
+    except RuntimeError:
+        return None
+    chunks = chunks_of(rows, shapes)
+    if not at.all():
+        used = at[[bool(row) for row in rows]][:, chunks.table[0]]
+        if not used.all():
+            return None
+    return Part(rows, dtypes, places, chunks, at)
 
 
 def _is_there(column: Column) -> bool:
@@ -98,8 +125,10 @@ def _is_there(column: Column) -> bool:
 def _number(value: Scalar, dtype: torch.dtype) -> Any:
     """A number, or 0-dim tensor, as kernels take numbers of the computation."""
     if isinstance(value, torch.Tensor):  # of the host, where reading it waits for nothing
-        value = float(value.detach().to(_CPU, torch.float64).numpy())
-    return np.float64(value) if dtype is torch.float64 else np.float32(value)
+        value = float(value.detach().reshape(()).to(_CPU, torch.float64).numpy())
+    if dtype is torch.float64:
+        return np.float64(value)
+    return np.float32(math.copysign(math.inf, value) if abs(value) > _MOST else value)
 
 
 def _plain(value: Scalar) -> float:
@@ -108,7 +137,7 @@ def _plain(value: Scalar) -> float:
 
 def _vector(values: Scalar, dtype: torch.dtype, part: Part) -> np.ndarray:
     """One number for each tensor, in the dtype of the computation."""
-    if not isinstance(values, torch.Tensor) or values.dim() == 0:
+    if not isinstance(values, torch.Tensor) or values.numel() == 1:
         return np.full(part.chunks.count, _number(values, dtype))
     return values.detach().to(_CPU, dtype).contiguous().numpy()
 
@@ -117,6 +146,7 @@ class Jit(Combining):
     """Every op in kernels that numba compiles."""
 
     name = "jit"
+    reference = _REFERENCE
 
     # -- what is read and not written ------------------------------------------------------------
 
@@ -135,6 +165,9 @@ class Jit(Combining):
         that an overflow is in only where there is one.
         """
         parts, others = parts_of(grads)
+        if not parts:
+            options = {"with_norm": with_norm, "with_max_abs": with_max_abs}
+            return _REFERENCE.census(grads, device, **options)
         rest = _REFERENCE.census(pick(grads, others), _CPU) if others else None
         norm = largest = finite = None
         tops: list[tuple[np.ndarray, np.ndarray]] = []
@@ -156,6 +189,7 @@ class Jit(Combining):
                 largest[part.places], finite[part.places] = (_highest(part, top) for top in found)
             is_beyond = np.isfinite(largest) & (largest > _MOST)  # of float64
             largest[is_beyond] = _MOST
+            finite = np.minimum(finite, _MOST)
             if rest is not None and rest.max_abs is not None:
                 largest[others], finite = rest.max_abs.numpy(), None
         found_inf = _scalar(float(not is_finite), device)
@@ -166,7 +200,10 @@ class Jit(Combining):
         self, tensors: Tensors, factor: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor:
         """See `preamp.kernels.ops.Ops.l2norms`."""
-        norms = _norms_of(tensors, *parts_of(tensors), factor)
+        parts, others = parts_of(tensors)
+        if not parts:
+            return _REFERENCE.l2norms(tensors, factor, device)
+        norms = _norms_of(tensors, parts, others, factor)
         return cast("torch.Tensor", _float32(norms, device))
 
     @torch.no_grad()
@@ -174,7 +211,11 @@ class Jit(Combining):
         self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
     ) -> torch.Tensor:
         """See `preamp.kernels.ops.Ops.l2norm`."""
-        norms, numbers = _norms_of(tensors, *parts_of(tensors)), _numbers(factors)
+        check_lengths(tensors, factors)
+        parts, others = parts_of(tensors)
+        if not parts:
+            return _REFERENCE.l2norm(tensors, factors, device)
+        norms, numbers = _norms_of(tensors, parts, others), _numbers(factors)
         if len(numbers) == 1:  # as a rule: one backward, one factor
             norms = norms * next(iter(numbers.values()))
         elif numbers:
@@ -229,11 +270,11 @@ class Jit(Combining):
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
     ) -> None:
         """See `preamp.kernels.ops.Ops.update_`."""
-        if update.found_inf is not None:
-            if _plain(update.found_inf) != 0:
-                return
-            update = replace(update, found_inf=None)
-        works, others = _works(params, grads, *state, rule=rule, update=update)
+        works, others = _works(
+            params, grads, *state, rule=rule, update=replace(update, found_inf=None)
+        )
+        if update.found_inf is not None and _plain(update.found_inf) != 0:
+            return
         for work in works:
             _start(work, rule)
         if others:
@@ -266,7 +307,7 @@ def _norms_in(
     by = _number(1.0 if factor is None else factor, wide)
     sums = np.empty(part.chunks.table.shape[1])
     zeros = ZEROS[dtype], ZEROS[wide]
-    walk(loops.sum_squares, part.chunks, part.rows[row : row + 1], *zeros, by, sums)
+    part.read(loops.sum_squares, row, *zeros, by, sums)
     return np.sqrt(_by_tensor(part, sums))
 
 
@@ -274,7 +315,7 @@ def _largest(part: Part, row: int = 0, *, finite: bool) -> tuple[np.ndarray, np.
     """Per chunk the largest magnitude, nan above infinity, and the largest finite one, float64."""
     tops = np.zeros((2, part.chunks.table.shape[1]))
     zero = ZEROS[cast("torch.dtype", part.dtypes[row])]
-    walk(loops.find_largest, part.chunks, part.rows[row : row + 1], zero, finite, tops[0], tops[1])
+    part.read(loops.find_largest, row, zero, finite, tops[0], tops[1])
     return tops[0], tops[1]
 
 
@@ -283,7 +324,7 @@ def _tallies(part: Part) -> list[Tally]:
     chunks = part.chunks.table.shape[1]
     counts, largest, sums = np.zeros((chunks, BINS), np.int32), np.zeros(chunks), np.zeros(chunks)
     zero = ZEROS[cast("torch.dtype", part.dtypes[0])]
-    walk(loops.tally, part.chunks, part.rows, zero, counts, largest, sums)
+    part.read(loops.tally, 0, zero, counts, largest, sums)
     each = np.zeros((part.chunks.count, BINS), np.int64)
     owners, first = np.unique(part.chunks.table[0], return_index=True)
     each[owners] = np.add.reduceat(counts, first, dtype=np.int64)
@@ -332,7 +373,7 @@ def _numbers(factors: Sequence[torch.Tensor | None]) -> dict[int, float]:
 
 
 def _scalar(value: float, device: torch.device) -> torch.Tensor:
-    return torch.full((), value, dtype=torch.float32, device=device)
+    return torch.full((), float(_number(value, torch.float32)), dtype=torch.float32, device=device)
 
 
 def _float32(values: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
@@ -422,7 +463,7 @@ def _works(
     numbers = state[shaped] if rule.has_numbers else ()
     halves: Column = [None] * len(params) if update.halves is None else update.halves
     kept = list(state[:shaped])
-    if not kept:  # kernels have a list for it
+    if not kept or (isinstance(rule, SgdRule) and rule.momentum == 0):  # kernels have a list for it
         kept = [[None] * len(params)]
     columns = (params, grads, *kept, halves)
     check_lengths(*columns, *([numbers] if rule.has_numbers else []))

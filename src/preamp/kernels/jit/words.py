@@ -11,7 +11,6 @@ that stays in the cache: one machine code serves all dtypes, and takes a second 
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
-from preamp.kernels.jit.compiler import function
+from preamp.kernels.jit.compiler import FP16, function
 from preamp.kernels.ops import EXPONENTS, FIRST, NONFINITE, ZERO
 
 ZEROS: dict[torch.dtype, Any] = {
@@ -56,7 +55,7 @@ def _has_half_instructions() -> bool:
 
     ``PREAMP_JIT_FP16=integer`` says that it does not.
     """
-    if os.environ.get("PREAMP_JIT_FP16") == "integer":
+    if FP16 == "integer":
         return False
     if binding.get_default_triple().startswith(("aarch64", "arm64")):
         return True

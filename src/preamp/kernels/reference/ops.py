@@ -11,6 +11,7 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Census, Ops, Tally, Tensors
+from preamp.kernels.places import check_lengths, check_shapes
 from preamp.kernels.reference.formulas import apply, measured, number_of, order_of
 from preamp.kernels.reference.tally import tally
 from preamp.kernels.reference.update import Slot, slots
@@ -58,6 +59,16 @@ def norms_of(slot: Slot, rule: Rule, update: Update) -> tuple[torch.Tensor, ...]
     """The norms that ``rule`` needs of one tensor."""
     measure = norm if order_of(rule) == 2.0 else max_norm
     return tuple(measure(values) for values in measured(slot, rule, update.step))
+
+
+def _check(params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update) -> None:
+    """Refuse lists that do not fit before anything is changed."""
+    numbers = state[-1:] if rule.has_numbers else ()
+    shaped = [params, grads, *state[: len(state) - len(numbers)]]
+    halves = [] if update.halves is None else [update.halves]
+    check_lengths(*shaped, *numbers, *halves)
+    if params:
+        check_shapes(*shaped, *halves)
 
 
 class Reference(Ops):
@@ -171,6 +182,7 @@ class Reference(Ops):
     def update_(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
     ) -> None:
+        _check(params, grads, *state, rule=rule, update=update)
         for place, slot in enumerate(slots(params, grads, *state, update=update)):
             if update.norms is not None:
                 norms = slot.scalar(update.norms[:, place]).unbind()

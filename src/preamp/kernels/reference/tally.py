@@ -22,7 +22,7 @@ _BLOCK_ELSEWHERE: Final = 1 << 22  # few launches, and temporaries of some tens 
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
     """All elements in one dimension, in any order; a view where they lie densely."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_neg()
     if not tensor.is_contiguous():
         tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     return tensor.reshape(-1).contiguous()

@@ -12,12 +12,14 @@ from preamp.core.dtypes import math_dtype
 from preamp.kernels.places import Column, Combining, Group, sort
 from preamp.kernels.triton.device.elementwise import combine_kernel
 from preamp.kernels.triton.device.jit import KINDS
-from preamp.kernels.triton.launch import check_devices, launch, moved, scalar
+from preamp.kernels.triton.launch import REFERENCE, check_devices, launch, moved, scalar
 from preamp.kernels.triton.tables import CHUNK, table
 
 
 class Elementwise(Combining):
     """Scaling, adding and casting."""
+
+    reference = REFERENCE
 
     def _groups(self, *columns: Column) -> tuple[list[Group], list[int]]:
         check_devices(columns[0])
