@@ -206,7 +206,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ),
         ("return has_half and has_float32", "return has_half"),
     ),
-    ("core/pytree.py", CASTING): (
+    ("core/pytree.py", "core " + CASTING): (
         ('kind(*mapped) if hasattr(kind, "_fields") else kind(mapped)', "list(mapped)"),
     ),
     ("casting/regions.py", CASTING): (

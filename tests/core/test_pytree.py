@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from preamp.core.pytree import cast_floating, map_leaves
+from preamp.core.pytree import cast_floating, map_leaves, map_tensors
 
 F16, F32 = torch.float16, torch.float32
 
@@ -274,3 +274,15 @@ def test_casts_are_differentiable() -> None:
 
 def test_map_leaves_takes_any_function() -> None:
     assert map_leaves(lambda x: x.shape, [torch.ones(2, 3)]) == [torch.Size([2, 3])]
+
+
+def test_tensors_are_mapped_in_sequences_of_their_own_kind() -> None:
+    ones, number = torch.ones(2), torch.ones(2, dtype=torch.int64)
+    given = Pair([ones, number], (ones, 3))
+    found = map_tensors(torch.Tensor.double, given)
+    assert type(found) is Pair
+    assert (type(found[0]), type(found[1])) == (list, tuple)
+    assert [found[0][0].dtype, found[1][0].dtype] == [torch.float64] * 2
+    assert found[0][1] is number
+    unchanged = Pair([number], 3)
+    assert map_tensors(torch.Tensor.double, unchanged) is unchanged

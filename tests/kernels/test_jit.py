@@ -631,7 +631,7 @@ def test_damaged_files_cost_compiling_only(tmp_path: Path) -> None:
     assert outcome(start(tmp_path, PREAMP_JIT_FP16="integer")) == "0 1"  # other code
     for file in tmp_path.rglob("*.nb?"):
         file.write_bytes(file.read_bytes()[:10])
-    assert outcome(start(tmp_path)) == "0 1"
+    assert outcome(start(tmp_path)) == "0 0"  # by another way
 
 
 def test_a_folder_that_cannot_be_made_costs_compiling_only(tmp_path: Path) -> None:
