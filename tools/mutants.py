@@ -86,7 +86,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ),
     ("kernels/jit/words.py", KERNELS): (
         ("builder.add(builder.add(word, _I32(0x7FFF)), odd)", "builder.add(word, _I32(0x7FFF))"),
-        ("if size >= np.uint32(0x477FF000):", "if size > np.uint32(0x477FF000):"),
+        ("if size >= np.uint32(0x477FF000):", "if size >= np.uint32(0x7F800000):"),
         ("if size < np.uint32(0x400):", "if size < np.uint32(0):"),
     ),
     ("kernels/jit/formulas.py", KERNELS): (

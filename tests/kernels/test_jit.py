@@ -541,13 +541,18 @@ def test_lists_as_before_are_asked_by_guards() -> None:
 
 
 def test_a_view_that_negates_is_not_read_as_it_lies() -> None:
-    negated = torch.randn(4, dtype=torch.complex64).conj().imag
-    assert negated.is_neg()
-    assert_same(JIT.l2norm([negated], [None], CPU), REFERENCE.l2norm([negated], [None], CPU))
-    target = torch.zeros(4)
-    for _ in range(3):
-        JIT.cast_copy_([negated], [target])
-        assert_same(target, negated.resolve_neg())
+    strided = torch.randn(4, dtype=torch.complex64).conj().imag
+    dense = cast("Any", torch)._neg_view(torch.randn(4))
+    for negated in (strided, dense):
+        assert negated.is_neg()
+        assert_same(JIT.l2norm([negated], [None], CPU), REFERENCE.l2norm([negated], [None], CPU))
+        target = torch.zeros(4)
+        for _ in range(3):
+            JIT.cast_copy_([negated], [target])
+            assert_same(target, negated.resolve_neg())
+        for ops in (JIT, REFERENCE):
+            counts = ops.tally([negated])[0].counts
+            assert torch.equal(counts, ops.tally([negated.resolve_neg()])[0].counts)
 
 
 # -- compiling -------------------------------------------------------------------------------------
@@ -706,6 +711,7 @@ def test_a_norm_beyond_float32_is_no_overflow() -> None:
         census = JIT.census([torch.full((2,), large, dtype=F64)], CPU, with_norm=True)
         assert census.norm is not None
         assert (census.norm.item(), census.found_inf.item()) == (math.inf, 0)
+        assert cast("Any", census.max_abs).tolist() == [torch.finfo(F32).max]
     assert JIT.l2norm([torch.full((2,), 1e15)], [torch.tensor(1e30)], CPU).item() == math.inf
     for dtype in (F32, BF16):
         census = JIT.census([torch.full((5,), 1e30, dtype=dtype)], CPU, with_norm=True)

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cases.selection import examples
 from preamp.amp import LossScaler as ApexScaler
 from preamp.scaling import SMALLEST_SCALE, DynamicScale, LossScaler, ScaleState, StaticScale
+from preamp.scaling.scaler import Adjustments
 
 INF, NAN = float("inf"), float("nan")
 POWERS = st.integers(-20, 20).map(lambda n: 2.0**n)
@@ -343,6 +344,15 @@ def test_a_pending_overflow_waits_for_the_update() -> None:
     assert scaler.update() == 1.0
     assert scaler.update() == 0.0
     assert scaler.value() == 2.0**15
+
+
+def test_a_reaction_that_is_due_stays_due() -> None:
+    """Though a later block, whose gradients are left scaled, only has something to remember."""
+    scaler, session, waiting = LossScaler(DynamicScale(init_scale=8.0)), object(), Adjustments()
+    waiting.later(scaler, [session], torch.ones(()), is_due=True)
+    waiting.later(scaler, [session], None, is_due=False)
+    waiting.catch_up(session)
+    assert scaler.scale.item() == 4.0
 
 
 def test_adjust_is_pure() -> None:
