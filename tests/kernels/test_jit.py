@@ -644,10 +644,17 @@ def test_a_folder_that_cannot_be_made_costs_compiling_only(tmp_path: Path) -> No
     assert outcome(start(tmp_path / "file" / "folder")) == "0 1"
 
 
-def test_the_users_own_functions_keep_their_folder(tmp_path: Path) -> None:
-    before = compiler._config.CACHE_DIR
+def test_the_users_own_functions_keep_their_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler._config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "_folder", lambda: str(tmp_path / "ours"))
     compiler.kernel(lambda: None)
-    assert before == compiler._config.CACHE_DIR
+    assert str(tmp_path) == compiler._config.CACHE_DIR
+
+
+def test_there_is_room_for_what_is_counted() -> None:
+    assert 4 * loops.BLOCK + 4 * 4 * loops.BINS <= 8 * loops._LISTS * loops.BLOCK
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,10 @@ BLOCK = 1024
 of the computation, before their sum joins others in float64."""
 
 _LISTS = 5
-"""Most lists of a kernel; in so many blocks of float64 it finds room for what it widens."""
+"""Most lists of a kernel; in so many blocks of float64 it finds room for what it widens.
+
+Or for what it counts, see `tally`.
+"""
 
 _address_of = torch.Tensor.data_ptr
 _numel_of = torch.Tensor.numel
@@ -275,7 +278,8 @@ def tally(first, last, chunks, at, room, found, X, counts, largest, sums):
 
     ``X`` is a zero of the type that values are stored in, which is not float64.
     """
-    tables = room + BLOCK * 4  # four, so that neighbours in one bin do not wait for each other
+    # Behind the bins of a block, four tables: neighbours in one bin do not wait for each other.
+    tables = room + BLOCK * 4
     for chunk in range(first, last):
         tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
         top = magnitude(X)

@@ -161,8 +161,8 @@ class Jit(Combining):
     ) -> Census:
         """See `preamp.kernels.ops.Ops.census`.
 
-        With a norm it is looked at each value only where that is not finite, and for the tensors
-        that an overflow is in only where there is one.
+        With a norm, single values are looked at only if the norm is not finite, and the largest
+        finite ones of each tensor only if there is an overflow or they were asked for.
         """
         parts, others = parts_of(grads)
         if not parts:
