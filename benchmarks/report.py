@@ -29,7 +29,7 @@ HEADER = """\
 # Benchmarks
 
 Generated from `benchmarks/results` by `python benchmarks/report.py`. Measured by
-`make bench BENCHES="step train distributed"` in a clone; run it to see your own machine.
+`make bench BENCHES="step parts train distributed"` in a clone; run it to see your own machine.
 
 Machines are shared and moody, so variants are never timed one after the other: a round runs each of
 them once, in an order that rotates. The **best** of many rounds is what the code can do, and the
