@@ -16,9 +16,9 @@ TEXT = """\
 One update of float32 masters from bfloat16 gradients, each rule on every back end that runs here
 (`make bench BENCHES=parts`): *reference* is plain torch, one tensor after the other; `"auto"` takes
 *triton* on GPUs, *jit* on CPUs with numba and *blocks* without it. **×** is the best time over the
-reference's; less is faster. Two threads were to be 1.7 times as fast as one wherever a copy is. They
-are not: a third of a millisecond of an update is Python of one thread, and where tensors are larger
-than the caches both threads wait for the same memory.
+reference's; less is faster. Two threads were to be 1.7 times as fast as one wherever a copy is.
+They are not: a third of a millisecond of an update is Python of one thread, and where tensors are
+larger than the caches both threads wait for the same memory.
 """
 
 BOOKKEEPING = """\
