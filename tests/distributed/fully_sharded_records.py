@@ -19,6 +19,7 @@ from cases.levels import LEVEL_NAMES, WITH_MASTERS
 from distributed.fully_sharded_checks import Run, batch, sgd, shard
 from preamp.core.tensors import local_of, storage_key
 from preamp.engine.recording import Numerics
+from preamp.kernels.wide_half import native_products
 from preamp.numerics import MemoryRecord, NumericsRecord, measure
 from preamp.optimizers import FusedAdam
 
@@ -159,7 +160,8 @@ def check_what_casts_keep_until_the_backward() -> None:
             saved.append(tensor)
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with native_products(), hooks:  # wide ones keep float32 copies
             loss = model(torch.ones(2, side)).float().sum()
         # What fully_shard gathered for a layer is released when its forward ends.
         weights = {
