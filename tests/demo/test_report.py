@@ -8,8 +8,10 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,6 +129,14 @@ def test_notes_say_what_happened_and_why_o3_may_be_worse() -> None:
     note = note_of(RUN.levels[2], RUN)
     assert note.startswith("Diverged: it broke (4 steps done).")
     assert "no fp32 masters" in note
+
+
+@pytest.mark.parametrize(("device", "is_slow"), [("cpu (AVX2", True), ("cpu (AVX512", False)])
+def test_notes_say_where_half_saves_no_time(device: str, is_slow: bool) -> None:
+    run = replace(RUN, config=replace(RUN.config, device=f"{device}, 2 threads)"))
+    level: Any = RUN.levels[1]
+    level = replace(level, dtypes=replace(level.dtypes, compute="bf16"))
+    assert ("bf16 saves no time here" in note_of(level, run)) is is_slow
 
 
 def test_results_are_what_the_schema_says(tmp_path: Path) -> None:

@@ -187,15 +187,23 @@ HELD_OUT = (
 )
 
 
+# The CPUs that have no units for a half dtype, by how `DemoResult` names them
+_WIDE = {"fp16": ("cpu",), "bf16": ("cpu (AVX2", "cpu (DEFAULT")}
+
+
 def note_of(row: LevelResult, result: DemoResult) -> str:
     """Say what is special about a row."""
     parts = [_LEVELS.get(row.level, "")]
     if row.status != "finished":
         end = row.reason.rstrip(".")
         parts.insert(0, f"{_STATUS[row.status]}{end} ({row.steps_done} steps done).")
-    computes_fp16 = row.dtypes is not None and "fp16" in row.dtypes.compute
-    if computes_fp16 and result.config.device.startswith("cpu"):
-        parts.append("On CPUs preamp multiplies fp16 numbers in fp32, so fp16 saves no time here.")
+    device, compute = result.config.device, "" if row.dtypes is None else row.dtypes.compute
+    wide = [half for half, cpus in _WIDE.items() if half in compute and device.startswith(cpus)]
+    if wide:
+        half = wide[0]
+        parts.append(
+            f"On this CPU preamp multiplies {half} numbers in fp32, so {half} saves no time here."
+        )
     if row.ranks:
         parts.append(agreement_of(row.ranks, result.config.parallel))
     return " ".join(part for part in parts if part)
