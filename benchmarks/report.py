@@ -171,7 +171,7 @@ def _step_part(rows: list[Record]) -> list[str]:
     )
     for device, parameters, half, clip in tables:
         clipping = "with clipping" if clip else "without clipping"
-        lines += [f"### {parameters:,} parameters, {half}, {clipping}", ""]
+        lines += [f"### {parameters:,} parameters, {half}, {clipping}, {device}", ""]
         wanted = (device, parameters, half, clip)
         lines += _step_table(
             [r for r in rows if (r["device"], r["parameters"], r["half"], r["clip"]) == wanted]

@@ -149,7 +149,9 @@ def test_page_has_the_latest_cost_of_statistics() -> None:
 def test_page_compares_the_fused_half_step_with_its_aims() -> None:
     scaler = step_row("GradScaler + fused AdamW", 3.0, 1.0, group="float32")
     page = report.render([*STEPS[:2], scaler], [])
-    assert "| float16 | 1,000 | 10 | yes | 4.00× | 1.50× (1.6×) | 25% | 2000.00 |" in page
+    assert (
+        "| float16 | 1,000 | 10 | yes | 4.00× | 1.50× (1.6×) | 25% | 2000.00 | CPU 9000 |" in page
+    )
 
 
 def test_page_has_steps_on_ranks_and_what_is_derived() -> None:
