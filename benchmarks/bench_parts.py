@@ -142,9 +142,9 @@ def kernels(case: StepCase, effort: Effort, threads: int) -> Iterator[records.Re
 
 
 @contextmanager
-def ops_left_out() -> Iterator[None]:
+def ops_left_out(device: torch.device) -> Iterator[None]:
     """Let the ops that a step of `FusedAdam` calls do nothing."""
-    zero, one = torch.zeros(()), torch.ones(())
+    zero, one = torch.zeros((), device=device), torch.ones((), device=device)
 
     def census(*_: object, with_norm: bool = False, **__: object) -> Census:
         return Census(zero, one if with_norm else None)
@@ -181,7 +181,7 @@ def bookkeeping(level: str, case: StepCase, effort: Effort) -> list[records.Reco
             param.grad = None
 
     def step() -> None:
-        with ops_left_out():
+        with ops_left_out(case.device):
             work.step()
 
     work.step()

@@ -42,6 +42,9 @@ def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
 _AS_THEY_ARE = {"reference": REFERENCE, "blocks": BLOCKS, "joined": JOINED, "jit": JIT}
 _EVERY = {**_AS_THEY_ARE, "cut": CUT, "joined-cut": JOINED_AND_CUT}
 
+every_way = pytest.mark.parametrize("ops", [REFERENCE, JIT], ids=["reference", "jit"])
+"""What counts values for statistics: the others take the reference."""
+
 every_back_end = pytest.mark.parametrize("ops", _EVERY.values(), ids=_EVERY)
 as_they_are = pytest.mark.parametrize("ops", _AS_THEY_ARE.values(), ids=_AS_THEY_ARE)
 """Every back end, with blocks of the size that they really have."""

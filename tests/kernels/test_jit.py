@@ -317,6 +317,25 @@ def test_an_error_in_a_thread_is_raised_and_all_have_ended(
     assert len(ended) == 3
 
 
+def test_threads_that_find_a_damaged_file_together(
+    threads: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads(3)
+    together = threading.Barrier(3)
+    ended: list[int] = []
+
+    class Damaged:
+        py_func = None
+
+        def __call__(self, *_: Any) -> None:
+            together.wait(60)
+            raise EOFError
+
+    monkeypatch.setattr(loops, "function", lambda _: lambda first, *_: ended.append(first))
+    walk(Damaged(), loops.cut([loops.CHUNK * 30]))
+    assert len(ended) == 3
+
+
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers")
 def test_an_interrupt_is_raised_when_all_threads_have_ended(threads: Any) -> None:
     """It comes while the caller waits for the others."""
@@ -506,6 +525,9 @@ def test_factors_of_one_element_are_numbers() -> None:
         ops.update_(p, g, m, v, rule=replace(ADAM, lr=torch.tensor([0.01])), update=told)
         found.append(torch.cat([*targets, *p]))
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
+    targets = [torch.zeros(4) for _ in range(3)]
+    with pytest.raises(ValueError, match="Lists of 3, 2 tensors were given"):
+        JIT.axpby_(targets, torch.ones(2), targets, 1.0, [None] * 3)
 
 
 def test_sgd_without_momentum_leaves_its_buffers_alone() -> None:

@@ -12,14 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 
-from cases.back_ends import JIT, REFERENCE
+from cases.back_ends import every_way
 from cases.layouts import LAYOUTS
 from numerics import oracle
 from preamp.kernels.ops import ABOVE, BELOW, BINS, FIRST, NONFINITE, ZERO
 from preamp.numerics import EXPONENTS, FORMATS, count_exponents
-
-every_way = pytest.mark.parametrize("ops", [REFERENCE, JIT], ids=["reference", "jit"])
-"""What counts: the others take the reference."""
 
 every_dtype = pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
 

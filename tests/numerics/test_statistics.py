@@ -14,15 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases.back_ends import JIT, REFERENCE
+from cases.back_ends import REFERENCE, every_way
 from numerics import oracle
 from preamp.numerics import FORMATS, Measured, NumberFormat, TensorStatistics, measure
 
 HALVES = (FORMATS["float16"], FORMATS["bfloat16"])
 scales = st.integers(-10, 24).map(lambda exponent: 2.0**exponent)
-
-
-every_way = pytest.mark.parametrize("ops", [REFERENCE, JIT], ids=["reference", "jit"])
 
 
 def statistics_of(

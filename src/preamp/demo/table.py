@@ -198,12 +198,11 @@ def note_of(row: LevelResult, result: DemoResult) -> str:
         end = row.reason.rstrip(".")
         parts.insert(0, f"{_STATUS[row.status]}{end} ({row.steps_done} steps done).")
     device, compute = result.config.device, "" if row.dtypes is None else row.dtypes.compute
-    wide = [half for half, cpus in _WIDE.items() if half in compute and device.startswith(cpus)]
-    if wide:
-        half = wide[0]
-        parts.append(
-            f"On this CPU preamp multiplies {half} numbers in fp32, so {half} saves no time here."
-        )
+    parts += [
+        f"On this CPU preamp multiplies {half} numbers in fp32, so {half} saves no time here."
+        for half, cpus in _WIDE.items()
+        if half in compute and device.startswith(cpus)
+    ]
     if row.ranks:
         parts.append(agreement_of(row.ranks, result.config.parallel))
     return " ".join(part for part in parts if part)

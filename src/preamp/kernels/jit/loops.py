@@ -155,13 +155,14 @@ def walk(kernel: Any, chunks: Chunks, rows: Sequence[Any], at: np.ndarray, *argu
     def run(first: int, last: int) -> None:
         room, found = np.zeros((_LISTS, BLOCK)), np.zeros(_LISTS, np.int64)
         given = (first, last, chunks.table, at, room.ctypes.data, found, *arguments)
+        compiled = _without_folder.get(kernel, kernel)
         try:
-            _without_folder.get(kernel, kernel)(*given)
+            compiled(*given)
         except Exception:  # no kernel raises: a file in the folder is damaged, or the disk is full
-            if kernel in _without_folder or not hasattr(kernel, "py_func"):
+            if compiled is not kernel or not hasattr(kernel, "py_func"):
                 raise
-            _without_folder[kernel] = function(kernel.py_func)
-            _without_folder[kernel](*given)
+            # Threads may come here together, and take the first's.
+            _without_folder.setdefault(kernel, function(kernel.py_func))(*given)
         len(rows)  # which live as long as the last thread that writes to them
 
     threads = min(torch.get_num_threads(), chunks.numel // _SHARE, total)

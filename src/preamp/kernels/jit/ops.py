@@ -139,6 +139,7 @@ def _vector(values: Scalar, dtype: torch.dtype, part: Part) -> np.ndarray:
     """One number for each tensor, in the dtype of the computation."""
     if not isinstance(values, torch.Tensor) or values.numel() == 1:
         return np.full(part.chunks.count, _number(values, dtype))
+    check_lengths(part.rows[0], cast("Any", values))
     return values.detach().to(_CPU, dtype).contiguous().numpy()
 
 
@@ -226,14 +227,14 @@ class Jit(Combining):
     def tally(self, tensors: Tensors) -> list[Tally]:
         """See `preamp.kernels.ops.Ops.tally`."""
         found: dict[int, Tally] = {}
-        parts, others = parts_of([flat_of(tensor) for tensor in tensors])
+        flat = list(map(flat_of, tensors))
+        parts, others = parts_of(flat)
         for part in parts:
             if part.dtypes[0] is torch.float64:  # whose squares may not be float64
                 others = sorted([*others, *part.places])
             else:
                 found.update(zip(part.places, _tallies(part), strict=True))
-        rest = zip(others, _REFERENCE.tally(pick(tensors, others)), strict=True)
-        found.update(rest)
+        found.update(zip(others, _REFERENCE.tally(pick(flat, others)), strict=True))
         return [found[place] for place in range(len(tensors))]
 
     # -- scaling, adding, casting: see `Combining` ------------------------------------------------
@@ -255,10 +256,11 @@ class Jit(Combining):
     ) -> None:
         x, y = group.dtypes[1:]
         math = torch.float64 if torch.float64 in (x, y) else torch.float32
-        each = _vector(a, math, group)
         if factors:
             numbers = _numbers(factors)
-            each = np.array([numbers[id(factors[place])] for place in group.places], each.dtype)
+            each = np.array([numbers[id(factors[place])] for place in group.places], np.float32)
+        else:
+            each = _vector(a, math, group)
         is_copy = not factors and isinstance(a, float) and a == 1.0 and y is None
         group.walk(loops.combine, math, each, _number(b, math), is_copy)
         torch.autograd.graph.increment_version(group.rows[0])
@@ -270,16 +272,15 @@ class Jit(Combining):
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
     ) -> None:
         """See `preamp.kernels.ops.Ops.update_`."""
-        works, others = _works(
-            params, grads, *state, rule=rule, update=replace(update, found_inf=None)
-        )
+        works, others = _works(params, grads, *state, rule=rule, update=update)
         if update.found_inf is not None and _plain(update.found_inf) != 0:
             return
         for work in works:
             _start(work, rule)
         if others:
             lists = [pick(row, others) for row in (params, grads, *state)]
-            _REFERENCE.update_(*lists, rule=rule, update=update.at(others))
+            taken = replace(update, found_inf=None)
+            _REFERENCE.update_(*lists, rule=rule, update=taken.at(others))
 
     @torch.no_grad()
     def lamb_norms(
