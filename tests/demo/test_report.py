@@ -133,7 +133,7 @@ def test_notes_say_what_happened_and_why_o3_may_be_worse() -> None:
 
 @pytest.mark.parametrize(("device", "is_slow"), [("cpu (AVX2", True), ("cpu (AVX512", False)])
 def test_notes_say_where_half_saves_no_time(device: str, is_slow: bool) -> None:
-    run = replace(RUN, config=replace(RUN.config, device=f"{device}, 2 threads)"))
+    run = replace(RUN, device=f"{device}, 2 threads)")
     level: Any = RUN.levels[1]
     level = replace(level, dtypes=replace(level.dtypes, compute="bf16"))
     assert ("bf16 saves no time here" in note_of(level, run)) is is_slow

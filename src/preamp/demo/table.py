@@ -197,11 +197,11 @@ def note_of(row: LevelResult, result: DemoResult) -> str:
     if row.status != "finished":
         end = row.reason.rstrip(".")
         parts.insert(0, f"{_STATUS[row.status]}{end} ({row.steps_done} steps done).")
-    device, compute = result.config.device, "" if row.dtypes is None else row.dtypes.compute
+    compute = "" if row.dtypes is None else row.dtypes.compute
     parts += [
         f"On this CPU preamp multiplies {half} numbers in fp32, so {half} saves no time here."
         for half, cpus in _WIDE.items()
-        if half in compute and device.startswith(cpus)
+        if half in compute and result.device.startswith(cpus)
     ]
     if row.ranks:
         parts.append(agreement_of(row.ranks, result.config.parallel))
