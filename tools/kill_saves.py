@@ -4,7 +4,7 @@
     python tools/kill_saves.py --kills 500
     python tools/kill_saves.py --kills 200 --ranks 2
 
-A child saves without pause, in turn one checkpoint again and again, a series of which it keeps two,
+It goes on after so many kills until one of them has hit an unfinished file. A child saves without pause, in turn one checkpoint again and again, a series of which it keeps two,
 and in the background. It reports each that is on the disk by a line in a pipe. After the kill the
 newest one must load, hold what was saved under its number, and be no older than the last report.
 
@@ -37,6 +37,7 @@ from preamp.checkpoint import latest_checkpoint
 LONGEST_WAIT = 0.25  # seconds of saving before the kill, at most, after
 MOST_FILES = 3  # so many files: a slow machine may take longer for each
 GROUP_SECONDS, HANG_SECONDS = 20, 60  # until torch gives up on a rank, until this program does
+MOST_KILLS = 200  # until one has hit an unfinished file
 SIZE = 60_000
 TOLD = 3  # exit status of a rank that has raised because another one is gone
 
@@ -157,14 +158,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     generator = random.Random(options.seed)
-    number, drafts = 0, 0
+    number, kills, drafts = 0, 0, 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for _ in range(options.kills):
+        while kills < options.kills or (not drafts and kills < MOST_KILLS):
+            kills += 1
             reported = kill_once(folder, number, options.ranks, generator)
             drafts += any(folder.rglob(".*.part"))
             number = check(folder, reported)
-    print(f"{options.kills} kills, {drafts} times with an unfinished file, {number} files saved")
+    print(f"{kills} kills, {drafts} times with an unfinished file, {number} files saved")
     return 0
 
 

@@ -39,8 +39,8 @@ def test_killed_while_saving(ranks: int, wanted: int) -> None:
     )
     assert match, done.stdout
     kills, unfinished, files = map(int, match.groups())
-    assert kills == wanted
-    assert unfinished > 0 or ranks > 1  # of a few kills none may hit a draft
+    assert kills >= wanted
+    assert unfinished > 0
     assert files > 0
 
 
