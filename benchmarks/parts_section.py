@@ -26,7 +26,8 @@ BOOKKEEPING = """\
 
 What a step of `FusedAdam` with clipping costs beside its kernels: its best time with the operations
 left out, for each tensor. Beside it what this machine takes for one pass over a column that reads
-`grad`, or the version, of every tensor: the engine makes some two dozen such passes.
+`grad`, or the version, of every tensor: the engine makes some two dozen such passes. The aim was
+2 µs on a machine where one that reads `grad` takes 0.052, so the price of 38 of them.
 """
 
 
@@ -72,9 +73,11 @@ def bookkeeping(cases: Collection[list[Record]], machines_of: Machines) -> list[
         Lines of Markdown.
     """
     lines = [f"Measured on {machines_of([row for case in cases for row in case])}.", ""]
-    lines += ["| step | tensors | each | pass: grad | pass: version |", "|---|---|---|---|---|"]
+    lines += ["| step | tensors | each | pass: grad | pass: version | of a pass |"]
+    lines += ["|---|---|---|---|---|---|"]
     for case in cases:
         *passes, step = (row["each"] for row in case)
         times = " | ".join(f"{each / 1e3:.2f} µs" for each in (step, *passes))
-        lines.append(f"| {case[-1]['name']} | {case[0]['tensors']:,} | {times} |")
+        name, tensors, share = case[-1]["name"], case[0]["tensors"], step / passes[0]
+        lines.append(f"| {name} | {tensors:,} | {times} | {share:.0f}× |")
     return [*lines, ""]
