@@ -4,9 +4,10 @@
     python tools/kill_saves.py --kills 500
     python tools/kill_saves.py --kills 200 --ranks 2
 
-It goes on after so many kills until one of them has hit an unfinished file. A child saves without pause, in turn one checkpoint again and again, a series of which it keeps two,
-and in the background. It reports each that is on the disk by a line in a pipe. After the kill the
-newest one must load, hold what was saved under its number, and be no older than the last report.
+It goes on after so many kills until one of them has hit an unfinished file. A child saves without
+pause, in turn one checkpoint again and again, a series of which it keeps two, and in the
+background. It reports each that is on the disk by a line in a pipe. After the kill the newest one
+must load, hold what was saved under its number, and be no older than the last report.
 
 With ``--ranks`` there are several children, each of which saves its part of one tensor, and either
 one of them is killed or all. Those that are left must raise, and not wait for ever.

@@ -42,8 +42,8 @@ def test_into_one_process(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "has the random states of 2 ranks" in capsys.readouterr().out
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_into_more_ranks(folder: Path, ranks: int, tmp_path: Path) -> None:
     checks = [sharded_checks.check_loading_from_two_ranks]
     assert_pass(checks + (checks_of(mesh_checks) if ranks == 4 else []), ranks, tmp_path)

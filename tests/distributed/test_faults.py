@@ -11,11 +11,9 @@ import pytest
 from distributed.dying_rank import run_rank
 from distributed.survivors import reason_of_first
 
-DEATHS = pytest.mark.parametrize(
-    ("how", "reason"), [("dies", "closed by peer|reset by peer"), ("hangs", "[Tt]imed out")]
-)
+DEATHS = {"dies": ("dies", "closed by peer|reset by peer"), "hangs": ("hangs", "[Tt]imed out")}
 
 
-@DEATHS
+@pytest.mark.parametrize(("how", "reason"), DEATHS.values())
 def test_the_others_raise_in_time(tmp_path: Path, how: str, reason: str) -> None:
     assert re.search(reason, reason_of_first(run_rank, tmp_path, how))

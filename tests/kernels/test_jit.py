@@ -661,6 +661,7 @@ def test_damaged_files_cost_compiling_only(tmp_path: Path) -> None:
     assert outcome(start(tmp_path)) == "0 0"  # by another way
 
 
+@pytest.mark.full
 def test_a_folder_that_cannot_be_made_costs_compiling_only(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert outcome(start(tmp_path / "file" / "folder")) == "0 1"
