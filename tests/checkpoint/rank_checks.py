@@ -118,7 +118,7 @@ def check_failures_are_everybodys() -> None:
     for asynchronous in (False, True):
         (folder / "file").touch()
         error = OSError if rank == 0 else preamp.PreampError
-        with pytest.raises(error, match=r"file/b\.pt could not be written"):
+        with pytest.raises(error, match=r"file/b\.pt cannot be written"):
             run.save(folder / "file" / "b.pt", asynchronous=asynchronous).wait()
     other = torch.nn.Linear(1, 1) if rank == 1 else run.model
     before = run.numbers()

@@ -128,6 +128,6 @@ def test_drafts_of_a_later_save_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_file_in_the_way(copied: Path) -> None:
-    with pytest.raises(OSError, match="step_1 could not be written"):
+    with pytest.raises(OSError, match="step_1 cannot be written"):
         preamp.save_checkpoint(copied / "step_1", extra=1)
     assert latest_checkpoint(copied) == copied / "step_1"

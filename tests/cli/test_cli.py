@@ -98,7 +98,7 @@ def test_demo_refuses_a_folder_that_cannot_be_written_before_it_trains(tmp_path:
     (tmp_path / "file").write_text("", encoding="utf-8")
     done = invoke("demo", *TINY, "--out", str(tmp_path / "file" / "folder"))
     assert done.exit_code == 2
-    assert done.output.startswith(f"Error: {tmp_path}/file/folder cannot be written to: not a dir")
+    assert done.output.startswith(f"Error: {tmp_path}/file/folder cannot be written to: Not a dir")
     assert "Pass another one by --out." in done.output
 
 
@@ -187,21 +187,21 @@ def test_report_compares_several_runs_by_the_names_of_their_files(tmp_path: Path
     [
         (
             ("none.jsonl",),
-            ("Error: none.jsonl cannot be read: no such file or directory. Records of a run are",),
+            ("Error: none.jsonl cannot be read: No such file or directory. It has to be a file",),
         ),
-        (("folder",), ("Error: folder cannot be read: is a directory.", "Check the path and its")),
+        (("folder",), ("Error: folder cannot be read: What is there is no regular file.", "Check the path and its")),
         (("binary.jsonl",), ("Line 1 of binary.jsonl is not a record of a run", "Pass another")),
-        (("run.jsonl", "-o", "folder"), ("Error: folder cannot be written: what is there is",)),
+        (("run.jsonl", "-o", "folder"), ("Error: folder cannot be written: What is there is",)),
         (("run.jsonl", "-o", "run.jsonl/page.html"), ("run.jsonl/page.html cannot be written:",)),
         (
             ("run.jsonl", "-o", "pipe"),
-            ("Error: pipe cannot be written: what is there is no regular file. A page goes to",),
+            ("Error: pipe cannot be written: What is there is no regular file. It needs a",),
         ),
         (
             ("run.jsonl", "-o", f"new/folder/{'x' * 300}.html"),
-            (f"Error: new/folder/{'x' * 300}.html cannot be written: file name too long. A page",),
+            (f"Error: new/folder/{'x' * 300}.html cannot be written: File name too long. It needs",),
         ),
-        (("run.jsonl", "-o", f"new/{'x' * 300}/page.html"), ("cannot be written: file name too",)),
+        (("run.jsonl", "-o", f"new/{'x' * 300}/page.html"), ("cannot be written: File name too",)),
         (("empty.jsonl",), ("empty.jsonl holds no record", "at least one line", "Pass the file")),
         (("text.jsonl",), ("Line 1 of", "is not a record of a run", "Pass another file")),
         (("run.jsonl", "run.jsonl"), ("is named twice", "shown once", "Name each file once")),

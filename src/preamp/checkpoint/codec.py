@@ -19,25 +19,12 @@ from typing import Any, cast
 
 import torch
 
+from preamp.checkpoint.formats import DTYPES, bytes_of
 from preamp.checkpoint.shards import Box, Shard, describe_frame, saved_shards, shard_of
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_type, bad_value
 from preamp.core.tensors import is_sharded
 from preamp.kernels.sparse import stored_parts
-
-_AS_THEY_ARE = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
-"""What both formats can hold. The bytes of any other dtype are stored as uint8."""
 
 _HASHING_THREADS = 8  # hashlib lets go of the interpreter's lock
 
@@ -117,7 +104,7 @@ class Stored:
         value = value.to("cpu", copy=copy).contiguous()
         if value.untyped_storage().nbytes() != value.numel() * value.element_size():
             value = value.clone()  # files hold whole storages
-        if dtype not in _AS_THEY_ARE:
+        if dtype not in DTYPES:  # its bytes are stored
             value = value.reshape(-1).view(torch.uint8)
         return cls(value, dtype, shape, order)
 
@@ -160,7 +147,7 @@ def verified(
 def _verified(name: str, part: ManifestEntry, data: Any, checksums: bool) -> torch.Tensor:
     dtype, order = dtype_named(part.dtype), part.order
     shape = part.shape if order is None else tuple(part.shape[dim] for dim in order)
-    is_bytes = dtype not in _AS_THEY_ARE
+    is_bytes = dtype not in DTYPES
     expected = (torch.uint8, (part.bytes,)) if is_bytes else (dtype, shape)
     if not isinstance(data, torch.Tensor) or data.device.type != "cpu":
         raise ValueError(f"its part {name!r} is no tensor")
@@ -186,8 +173,7 @@ def _memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 def _checksum(data: torch.Tensor) -> str:
     """SHA-256 of the bytes of a contiguous CPU tensor."""
-    raw = cast("Any", data.detach().reshape(-1).view(torch.uint8))
-    return hashlib.sha256(raw.numpy()).hexdigest()
+    return hashlib.sha256(bytes_of(data)).hexdigest()
 
 
 Tensors = dict[str, torch.Tensor | Shard]

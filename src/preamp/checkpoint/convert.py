@@ -373,8 +373,7 @@ def convert_apex_checkpoint(
 
 def write_atomically(content: Any, target: Path) -> None:
     """Save plain data so that ``target`` is either what it was or complete."""
-    with replacing(target) as file:
-        torch.save(content, file)
-        file.flush()
+    with replacing(target) as draft:
+        torch.save(content, cast("Any", draft))
         # torch.load's default must take it, or the conversion would have been for nothing.
-        cast("Any", torch).load(file.name, map_location="cpu", mmap=True, weights_only=True)
+        cast("Any", torch).load(draft.check(), map_location="cpu", mmap=True, weights_only=True)

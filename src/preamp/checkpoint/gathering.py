@@ -25,8 +25,9 @@ from preamp.checkpoint.ranks import (
     world_size,
 )
 from preamp.checkpoint.shards import Box, Frame, Shard
-from preamp.checkpoint.storage import Draft, ShardFile, naming, next_number
+from preamp.checkpoint.storage import Draft, ShardFile, next_number
 from preamp.core.errors import PreampStateError, bad_state
+from preamp.core.files import naming
 
 Encoded = tuple[Any, Tensors]
 _Told = tuple[dict[str, Print], str, int]  # with a token, and the number of the next save

@@ -118,7 +118,7 @@ def _engines(engines: Any, subjects: Subjects) -> Any:
     """Gradients that a block has set aside are sharded as what they are of."""
     made: list[Any] = []
     for entry, engine in zip(engines, subjects.engines, strict=False):
-        pending = dict(entry["pending"])
+        pending = {**entry["pending"]}
         pending["sessions"] = [
             {**saved, "aside": _aside(saved["aside"], list(session.gradients.params()))}
             for saved, session in zip(pending["sessions"], engine.sessions.values(), strict=False)
@@ -129,7 +129,7 @@ def _engines(engines: Any, subjects: Subjects) -> Any:
 
 def _aside(aside: Any, params: list[torch.Tensor]) -> list[Any]:
     likes = dict(enumerate(params))
-    return [(place, _as(grad, likes.get(place)), carried) for place, grad, carried in aside]
+    return [(one[0], _as(one[1], likes.get(one[0])), one[2]) for one in aside]
 
 
 def whole(tree: Any) -> Any:

@@ -11,11 +11,15 @@ import os
 import pickle
 import re
 import threading
+import zipfile
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from preamp.checkpoint.formats import check_zip
 from preamp.core.errors import message
+from preamp.core.files import open_regular
 
 APEX_CLASSES = (
     "apex.amp.scaler.LossScaler",
@@ -93,8 +97,12 @@ def read_apex_checkpoint(
         ValueError: The file contains anything else, or is not one of ``torch.save``.
     """
     try:
-        with _ONE_AT_A_TIME, torch.serialization.safe_globals(cast("Any", _STAND_INS)):
-            return cast("Any", torch).load(path, map_location=map_location, weights_only=True)
+        with open_regular(Path(path)) as file:
+            if zipfile.is_zipfile(file):
+                check_zip(file)
+            file.seek(0)
+            with _ONE_AT_A_TIME, torch.serialization.safe_globals(cast("Any", _STAND_INS)):
+                return cast("Any", torch).load(file, map_location=map_location, weights_only=True)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # a damaged file makes torch raise nearly anything

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from preamp.checkpoint.capture import describe_params, set_random_states
+from preamp.checkpoint.capture import describe_params
+from preamp.checkpoint.random_states import prepare_random_states
 from preamp.checkpoint.ranks import together
+from preamp.checkpoint.storage import taken_apart
 from preamp.checkpoint.subjects import MasterShards, Subjects, class_name, params_of
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_value
@@ -38,6 +40,9 @@ def check_fits(content: Mapping[str, Any], subjects: Subjects) -> None:
     for index, (model, saved) in enumerate(zip(subjects.models, content["models"], strict=False)):
         _check_model(index, shares.model_forms(model), saved["state"])
         _check_tied(index, model, saved["state"])
+        _check_mappings(saved["metadata"], *saved["metadata"].values())
+        if not all(isinstance(e.get("version", 0), int) for e in saved["metadata"].values()):
+            raise TypeError("versions of modules are numbers")
     names = {id(param): name for name, param in subjects.named_params()}
     pairs = zip(subjects.optimizers, content["optimizers"], strict=False)
     for index, (optimizer, saved) in enumerate(pairs):
@@ -46,8 +51,15 @@ def check_fits(content: Mapping[str, Any], subjects: Subjects) -> None:
     pairs = zip(subjects.schedulers, content["schedulers"], strict=False)
     for index, (scheduler, saved) in enumerate(pairs):
         _check_class(f"schedulers[{index}]", scheduler, saved["class"])
+        _check_mappings(saved["state"])
     if subjects.optimizers:
         _check_engines(content["engines"], subjects)
+
+
+def _check_mappings(*values: object) -> None:
+    for value in values:
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{value!r} is no dict")
 
 
 def _check_model(index: int, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -111,14 +123,24 @@ def _check_class(place: str, own: object, saved: str) -> None:
 def _check_optimizer(
     index: int, optimizer: torch.optim.Optimizer, names: dict[int, str], saved: Mapping[str, Any]
 ) -> None:
+    state, groups = saved["state"]["state"], saved["state"]["param_groups"]
+    numbers = [number for group in groups for number in group["params"]]
+    if len(set(numbers)) < len(numbers) or any(
+        isinstance(key, torch.Tensor) for key in (*numbers, *state)
+    ):
+        raise TypeError("parameters are told apart by numbers")
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    theirs = [len(group["params"]) for group in saved["state"]["param_groups"]]
+    theirs = [len(group["params"]) for group in groups]
     if sizes != theirs:
         raise _unfit(
             f"of optimizers[{index}] has parameter groups of {theirs} parameters, not {sizes}",
             "the same groups",
         )
-    for own, other in zip(describe_params(optimizer, names), saved["params"], strict=True):
+    described = describe_params(optimizer, names)
+    if len(saved["params"]) != len(described):
+        raise IndexError("of other parameters than those of its groups")
+    for own, given in zip(described, saved["params"], strict=True):
+        other = {key: given[key] for key in own}
         if (own["name"], own["shape"]) != (other["name"], other["shape"]):
             raise _unfit(
                 f"of optimizers[{index}] has {other['name']!r} {other['shape']} where it has "
@@ -192,17 +214,18 @@ def restore(
     undo = UndoStack()
     try:
         with together():
-            check_fits(content, subjects)
-            if subjects.optimizers:
-                finals = _prepare(content, subjects, gradients=gradients)
+            with taken_apart():
+                check_fits(content, subjects)
+                if subjects.optimizers:
+                    finals = _prepare(content, subjects, gradients=gradients)
+                if states is not None:
+                    finals.append(prepare_random_states(states))
             _load_parts(content, subjects, undo)
     except BaseException:
         undo.unwind()
         raise
     for apply in finals:
         apply()
-    if states is not None:
-        set_random_states(states)
 
 
 def _prepare(content: Mapping[str, Any], subjects: Subjects, *, gradients: bool) -> list[Apply]:

@@ -8,7 +8,7 @@ import errno
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,19 +26,17 @@ from preamp.checkpoint.storage import (
     Draft,
     Loaded,
     Reader,
-    check_format,
     check_shared_folder,
-    is_checkpoint,
-    is_sharded_folder,
-    naming,
+    is_cut_short,
     read,
     remove,
+    saved_at,
+    taken_apart,
     tidy_folder,
     write,
-    written_at,
 )
 from preamp.checkpoint.subjects import Subjects
-from preamp.core.errors import CheckpointError, PreampUnavailableError, bad_value, message, worded
+from preamp.core.errors import CheckpointError, bad_value, message, worded
 from preamp.core.files import remove_leftovers
 from preamp.core.log import say
 
@@ -71,7 +69,7 @@ def save_checkpoint(
 
     Args:
         path: The file, or that folder; its folder is made. A name ending in ``.safetensors``
-            chooses that format (``pip install 'preamp[safetensors]'``), any other torch's.
+            chooses that format, any other torch's.
         models: One or several, initialized or not. Wrappers are looked through.
         optimizers: One or several; all of a ``preamp.initialize`` call.
         schedulers: One or several objects with ``state_dict`` and ``load_state_dict``.
@@ -93,7 +91,6 @@ def save_checkpoint(
             is missing; gradients lie unreduced inside of ``fully_shard``; or ranks differ in what
             they have to share.
         PreampError: Another rank has failed, or did not answer within the group's timeout.
-        PreampUnavailableError: The package of the format is missing.
 
     Mutates:
         Nothing, except that masters take over what was written to their half weights. Synchronises.
@@ -102,7 +99,6 @@ def save_checkpoint(
     LATEST.wait()
 
     def content() -> Encoded:
-        check_format(path)
         check_keep_last(path, keep_last)
         return encode(capture(subjects, extra), "the checkpoint", world_size())
 
@@ -149,8 +145,7 @@ def _writing(
         if draft.member is not None:
             check_shared_folder(place, draft.member)
             file = draft.member.file_in(place)
-        with naming(path):
-            write(draft, file, alone=alone)
+        write(draft, file, alone=alone)
         try:
             tidy(place, keep_last)
         except OSError as error:
@@ -203,20 +198,19 @@ def load_checkpoint(
         ValueError: The file does not fit the objects.
         PreampStateError: Inside a ``scale_loss`` block; or ranks load different checkpoints.
         PreampError: Another rank has failed, or did not answer within the group's timeout.
-        PreampUnavailableError: The package of the format is missing.
     """
     path, subjects = Path(path), Subjects.of(models, optimizers, schedulers)
     LATEST.wait()
     with together():
         loaded = read_or_refuse(path, Reader(rank=rank(), ranks=world_size()))
     check_same(path, loaded.identity)
-    with together():
+    with together(), taken_apart():
         if gradients and subjects.optimizers and not loaded.is_shared:
             _check_ranks(loaded)
         content = placed(loaded.content, subjects)
         extra = owned(content["extra"])
-    sets_random = bool(subjects.optimizers) if rng is None else rng
-    states = content["rng"] if sets_random else None
+        sets_random = bool(subjects.optimizers) if rng is None else rng
+        states = content["rng"] if sets_random else None
     if states is not None and loaded.ranks != world_size():
         say(
             f"preamp: {path} has the random states of {loaded.ranks} ranks; those of "
@@ -271,7 +265,6 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         FileNotFoundError: There is no such file.
         CheckpointError: It is damaged, incomplete, foreign, or of a newer version.
-        PreampUnavailableError: The package of the format is missing.
     """
     LATEST.join()
     return whole(read_or_refuse(Path(path)).content)
@@ -281,7 +274,9 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """Return the newest checkpoint in ``folder`` that would load, or ``None``.
 
     That is a file, or the folder of a sharded one. Files are read in full to verify them, the one
-    written last first, until one is good. Anything else is passed over, as are drafts that a killed
+    saved last first, until one is good. They say themselves when that was, so copies keep their
+    order; of those that do not, written by earlier versions, it is the time of the file. Anything
+    else is passed over, as are drafts that a killed
     process has left, and folders that lack the file of a rank. One that this process is writing in
     the background is waited for; for the files of other ranks call its ``wait()``, else ranks may
     find different ones.
@@ -298,19 +293,19 @@ _NUMBER = re.compile(r"\d+(?=\D*$)")
 
 def good_ones(folder: Path) -> Iterator[Path]:
     """Yield the checkpoints in ``folder`` that can be loaded, newest first, reading all of each."""
-    for path in _newest_first(folder):
-        with contextlib.suppress(CheckpointError, PreampUnavailableError, OSError):
+    for path in _newest_first(folder.iterdir() if folder.is_dir() else ()):
+        with contextlib.suppress(CheckpointError, OSError):
             read(path)
             yield path
 
 
-def _newest_first(folder: Path) -> list[Path]:
+def _newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Those that are checkpoints, whole as far as can be told without reading all of them."""
     found: list[tuple[int, int, Path]] = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        # Another process may have removed it, and a folder may be anything.
-        with contextlib.suppress(OSError, ValueError):
-            if (path.is_file() or path.is_dir()) and not path.name.startswith("."):
-                found.append((written_at(path), _number_in(path.name) or 0, path))
+    for path in paths:
+        when = None if path.name.startswith(".") else saved_at(path)
+        if when is not None:
+            found.append((when, _number_in(path.name) or 0, path))
     return [path for _, _, path in sorted(found, reverse=True)]
 
 
@@ -351,21 +346,19 @@ def tidy(path: Path, keep_last: int | None) -> None:
     """Remove the oldest of the series of ``path``, which was just written, and dead drafts of it.
 
     Nothing is removed while other ranks' files are missing. ``keep_last`` are left of those whose
-    name differs in the last number only, by the time they were written; ``None`` leaves all. Files
-    that are no checkpoints stay.
+    name differs in the last number only, in the order of `latest_checkpoint`; ``None`` leaves all.
+    Files that are no checkpoints stay.
     """
     if path.is_dir() and not tidy_folder(path):
         return
     pattern = _NUMBER.sub("#", path.name)
     remove_leftovers(path.parent, lambda name: _NUMBER.sub("#", name) == pattern)
-    series = [p for p in path.parent.iterdir() if _NUMBER.sub("#", p.name) == pattern]
-    complete = [p for p in _newest_first(path.parent) if p in series and p != path]
-    for old in series:  # of saves that were cut short
-        if old not in complete and old != path and is_sharded_folder(old):
+    series = [p for p in path.parent.iterdir() if _NUMBER.sub("#", p.name) == pattern and p != path]
+    for old in series:
+        if is_cut_short(old):
             remove(old)
     if keep_last is None:
         return
-    ours = [p for p in complete if p.is_dir() or is_checkpoint(p)]  # others are not ours to remove
-    for old in ours[keep_last - 1 :]:
+    for old in _newest_first(series)[keep_last - 1 :]:
         with contextlib.suppress(FileNotFoundError):
             remove(old) if old.is_dir() else old.unlink()

@@ -14,13 +14,12 @@ an earlier save are removed when all of the next one are there.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
-import importlib
-import importlib.util
+import itertools
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,10 +28,11 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from preamp.checkpoint.codec import Found, ManifestEntry, Stored, decode, describe, verified
+from preamp.checkpoint.formats import read_format, suffix_of, write_format
 from preamp.checkpoint.reader import cause_of
 from preamp.checkpoint.shards import Box
-from preamp.core.errors import CheckpointError, PreampError, message, unavailable, worded
-from preamp.core.files import remove_leftovers, replacing
+from preamp.core.errors import CheckpointError, PreampError, worded
+from preamp.core.files import open_regular, remove_leftovers, replacing
 from preamp.core.version import __version__
 
 _NAME = re.compile(r"(\d+)-rank(\d+)-of([1-9]\d*)\.(?:pt|safetensors)")
@@ -49,8 +49,7 @@ class ShardFile:
 
     def file_in(self, folder: Path) -> Path:
         """Its path in ``folder``, whose suffix chooses the format."""
-        suffix = ".safetensors" if folder.suffix == ".safetensors" else ".pt"
-        return folder / f"{self.number}-rank{self.rank}-of{self.ranks}{suffix}"
+        return folder / f"{self.number}-rank{self.rank}-of{self.ranks}{suffix_of(folder)}"
 
 
 def next_number(folder: Path) -> int:
@@ -78,9 +77,10 @@ def check_shared_folder(folder: Path, member: ShardFile) -> None:
     )
 
 
-def is_sharded_folder(path: Path) -> bool:
-    """Whether there are files of sharded checkpoints in ``path``, complete or not."""
-    return bool(_sets_in(path))
+def is_cut_short(folder: Path) -> bool:
+    """Whether there are files of sharded checkpoints in ``folder``, and none is complete."""
+    sets = _sets_in(folder)
+    return bool(sets) and _newest_complete(sets) is None
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -92,16 +92,9 @@ def files_of(folder: Path) -> list[Path]:
     if not sets:
         raise ValueError("it is a folder without files of a checkpoint")
     number, ranks = max(sets)
-    missing = [str(rank) for rank in range(ranks) if rank not in sets[number, ranks]]
-    raise ValueError(
-        f"it is incomplete: of {ranks} ranks' files those of {', '.join(missing[:8])} are missing"
-    )
-
-
-def written_at(path: Path) -> int:
-    """When a file, or the last one of a complete folder, was written, in nanoseconds."""
-    files = files_of(path) if path.is_dir() else [path]
-    return max(file.stat().st_mtime_ns for file in files)
+    missing = (str(rank) for rank in range(ranks) if rank not in sets[number, ranks])
+    shown = ", ".join(itertools.islice(missing, 8))
+    raise ValueError(f"it is incomplete: of {ranks} ranks' files those of {shown} are missing")
 
 
 def tidy_folder(folder: Path) -> bool:
@@ -158,7 +151,11 @@ def _sets_in(folder: Path) -> _Sets:
 
 
 def _newest_complete(sets: _Sets) -> tuple[int, int] | None:
-    complete = [key for key, files in sets.items() if set(files) >= set(range(key[1]))]
+    complete = [
+        key
+        for key, files in sets.items()
+        if len(files) >= key[1] and all(rank in files for rank in range(key[1]))
+    ]
     return max(complete, default=None)
 
 
@@ -184,9 +181,7 @@ def migrated(content: Any, version: int) -> dict[str, Any]:
 
 
 FORMAT = "preamp checkpoint"
-SAFETENSORS = ".safetensors"
 _MANIFEST, _DIGEST = "preamp", "preamp_sha256"
-_ZIP = b"PK\x03\x04"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,36 +195,10 @@ class Draft:
     boxes: Mapping[str, Box] = field(default_factory=dict[str, Box])
 
 
-def check_format(path: Path) -> None:
-    """Raise `PreampUnavailableError` if ``path`` names a format whose package is missing."""
-    if path.suffix == SAFETENSORS and importlib.util.find_spec("safetensors") is None:
-        raise unavailable(
-            f"{path} is to be in the format of safetensors, which is not installed",
-            "Files of any other name are in torch's format, which needs nothing more",
-            "Install it with pip install 'preamp[safetensors]', or choose another name",
-        )
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Generator[None]:
-    """Let the `OSError` of what fails to be written say which checkpoint it was to be."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:  # torch raises the second where writing fails
-        reason = getattr(error, "strerror", None) or (str(error).splitlines() or [repr(error)])[0]
-        text = message(
-            f"{path} could not be written: {reason}",
-            "A checkpoint needs a folder that can be written to, with room for the whole file; "
-            "what was there before is untouched",
-            "Make room or choose another place, and save again",
-        )
-        raise OSError(getattr(error, "errno", None) or errno.EIO, text) from error
-
-
 def write(draft: Draft, path: Path, *, alone: bool = False) -> None:
     """Write a file; it is there in full, or what was there before still is.
 
-    The suffix ``.safetensors`` chooses that format. ``alone`` starts no threads, since the
+    The suffix chooses the format. ``alone`` starts no threads, since the
     interpreter may be exiting. Raises `OSError` if it cannot be written.
     """
     parts = describe(draft.tensors, alone=alone)
@@ -239,6 +208,7 @@ def write(draft: Draft, path: Path, *, alone: bool = False) -> None:
             "version": VERSION,
             "preamp": __version__,
             "torch": str(torch.__version__),
+            "saved_at": time.time_ns(),
             "trees": draft.trees,
             "parts": {name: asdict(part) for name, part in parts.items()},
             **_membership(draft),
@@ -248,10 +218,7 @@ def write(draft: Draft, path: Path, *, alone: bool = False) -> None:
     about = {_MANIFEST: manifest, _DIGEST: hashlib.sha256(manifest.encode()).hexdigest()}
     data = {name: kept.data for name, kept in draft.tensors.items()}
     with replacing(path) as file:
-        if path.suffix == SAFETENSORS:
-            _write_safetensors(data, about, file)
-        else:
-            torch.save({**about, "tensors": data}, file)
+        write_format(file, suffix_of(path), about, data)
 
 
 def _membership(draft: Draft) -> dict[str, Any]:
@@ -259,17 +226,6 @@ def _membership(draft: Draft) -> dict[str, Any]:
         return {}
     boxes = {name: box.to_json() for name, box in draft.boxes.items()}
     return {"member": asdict(draft.member), "boxes": boxes}
-
-
-def _write_safetensors(
-    data: Mapping[str, torch.Tensor], about: Mapping[str, str], file: BinaryIO
-) -> None:
-    module = cast("Any", importlib.import_module("safetensors"))
-    save = cast("Any", importlib.import_module("safetensors.torch")).save_file
-    try:
-        save(dict(data), file.name, metadata={"format": "pt", **about})
-    except module.SafetensorError as error:
-        raise OSError(errno.EIO, str(error)) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,18 +237,18 @@ class Contents:
     tensors: dict[str, torch.Tensor]  # by name, mapped from the file
 
 
-def contents_of(path: Path, *, checksums: bool = True) -> Contents:
-    """Read a file that `write` wrote, and verify it.
+def contents_of(file: BinaryIO, *, checksums: bool = True) -> Contents:
+    """Read an open file that `write` wrote, and verify it; it may be closed then.
 
-    ``checksums`` tells whether to read every byte; otherwise another rank does. Raises `OSError` if
-    there is no such file, and nearly anything for a damaged one; see ``reading.read``.
+    ``checksums`` tells whether to read every byte; otherwise another rank does. Raises nearly
+    anything for a damaged one; see `read`.
     """
-    with path.open("rb") as file:
-        start, size = file.read(len(_ZIP)), os.fstat(file.fileno()).st_size
-    about, data = _open(path, start, size)
-    text = str(about[_MANIFEST])
+    about, data = read_format(file)
+    text, told = about.get(_MANIFEST), about.get(_DIGEST)
+    if not isinstance(text, str):
+        raise ValueError("it is a file of this format without preamp's manifest")
     digest = hashlib.sha256(text.encode()).hexdigest()
-    if digest != about[_DIGEST]:
+    if digest != told:
         raise ValueError("the checksum of its manifest is wrong")
     manifest = cast("dict[str, Any]", json.loads(text))
     if manifest["format"] != FORMAT or not isinstance(manifest["version"], int):
@@ -301,35 +257,17 @@ def contents_of(path: Path, *, checksums: bool = True) -> Contents:
     return Contents(manifest, digest, verified(parts, data, checksums=checksums))
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether a file has preamp's manifest; looks neither at that nor at the tensors."""
+def saved_at(path: Path) -> int | None:
+    """When a file or a complete folder was saved, in nanoseconds; ``None`` if it is none of ours.
+
+    Files say so themselves, since copies have other times; of older ones it is the file's.
+    """
     try:
-        with path.open("rb") as file:
-            start, size = file.read(len(_ZIP)), os.fstat(file.fileno()).st_size
-        return _MANIFEST in _open(path, start, size)[0]
+        with open_regular(files_of(path)[0] if path.is_dir() else path) as file:
+            when = json.loads(read_format(file)[0][_MANIFEST]).get("saved_at")
+            return when if type(when) is int else os.fstat(file.fileno()).st_mtime_ns
     except Exception:  # foreign files make readers raise nearly anything
-        return False
-
-
-def _open(path: Path, start: bytes, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the manifest with its checksum, and the tensors."""
-    if start == _ZIP:
-        content: Any = cast("Any", torch).load(
-            path, map_location="cpu", mmap=True, weights_only=True
-        )
-        if not isinstance(content, dict) or _MANIFEST not in content:
-            raise ValueError("it is a file of torch.save without preamp's manifest")
-        whole = cast("dict[str, Any]", content)
-        return whole, whole["tensors"]
-    if size < 8 or int.from_bytes(start, "little") > size:  # where safetensors has a length
-        raise ValueError("it is in neither of the two formats")
-    check_format(path.with_suffix(SAFETENSORS))
-    opened = cast("Any", importlib.import_module("safetensors")).safe_open(path, framework="pt")
-    with opened as file:
-        about: dict[str, Any] = file.metadata() or {}
-        if _MANIFEST not in about:
-            raise ValueError("it is a file of safetensors without preamp's manifest")
-        return about, {name: file.get_tensor(name) for name in file.keys()}
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,25 +294,40 @@ def read(path: Path, reader: Reader | None = None) -> Loaded:
 
     Its tensors are mapped from the files: copy what is to outlive them. By default the only
     ``reader`` reads. Raises `CheckpointError`, which says only in which way it is damaged,
-    incomplete, foreign or of a newer version; `PreampUnavailableError` if it is in a format whose
-    package is missing; and `OSError`.
+    incomplete, foreign or of a newer version; and `OSError` if it cannot be opened.
     """
     who = reader or Reader()
-    if not path.is_dir():
-        path.open("rb").close()  # that it cannot be opened is no damage
+    with contextlib.ExitStack() as stack:
+        # That a file cannot be opened is no damage.
+        alone = None if path.is_dir() else stack.enter_context(open_regular(path))
+        try:
+            if alone is not None:
+                return _loaded([_alone(contents_of(alone))], who.rank)
+            found: list[Contents] = []
+            for number, name in enumerate(files_of(path)):
+                is_mine = number % who.ranks == who.rank % who.ranks
+                found.append(_of_several(name, number, found, checksums=is_mine))
+            return _loaded(found, who.rank)
+        except (MemoryError, PreampError):
+            raise
+        except Exception as error:  # a damaged file makes readers raise nearly anything
+            raise CheckpointError(cause_of(error)) from error
+
+
+@contextlib.contextmanager
+def taken_apart() -> Generator[None]:
+    """Let a content that is whole, but not of the form that `save_checkpoint` writes, say so."""
     try:
-        if not path.is_dir():
-            return _loaded([_alone(contents_of(path))], who.rank)
-        files = files_of(path)
-        found: list[Contents] = []
-        for number, file in enumerate(files):
-            is_mine = number % who.ranks == who.rank % who.ranks
-            found.append(_of_several(file, number, found, checksums=is_mine))
-        return _loaded(found, who.rank)
-    except (MemoryError, PreampError):
-        raise
-    except Exception as error:  # a damaged file makes readers raise nearly anything
-        raise CheckpointError(cause_of(error)) from error
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if isinstance(error, PreampError):
+            raise
+        raise worded(
+            CheckpointError,
+            f"The content of the checkpoint is of another form: {error!r}",
+            "Files of preamp.save_checkpoint are loaded; nothing was",
+            "Take another file; this one was made or changed by another program",
+        ) from error
 
 
 def _alone(contents: Contents) -> Contents:
@@ -386,7 +339,8 @@ def _alone(contents: Contents) -> Contents:
 
 def _of_several(file: Path, rank: int, before: list[Contents], *, checksums: bool) -> Contents:
     try:
-        own = contents_of(file, checksums=checksums)
+        with open_regular(file) as opened:
+            own = contents_of(opened, checksums=checksums)
     except (MemoryError, PreampError):
         raise
     except Exception as error:

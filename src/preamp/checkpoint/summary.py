@@ -13,6 +13,7 @@ import torch
 from preamp.checkpoint.background import LATEST
 from preamp.checkpoint.placing import whole
 from preamp.checkpoint.saving import read_or_refuse
+from preamp.checkpoint.storage import Loaded, files_of, taken_apart
 from preamp.core.dtypes import dtype_name
 from preamp.core.pytree import tensors_in
 from preamp.kernels.sparse import stored_parts
@@ -55,6 +56,11 @@ def summarize_checkpoint(path: Path) -> Summary:
     """Read and verify a checkpoint, a file or the folder of a sharded one; tell what is in it."""
     LATEST.join()
     loaded = read_or_refuse(path)
+    with taken_apart():
+        return _summary(path, loaded)
+
+
+def _summary(path: Path, loaded: Loaded) -> Summary:
     content = whole(loaded.content)
     extra: Any = content["extra"]
     return Summary(
@@ -75,7 +81,7 @@ def summarize_checkpoint(path: Path) -> Summary:
 
 
 def _size(path: Path) -> int:
-    files = path.iterdir() if path.is_dir() else (path,)
+    files = files_of(path) if path.is_dir() else (path,)
     return sum(file.stat().st_size for file in files)
 
 

@@ -12,7 +12,7 @@ import typer
 
 from preamp import report as pages
 from preamp.cli.console import make_console, print_plainly, refused
-from preamp.core.errors import PreampUnavailableError, bad_value, system_error
+from preamp.core.errors import PreampUnavailableError, bad_value
 from preamp.numerics import Record, read_history
 from preamp.report.words import size
 
@@ -51,15 +51,7 @@ def names_of(files: Sequence[Path]) -> list[str]:
 
 
 def _read(path: Path) -> list[Record]:
-    try:
-        records = read_history(path)
-    except OSError as error:
-        raise system_error(
-            error,
-            f"{path} cannot be read",
-            'Records of a run are a file, as initialize(history="run.jsonl") writes them',
-            "Check the path and its permissions",
-        ) from None
+    records = read_history(path)
     if not records:
         raise bad_value(
             f"{path} holds no record",

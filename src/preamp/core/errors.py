@@ -38,15 +38,25 @@ class LossScaleError(PreampError):
     """
 
 
+_LONGEST = 4000  # characters of what was got
+
+
 def message(got: str, allowed: str, do: str) -> str:
-    """Join what was got, what is allowed and what to do into an error message of sentences."""
+    """Join what was got, what is allowed and what to do into an error message of sentences.
+
+    What was got may come from a file, and be of any length: the middle of it is left out.
+    """
+    if len(got) > _LONGEST:
+        got = f"{got[: _LONGEST // 2]} … {got[-_LONGEST // 2 :]}"
     return " ".join(f"{part.strip().rstrip('.')}." for part in (got, allowed, do))
 
 
 def system_error(error: OSError, got: str, allowed: str, do: str) -> OSError:
     """Return an error of the same class in three parts; the system's reason is added to ``got``."""
-    reason = error.strerror or str(error)
-    return type(error)(message(f"{got}: {reason[:1].lower()}{reason[1:]}", allowed, do))
+    reason = error.strerror or str(error) or type(error).__name__
+    made = type(error)(message(f"{got}: {reason}", allowed, do))
+    made.errno = error.errno
+    return made
 
 
 E = TypeVar("E", bound=Exception)

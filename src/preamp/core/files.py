@@ -6,10 +6,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import BinaryIO
+
+from preamp.core.errors import system_error
 
 try:
     import fcntl
@@ -20,31 +23,116 @@ _NAME_KEPT = 200  # characters of the file's name in that of its draft
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Generator[BinaryIO]:
+def naming(path: Path) -> Generator[None]:
+    """Let the `OSError` of what fails to be written say which file it was to be."""
+    try:
+        yield
+    except OSError as error:
+        raise system_error(
+            error,
+            f"{path} cannot be written",
+            "It needs a folder that can be written to, with room for the whole file; what was "
+            "there before is untouched",
+            "Make room or choose another place, and try again",
+        ) from error
+
+
+class Draft:
+    """A file that is being written. Errors of the disk are kept, and raised when it is complete.
+
+    torch's writer takes an error for damage and names no cause; where it outlives its file, as
+    after an interrupt, an error would end the process.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._error: BaseException | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write bytes; nothing more after an error."""
+        if self._error is None:
+            try:
+                self._file.write(data)
+            except BaseException as error:
+                self._error = error
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Do nothing; see `check`."""
+
+    def check(self) -> Path:
+        """Raise the first error, or return where everything written until now can be read."""
+        if self._error is not None:
+            raise self._error
+        self._file.flush()
+        return Path(self._file.name)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Generator[Draft]:
     """Write a draft beside ``path`` and put it in its place in one move, when the block ends well.
 
-    Its folder is made where it does not exist; a link is followed. Yields the draft, open for
-    writing; its ``name`` is its path. The draft and its folder's entry are on the disk when the
-    block has ended. If it raises, or the process dies, what was there before still is. Raises
-    `OSError`.
+    Its folder is made where it does not exist; a link is followed. Yields the draft. It and its
+    folder's entry are on the disk when the block has ended. If it raises, or the process dies, what
+    was there before still is, and folders that were made are removed. Raises `OSError`, which names
+    ``path``.
     """
-    path = path.resolve()
-    if path.exists() and not path.is_file():  # a device would be gone for all programs
-        raise FileExistsError(errno.EEXIST, "What is there is no regular file", str(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _draft_of(path) as name:
+    made: list[Path] = []
+    with naming(path):
         try:
-            with open(name, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(name, _mode(path))
-            os.replace(name, path)
-            _sync_folder(path.parent)
+            target = path.resolve()
+            if target.exists() and not target.is_file():  # a device would be gone for all programs
+                raise FileExistsError(errno.EEXIST, "What is there is no regular file")
+            made += (folder for folder in target.parents if not folder.exists())
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with _draft_of(target) as name:
+                yield from _replacing(target, name)
         except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
+            for folder in made:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
             raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Let ``text``, as UTF-8, be what is in a file; see `replacing`."""
+    with replacing(path) as draft:
+        draft.write(text.encode("utf-8"))
+
+
+def _replacing(path: Path, name: str) -> Generator[Draft]:
+    try:
+        with open(name, "wb") as file:
+            draft = Draft(file)
+            yield draft
+            draft.check()
+            os.fsync(file.fileno())
+        os.chmod(name, _mode(path))
+        os.replace(name, path)
+        _sync_folder(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; `OSError`, which names it, also for pipes and devices."""
+    # Without the flag a pipe is not even opened before somebody writes to it.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        handle = os.open(path, flags)
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            return os.fdopen(handle, "rb")
+        os.close(handle)
+        raise OSError(errno.EINVAL, "What is there is no regular file")
+    except OSError as error:
+        raise system_error(
+            error,
+            f"{path} cannot be read",
+            "It has to be a file, or a link to one; a pipe or a device might never end",
+            "Check the path and its permissions",
+        ) from None
 
 
 @contextlib.contextmanager

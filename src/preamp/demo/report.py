@@ -12,6 +12,7 @@ from pathlib import Path
 
 from preamp import report
 from preamp.core.errors import system_error, unavailable
+from preamp.core.files import replace_text
 from preamp.demo.parallel import SHARED
 from preamp.demo.records import DemoResult, LevelResult, to_json
 from preamp.demo.table import (
@@ -61,10 +62,10 @@ def write(result: DemoResult, folder: Path) -> tuple[Path, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "results.json"
     text = json.dumps(to_json(result), indent=1, allow_nan=False)
-    data.write_text(text + "\n", encoding="utf-8")
+    replace_text(data, text + "\n")
     _write_records(result, folder / "runs")
     page = folder / "report.html"
-    page.write_text(render(result), encoding="utf-8")
+    replace_text(page, render(result))
     return page, data
 
 
@@ -72,9 +73,8 @@ def _write_records(result: DemoResult, folder: Path) -> None:
     """Write what ``preamp report`` reads, one file for each level that has any."""
     for row in result.levels:
         if row.records:
-            folder.mkdir(exist_ok=True)
             lines = (json.dumps(record_to_json(r), allow_nan=False) + "\n" for r in row.records)
-            (folder / f"{row.level}.jsonl").write_text("".join(lines), encoding="utf-8")
+            replace_text(folder / f"{row.level}.jsonl", "".join(lines))
 
 
 _INTRO = (

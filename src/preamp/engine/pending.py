@@ -185,6 +185,8 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
         raise IndexError("there are fewer parameters")
     norm, own = state["norm"], _all_of_model(engine)
     known = None if norm["value"] is None else norm["value"].to(engine.device)
+    known_norm = (known, bool(norm["clips"]), bool(norm["clipped"]))
+    may_be_local = bool(state["may_be_local"])
     notes = [_note(engine, note, own) for note in state["notes"]]
     left: Any = state["delayed"]
     delayed = None if left is None else _delayed(engine, left)
@@ -199,13 +201,12 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
             delayed.generation = delayed.scaler.generation
         if stage is not Stage.READY:
             engine.block_begins()
-        books.resume(stage, delayed, may_be_local=bool(state["may_be_local"]))
+        books.resume(stage, delayed, may_be_local=may_be_local)
         session.found_inf, session.notes = found_inf, notes
         books.direct.recall(params, (untouched, aside))
         for index, twin in twins.items():
             twin.recall(memos[index])
-        memo = (known, bool(norm["clips"]), bool(norm["clipped"]))
-        books.known_norm.recall(memo, books.marks())
+        books.known_norm.recall(known_norm, books.marks())
 
     return apply
 
@@ -230,6 +231,7 @@ def _scalar(value: float, device: torch.device) -> torch.Tensor:
 
 def _memo(state: Mapping[str, Any], factors: _Factors, twin: Twin) -> RowMemo:
     given, is_raw = state["seen"], state["is_raw"]
+    is_raw = None if is_raw is None else bool(is_raw)
     where = [bool(state[name]) for name in _ROW[1:]]
     if given is None:
         return RowMemo(None, is_raw, *where)

@@ -14,7 +14,7 @@ from threading import RLock
 from typing import Any, TypeVar, cast
 
 from preamp.core.errors import bad_state, bad_value
-from preamp.core.files import lock, unlock
+from preamp.core.files import lock, naming, open_regular, unlock
 from preamp.core.undo import run_all
 from preamp.numerics.records import NumericsRecord, Record, ResumeRecord, from_json, to_line
 
@@ -65,13 +65,14 @@ class Journal:
                 "Initialize with another path; what was written to this one is gone",
             )
         content = line.encode("utf-8")
-        try:
-            written = 0
-            while written < len(content):
-                written += os.write(self._file, content[written:])
-        except BaseException:
-            os.ftruncate(self._file, self._size)
-            raise
+        with naming(self._path):
+            try:
+                written = 0
+                while written < len(content):
+                    written += os.write(self._file, content[written:])
+            except BaseException:
+                os.ftruncate(self._file, self._size)
+                raise
         self._size += written
 
     def close(self) -> None:
@@ -302,7 +303,7 @@ def read_history(path: str | os.PathLike[str]) -> list[Record]:
 
 
 def _records_in(path: Path) -> Iterator[Record]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n") and line.strip():
                 record = _parse(path, number, line)

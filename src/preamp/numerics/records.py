@@ -201,6 +201,13 @@ class TensorStatistics:
     stalled: int | None = None
     histogram: dict[int, int] | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be drawn: a histogram has a column for each exponent in between."""
+        if self.histogram and not -1100 < min(self.histogram) <= max(self.histogram) < 1100:
+            raise ValueError("histogram: these are no exponents of float64")
+        if not self.scale > 0:
+            raise ValueError(f"scale: {self.scale} is no loss scale")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsRecord:
@@ -351,11 +358,20 @@ def _read_float(value: Any) -> float:
     if isinstance(value, str) and value in _WORDS:
         return _WORDS[value]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
+        return _as_float(value)
     raise ValueError(f"{value!r} is not a number")
 
 
 def _read_plain(kind: type[Any], value: Any) -> Any:
     if type(value) is not kind:
         raise ValueError(f"{value!r} is not of the type {kind.__name__}")
+    if kind is int:
+        _as_float(value)  # as readers of records do
     return value
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError("it is larger than any float64") from error

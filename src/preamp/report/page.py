@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, cast
+from typing import cast
 
-from preamp.core.errors import bad_value, system_error, unavailable
-from preamp.core.files import replacing
+from preamp.core.errors import bad_value, unavailable
+from preamp.core.files import replace_text
 from preamp.numerics import History, Record
 from preamp.report import memory, timeline, words
 from preamp.report.advice import advise, judge
@@ -19,33 +17,6 @@ from preamp.report.gather import Run, gather
 from preamp.report.sections import comparison, memory_section, sections_of
 from preamp.report.svg import Html
 from preamp.report.words import visible
-
-_ALLOWED: Final = "A page goes to a file, in a folder in which files can be made"
-_DO: Final = "Pass another path"
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write ``text`` as UTF-8 beside ``path``, then put it in its place in one move.
-
-    Its folder is made where it does not exist; a link is followed. Raises `OSError` if it cannot be
-    written; what was there before still is, and nothing else.
-    """
-    missing: list[Path] = []
-    try:
-        target = path.resolve()
-        if target.exists() and not target.is_file():  # a device would be gone for all programs
-            raise FileExistsError(errno.EEXIST, "What is there is no regular file")
-        missing += (each for each in target.parents if not each.exists())
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(target) as file:
-            file.write(text.encode("utf-8"))
-    except BaseException as error:
-        for folder in missing:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        if isinstance(error, OSError):
-            raise system_error(error, f"{path} cannot be written", _ALLOWED, _DO) from None
-        raise
 
 
 def fill(page: Page) -> str:
@@ -143,7 +114,7 @@ def write(
     """Write the page of `render`, all of it or, with ``OSError``, nothing; makes its folder."""
     path = Path(path)
     page = render(records, title=title, intro=intro, before=before, after=after)
-    replace_file(path, page)
+    replace_text(path, page)
     return path
 
 

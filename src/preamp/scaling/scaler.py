@@ -8,7 +8,6 @@ row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,6 +19,8 @@ from preamp.core.errors import message
 SMALLEST_SCALE = 2.0**-24
 """Where a dynamic scale stops if no floor was given. float16 values below this vanish, so a
 smaller scale could not bring any gradient back into range."""
+
+_LARGEST_SCALE, _LARGEST_COUNT = 2.0**127, 2**31 - 1  # that their tensors hold
 
 
 class ScaleState(NamedTuple):
@@ -164,10 +165,10 @@ class LossScaler:
         """Return the scale and the counter in ``state``, or raise ``ValueError``."""
         try:
             scale, unskipped = float(state["loss_scale"]), int(state["unskipped"])
-            if not (math.isfinite(scale) and scale > 0 and unskipped >= 0):
+            if not (0 < scale <= _LARGEST_SCALE and 0 <= unskipped <= _LARGEST_COUNT):
                 raise ValueError("out of range")
             return scale, unskipped
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise ValueError(
                 message(
                     f"A loss scaler's state {state!r} cannot be read",

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The two formats of checkpoint files, torch's zip and safetensors: strings and tensors by name.
+
+Both are written into a draft and read from one open file, so that they share what keeps files
+whole. Tensors are mapped from the file. The layout of safetensors is eight bytes with the length of
+a JSON header, the header, and the tensors (https://github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+
+from preamp.core.files import Draft
+
+_SAFETENSORS = ".safetensors"
+_ABOUT = "__metadata__"  # in the header of safetensors
+_ZIP = b"PK\x03\x04"
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = tuple(_NAMES)
+"""What both formats can hold."""
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix of files in the format that the name of ``path`` chooses."""
+    return _SAFETENSORS if path.suffix == _SAFETENSORS else ".pt"
+
+
+def write_format(draft: Draft, suffix: str, about: Mapping[str, str], tensors: Tensors) -> None:
+    """Write strings, and contiguous CPU tensors of `DTYPES`, each of which is a whole storage."""
+    if suffix == _SAFETENSORS:
+        _write_safetensors(draft, about, tensors)
+    else:
+        torch.save({**about, "tensors": dict(tensors)}, cast("Any", draft))
+
+
+def read_format(file: BinaryIO) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the strings, and the tensors mapped from the file, which may be closed then.
+
+    Raises `ValueError`, and nearly anything else, for a file that is damaged or a foreign one.
+    Allocates no more than a small multiple of the file's size.
+    """
+    start = file.read(8)
+    return _read_zip(file) if start[:4] == _ZIP else _read_safetensors(file, start)
+
+
+def _write_safetensors(draft: Draft, about: Mapping[str, str], tensors: Tensors) -> None:
+    # The widest first, so that all are aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {_ABOUT: {"format": "pt", **about}}
+    end = 0
+    for name in names:
+        data = tensors[name]
+        start, end = end, end + data.numel() * data.element_size()
+        header[name] = {
+            "dtype": _NAMES[data.dtype],
+            "shape": list(data.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    draft.write(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        draft.write(bytes_of(tensors[name]))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    return memoryview(cast("Any", tensor.detach().reshape(-1).view(torch.uint8)).numpy())
+
+
+def _read_safetensors(file: BinaryIO, start: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    size, length = os.fstat(file.fileno()).st_size, int.from_bytes(start, "little")
+    if len(start) < 8 or length > size - 8:
+        raise ValueError("it is in neither of the two formats")
+    header: Any = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("it is in neither of the two formats")
+    entries = cast("dict[str, Any]", header)
+    about = entries.pop(_ABOUT, {})
+    # Written to, a private copy of the page is made: torch knows no tensors to read only.
+    memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    dtypes = {name: dtype for dtype, name in _NAMES.items()}
+    tensors: dict[str, Any] = {}
+    for name, entry in entries.items():
+        dtype, shape = dtypes[entry["dtype"]], tuple(map(int, entry["shape"]))
+        begin, end = (8 + length + int(offset) for offset in entry["data_offsets"])
+        count = math.prod(shape)
+        is_inside = 8 + length <= begin <= end <= size and min((0, *shape)) == 0
+        if not is_inside or end - begin != count * dtype.itemsize or begin % dtype.itemsize:
+            raise ValueError(f"its part {name!r} does not lie where its header says")
+        flat = torch.empty(0, dtype=dtype)
+        if count:
+            flat = cast("Any", torch).frombuffer(memory, dtype=dtype, count=count, offset=begin)
+        tensors[name] = flat.view(shape)
+    return about, tensors
+
+
+def _read_zip(file: BinaryIO) -> tuple[dict[str, Any], dict[str, Any]]:
+    check_zip(file)
+    file.seek(0)  # which other openings of the path below may share
+    content: Any = cast("Any", torch).load(
+        path_of(file), map_location="cpu", mmap=True, weights_only=True
+    )
+    if not isinstance(content, dict) or "tensors" not in content:
+        return {}, {}
+    about = cast("dict[str, Any]", content)
+    return about, about["tensors"]
+
+
+def check_zip(file: BinaryIO) -> None:
+    """Raise `ValueError` if the content of a zip file may be larger than the file."""
+    size = os.fstat(file.fileno()).st_size
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise ValueError("it is compressed, which torch.save never does")
+    if sum(max(member.file_size, member.compress_size) for member in members) > size:
+        raise ValueError("what it has inside is larger than itself")
+
+
+def path_of(file: BinaryIO) -> str:
+    """A path that leads to an open file, whatever is put in its place meanwhile."""
+    own = f"/dev/fd/{file.fileno()}"
+    # Windows has none, and replaces no file that is open.
+    return own if os.path.exists(own) else file.name
