@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from preamp.core.errors import PreampError, bad_state, worded
-from preamp.core.ranks import has_process_group
+from preamp.core.ranks import answered, has_process_group, meet
 
 if TYPE_CHECKING:
     from preamp.checkpoint.shards import Shard
@@ -45,11 +45,15 @@ def any_rank(flag: bool) -> bool:
     """Whether ``flag`` is set on any rank; each has to ask. One all-reduce of a number."""
     if not has_process_group():
         return flag
-    is_near = "nccl" not in str(dist.get_backend())
-    device = "cpu" if is_near else f"cuda:{torch.cuda.current_device()}"
-    number = torch.tensor(int(flag), device=device)
+    number = torch.tensor(int(flag), device=_device())
     cast("Any", dist).all_reduce(number, dist.ReduceOp.MAX)
     return bool(number.item())
+
+
+def _device() -> str:
+    """That collectives run on."""
+    is_near = "nccl" not in str(dist.get_backend())
+    return "cpu" if is_near else f"cuda:{torch.cuda.current_device()}"
 
 
 @contextmanager
@@ -105,6 +109,7 @@ def gathered(value: Any) -> list[Any]:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     with _answered():
+        meet(dist.group.WORLD, _device())
         cast("Any", dist).all_gather_object(values, value)
     return values
 
@@ -133,20 +138,14 @@ def check_same(path: Path, identity: str) -> None:
             )
 
 
-@contextmanager
-def _answered() -> Generator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # torch's, of a closed connection or the group's timeout
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise worded(
-            PreampError,
-            f"Another rank did not answer while a checkpoint was saved or loaded: {reason[0]}",
-            "All ranks save or load together, each by the same calls; files that were complete "
-            "are as they were",
-            "See why that rank ended, start all again, and load what "
-            "preamp.checkpoint.latest_checkpoint finds",
-        ) from error
+def _answered() -> AbstractContextManager[None]:
+    return answered(
+        "a checkpoint was saved or loaded",
+        "All ranks save or load together, each by the same calls; files that were complete are "
+        "as they were",
+        "See why that rank ended or did something else, start all again, and load what "
+        "preamp.checkpoint.latest_checkpoint finds",
+    )
 
 
 Print = tuple[Any, ...]  # what differs where two tensors differ
