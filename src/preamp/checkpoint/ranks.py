@@ -114,6 +114,15 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
+def from_first(value: T) -> T:
+    """Return the first rank's ``value``, on every rank."""
+    values = [value]
+    if has_process_group():
+        with _answered():
+            dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 def gathered_on_first(value: Any) -> list[Any]:
     """Return ``value`` of every rank on the first one, and nothing on the others."""
     if not has_process_group():
@@ -193,6 +202,11 @@ def _fingerprint(tensor: torch.Tensor, factors: torch.Tensor) -> int:
     return int(total)
 
 
+def is_shared(name: str) -> bool:
+    """Whether a tensor of this name is the same on all ranks, if it is no buffer and whole."""
+    return name.startswith(_SHARED)
+
+
 def differing(prints: Mapping[str, Print], first: Mapping[str, Print]) -> list[str]:
     """Names of the tensors that the first rank does not have, or has others for."""
     return [name for name, known in prints.items() if first.get(name) != known]
@@ -208,9 +222,7 @@ def check_shared(
     """
     for number, names in enumerate(differences):
         shared = [
-            name
-            for name in names
-            if name in pieces or (name.startswith(_SHARED) and name not in buffers)
+            name for name in names if name in pieces or (is_shared(name) and name not in buffers)
         ]
         if shared:
             raise bad_state(
