@@ -225,13 +225,23 @@ class _Findings:
         have different names, pay for it in every save.
         """
         every: list[_Prints] = gathered(prints)
-        whole = [{n: p for n, p in one.items() if not _is_piece(p)} for one in every]
-        differences = [differing(one, whole[0]) for one in whole]
-        pieces = [{n: p for n, p in one.items() if _is_piece(p)} for one in every]
-        _check_whole(every)
-        own = _first_holders(pieces, differences)
+        differences, pieces = compare_details(every)
         check_shared(differences, buffers, frozenset(_pieces(tensors)))
-        return cls(differences[rank()], any(pieces), first.token, first.number, own[rank()])
+        has_pieces = any(_is_piece(print_) for one in every for print_ in one.values())
+        own = differences[rank()]
+        return cls(own, has_pieces, first.token, first.number, pieces[rank()])
+
+
+def compare_details(every: Sequence[_Prints]) -> tuple[list[list[str]], list[list[str]]]:
+    """Return for each rank in what it differs from the first, and the pieces it is first to have.
+
+    Raises `PreampStateError`, on all ranks, unless pieces under each name make up one tensor.
+    """
+    whole = [{n: p for n, p in one.items() if not _is_piece(p)} for one in every]
+    differences = [differing(one, whole[0]) for one in whole]
+    pieces = [{n: p for n, p in one.items() if _is_piece(p)} for one in every]
+    _check_whole(every)
+    return differences, _first_holders(pieces, differences)
 
 
 def _is_piece(print_: Print) -> bool:
