@@ -50,10 +50,15 @@ def any_rank(flag: bool) -> bool:
     return bool(number.item())
 
 
-def _device() -> str:
-    """That collectives run on."""
-    is_near = "nccl" not in str(dist.get_backend())
-    return "cpu" if is_near else f"cuda:{torch.cuda.current_device()}"
+def _device() -> torch.device:
+    """That collectives run on: the accelerator, if the process group has its own back end."""
+    # torch 2.6 raises where it is asked for an accelerator and there is none
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is not None:
+        own = cast("Any", dist).Backend.default_device_backend_map.get(kind.type, "gloo")
+        if own != "gloo" and own in str(dist.get_backend()):
+            return kind
+    return torch.device("cpu")
 
 
 @contextmanager
