@@ -127,11 +127,14 @@ class Summary:
     @classmethod
     def of(cls, tensors: Tensors, prints: _Prints, buffers: frozenset[str], number: int) -> Summary:
         """Sum up ``tensors`` and their ``prints``."""
-        shared = {n: p for n, p in prints.items() if is_shared(n) and n not in buffers}
-        shared = {name: print_ for name, print_ in shared.items() if not _is_piece(print_)}
-        own = _compared(prints, buffers)
+        pieces, own = _pieces(tensors), _compared(prints, buffers)
+        shared: dict[str, Any] = {
+            name: print_
+            for name, print_ in prints.items()
+            if name not in pieces and is_shared(name) and name not in buffers
+        }
         elements = written = copies = 0
-        for name, piece in _pieces(tensors).items():
+        for name, piece in pieces.items():
             print_, factor = prints[name], _hash(name)
             shared[name] = (piece.frame, str(piece.data.dtype))
             elements += factor * math.prod(piece.frame.shape)
@@ -142,7 +145,7 @@ class Summary:
         return cls(
             token=uuid.uuid4().hex,
             number=number,
-            has_pieces=any(map(_is_piece, prints.values())),
+            has_pieces=bool(pieces),
             shared=_digest(sorted(shared.items())),
             own=_digest(sorted(own.items())),
             elements=elements % _MODULUS,
