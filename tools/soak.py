@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Train a tiny model for thousands of steps with everything that can go wrong, and check the end.
 
-    python tools/soak.py --steps 10000 --levels O1,O2,O5
-    python tools/soak.py --steps 500 --levels O2 --ranks 2
+    python tools/soak.py                        # 100,000 steps on one rank, 10,000 on two: hours
+    python tools/soak.py --steps 500 --steps-on-two 0 --levels O2
 
 Two models and two optimizers share three losses: one for each model and one for both. Steps
 accumulate one to three backwards, some are clipped, and some backwards overflow because infinity is
@@ -13,13 +13,15 @@ runs three times at each level:
 - *reloaded*: in one process that saves at random places, also between backward and step, and goes
   on with new objects that load the file;
 - *killed*: in processes that are killed at random moments, while they save as well as while they
-  train, each going on from the newest checkpoint.
+  train, each going on from the newest checkpoint. Of several ranks all are killed or one, and then
+  the others must raise.
 
 All three must end with the same checkpoint, bitwise: weights, optimizer states, loss scales,
 counters, learning rates, random states. Steps applied and skipped, and the loss scales, must be
 what the injected overflows make them, as computed without torch. One of the models computes in
 powers of two only, and must have the weights that float64 arithmetic gives. In the first two runs
-the resident memory and the numbers of live tensors and objects must not grow after a warm-up.
+the resident memory of each rank, and its numbers of live tensors, objects, open files and threads
+must not grow after a warm-up. What passes becomes a row in ``benchmarks/results/soak.jsonl``.
 """
 
 from __future__ import annotations
@@ -28,16 +30,19 @@ import argparse
 import gc
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
 import time
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -46,15 +51,23 @@ from preamp.checkpoint import read_checkpoint
 from soak_checks import check, growth
 from soak_training import Memory, Options, Run, Step, train
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from preamp_bench.records import append, provenance
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "soak.jsonl"
+GROUP_SECONDS = 60  # until a rank gives up on another
+TOLD = 3  # exit status of a rank that has raised because another one is gone
+
 
 class Job:
-    """A process for each rank, a fork of this one, and the lines that the first reports."""
+    """A process for each rank, a fork of this one, and the lines that they report."""
 
     def __init__(self, options: Options, folder: Path, **how: bool) -> None:
         reading, writing = os.pipe()
         meet = Path(tempfile.mkdtemp(dir=folder.parent), "meet")
         sys.stdout.flush()
         self._pids: list[int] = []
+        self._killed: list[int] = []
         for rank in range(options.ranks):
             pid = os.fork()
             if pid == 0:
@@ -64,20 +77,23 @@ class Job:
         os.close(writing)
         self.lines = os.fdopen(reading)
 
-    def kill(self) -> None:
-        """Stop all ranks at once."""
-        for pid in self._pids:
+    def kill(self, draw: random.Random) -> None:
+        """Stop all ranks at once, or one of them."""
+        self._killed = self._pids if draw.random() < 0.5 else [draw.choice(self._pids)]
+        for pid in self._killed:
             os.kill(pid, signal.SIGKILL)
 
     def wait(self) -> None:
         """Wait for all ranks to end.
 
         Raises:
-            SystemExit: One has neither finished nor been killed.
+            SystemExit: One has neither finished nor been killed, nor raised because another was.
         """
+        self.lines.read()  # or they could write no more
         self.lines.close()
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self._pids]
-        if any(code not in (0, -signal.SIGKILL) for code in codes):
+        allowed = {0, -signal.SIGKILL, TOLD} if self._killed else {0}
+        if not allowed.issuperset(codes):
             raise SystemExit(f"processes ended with {codes}")
 
 
@@ -89,28 +105,39 @@ def _be_rank(
     try:
         if options.ranks > 1:
             dist.init_process_group(
-                "gloo", init_method=f"file://{meet}", rank=rank, world_size=options.ranks
+                "gloo",
+                init_method=f"file://{meet}",
+                rank=rank,
+                world_size=options.ranks,
+                timeout=timedelta(seconds=GROUP_SECONDS),
             )
         gc.freeze()  # what is there already is none of the training's
 
         def report(line: str) -> None:
-            if rank == 0:
-                os.write(pipe, f"{line}\n".encode())
+            if rank == 0 or line.startswith("memory"):
+                os.write(pipe, f"{line} {rank}\n".encode())
 
         train(options, folder, report=report, **how)
         status = 0
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        if options.ranks > 1 and re.search("closed by peer|reset by peer|imed out", str(error)):
+            status = TOLD
+        else:
+            traceback.print_exc()
     finally:
         os._exit(status)
 
 
-def run_once(options: Options, folder: Path, **how: bool) -> list[Memory]:
-    """Train in one process, or one for each rank; return the first one's memory."""
+def run_once(options: Options, folder: Path, **how: bool) -> dict[int, list[Memory]]:
+    """Train in one process, or one for each rank; return the memory of each."""
     job = Job(options, folder, **how)
-    lines = [line.split() for line in job.lines]
+    found: dict[int, list[Memory]] = defaultdict(list)
+    for line in job.lines:
+        kind, *numbers, rank = line.split()
+        if kind == "memory":
+            found[int(rank)].append(Memory(*map(int, numbers)))
     job.wait()
-    return [Memory(*map(int, words[1:])) for words in lines if words[0] == "memory"]
+    return found
 
 
 def run_killed(options: Options, folder: Path) -> tuple[int, int]:
@@ -130,9 +157,9 @@ def run_killed(options: Options, folder: Path) -> tuple[int, int]:
                 again += number <= furthest
                 furthest = max(furthest, number)
                 life -= 1
-            if life < 0 and (line == "saving\n" or not at_saving):
+            if life < 0 and (line.startswith("saving") or not at_saving):
                 time.sleep(draw.uniform(0, 0.005))  # into whatever it does then
-                job.kill()
+                job.kill(draw)
                 kills += 1
                 break
         job.wait()
@@ -140,36 +167,53 @@ def run_killed(options: Options, folder: Path) -> tuple[int, int]:
             return kills, again
 
 
-def soak(options: Options, folder: Path) -> str:
-    """Run all three and check them; return what was measured."""
+def soak(options: Options, folder: Path) -> dict[str, Any]:
+    """Run all three and check them; return what was counted and measured."""
     folders = {name: folder / name for name in ("straight", "reloaded", "killed")}
-    begin, took, samples = time.monotonic(), {}, {}
+    begin, took, memory = time.monotonic(), {}, {}
     for name in ("straight", "reloaded"):
         is_saving = name == "reloaded"
-        samples[name] = run_once(options, folders[name], checkpoints=is_saving, reloads=is_saving)
+        found = run_once(options, folders[name], checkpoints=is_saving, reloads=is_saving)
         took[name], begin = time.monotonic() - begin, time.monotonic()
+        memory |= {f"{name}, rank {rank}": samples for rank, samples in sorted(found.items())}
     kills, again = run_killed(options, folders["killed"])
     took["killed"] = time.monotonic() - begin
-    contents = {name: read_checkpoint(path / "final.pt") for name, path in folders.items()}
-    check(options, contents)
-    for name, found in samples.items():
-        if grown := growth(found):
+    check(options, {name: read_checkpoint(path / "final.pt") for name, path in folders.items()})
+    for name, samples in memory.items():
+        if grown := growth(samples):
             raise SystemExit(f"{options.level}, {name}: {grown}")
     steps = [Step.of(options.seed, number) for number in range(options.steps)]
-    saves = sum(bool(step.saves) for step in steps)
-    reloads = sum(bool(step.saves) and step.reloads for step in steps)
     skipped = sum(step.skipped(model) for step in steps for model in (0, 1))
+    return {
+        **asdict(options),
+        "applied": 2 * options.steps - skipped,
+        "skipped": skipped,
+        "saves": sum(bool(step.saves) for step in steps),
+        "reloads": sum(bool(step.saves) and step.reloads for step in steps),
+        "kills": kills,
+        "again": again,
+        "seconds": {name: round(seconds, 1) for name, seconds in took.items()},
+        "memory": {
+            name: [asdict(sample) for sample in (found[len(found) // 4], found[-1])]
+            for name, found in memory.items()
+        },
+    }
+
+
+def told(row: dict[str, Any]) -> str:
+    """Return a row in words."""
     lines = [
-        f"{options.level}: {options.steps} steps, {2 * options.steps - skipped} applied and "
-        f"{skipped} skipped by the two optimizers; {saves} saves, {reloads} reloads; "
-        f"{kills} kills, {again} steps taken again; all ends are equal",
-        "  seconds: " + ", ".join(f"{name} {time:.1f}" for name, time in took.items()),
+        "{level}, ranks: {ranks}, seed {seed}: {steps} steps, {applied} applied and {skipped} "
+        "skipped by the two optimizers; {saves} saves, {reloads} reloads; {kills} kills, {again} "
+        "steps taken again; all ends are equal".format(**row),
+        "  seconds: " + ", ".join(f"{name} {time}" for name, time in row["seconds"].items()),
     ]
-    for name, found in samples.items():
-        for sample in (found[len(found) // 4], found[-1]) if found else ():
+    for name, samples in row["memory"].items():
+        for sample in samples:
             lines.append(
-                f"  {name}, after {sample.step} steps: {sample.rss / 2**20:.1f} MiB resident, "
-                f"{sample.tensors} tensors, {sample.objects} objects"
+                f"  {name}, after {sample['step']} steps: {sample['rss'] / 2**20:.1f} MiB "
+                "resident, {tensors} tensors, {objects} objects, {files} open files, {threads} "
+                "threads".format(**sample)
             )
     return "\n".join(lines)
 
@@ -193,18 +237,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=100_000, help="of one process")
+    parser.add_argument("--steps-on-two", type=int, default=10_000, help="of two ranks; 0 for none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--levels", default="O1,O2,O5", help="opt levels")
-    parser.add_argument("--ranks", type=int, default=1, help="processes that train together")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file that gets the rows")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     load_everything()
+    where = {"benchmark": "soak", "status": "measured", **provenance(torch.device("cpu"))}
     for level in given.levels.split(","):
-        options = Options(level, given.steps, given.seed, given.ranks)
-        with tempfile.TemporaryDirectory() as name:
-            print(soak(options, Path(name)), flush=True)
+        for ranks, steps in ((1, given.steps), (2, given.steps_on_two)):
+            if not steps:
+                continue
+            with tempfile.TemporaryDirectory() as name:
+                row = soak(Options(level, steps, given.seed, ranks), Path(name))
+            print(told(row), flush=True)
+            append(given.results, [{**row, **where}])
     return 0
 
 

@@ -84,7 +84,8 @@ def growth(samples: list[Memory]) -> str | None:
     if len(flat) < 9:
         return None
     third = len(flat) // 3
-    for what, slack in (("rss", RSS_SLACK), ("tensors", 0), ("objects", OBJECT_SLACK)):
+    slacks = {"rss": RSS_SLACK, "tensors": 0, "objects": OBJECT_SLACK, "files": 0, "threads": 0}
+    for what, slack in slacks.items():
         early, late = (
             sorted(getattr(sample, what) for sample in part)[third // 2]
             for part in (flat[:third], flat[-third:])

@@ -7,7 +7,7 @@ import gc
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,8 @@ class Memory:
     rss: int
     tensors: int
     objects: int
+    files: int
+    threads: int
 
     @classmethod
     def now(cls, step: int, run: Run) -> Memory:
@@ -201,7 +203,9 @@ class Memory:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         tensors = sum(issubclass(type(one), torch.Tensor) for one in found)
         kept = RECORD_OBJECTS * len(run.engine.history.of(OverflowRecord))
-        return cls(step, pages * os.sysconf("SC_PAGE_SIZE"), tensors, len(found) - kept)
+        files, threads = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task"))
+        rss = pages * os.sysconf("SC_PAGE_SIZE")
+        return cls(step, rss, tensors, len(found) - kept, files, threads)
 
 
 def train(
@@ -236,7 +240,7 @@ def train(
             gc.freeze()  # what is there now is not counted, nor walked again and again
         if number % every == every - 1 and Path("/proc/self/statm").exists():
             now = Memory.now(number + 1, run)
-            report(f"memory {now.step} {now.rss} {now.tensors} {now.objects}")
+            report(f"memory {' '.join(map(str, astuple(now)))}")
     run.save(folder / "final.pt", None)
 
 

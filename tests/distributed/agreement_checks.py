@@ -101,6 +101,24 @@ def check_counts_towards_a_higher_scale() -> None:
         engine.close()
 
 
+def check_states_that_are_loaded_later() -> None:
+    for wrap in (TORCH, DistributedDataParallel):
+        model = Named(a=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        engine, wrapped = preamp.engine_of(optimizer), wrap(model)
+        wrapped(torch.ones(1, 2)).backward()
+        optimizer.zero_grad()
+        scale = by_rank(8.0, 4.0)
+        engine.load_state_dict({"loss_scaler0": {"loss_scale": scale, "unskipped": 0}})
+
+        def step(wrapped: nn.Module = wrapped) -> None:
+            wrapped(torch.ones(1, 2))
+
+        _refused("the loss scale of loss 0 is 8.0 on rank 0 and 4.0 on rank 1", step)
+        engine.close()
+
+
 def check_parameters() -> None:
     for wrap in (TORCH, DistributedDataParallel):
         model = by_rank(Named(a=2, b=2), Named(a=2, c=2))

@@ -132,6 +132,23 @@ def check_ranks_that_differ() -> None:
     Differing().first_forward(evaluates_first=True)
 
 
+def check_engines_that_load_different_states() -> None:
+    """After the first step the next forward compares again; each rank would unscale by its own."""
+    run = Run("O2", sgd, loss_scale="dynamic")
+    run.engine.scaler(0).set_scale(16.0)
+    run.step()
+    state, before = run.engine.state_dict(), run.weights()
+    other = {"loss_scale": 4.0 * (1 + dist.get_rank()), "unskipped": 0}
+    preamp.load_state_dict(run.engine, {"loss_scaler0": other})
+    text = "the loss scale of loss 0 is 4.0 on rank 0 and 8.0 on rank 1"
+    with pytest.raises(preamp.PreampStateError, match=re.escape(text)):
+        run.step()
+    assert same(run.weights(), before)
+    preamp.load_state_dict(run.engine, state)
+    run.step()
+    run.engine.close()
+
+
 @dataclass
 class Differing:
     """What each of two ranks trains."""

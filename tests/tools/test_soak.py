@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from preamp.checkpoint import read_checkpoint
+from preamp_bench import records
 from soak_checks import check, growth
 from soak_training import SIZE, Memory, Options, train
 
@@ -23,23 +23,27 @@ MIB = 1 << 20
 
 
 @pytest.mark.full
-def test_a_short_soak_passes() -> None:
-    levels = ("O1", "O2")
+def test_a_short_soak_passes(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools/soak.py"), "--steps", "40", "--seed", "8"]
     done = subprocess.run(
-        [*command, "--levels", ",".join(levels)], capture_output=True, text=True, check=False
+        [*command, "--steps-on-two", "30", "--levels", "O2", "--results", tmp_path / "rows"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = re.findall(
-        r"(O\d): 40 steps, (\d+) applied and (\d+) skipped .* (\d+) saves, (\d+) reloads; "
-        r"(\d+) kills, .* all ends are equal",
-        done.stdout,
-    )
-    assert tuple(level for level, *_ in found) == levels
-    for _, *numbers in found:
-        applied, skipped, saves, reloads, kills = map(int, numbers)
-        assert applied + skipped == 80
-        assert min(skipped, saves, reloads, kills) > 0
+    rows = records.read(tmp_path / "rows")
+    assert [(row["level"], row["ranks"], row["steps"]) for row in rows] == [
+        ("O2", 1, 40),
+        ("O2", 2, 30),
+    ]
+    for row in rows:
+        assert row["applied"] + row["skipped"] == 2 * row["steps"]
+        assert min(row[what] for what in ("skipped", "saves", "reloads", "kills")) > 0
+        assert len(row["memory"]) == 2 * row["ranks"]
+        told = f"O2, ranks: {row['ranks']}, seed 8: {row['steps']} steps, {row['applied']} applied"
+        assert told in done.stdout
+    assert done.stdout.count("all ends are equal") == 2
 
 
 def content(tmp_path: Path) -> dict[str, Any]:
@@ -68,10 +72,11 @@ def test_another_end_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "per_sample"), [("rss", MIB // 2), ("tensors", 1), ("objects", 100), (None, 0)]
+    ("what", "per_sample"),
+    [("rss", MIB // 2), ("tensors", 1), ("objects", 100), ("files", 1), ("threads", 1), (None, 0)],
 )
 def test_growth_is_noticed(what: str | None, per_sample: int) -> None:
-    flat = {"rss": 300 * MIB, "tensors": 50, "objects": 9000}
+    flat = {"rss": 300 * MIB, "tensors": 50, "objects": 9000, "files": 7, "threads": 1}
     samples = [
         Memory(
             step=2000 + 100 * number,

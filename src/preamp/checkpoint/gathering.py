@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import uuid
 from collections.abc import Callable, Sequence
@@ -20,7 +21,10 @@ from preamp.checkpoint.ranks import (
     differing,
     exchanged,
     fingerprints,
+    from_first,
+    gathered,
     gathered_on_first,
+    is_shared,
     rank,
     world_size,
 )
@@ -30,7 +34,7 @@ from preamp.core.errors import PreampStateError, bad_state
 from preamp.core.files import naming
 
 Encoded = tuple[Any, Tensors]
-_Told = tuple[dict[str, Print], str, int]  # with a token, and the number of the next save
+_Prints = dict[str, Print]
 
 
 def gather(
@@ -40,8 +44,9 @@ def gather(
 
     Where nothing is sharded that is everything on the first rank and nothing on the others, which
     only send what they have of their own: gradients that were not reduced, buffers, random states.
-    Everything else they compare with the first rank, by fingerprints. Where something is sharded
-    every rank writes a file with its pieces and what it has of its own.
+    Where something is sharded every rank writes a file with its pieces and what it has of its own.
+    What ranks tell each other has one size, however many tensors there are; names and fingerprints
+    of single tensors are exchanged only where something is not as it usually is.
 
     ``make`` returns the content of this rank; where it fails on one rank, all raise. ``buffers``
     are the names of tensors that are buffers of models. What is returned synchronises, may fail on
@@ -52,38 +57,44 @@ def gather(
     """
     tree: Any = None
     tensors: Tensors = {}
-    plain: dict[str, torch.Tensor] = {}
+    prints: _Prints = {}
 
-    def tell() -> _Told | None:
-        nonlocal tree, tensors, plain
+    def tell() -> Summary | None:
+        nonlocal tree, tensors, prints
         tree, tensors = make()
-        plain = {name: kept for name, kept in tensors.items() if isinstance(kept, torch.Tensor)}
-        if world_size() == 1 and len(plain) == len(tensors):
+        has_pieces = any(not isinstance(kept, torch.Tensor) for kept in tensors.values())
+        if world_size() == 1 and not has_pieces:
             return None
         number = next_number(path) if rank() == 0 else 0
-        if rank() == 0 and len(plain) < len(tensors):
+        if rank() == 0 and has_pieces:
             with naming(path):
                 path.mkdir(parents=True, exist_ok=True)
-        return fingerprints(tensors), uuid.uuid4().hex, number
+        prints = fingerprints(tensors)
+        return Summary.of(tensors, prints, buffers, number)
 
     try:
-        told = [one for one in exchanged(tell) if one is not None]  # the one exchange
+        told = [one for one in exchanged(tell) if one is not None]
         if not told:
-            return lambda copy: Draft([tree], _stored(plain, copy=copy))
-        found = _Ranks.of(told)
-        check_shared(found.differences, buffers, frozenset(tensors.keys() - plain.keys()))
+            return lambda copy: Draft([tree], _stored(_plain(tensors), copy=copy))
+        found = _Findings.of(told, tensors, prints, buffers)
     except BaseException:
         with contextlib.suppress(OSError):  # it is not empty, or not there
-            if rank() == 0 and len(plain) < len(tensors):
+            if rank() == 0 and len(_plain(tensors)) < len(tensors):
                 path.rmdir()
         raise
-    return lambda copy: _collected(tree, tensors, plain, found, copy=copy)
+    return lambda copy: _collected(tree, tensors, found, copy=copy)
 
 
-def _collected(
-    tree: Any, tensors: Tensors, plain: dict[str, torch.Tensor], found: _Ranks, *, copy: bool
-) -> Draft | None:
-    mine = found.differences[rank()]
+def _plain(tensors: Tensors) -> dict[str, torch.Tensor]:
+    return {name: kept for name, kept in tensors.items() if isinstance(kept, torch.Tensor)}
+
+
+def _pieces(tensors: Tensors) -> dict[str, Shard]:
+    return {name: kept for name, kept in tensors.items() if not isinstance(kept, torch.Tensor)}
+
+
+def _collected(tree: Any, tensors: Tensors, found: _Findings, *, copy: bool) -> Draft | None:
+    plain, mine = _plain(tensors), found.own
     if found.has_pieces:
         kept = plain if rank() == 0 else {name: plain[name] for name in mine}
         return _one_of_several(_renamed(tree, set(mine), rank()), kept, tensors, found, copy=copy)
@@ -97,27 +108,144 @@ def _collected(
     return Draft([tree, *(other for other, _ in others[1:])], stored)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ranks:
-    """What the ranks know of each other's tensors."""
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a rank tells the others of its tensors: a few numbers, however many tensors there are.
 
-    # For each rank, the names of tensors in which it differs from the first one.
-    differences: list[list[str]]
-    has_pieces: bool  # whether any has pieces of tensors
+    Numbers are modulo 2⁶⁴. Elements count by a factor for each name, so that what one tensor lacks
+    another cannot make up for.
+    """
+
+    token: str  # drawn by each rank; the first one's counts
+    number: int  # of the save into the folder, as the first rank knows it
+    has_pieces: bool  # whether any tensor is in pieces
+    shared: bytes  # digest of what is the same on all ranks: whole tensors, and forms of the cut
+    own: bytes  # digest of what may differ and often does not: gradients and buffers
+    elements: int  # of all tensors that are in pieces
+    written: int  # of the pieces that this rank is the first to have
+    copies: int  # adds up to 0 over the ranks if all copies of each piece are equal
+
+    @classmethod
+    def of(cls, tensors: Tensors, prints: _Prints, buffers: frozenset[str], number: int) -> Summary:
+        """Sum up ``tensors`` and their ``prints``."""
+        pieces, own = _pieces(tensors), _compared(prints, buffers)
+        shared: dict[str, Any] = {
+            name: print_
+            for name, print_ in prints.items()
+            if name not in pieces and is_shared(name) and name not in buffers
+        }
+        elements = written = copies = 0
+        for name, piece in pieces.items():
+            print_, factor = prints[name], _hash(name)
+            shared[name] = (piece.frame, str(piece.data.dtype))
+            elements += factor * math.prod(piece.frame.shape)
+            if piece.box.numel and piece.is_first:
+                written += factor * piece.box.numel
+            if piece.box.numel and piece.copies > 1:
+                copies += _hash((name, print_)) * (piece.copies * piece.is_first - 1)
+        return cls(
+            token=uuid.uuid4().hex,
+            number=number,
+            has_pieces=bool(pieces),
+            shared=_digest(sorted(shared.items())),
+            own=_digest(sorted(own.items())),
+            elements=elements % _MODULUS,
+            written=written % _MODULUS,
+            copies=copies % _MODULUS,
+        )
+
+
+_MODULUS = 1 << 64
+
+
+def are_as_usual(told: Sequence[Summary]) -> bool:
+    """Whether all ranks have the same tensors, all pieces are there, and their copies equal."""
+    return (
+        len({one.shared for one in told}) == 1
+        and sum(one.written for one in told) % _MODULUS == told[0].elements
+        and sum(one.copies for one in told) % _MODULUS == 0
+    )
+
+
+def _digest(thing: object) -> bytes:
+    return hashlib.sha256(repr(thing).encode()).digest()
+
+
+def _hash(thing: object) -> int:
+    """An odd number."""
+    return int.from_bytes(_digest(thing)[:8], "little") | 1
+
+
+def _is_random_state(name: str) -> bool:
+    return name.startswith("rng/")
+
+
+def _compared(prints: _Prints, buffers: frozenset[str]) -> _Prints:
+    """Of whole tensors that ranks may have each for themselves, those that may be equal as well.
+
+    Random states hardly ever are.
+    """
+    return {
+        name: print_
+        for name, print_ in prints.items()
+        if not (_is_piece(print_) or _is_random_state(name))
+        and (name in buffers or not is_shared(name))
+    }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Findings:
+    """What this rank writes, as far as it depends on the other ranks."""
+
+    own: list[str]  # names of whole tensors that the first rank lacks, or has others for
+    has_pieces: bool  # whether any rank has pieces of tensors
     token: str  # that the first rank drew
     number: int  # of the save into the folder
     pieces: list[str]  # names of those that this rank is the first to have
 
     @classmethod
-    def of(cls, told: Sequence[_Told]) -> _Ranks:
-        """Compare what all ranks have told; `PreampStateError` if pieces make up no tensor."""
-        prints = [one for one, _, _ in told]
-        whole = [{n: p for n, p in one.items() if not _is_piece(p)} for one in prints]
-        differences = [differing(one, whole[0]) for one in whole]
-        pieces = [{n: p for n, p in one.items() if _is_piece(p)} for one in prints]
-        _check_whole(prints)
-        own = _first_holders(pieces, differences)
-        return cls(differences, any(pieces), told[0][1], told[0][2], own[rank()])
+    def of(
+        cls, told: Sequence[Summary], tensors: Tensors, prints: _Prints, buffers: frozenset[str]
+    ) -> _Findings:
+        """Compare what all ranks have told; `PreampStateError` if they do not fit together."""
+        first = told[0]
+        if not are_as_usual(told):
+            return cls.of_details(first, tensors, prints, buffers)
+        pieces = [n for n, piece in _pieces(tensors).items() if piece.is_first and piece.box.numel]
+        own = [name for name in prints if _is_random_state(name)]
+        if any(one.own != first.own for one in told):
+            compared = _compared(prints, buffers)
+            own += differing(compared, from_first(compared))
+        own = own if rank() else []
+        return cls(own, first.has_pieces, first.token, first.number, pieces)
+
+    @classmethod
+    def of_details(
+        cls, first: Summary, tensors: Tensors, prints: _Prints, buffers: frozenset[str]
+    ) -> _Findings:
+        """Exchange fingerprints of all tensors, to name what differs or to see what fits after all.
+
+        That is some hundred bytes for each tensor of each rank: stages of a pipeline, whose tensors
+        have different names, pay for it in every save.
+        """
+        every: list[_Prints] = gathered(prints)
+        differences, pieces = compare_details(every)
+        check_shared(differences, buffers, frozenset(_pieces(tensors)))
+        has_pieces = any(_is_piece(print_) for one in every for print_ in one.values())
+        own = differences[rank()]
+        return cls(own, has_pieces, first.token, first.number, pieces[rank()])
+
+
+def compare_details(every: Sequence[_Prints]) -> tuple[list[list[str]], list[list[str]]]:
+    """Return for each rank in what it differs from the first, and the pieces it is first to have.
+
+    Raises `PreampStateError`, on all ranks, unless pieces under each name make up one tensor.
+    """
+    whole = [{n: p for n, p in one.items() if not _is_piece(p)} for one in every]
+    differences = [differing(one, whole[0]) for one in whole]
+    pieces = [{n: p for n, p in one.items() if _is_piece(p)} for one in every]
+    _check_whole(every)
+    return differences, _first_holders(pieces, differences)
 
 
 def _is_piece(print_: Print) -> bool:
@@ -171,7 +299,7 @@ def _not_one_tensor(name: str, reason: str) -> PreampStateError:
 
 
 def _one_of_several(
-    tree: Any, plain: dict[str, torch.Tensor], tensors: Tensors, found: _Ranks, *, copy: bool
+    tree: Any, plain: dict[str, torch.Tensor], tensors: Tensors, found: _Findings, *, copy: bool
 ) -> Draft:
     number, ranks = rank(), world_size()
     pieces = {name: cast("Shard", tensors[name]) for name in found.pieces}

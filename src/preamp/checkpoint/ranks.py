@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from preamp.core.errors import PreampError, bad_state, worded
-from preamp.core.ranks import has_process_group
+from preamp.core.ranks import answered, has_process_group, meet
 
 if TYPE_CHECKING:
     from preamp.checkpoint.shards import Shard
@@ -45,11 +45,20 @@ def any_rank(flag: bool) -> bool:
     """Whether ``flag`` is set on any rank; each has to ask. One all-reduce of a number."""
     if not has_process_group():
         return flag
-    is_near = "nccl" not in str(dist.get_backend())
-    device = "cpu" if is_near else f"cuda:{torch.cuda.current_device()}"
-    number = torch.tensor(int(flag), device=device)
+    number = torch.tensor(int(flag), device=_device())
     cast("Any", dist).all_reduce(number, dist.ReduceOp.MAX)
     return bool(number.item())
+
+
+def _device() -> torch.device:
+    """That collectives run on: the accelerator, if the process group has its own back end."""
+    # torch 2.6 raises where it is asked for an accelerator and there is none
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is not None:
+        own = cast("Any", dist).Backend.default_device_backend_map.get(kind.type, "gloo")
+        if own != "gloo" and own in str(dist.get_backend()):
+            return kind
+    return torch.device("cpu")
 
 
 @contextmanager
@@ -105,8 +114,18 @@ def gathered(value: Any) -> list[Any]:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     with _answered():
+        meet(dist.group.WORLD, _device())
         cast("Any", dist).all_gather_object(values, value)
     return values
+
+
+def from_first(value: T) -> T:
+    """Return the first rank's ``value``, on every rank."""
+    values = [value]
+    if has_process_group():
+        with _answered():
+            dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def gathered_on_first(value: Any) -> list[Any]:
@@ -133,20 +152,14 @@ def check_same(path: Path, identity: str) -> None:
             )
 
 
-@contextmanager
-def _answered() -> Generator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # torch's, of a closed connection or the group's timeout
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise worded(
-            PreampError,
-            f"Another rank did not answer while a checkpoint was saved or loaded: {reason[0]}",
-            "All ranks save or load together, each by the same calls; files that were complete "
-            "are as they were",
-            "See why that rank ended, start all again, and load what "
-            "preamp.checkpoint.latest_checkpoint finds",
-        ) from error
+def _answered() -> AbstractContextManager[None]:
+    return answered(
+        "a checkpoint was saved or loaded",
+        "All ranks save or load together, each by the same calls; files that were complete are "
+        "as they were",
+        "See why that rank ended or did something else, start all again, and load what "
+        "preamp.checkpoint.latest_checkpoint finds",
+    )
 
 
 Print = tuple[Any, ...]  # what differs where two tensors differ
@@ -194,6 +207,11 @@ def _fingerprint(tensor: torch.Tensor, factors: torch.Tensor) -> int:
     return int(total)
 
 
+def is_shared(name: str) -> bool:
+    """Whether a tensor of this name is the same on all ranks, if it is no buffer and whole."""
+    return name.startswith(_SHARED)
+
+
 def differing(prints: Mapping[str, Print], first: Mapping[str, Print]) -> list[str]:
     """Names of the tensors that the first rank does not have, or has others for."""
     return [name for name, known in prints.items() if first.get(name) != known]
@@ -209,9 +227,7 @@ def check_shared(
     """
     for number, names in enumerate(differences):
         shared = [
-            name
-            for name in names
-            if name in pieces or (name.startswith(_SHARED) and name not in buffers)
+            name for name in names if name in pieces or (is_shared(name) and name not in buffers)
         ]
         if shared:
             raise bad_state(

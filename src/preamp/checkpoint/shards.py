@@ -19,7 +19,7 @@ import torch
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import bad_state
 from preamp.core.tensors import local_of
-from preamp.kernels.shards import box_of, is_evenly_cut, is_on_every_rank_once
+from preamp.kernels.shards import box_of, copies_of, is_evenly_cut, is_on_every_rank_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,8 @@ class Shard:
     frame: Frame  # of the whole tensor
     box: Box  # which elements they are
     is_alone: bool  # whether no other rank has elements of the box
+    copies: int = 1  # how many ranks have this piece, as far as the tensor tells
+    is_first: bool = True  # whether this one is the first of them
 
 
 def shard_of(tensor: torch.Tensor, place: str, ranks: int) -> Shard:
@@ -123,7 +125,7 @@ def shard_of(tensor: torch.Tensor, place: str, ranks: int) -> Shard:
     box = Box(offsets, sizes) if len(offsets) == len(sizes) == tensor.dim() else None
     if box is None or box.numel == 0:  # in forms that differ between versions of torch
         box = Box((0,) * tensor.dim(), (0,) * tensor.dim())
-    return Shard(local, frame, box, is_on_every_rank_once(tensor, ranks))
+    return Shard(local, frame, box, is_on_every_rank_once(tensor, ranks), *copies_of(tensor))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

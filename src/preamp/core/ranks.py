@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from preamp.core.errors import PreampError, worded
 
 _collectives: Any = dist  # no complete types
 
@@ -26,9 +29,33 @@ def is_first_rank() -> bool:
     return not has_process_group() or dist.get_rank() == 0
 
 
+def meet(group: Any, device: torch.device | str) -> None:
+    """Wait until all ranks of ``group`` call this; by a reduction to one rank, which no step has.
+
+    A rank that saves, loads or compares alone therefore waits for the timeout, and raises. An
+    all-gather would meet the one by which the others gather weights under ``fully_shard``: gloo
+    ends a process that is sent more than it expects, and other back ends do not look.
+    """
+    _collectives.reduce(
+        torch.zeros(1, device=device), _collectives.get_global_rank(group, 0), group=group
+    )
+
+
+@contextmanager
+def answered(during: str, allowed: str, do: str) -> Generator[None]:
+    """Turn torch's error, of a closed connection or the group's timeout, into a `PreampError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        got = f"Another rank did not answer while {during}: {reason[0]}"
+        raise worded(PreampError, got, allowed, do) from error
+
+
 def gather_tensors(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
     """Return every rank's ``tensor``, alike in shape and dtype; all of ``group`` call this."""
     found = [torch.empty_like(tensor) for _ in range(group.size())]
+    meet(group, tensor.device)
     _collectives.all_gather(found, tensor, group=group)
     return found
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import PreampStateError, bad_state
-from preamp.core.ranks import broadcast_from_first, gather_objects, gather_tensors
+from preamp.core.ranks import answered, broadcast_from_first, gather_objects, gather_tensors
 from preamp.core.splits import Group, Groups, meshes_of
 from preamp.engine.params import twin_of
 from preamp.kernels import fsdp
@@ -98,9 +98,15 @@ def _vector(numbers: Sequence[int], module: nn.Module) -> torch.Tensor:
 def _gather(own: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
     """Return ``own`` of all ranks that the groups, one for each dimension, lead to; on the CPU."""
     found = own[None]
-    for group in reversed(groups):
-        found = torch.cat(gather_tensors(found, group))
-    return [*found.cpu()]
+    with answered(
+        "the ranks were compared",
+        "All ranks run the first forward in training, and the first one after a state was loaded "
+        "into an engine, together",
+        "See why that rank ended or did something else; load on all ranks or on none",
+    ):
+        for group in reversed(groups):
+            found = torch.cat(gather_tensors(found, group))
+        return [*found.cpu()]
 
 
 def _gather_facts(facts: Facts, groups: Groups) -> list[Facts]:

@@ -169,6 +169,7 @@ class Engine(EngineCore):
             self.ledger.settle(wait=True, gives_up=False)  # else they count on top later
             if load_scalers(self, state):
                 self.recorder.resumed()
+        self.reductions.compare_again()
         for session in self.sessions.values():
             session.compare_weights()
 

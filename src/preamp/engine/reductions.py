@@ -64,7 +64,8 @@ class Reductions:
         self._agreed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Wrappers that ran in evaluation mode, whose ranks were not compared yet
         self.unasked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        # Called once for each wrapper and each sharded model, on all of its ranks
+        # Called for each wrapper and each sharded model, on all of its ranks, once and again
+        # after `compare_again`
         self.comparison: Comparison | None = None
 
     def note(self, model: nn.Module) -> None:
@@ -104,6 +105,10 @@ class Reductions:
                 self.unasked.discard(wrapper)
                 if wrapper not in self._agreed:
                     self._compare(wrapper)
+
+    def compare_again(self) -> None:
+        """Something was loaded that all ranks have in common: let the next forward compare it."""
+        self._agreed.clear()
 
     def _compare(self, wrapper: DistributedDataParallel) -> None:
         if self.comparison is not None and not is_joining(wrapper):

@@ -90,6 +90,15 @@ def is_evenly_cut(tensor: torch.Tensor) -> bool:
     return is_usual or all(tensor.shape[dim] % parts == 0 for dim, parts in cuts.items())
 
 
+def copies_of(tensor: torch.Tensor) -> tuple[int, bool]:
+    """How many ranks of its mesh have this part of a sharded tensor; whether this is the first."""
+    sharded = cast("Any", tensor)
+    mesh, place = sharded.device_mesh, sharded.device_mesh.get_coordinate()
+    dims = [dim for dim, placement in enumerate(sharded.placements) if placement.is_replicate()]
+    is_first = place is not None and not any(place[dim] for dim in dims)
+    return math.prod(map(mesh.size, dims)), is_first
+
+
 def is_on_every_rank_once(tensor: torch.Tensor, ranks: int) -> bool:
     """Whether each of ``ranks`` has a part of a sharded tensor that no other one has."""
     sharded = cast("Any", tensor)
