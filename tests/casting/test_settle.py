@@ -3,19 +3,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import nn
 
 from casting.probe import BF16, CPU, F16, F32, Probe, product
-from preamp.casting import functions
+from preamp.casting import functions, thread_casts
 from preamp.casting.autocast_state import AutocastState, nesting
 from preamp.casting.regions import attach_cast_region, attach_plain_region
-from preamp.casting.thread_casts import CASTS, disable_casts, push_thread_casts, settle_thread
+from preamp.casting.thread_casts import (
+    CASTS,
+    disable_casts,
+    push_thread_casts,
+    settle_thread,
+    thread_has_casts,
+)
 
 pytestmark = pytest.mark.usefixtures("function_casts")
 
@@ -79,19 +88,51 @@ ENTRANCES = [
 # --- casts removed where the state cannot be set ---
 
 
-@pytest.mark.parametrize("enter", ENTRANCES)
-def test_casts_removed_by_another_thread_end_at_the_next_entrance(
-    enter: Callable[[], None],
-) -> None:
+def test_casts_of_the_main_thread_removed_by_another_end_at_once() -> None:
     before = _state()
     handle = push_thread_casts(CPU, BF16)
 
     _on_another_thread(handle.remove)
-    waiting = product()
-    enter()
 
-    assert waiting is BF16
+    assert product() is F32
     assert _state() == before
+
+
+def test_main_thread_is_not_interrupted_in_a_change_of_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = _state()
+    handle = push_thread_casts(CPU, BF16)
+    original: Callable[..., None] = torch.set_autocast_enabled
+
+    def remove_first(*args: object) -> None:
+        _on_another_thread(handle.remove)
+        original(*args)
+
+    # torch has read the state that its block will put back, and not yet set its own.
+    monkeypatch.setattr(torch, "set_autocast_enabled", remove_first)
+    with torch.autocast("cpu", dtype=F16):
+        monkeypatch.undo()
+    settle_thread()
+
+    assert _state() == before
+
+
+@pytest.mark.parametrize("enter", ENTRANCES)
+def test_casts_of_another_thread_end_at_its_next_entrance(enter: Callable[[], None]) -> None:
+    seen: list[object] = []
+
+    def run() -> None:
+        before = _state()
+        handle = push_thread_casts(CPU, BF16)
+        _on_another_thread(handle.remove)
+        seen.append(product())
+        enter()
+        seen.append(_state() == before)
+
+    _on_another_thread(run)
+
+    assert seen == [BF16, True]
 
 
 @pytest.mark.parametrize("enter", ENTRANCES)
@@ -239,7 +280,7 @@ def test_collection_while_torch_opens_a_block(monkeypatch: pytest.MonkeyPatch) -
     dropped = _Cycle()
     weakref.finalize(dropped, push_thread_casts(CPU, BF16).remove)
     del dropped
-    original = torch.set_autocast_enabled
+    original: Callable[..., None] = torch.set_autocast_enabled
 
     def collect_first(*args: object) -> None:
         gc.collect()
@@ -261,20 +302,50 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("enter", ENTRANCES)
-@pytest.mark.parametrize("thread_wide", [True, False])
-def test_interrupted_forward_is_closed_at_the_next_entrance(
-    enter: Callable[[], None], thread_wide: bool
-) -> None:
-    handles = [push_thread_casts(CPU, BF16)] if thread_wide else []
-    before = _state()
+def _interrupted_forwards() -> None:
     inner = Probe(_interrupt)
     outer = Probe(lambda: inner(torch.ones(2, 4)))
     for model in (outer, inner):
         attach_cast_region(model, CPU, BF16)
-
     with pytest.raises(KeyboardInterrupt):
         outer(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("thread_wide", [True, False])
+def test_interrupted_forward_is_closed_at_once(thread_wide: bool) -> None:
+    handles = [push_thread_casts(CPU, BF16)] if thread_wide else []
+    before = _state()
+
+    _interrupted_forwards()
+
+    assert _state() == before
+    for handle in handles:
+        handle.remove()
+
+
+def test_torch_catches_interrupts_during_forwards_only() -> None:
+    names = vars(nn.modules.module)
+    seen: list[object] = []
+    model = Probe(lambda: seen.append(names["Exception"]))
+    attach_cast_region(model, CPU, BF16)
+
+    model(torch.ones(2, 4))
+    _interrupted_forwards()
+
+    assert seen == [BaseException]
+    assert "Exception" not in names
+
+
+@pytest.mark.parametrize("enter", ENTRANCES)
+@pytest.mark.parametrize("thread_wide", [True, False])
+def test_forward_interrupted_at_a_hook_is_closed_at_the_next_entrance(
+    enter: Callable[[], None], thread_wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = [push_thread_casts(CPU, BF16)] if thread_wide else []
+    before = _state()
+    monkeypatch.setattr(thread_casts, "call_hooks_after_interrupts", lambda is_on: None)
+
+    _interrupted_forwards()
     assert _state() != before
     enter()
 
@@ -292,3 +363,34 @@ def test_forwards_that_run_are_not_closed() -> None:
 
     assert seen == [BF16]
     assert functions.FUNCTION_CASTS.is_installed
+
+
+# --- forked processes ---
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # newer Pythons, with threads
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize("where", ["outside", "forward", "disabled"])
+def test_forked_process_has_no_casts(where: str) -> None:
+    before = _state()
+    handle = push_thread_casts(CPU, BF16)
+    ends: list[int] = []
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            os._exit(not (_state() == before and not CASTS.brackets and not thread_has_casts()))
+        ends.append(os.waitpid(child, 0)[1])
+
+    if where == "forward":
+        model = Probe(fork)
+        attach_cast_region(model, CPU, F16)
+        model(torch.ones(2, 4))
+    else:
+        with disable_casts() if where == "disabled" else contextlib.nullcontext():
+            fork()
+    after = product()
+    handle.remove()
+
+    assert ends == [0]
+    assert after is BF16

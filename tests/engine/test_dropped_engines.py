@@ -7,7 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -158,22 +158,44 @@ def test_a_block_of_the_users_own_keeps_its_casts() -> None:
     assert _casts() == casts
 
 
-@pytest.mark.parametrize("entrance", ENTRANCES)
-def test_collected_by_another_thread(entrance: Callable[[], Enter]) -> None:
-    enter = entrance()
-    attributes, casts = _attributes(), _casts()
+def _on_another_thread(run: Callable[[], object]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def _collected_by_another_thread() -> None:
     gc.disable()
     try:
         _train_and_drop("O1", preamp)
-        thread = threading.Thread(target=gc.collect)
-        thread.start()
-        thread.join()
+        _on_another_thread(gc.collect)
     finally:
         gc.enable()
+
+
+def test_collected_by_another_thread_than_the_main_one() -> None:
+    attributes, casts = _attributes(), _casts()
+    _collected_by_another_thread()
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
     assert _attributes() == attributes
-    enter()
-    gc.collect()
     assert _casts() == casts
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_collected_by_another_thread_than_its_own(entrance: Callable[[], Enter]) -> None:
+    seen: list[bool] = []
+
+    def run() -> None:
+        enter = entrance()
+        attributes, casts = _attributes(), _casts()
+        _collected_by_another_thread()
+        seen.append(_attributes() == attributes)
+        enter()
+        gc.collect()
+        seen.append(_casts() == casts)
+
+    _on_another_thread(run)
+    assert seen == [True, True]
 
 
 # -- interrupted --------------------------------------------------------------------------------
@@ -191,24 +213,58 @@ class _Interrupted(nn.Module):
 
 @pytest.mark.parametrize("scope", ["thread", "model"])
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_close_after_an_interrupted_forward(level: str, scope: Any) -> None:
-    casts = _casts()
+def test_interrupted_forward(level: str, scope: Any) -> None:
+    before = _casts()
     model, _ = preamp.initialize(_Interrupted(), [], opt_level=level, scope=scope, verbosity=0)
+    casts = _casts()
     with pytest.raises(KeyboardInterrupt):
         model(torch.ones(1, 4))
-    assert _nesting() == 1
-    preamp.engine_of(model).close()
     assert _casts() == casts
     assert _nesting() == 0
+    preamp.engine_of(model).close()
+    assert _casts() == before
 
 
-@pytest.mark.parametrize("entrance", ENTRANCES)
-def test_other_engines_go_on_after_an_interrupted_forward(entrance: Callable[[], Enter]) -> None:
-    enter = entrance()
-    casts = _casts()
-    model, _ = preamp.initialize(_Interrupted(), [], opt_level="O1", scope="model", verbosity=0)
-    with pytest.raises(KeyboardInterrupt):
-        model(torch.ones(1, 4))
-    enter()
-    gc.collect()
-    assert _casts() == casts
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
+def test_casts_of_the_model_end_with_the_exception(
+    level: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preamp.initialize(model, optimizer, opt_level=level, scope="model", verbosity=0)
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(model, "forward", fail)
+    try:
+        with preamp.scale_loss(torch.ones(()), optimizer):
+            model(torch.ones(1, 4))
+    except error:  # where the exception still holds its frames
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+
+
+# -- forked -------------------------------------------------------------------------------------
+
+
+class _Dtypes:
+    """A data set that says what a product of float32 tensors is."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> str:
+        return str(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # newer Pythons, with threads
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_forked_worker_starts_without_casts(level: str) -> None:
+    model, _ = _engine(opt_level=level)
+    loader: Any = torch.utils.data.DataLoader(
+        cast("Any", _Dtypes()), num_workers=1, multiprocessing_context="fork"
+    )
+    assert list(loader) == [["torch.float32"]]
+    assert _Dtypes()[0] != "torch.float32"  # this process goes on as it was
+    preamp.engine_of(model).close()

@@ -8,12 +8,15 @@ backward passes) over the thread-wide casts of ``push_thread_casts``: the base.
 The base may have to change when it cannot: its engine is closed or collected on another thread, or
 inside a ``torch.autocast`` block of the user's own, which must not be flipped. The casts are then
 *stale*, and ``settle_thread`` brings the base in line as soon as this thread enters preamp again.
+The main thread, which Python can be asked to interrupt, does so at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
+import os
 import threading
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
@@ -26,6 +29,7 @@ from torch import nn
 from preamp.casting import autocast_state
 from preamp.casting.autocast_state import AutocastState, know_device_types, nesting, untraced
 from preamp.core.undo import Removable, UndoOnce
+from preamp.kernels.modules import call_hooks_after_interrupts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +53,10 @@ class _Pushes(list[_Push]):
     """The thread-wide casts of one thread; ``is_stale`` while the base does not follow them."""
 
     is_stale = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_main = threading.current_thread() is threading.main_thread()
 
 
 class _Casts(threading.local):
@@ -83,6 +91,7 @@ def unwind_to(bracket: Bracket) -> None:
         if top.module_id is not None:
             if FORWARDS_OPEN:
                 FORWARDS_OPEN.pop()
+            call_hooks_after_interrupts(bool(FORWARDS_OPEN))
             # Cheap, and right even if the count above was disturbed: a weight that is still
             # needed is cast again.
             torch.clear_autocast_cache()
@@ -96,8 +105,8 @@ def unwind_to(bracket: Bracket) -> None:
 def _drop_abandoned() -> None:
     """Close brackets whose forward is over.
 
-    torch calls ``always_call`` hooks for ``Exception`` only, so a forward that ends in a
-    ``KeyboardInterrupt`` leaves its bracket open, and with it the casts and the weight cache.
+    An interrupt that comes while a hook of this room runs leaves its bracket open, and with it the
+    casts and the weight cache.
     """
     running: set[FrameType] = set()
     frame = inspect.currentframe()
@@ -124,6 +133,7 @@ def open_bracket(module: nn.Module | None) -> Bracket:
     CASTS.brackets.append(bracket)
     if module is not None:
         FORWARDS_OPEN.append(bracket.nesting)
+        call_hooks_after_interrupts(True)
     return bracket
 
 
@@ -158,8 +168,8 @@ def push_thread_casts(device_types: Iterable[str], dtype: torch.dtype) -> Remova
     still cleared when that forward ends; out here the cache is off.
 
     Handles may be removed in any order, on any thread. After the last one the thread's autocast
-    state is what it was before the first: at once if ``remove`` is called on this thread and
-    outside ``torch.autocast`` blocks opened since, else when it next enters or leaves preamp.
+    state is what it was before the first: at once if this thread calls ``remove`` or is the main
+    one, outside ``torch.autocast`` blocks opened since; else when it next enters or leaves preamp.
     """
     types = frozenset(device_types)
     know_device_types(types)
@@ -183,10 +193,28 @@ class _PopPush:
     pushes: _Pushes
 
     def __call__(self) -> None:
-        self.pushes.remove(self.push)
+        if self.push in self.pushes:  # not in a forked process
+            self.pushes.remove(self.push)
         self.pushes.is_stale = True
-        if self.pushes is CASTS.pushes and not _is_changing_state():
-            _settle_base()
+        if self.pushes is CASTS.pushes:
+            _settle_if_unchanging()
+        elif self.pushes.is_main and _add_pending_call is not None:
+            _add_pending_call(_settle_main_thread, None)
+
+
+def _settle_if_unchanging() -> None:
+    if not _is_changing_state():
+        _settle_base()
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+def _settle_main_thread(_: object) -> int:
+    _settle_if_unchanging()
+    return 0
+
+
+# CPython's: the main thread calls the function between two instructions, as handlers of signals.
+_add_pending_call = getattr(ctypes.pythonapi, "Py_AddPendingCall", None)
 
 
 def _is_changing_state() -> bool:
@@ -195,9 +223,10 @@ def _is_changing_state() -> bool:
     A collected engine's casts are popped wherever Python happens to be: if ``torch.autocast`` or
     this room has just read the state to put it back later, setting it now would be undone then.
     """
-    # Without the caller: popping is not such a change itself.
+    # Without the callers: popping is not such a change itself.
     frame = inspect.currentframe()
-    frame = frame and frame.f_back and frame.f_back.f_back
+    for _ in range(3):
+        frame = frame and frame.f_back
     while frame is not None:
         if frame.f_globals.get("__name__") in _STATE_MODULES:
             return True
@@ -216,7 +245,7 @@ def thread_has_casts() -> bool:
 def settle_thread() -> None:
     """Bring this thread's autocast state in line with what is still open and alive.
 
-    Closes forwards that ended in a ``KeyboardInterrupt``, and follows engines that were closed or
+    Closes forwards that were interrupted at a hook, and follows engines that were closed or
     collected where the state could not be set. A ``torch.autocast`` block of the user's own, or
     a state set by hand, is not touched; the rest then waits for the next call. Every entrance
     to preamp calls this; where there is nothing to do it costs two look-ups.
@@ -324,3 +353,23 @@ def _restore_casts(disabled: AutocastState | None) -> AutocastState:
 @untraced
 def _set_state(state: AutocastState) -> None:
     state.restore()
+
+
+# --- forked processes ---
+
+
+def _end_casts_in_fork() -> None:
+    """Start without casts in a forked process, such as a ``DataLoader``'s worker.
+
+    Nobody asked for them there, and started by ``spawn`` it would have none.
+    """
+    if CASTS.brackets:
+        unwind_to(CASTS.brackets[0])
+    FORWARDS_OPEN.clear()  # the other threads are not here
+    CASTS.disabled = None
+    CASTS.pushes.clear()
+    _settle_base()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_end_casts_in_fork)
