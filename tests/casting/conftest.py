@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from casting.probe import held
 from preamp.casting.autocast_state import AutocastState, nesting
 from preamp.casting.functions import install_function_casts
 
@@ -14,7 +15,7 @@ from preamp.casting.functions import install_function_casts
 @pytest.fixture
 def function_casts() -> Iterator[None]:
     before = AutocastState.capture()
-    handle = install_function_casts()
+    handle = held(install_function_casts)
     yield
     handle.remove()
     assert AutocastState.capture() == before

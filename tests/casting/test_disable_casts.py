@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from casting.probe import BF16, CPU, F32, Probe, product
+from casting.probe import BF16, CPU, F32, Probe, held, product
 from preamp.casting.regions import attach_cast_region
 from preamp.casting.thread_casts import disable_casts, push_thread_casts, thread_casts_restored
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.usefixtures("function_casts")
 @pytest.mark.apex("10 A-8")
 def test_disable_casts_nests_and_survives_exceptions() -> None:
     model = Probe()
-    attach_cast_region(model, CPU, BF16)
-    handle = push_thread_casts(CPU, BF16)
+    held(attach_cast_region, model, CPU, BF16)
+    handle = held(push_thread_casts, CPU, BF16)
     seen: list[torch.dtype] = []
     with disable_casts():
         with pytest.raises(KeyError), disable_casts():
@@ -39,7 +39,7 @@ def test_disable_casts_inside_a_model() -> None:
         seen.append(product())
 
     model = Probe(inside)
-    attach_cast_region(model, CPU, BF16)
+    held(attach_cast_region, model, CPU, BF16)
 
     model(torch.ones(2, 4))
 
@@ -56,8 +56,8 @@ def test_disable_casts_without_an_engine_leaves_autocast_on() -> None:
 
 def test_closure_inside_a_step_sees_the_casts_again() -> None:
     model = Probe()
-    attach_cast_region(model, CPU, BF16)
-    handle = push_thread_casts(CPU, BF16)
+    held(attach_cast_region, model, CPU, BF16)
+    handle = held(push_thread_casts, CPU, BF16)
     seen: list[torch.dtype] = []
     with disable_casts(), disable_casts():
         with thread_casts_restored():

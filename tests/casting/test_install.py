@@ -7,11 +7,13 @@ import importlib
 import itertools
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from casting.probe import held
 from preamp.casting.functions import install_function_casts, install_wide_half
 from preamp.casting.patches import PatchTable, Rank
 from preamp.casting.thread_casts import push_thread_casts
@@ -32,10 +34,10 @@ def _attributes() -> list[dict[str, int]]:
 
 
 INSTALLS: tuple[Callable[[], Removable], ...] = (
-    install_function_casts,
-    lambda: install_wide_half(torch.float16),
-    install_function_casts,
-    lambda: install_function_casts(allow_banned=True),
+    partial(held, install_function_casts),
+    lambda: held(install_wide_half, torch.float16),
+    partial(held, install_function_casts),
+    lambda: held(install_function_casts, allow_banned=True),
 )
 
 
@@ -56,7 +58,7 @@ def test_any_order_of_removal_restores_every_attribute(order: tuple[int, ...]) -
 
 def test_installs_are_counted() -> None:
     original = torch.exp
-    first, second = install_function_casts(), install_function_casts()
+    first, second = held(install_function_casts), held(install_function_casts)
 
     first.remove()
     still_on = torch.exp is not original
@@ -69,7 +71,7 @@ def test_installs_are_counted() -> None:
 @pytest.mark.apex("4.1 functools.wraps")
 def test_wrapped_functions_keep_their_names() -> None:
     original = torch.exp
-    handle = install_function_casts()
+    handle = held(install_function_casts)
     wrapped = torch.exp
     handle.remove()
 
@@ -79,7 +81,7 @@ def test_wrapped_functions_keep_their_names() -> None:
 
 
 def test_installed_wrappers_do_nothing_where_casts_are_not_active() -> None:
-    handle = install_function_casts()
+    handle = held(install_function_casts)
     half = torch.ones(3, dtype=torch.bfloat16)
     dtypes = {torch.exp(half).dtype, half.sum().dtype, half.exp_().dtype}
     handle.remove()
@@ -94,7 +96,7 @@ def test_torch_that_raises_where_there_is_no_accelerator(monkeypatch: pytest.Mon
     original = torch.chain_matmul
     monkeypatch.setattr(torch.accelerator, "current_accelerator", refuse)
 
-    handle = install_function_casts()
+    handle = held(install_function_casts)
     during = torch.chain_matmul
     handle.remove()
 
@@ -105,12 +107,12 @@ def test_torch_that_raises_where_there_is_no_accelerator(monkeypatch: pytest.Mon
 @pytest.mark.apex("4.2 banned")
 def test_banned_function() -> None:
     half, target = torch.full((3,), 0.5, dtype=torch.bfloat16), torch.ones(3)
-    handles = [install_function_casts(), push_thread_casts({"cpu"}, torch.bfloat16)]
+    handles = [held(install_function_casts), held(push_thread_casts, {"cpu"}, torch.bfloat16)]
 
     with pytest.raises(NotImplementedError, match=re.escape(BANNED)):
         F.binary_cross_entropy(half, target)
     float_loss = F.binary_cross_entropy(half.float(), target)
-    handles.append(install_function_casts(allow_banned=True))
+    handles.append(held(install_function_casts, allow_banned=True))
     allowed_loss = F.binary_cross_entropy(half, target)
 
     for handle in handles:
@@ -153,7 +155,7 @@ def test_patched_methods_bind_as_before(name: str) -> None:
     def double(fn: Callable[..., int]) -> Callable[..., int]:
         return lambda *args: 2 * fn(*args)
 
-    handles = [table.add(_Child, name, Rank.TABLE, double) for _ in range(2)]
+    handles = [held(table.add, _Child, name, Rank.TABLE, double) for _ in range(2)]
     doubled = getattr(_Child(), name)(1)
     for handle in handles:
         handle.remove()
@@ -178,9 +180,9 @@ def test_a_registration_takes_the_place_of_the_table() -> None:
         return wrap
 
     handles = [
-        table.add(_Owner, "method", Rank.REGISTERED, layer("registered")),
-        table.add(_Owner, "method", Rank.TABLE, layer("table")),
-        table.add(_Owner, "method", Rank.WIDE, layer("wide")),
+        held(table.add, _Owner, "method", Rank.REGISTERED, layer("registered")),
+        held(table.add, _Owner, "method", Rank.TABLE, layer("table")),
+        held(table.add, _Owner, "method", Rank.WIDE, layer("wide")),
     ]
     _Owner().method(1)
     for handle in handles:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
+from casting.probe import held
 from preamp.casting.patches import PATCH_LOCK, PATCHES, PatchLock, Rank, SharedInstall
 
 
@@ -29,11 +31,17 @@ def test_job_that_finds_the_lock_taken_is_left_to_the_holder(
 ) -> None:
     lock, done = PatchLock(), list[str]()
 
-    with lock:
-        with lock:
-            where(lambda: lock.run_or_leave(lambda: done.append("job")))
-            done.append("inner")
+    @lock.held
+    def inner() -> None:
+        where(lambda: lock.run_or_leave(lambda: done.append("job")))
+        done.append("inner")
+
+    @lock.held
+    def outer() -> None:
+        inner()
         done.append("outer")
+
+    outer()
 
     assert done == ["inner", "outer", "job"]
 
@@ -61,10 +69,10 @@ def test_job_handed_in_by_a_job_runs_after_it() -> None:
 def test_exception_inside_still_runs_the_jobs_and_releases() -> None:
     lock, done = PatchLock(), list[int]()
 
+    @lock.held
     def fail() -> None:
-        with lock:
-            lock.run_or_leave(lambda: done.append(1))
-            raise KeyError
+        lock.run_or_leave(lambda: done.append(1))
+        raise KeyError
 
     with pytest.raises(KeyError):
         fail()
@@ -78,8 +86,9 @@ def test_collection_in_the_middle_of_a_patch(where: Callable[[Callable[[], None]
     """As if the collector ran while ``PatchTable.add`` sorts its layers."""
     module = types.SimpleNamespace(f=lambda: "f", g=lambda: "g")
     original = vars(module).copy()
-    shared = SharedInstall(lambda: [PATCHES.add(module, "f", Rank.TABLE, lambda fn: fn)])
-    dropped = shared.acquire()
+    add = partial(PATCHES.add, module, "f", Rank.TABLE, lambda fn: fn)
+    shared = SharedInstall(add)
+    dropped = held(shared.acquire)
     during: list[bool] = []
 
     def wrap(fn: Callable[[], str]) -> Callable[[], str]:
@@ -87,7 +96,7 @@ def test_collection_in_the_middle_of_a_patch(where: Callable[[Callable[[], None]
         during.append(shared.is_installed)
         return lambda: fn() + "!"
 
-    handle = PATCHES.add(module, "g", Rank.TABLE, wrap)
+    handle = held(PATCHES.add, module, "g", Rank.TABLE, wrap)
 
     assert during == [True]
     assert not shared.is_installed

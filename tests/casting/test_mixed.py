@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from casting.probe import held
 from preamp.casting.functions import install_wide_half, namespace_owner
 from preamp.casting.mixed import FUNCTIONS, install_mixed_products
 
@@ -21,7 +22,7 @@ F32 = torch.float32
 
 @pytest.fixture
 def installed() -> Iterator[None]:
-    handle = install_mixed_products()
+    handle = held(install_mixed_products)
     yield
     handle.remove()
 
@@ -120,15 +121,18 @@ def test_other_mixtures_are_torch_s(half: torch.dtype) -> None:
 def test_it_is_taken_off_again_in_any_order(half: torch.dtype, wide_first: bool) -> None:
     rows = [(namespace_owner(namespace), name) for namespace, name in FUNCTIONS]
     before = [vars(owner).get(name) for owner, name in rows]
-    handles = [partial(install_wide_half, torch.float16), install_mixed_products]
+    installs = [
+        partial(held, install_wide_half, torch.float16),
+        partial(held, install_mixed_products),
+    ]
     if not wide_first:
-        handles.reverse()
-    held = [handle() for handle in handles]
+        installs.reverse()
+    handles = [install() for install in installs]
     a = values(3, 3)
     assert torch.equal(a @ a.to(half), (a.to(half).float() @ a.to(half).float()).to(half)) or (
         half is torch.bfloat16
     )
-    for handle in held:
+    for handle in handles:
         handle.remove()
     with pytest.raises(RuntimeError):
         torch.mm(a, a.to(half))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from casting.probe import BF16, CPU, F16, F32, Probe
+from casting.probe import BF16, CPU, F16, F32, Probe, held
 from preamp.casting.functions import install_function_casts
 from preamp.casting.regions import attach_cast_region
 from preamp.casting.thread_casts import push_thread_casts
@@ -33,7 +33,7 @@ class _Observe(torch.autograd.Function):
 
 def test_backward_runs_without_casts() -> None:
     _Observe.seen = []
-    handle = push_thread_casts(CPU, BF16)
+    handle = held(push_thread_casts, CPU, BF16)
     x = torch.ones(2, requires_grad=True)
     _Observe.apply(x).sum().backward()
     torch.autograd.grad(_Observe.apply(x).sum(), x)
@@ -48,8 +48,8 @@ def test_backward_runs_without_casts() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_model_has_the_gradients_of_the_plain_one(reentrant: bool) -> None:
     model = Probe()
-    attach_cast_region(model, CPU, BF16)
-    handle = push_thread_casts(CPU, BF16)
+    held(attach_cast_region, model, CPU, BF16)
+    handle = held(push_thread_casts, CPU, BF16)
     x = torch.rand(2, 4, requires_grad=True)
 
     model(x).sum().backward()
@@ -72,7 +72,7 @@ def test_composite_layers_give_half(
     layer: type[nn.Module], input_is_half: bool, dtype: torch.dtype
 ) -> None:
     model: nn.Module = layer(4, 4)
-    attach_cast_region(model, CPU, dtype)
+    held(attach_cast_region, model, CPU, dtype)
     x = torch.ones(3, 4) if "Cell" in layer.__name__ else torch.ones(2, 3, 4)
     x = x.to(dtype if input_is_half else F32).requires_grad_()
 
@@ -91,8 +91,8 @@ def test_composite_layers_give_half(
 def test_packed_sequences_and_evaluation(dtype: torch.dtype) -> None:
     lstm, encoder = nn.LSTM(4, 4), nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     packed = nn.utils.rnn.pack_sequence([torch.ones(3, 4), torch.ones(2, 4)])
-    attach_cast_region(lstm, CPU, dtype)
-    attach_cast_region(encoder.eval(), CPU, dtype)
+    held(attach_cast_region, lstm, CPU, dtype)
+    held(attach_cast_region, encoder.eval(), CPU, dtype)
 
     with torch.no_grad():
         sequence = lstm(packed)[0].data
@@ -104,7 +104,7 @@ def test_packed_sequences_and_evaluation(dtype: torch.dtype) -> None:
 
 def test_compiled_model_has_its_casts() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    attach_cast_region(model, CPU, BF16)
+    held(attach_cast_region, model, CPU, BF16)
     x = torch.ones(2, 4)
     compiled = torch.compile(model, backend="aot_eager")
 
@@ -124,7 +124,7 @@ def test_transformer_evaluates_with_a_padding_mask(half: torch.dtype) -> None:
     with torch.no_grad():
         expected = encoder(inputs, src_key_padding_mask=padded)[:, :4]
         before = torch.backends.mha.get_fastpath_enabled()
-        handles = [install_function_casts(), *attach_cast_region(encoder, frozenset({"cpu"}), half)]
+        handles = [held(install_function_casts), held(attach_cast_region, encoder, CPU, half)]
         found = encoder(inputs, src_key_padding_mask=padded)[:, :4]
         for handle in handles:
             handle.remove()

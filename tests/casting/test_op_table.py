@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from casting.op_examples import example, options
+from casting.probe import held
 from op_table import render
 from preamp.casting.functions import (
     install_function_casts,
@@ -68,14 +69,14 @@ def _arguments(row: OpRow, dtype: torch.dtype, kind: str) -> tuple[tuple[Any, ..
 
 @pytest.fixture(autouse=True, scope="module")
 def installed() -> Iterator[None]:
-    handle = install_function_casts()
+    handle = held(install_function_casts)
     yield
     handle.remove()
 
 
 @contextlib.contextmanager
 def casting(dtype: torch.dtype) -> Iterator[None]:
-    handle = push_thread_casts({"cpu"}, dtype)
+    handle = held(push_thread_casts, {"cpu"}, dtype)
     try:
         yield
     finally:
@@ -131,7 +132,7 @@ WIDE = [param for param in _rows(*CAST_RULES) if _is_wide(param.values[0])]
 @pytest.mark.parametrize("row", WIDE)
 def test_wide_products_have_the_dtype_of_the_rule(row: OpRow) -> None:
     """On CPUs without float16 units these functions have both layers at O1."""
-    handle = install_wide_half(torch.float16)
+    handle = held(install_wide_half, torch.float16)
     for dtype in HALVES:
         with casting(dtype):
             _check_result_has_the_dtype_of_the_rule(row, dtype)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from casting.probe import held
 from preamp.casting.functions import install_function_casts, install_wide_half
 from preamp.casting.registry import register_half_function
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning
 
 @pytest.fixture(autouse=True)
 def wrapped() -> Iterator[None]:
-    handles = [install_function_casts(), install_wide_half(torch.float16)]
+    handles = [held(install_function_casts), held(install_wide_half, torch.float16)]
     yield
     for handle in handles:
         handle.remove()
@@ -70,7 +71,7 @@ def test_scripted_modules_see_the_originals() -> None:
 
 
 def test_scripting_works_after_the_patches_are_gone(wrapped: None) -> None:
-    handle = install_function_casts()
+    handle = held(install_function_casts)
     handle.remove()
     assert torch.jit.script(c_functions)(torch.rand(4, 4)).shape == (8, 4)
 
@@ -78,7 +79,9 @@ def test_scripting_works_after_the_patches_are_gone(wrapped: None) -> None:
 FORWARD_MODE = """
 import torch
 from preamp.casting.functions import install_function_casts, install_wide_half
-handles = [install_function_casts(), install_wide_half(torch.float16)]
+from preamp.core.undo import UndoStack
+install_function_casts(UndoStack())
+install_wide_half(torch.float16, UndoStack())
 x = torch.rand(4)
 print(torch.func.jvp(torch.sin, (x,), (x,))[1].equal(x * x.cos()))
 print(torch.func.hessian(lambda x: (x**3).sum())(x).allclose(torch.diag(6 * x)))

@@ -14,27 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from casting.probe import BF16, CPU, F16, F32, Probe, product
+from casting.probe import BF16, CPU, F16, F32, Probe, held, product
 from preamp.casting import regions
 from preamp.casting.autocast_state import AutocastState, nesting, weight_cache_keeps_gradients
 from preamp.casting.regions import attach_cast_region, attach_plain_region
 from preamp.casting.thread_casts import disable_casts, push_thread_casts
-from preamp.core.undo import Removable
 
 pytestmark = pytest.mark.usefixtures("function_casts")
 
 
-def _remove(handles: list[Removable]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
 def test_casts_are_active_inside_the_model_only() -> None:
     model = Probe()
-    handles = attach_cast_region(model, CPU, BF16)
+    handle = held(attach_cast_region, model, CPU, BF16)
 
     inside, outside = model(torch.ones(2, 4)).dtype, product()
-    _remove(handles)
+    handle.remove()
     removed = model(torch.ones(2, 4)).dtype
 
     assert (inside, outside, removed) == (BF16, F32, F32)
@@ -42,8 +36,8 @@ def test_casts_are_active_inside_the_model_only() -> None:
 
 def test_hooks_copy_and_pickle_with_the_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Identity())
-    attach_cast_region(model, CPU, BF16)
-    attach_plain_region(model[1])
+    held(attach_cast_region, model, CPU, BF16)
+    held(attach_plain_region, model[1])
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -65,7 +59,7 @@ def test_exception_in_a_forward_ends_the_region() -> None:
         raise KeyError("planted")
 
     model = Probe(fail)
-    attach_cast_region(model, CPU, BF16)
+    held(attach_cast_region, model, CPU, BF16)
 
     with pytest.raises(KeyError, match="planted"):
         model(torch.ones(2, 4))
@@ -78,8 +72,8 @@ def test_interrupted_forward_is_cleaned_up_by_the_next_one() -> None:
         raise KeyboardInterrupt
 
     model, other = Probe(interrupt), Probe()
-    attach_cast_region(model, CPU, BF16)
-    attach_cast_region(other, CPU, BF16)
+    held(attach_cast_region, model, CPU, BF16)
+    held(attach_cast_region, other, CPU, BF16)
 
     with pytest.raises(KeyboardInterrupt):
         model(torch.ones(2, 4))
@@ -94,8 +88,8 @@ def test_regions_nest_and_recur() -> None:
     outer = Probe()
     calls = iter([lambda: outer(torch.ones(2, 4)), lambda: inner(torch.ones(2, 4))])
     outer.inside = lambda: (next(calls)(), seen.append(product()))
-    attach_cast_region(outer, CPU, BF16)
-    attach_cast_region(inner, CPU, F16)
+    held(attach_cast_region, outer, CPU, BF16)
+    held(attach_cast_region, inner, CPU, F16)
 
     outer(torch.ones(2, 4))
 
@@ -105,8 +99,8 @@ def test_regions_nest_and_recur() -> None:
 @pytest.mark.apex("4.1 the weight cache", "10 A-7")
 def test_weights_replaced_between_forwards_are_seen() -> None:
     model = Probe()
-    attach_cast_region(model, CPU, BF16)
-    handle = push_thread_casts(CPU, BF16)
+    held(attach_cast_region, model, CPU, BF16)
+    handle = held(push_thread_casts, CPU, BF16)
     outputs = []
 
     for value in (1.0, 2.0, 3.0):
@@ -126,7 +120,7 @@ def test_weight_is_cast_once_in_a_forward() -> None:
     model = Probe()
     outputs: list[torch.Tensor] = []
     model.inside = lambda: outputs.append(model.linear(torch.ones(2, 4)))
-    attach_cast_region(model, CPU, BF16)
+    held(attach_cast_region, model, CPU, BF16)
 
     outputs.append(model(torch.ones(2, 4)))
     nodes: set[Any] = set()
@@ -149,7 +143,7 @@ def test_gradients_flow_when_a_weight_was_first_used_without_grad(
 ) -> None:
     model = Probe()
     model.inside = lambda: first_use()(model.linear)(torch.ones(2, 4))
-    attach_cast_region(model, CPU, dtype)
+    held(attach_cast_region, model, CPU, dtype)
 
     model(torch.ones(2, 4)).float().sum().backward()
 
@@ -161,7 +155,7 @@ def test_weight_cache_stays_off_where_it_loses_gradients(monkeypatch: pytest.Mon
     monkeypatch.setattr(regions, "weight_cache_keeps_gradients", lambda: False)
     seen: list[bool] = []
     model = Probe(lambda: seen.append(torch.is_autocast_cache_enabled()))
-    attach_cast_region(model, CPU, BF16)
+    held(attach_cast_region, model, CPU, BF16)
 
     output = model(torch.ones(2, 4))
 
@@ -195,7 +189,7 @@ def torch_keeps_gradients() -> bool:
 
 @pytest.mark.apex("4.1 how far casts reach", "B 14: a fresh layer outside the model is cast")
 def test_thread_casts_cover_functions_outside_models() -> None:
-    handle = push_thread_casts(CPU, BF16)
+    handle = held(push_thread_casts, CPU, BF16)
     layer = nn.Linear(4, 4)(torch.ones(2, 4))
     loss = F.cross_entropy(layer, torch.tensor([0, 1]))
     cache = torch.is_autocast_cache_enabled()
@@ -209,7 +203,7 @@ def test_thread_casts_cover_functions_outside_models() -> None:
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
 def test_thread_casts_are_removed_in_any_order(order: tuple[int, ...]) -> None:
     dtypes = [BF16, F16, BF16]
-    handles = [push_thread_casts(CPU, dtype) for dtype in dtypes]
+    handles = [held(push_thread_casts, CPU, dtype) for dtype in dtypes]
     left = list(range(3))
 
     for index in order:
@@ -223,7 +217,7 @@ def test_thread_casts_are_removed_in_any_order(order: tuple[int, ...]) -> None:
 
 def test_thread_casts_respect_the_state_before_them() -> None:
     with torch.autocast("cpu", dtype=F16, cache_enabled=False):
-        handle = push_thread_casts(CPU, BF16)
+        handle = held(push_thread_casts, CPU, BF16)
         during = product()
         handle.remove()
         after = product()
@@ -232,10 +226,10 @@ def test_thread_casts_respect_the_state_before_them() -> None:
 
 
 def test_thread_casts_may_change_inside_a_disabled_block() -> None:
-    first = push_thread_casts(CPU, BF16)
+    first = held(push_thread_casts, CPU, BF16)
     with disable_casts():
         first.remove()
-        second = push_thread_casts(CPU, F16)
+        second = held(push_thread_casts, CPU, F16)
         inside = product()
     outside = product()
     second.remove()
@@ -245,7 +239,7 @@ def test_thread_casts_may_change_inside_a_disabled_block() -> None:
 
 @pytest.mark.apex("4.1 how far casts reach")
 def test_other_threads_have_no_thread_casts() -> None:
-    handle = push_thread_casts(CPU, BF16)
+    handle = held(push_thread_casts, CPU, BF16)
     seen: list[torch.dtype] = []
     thread = threading.Thread(target=lambda: seen.append(product()))
     thread.start()
@@ -260,7 +254,7 @@ def test_models_run_in_several_threads_at_once() -> None:
     models = {dtype: Probe(barrier.wait) for dtype in (BF16, F16)}
     outputs: dict[torch.dtype, tuple[torch.dtype, torch.dtype]] = {}
     for dtype, model in models.items():
-        attach_cast_region(model, CPU, dtype)
+        held(attach_cast_region, model, CPU, dtype)
 
     def run(dtype: torch.dtype) -> None:
         outputs[dtype] = (models[dtype](torch.ones(2, 4)).dtype, product())
@@ -275,12 +269,12 @@ def test_models_run_in_several_threads_at_once() -> None:
 
 
 def test_casts_removed_by_another_thread_end_at_the_next_forward() -> None:
-    handle = push_thread_casts(CPU, BF16)
+    handle = held(push_thread_casts, CPU, BF16)
     thread = threading.Thread(target=handle.remove)
     thread.start()
     thread.join()
     model = Probe()
-    attach_plain_region(model)
+    held(attach_plain_region, model)
 
     assert model(torch.ones(2, 4)).dtype is F32
     assert product() is F32
@@ -288,11 +282,11 @@ def test_casts_removed_by_another_thread_end_at_the_next_forward() -> None:
 
 def test_plain_model_is_not_touched_by_thread_casts() -> None:
     plain, caster = Probe(), Probe()
-    attach_plain_region(plain)
-    attach_cast_region(caster, CPU, BF16)
+    held(attach_plain_region, plain)
+    held(attach_cast_region, caster, CPU, BF16)
     seen: list[torch.dtype] = []
     caster.inside = lambda: seen.append(plain(torch.ones(2, 4)).dtype)
-    handle = push_thread_casts(CPU, BF16)
+    handle = held(push_thread_casts, CPU, BF16)
 
     seen.append(plain(torch.ones(2, 4)).dtype)
     caster(torch.ones(2, 4))
@@ -304,8 +298,8 @@ def test_plain_model_is_not_touched_by_thread_casts() -> None:
 
 def test_plain_model_respects_a_region_of_the_users_own() -> None:
     plain = Probe()
-    attach_plain_region(plain)
-    handle = push_thread_casts(CPU, BF16)
+    held(attach_plain_region, plain)
+    handle = held(push_thread_casts, CPU, BF16)
     with torch.autocast("cpu", dtype=F16):
         output = plain(torch.ones(2, 4))
     handle.remove()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from casting.probe import held
 from preamp.casting.functions import (
     CAST_REPORTS,
     FUNCTION_CASTS,
@@ -56,7 +57,7 @@ def registry() -> Iterator[None]:
 
 
 def _casts(dtype: torch.dtype = F16) -> list[Removable]:
-    return [install_function_casts(), push_thread_casts({"cpu"}, dtype)]
+    return [held(install_function_casts), held(push_thread_casts, {"cpu"}, dtype)]
 
 
 def _remove(handles: list[Removable]) -> None:
@@ -136,7 +137,7 @@ def test_decorators(_register: Any, decorate: Callable[[Any], Any], expected: An
             return _dtypes(x, y)
 
     inactive = Owner().method(half, single)
-    handle = push_thread_casts({"cpu"}, F16)
+    handle = held(push_thread_casts, {"cpu"}, F16)
     active = Owner().method(half, single), Owner.static(half, single)
     handle.remove()
 
@@ -161,7 +162,7 @@ def test_decorated_autograd_function() -> None:
             (x,) = ctx.saved_tensors
             return 2 * x * grads[0]
 
-    handle = push_thread_casts({"cpu"}, F16)
+    handle = held(push_thread_casts, {"cpu"}, F16)
     x = torch.full((2,), 3.0, dtype=F16, requires_grad=True)
     y = Square.apply(x)
     y.sum().backward()
@@ -175,7 +176,7 @@ def test_decorated_autograd_function() -> None:
 
 @pytest.mark.apex("4.1 decorators", "B 13: decorated functions, methods, static methods, builtins")
 def test_decorated_c_function_is_not_cast_back_by_autocast() -> None:
-    handle = push_thread_casts({"cpu"}, BF16)
+    handle = held(push_thread_casts, {"cpu"}, BF16)
     product = float_function(torch.mm)(torch.ones(2, 2, dtype=BF16), torch.ones(2, 2))
     handle.remove()
 
@@ -200,7 +201,7 @@ def test_registration_overrides_the_table() -> None:
 
 def test_registration_overrides_wide_products() -> None:
     register_float_function(torch, "mm")
-    handles = [*_casts(), install_wide_half(torch.float16)]
+    handles = [*_casts(), held(install_wide_half, torch.float16)]
     dtype = torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=F16)).dtype
     _remove(handles)
 
@@ -341,7 +342,7 @@ def test_a_registered_name_that_is_gone_leaves_no_casts(module: types.ModuleType
 
     for _ in range(2):
         with pytest.raises(AttributeError, match="probe"):
-            install_function_casts()
+            held(install_function_casts)
         assert torch.exp is original
 
     module.probe = _dtypes

@@ -14,6 +14,7 @@ from torch import nn
 
 import preamp
 from casting.op_examples import example, options
+from casting.probe import held
 from preamp.casting.functions import (
     CAST_REPORTS,
     FUNCTION_CASTS,
@@ -160,8 +161,8 @@ def test_lines_come_from_the_first_rank_only(lines: Lines, monkeypatch: pytest.M
 
 def test_allowed_banned_function_is_printed(lines: Lines) -> None:
     handles = [
-        install_function_casts(allow_banned=True, verbose=True),
-        push_thread_casts({"cpu"}, torch.bfloat16),
+        held(install_function_casts, allow_banned=True, verbose=True),
+        held(push_thread_casts, {"cpu"}, torch.bfloat16),
     ]
     F.binary_cross_entropy(torch.full((1,), 0.5, dtype=torch.bfloat16), torch.ones(1))
     for handle in handles:

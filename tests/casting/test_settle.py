@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from casting.probe import BF16, CPU, F16, F32, Probe, product
+from casting.probe import BF16, CPU, F16, F32, Probe, held, product
 from preamp.casting import functions, thread_casts
 from preamp.casting.autocast_state import AutocastState, nesting
 from preamp.casting.regions import attach_cast_region, attach_plain_region
@@ -51,13 +51,13 @@ def _on_another_thread(run: Callable[[], None]) -> None:
 
 def _plain_forward() -> None:
     model = Probe()
-    attach_plain_region(model)
+    held(attach_plain_region, model)
     model(torch.ones(2, 4))
 
 
 def _cast_forward() -> None:
     model = Probe()
-    attach_cast_region(model, CPU, BF16)
+    held(attach_cast_region, model, CPU, BF16)
     model(torch.ones(2, 4))
 
 
@@ -67,7 +67,7 @@ def _disabled_block() -> None:
 
 
 def _push_and_remove() -> None:
-    push_thread_casts(CPU, F16).remove()
+    held(push_thread_casts, CPU, F16).remove()
 
 
 def _backward() -> None:
@@ -90,7 +90,7 @@ ENTRANCES = [
 
 def test_casts_of_the_main_thread_removed_by_another_end_at_once() -> None:
     before = _state()
-    handle = push_thread_casts(CPU, BF16)
+    handle = held(push_thread_casts, CPU, BF16)
 
     _on_another_thread(handle.remove)
 
@@ -102,7 +102,7 @@ def test_main_thread_is_not_interrupted_in_a_change_of_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = _state()
-    handle = push_thread_casts(CPU, BF16)
+    handle = held(push_thread_casts, CPU, BF16)
     original: Callable[..., None] = torch.set_autocast_enabled
 
     def remove_first(*args: object) -> None:
@@ -124,7 +124,7 @@ def test_casts_of_another_thread_end_at_its_next_entrance(enter: Callable[[], No
 
     def run() -> None:
         before = _state()
-        handle = push_thread_casts(CPU, BF16)
+        handle = held(push_thread_casts, CPU, BF16)
         _on_another_thread(handle.remove)
         seen.append(product())
         enter()
@@ -139,7 +139,7 @@ def test_casts_of_another_thread_end_at_its_next_entrance(enter: Callable[[], No
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_block_of_the_users_own_is_not_flipped(enter: Callable[[], None], enabled: bool) -> None:
     before = _state()
-    handle = push_thread_casts(CPU, BF16)
+    handle = held(push_thread_casts, CPU, BF16)
 
     with torch.autocast("cpu", dtype=F16, enabled=enabled):
         during = _state()
@@ -155,7 +155,7 @@ def test_a_block_of_the_users_own_is_not_flipped(enter: Callable[[], None], enab
 def test_casts_begun_and_ended_inside_a_users_block() -> None:
     with torch.autocast("cpu", dtype=F16):
         inside = _state()
-        handle = push_thread_casts(CPU, BF16)
+        handle = held(push_thread_casts, CPU, BF16)
         began = product()
         handle.remove()
         assert _state() == inside
@@ -164,10 +164,10 @@ def test_casts_begun_and_ended_inside_a_users_block() -> None:
 
 
 def test_second_casts_begun_inside_a_users_block_wait_for_its_end() -> None:
-    first = push_thread_casts(CPU, BF16)
+    first = held(push_thread_casts, CPU, BF16)
     with torch.autocast("cpu", enabled=False):
         first.remove()
-        second = push_thread_casts(CPU, F16)
+        second = held(push_thread_casts, CPU, F16)
         inside = product()
     settle_thread()
     outside = product()
@@ -179,7 +179,7 @@ def test_second_casts_begun_inside_a_users_block_wait_for_its_end() -> None:
 def test_casts_begun_in_a_users_block_that_has_ended() -> None:
     before = _state()
     with torch.autocast("cpu", dtype=F16):
-        handle = push_thread_casts(CPU, BF16)
+        handle = held(push_thread_casts, CPU, BF16)
     after_block = _state()
 
     handle.remove()
@@ -190,12 +190,12 @@ def test_casts_begun_in_a_users_block_that_has_ended() -> None:
 
 
 def test_state_set_by_hand_is_left() -> None:
-    handle = push_thread_casts(CPU, BF16)
+    handle = held(push_thread_casts, CPU, BF16)
     torch.set_autocast_enabled("cpu", False)
     handle.remove()
     off = product()
 
-    later = push_thread_casts(CPU, F16)
+    later = held(push_thread_casts, CPU, F16)
     again = product()
     later.remove()
 
@@ -203,7 +203,7 @@ def test_state_set_by_hand_is_left() -> None:
 
 
 def test_casts_of_another_device_type_do_not_hold_these_up() -> None:
-    handle = push_thread_casts(CPU, BF16)
+    handle = held(push_thread_casts, CPU, BF16)
     dtype = torch.get_autocast_dtype("cuda")
     torch.set_autocast_dtype("cuda", BF16)
 
@@ -217,10 +217,10 @@ def test_casts_of_another_device_type_do_not_hold_these_up() -> None:
 
 def test_casts_removed_inside_a_forward_end_with_it() -> None:
     before = _state()
-    handle = push_thread_casts(CPU, BF16)
+    handle = held(push_thread_casts, CPU, BF16)
     seen: list[torch.dtype] = []
     model = Probe(lambda: (handle.remove(), seen.append(product())))
-    attach_cast_region(model, CPU, F16)
+    held(attach_cast_region, model, CPU, F16)
 
     model(torch.ones(2, 4))
 
@@ -230,7 +230,7 @@ def test_casts_removed_inside_a_forward_end_with_it() -> None:
 
 def test_casts_removed_inside_a_backward_end_with_it() -> None:
     before = _state()
-    handle = push_thread_casts(CPU, BF16)
+    handle = held(push_thread_casts, CPU, BF16)
     leaf = torch.ones(1, requires_grad=True)
     seen: list[torch.dtype] = []
     leaf.register_hook(lambda _: (handle.remove(), seen.append(product()), None)[-1])
@@ -257,7 +257,7 @@ def test_collection_while_this_room_changes_the_state(
 ) -> None:
     before = _state()
     dropped = _Cycle()
-    weakref.finalize(dropped, push_thread_casts(CPU, BF16).remove)
+    weakref.finalize(dropped, held(push_thread_casts, CPU, BF16).remove)
     del dropped
     original = getattr(AutocastState, name)
 
@@ -278,7 +278,7 @@ def test_collection_while_this_room_changes_the_state(
 def test_collection_while_torch_opens_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     before = _state()
     dropped = _Cycle()
-    weakref.finalize(dropped, push_thread_casts(CPU, BF16).remove)
+    weakref.finalize(dropped, held(push_thread_casts, CPU, BF16).remove)
     del dropped
     original: Callable[..., None] = torch.set_autocast_enabled
 
@@ -306,14 +306,14 @@ def _interrupted_forwards() -> None:
     inner = Probe(_interrupt)
     outer = Probe(lambda: inner(torch.ones(2, 4)))
     for model in (outer, inner):
-        attach_cast_region(model, CPU, BF16)
+        held(attach_cast_region, model, CPU, BF16)
     with pytest.raises(KeyboardInterrupt):
         outer(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("thread_wide", [True, False])
 def test_interrupted_forward_is_closed_at_once(thread_wide: bool) -> None:
-    handles = [push_thread_casts(CPU, BF16)] if thread_wide else []
+    handles = [held(push_thread_casts, CPU, BF16)] if thread_wide else []
     before = _state()
 
     _interrupted_forwards()
@@ -327,7 +327,7 @@ def test_torch_catches_interrupts_during_forwards_only() -> None:
     names = vars(nn.modules.module)
     seen: list[object] = []
     model = Probe(lambda: seen.append(names["Exception"]))
-    attach_cast_region(model, CPU, BF16)
+    held(attach_cast_region, model, CPU, BF16)
 
     model(torch.ones(2, 4))
     _interrupted_forwards()
@@ -341,7 +341,7 @@ def test_torch_catches_interrupts_during_forwards_only() -> None:
 def test_forward_interrupted_at_a_hook_is_closed_at_the_next_entrance(
     enter: Callable[[], None], thread_wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handles = [push_thread_casts(CPU, BF16)] if thread_wide else []
+    handles = [held(push_thread_casts, CPU, BF16)] if thread_wide else []
     before = _state()
     monkeypatch.setattr(thread_casts, "call_hooks_after_interrupts", lambda is_on: None)
 
@@ -357,7 +357,7 @@ def test_forward_interrupted_at_a_hook_is_closed_at_the_next_entrance(
 def test_forwards_that_run_are_not_closed() -> None:
     seen: list[torch.dtype] = []
     model = Probe(lambda: (settle_thread(), seen.append(product())))
-    attach_cast_region(model, CPU, BF16)
+    held(attach_cast_region, model, CPU, BF16)
 
     model(torch.ones(2, 4))
 
@@ -373,7 +373,7 @@ def test_forwards_that_run_are_not_closed() -> None:
 @pytest.mark.parametrize("where", ["outside", "forward", "disabled"])
 def test_forked_process_has_no_casts(where: str) -> None:
     before = _state()
-    handle = push_thread_casts(CPU, BF16)
+    handle = held(push_thread_casts, CPU, BF16)
     ends: list[int] = []
 
     def fork() -> None:
@@ -384,7 +384,7 @@ def test_forked_process_has_no_casts(where: str) -> None:
 
     if where == "forward":
         model = Probe(fork)
-        attach_cast_region(model, CPU, F16)
+        held(attach_cast_region, model, CPU, F16)
         model(torch.ones(2, 4))
     else:
         with disable_casts() if where == "disabled" else contextlib.nullcontext():

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from casting.op_examples import example
+from casting.probe import held
 from preamp.casting.functions import install_function_casts, install_wide_half, namespace_owner
 from preamp.casting.op_lists import OpRow
 from preamp.casting.regions import attach_cast_region
@@ -52,7 +53,7 @@ def _run(
 def test_error_is_at_most_that_of_native_half(namespace: str, name: str, half: torch.dtype) -> None:
     oracle, oracle_grads = _run(namespace, name, half, torch.float64)
     native, _ = _run(namespace, name, half, half)
-    handle = install_wide_half(half)
+    handle = held(install_wide_half, half)
     ours, grads = _run(namespace, name, half, half)
     handle.remove()
 
@@ -71,7 +72,7 @@ def test_error_is_at_most_that_of_native_half(namespace: str, name: str, half: t
 def test_accumulates_in_float32(half: torch.dtype) -> None:
     ones, weight = torch.ones(1, 4096, dtype=half), torch.ones(1, 4096, dtype=half)
     weight[0, 1:] = 2.0**-12
-    handle = install_wide_half(half)
+    handle = held(install_wide_half, half)
     result = F.linear(ones, weight)
     handle.remove()
 
@@ -82,10 +83,10 @@ def test_accumulates_in_float32(half: torch.dtype) -> None:
 @either_half
 @pytest.mark.parametrize("wide_first", [True, False])
 def test_autocast_inputs_are_rounded_first(wide_first: bool, half: torch.dtype) -> None:
-    installs = [partial(install_wide_half, half), install_function_casts]
+    installs = [partial(held, install_wide_half, half), partial(held, install_function_casts)]
     handles = [install() for install in (installs if wide_first else installs[::-1])]
     model = torch.nn.Linear(8, 8)
-    attach_cast_region(model, frozenset({"cpu"}), half)
+    held(attach_cast_region, model, frozenset({"cpu"}), half)
     x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0))
 
     output = model(x)
@@ -103,7 +104,7 @@ def test_autocast_inputs_are_rounded_first(wide_first: bool, half: torch.dtype) 
 @either_half
 def test_other_dtypes_pass_through(half: torch.dtype) -> None:
     others = [F16 if half is BF16 else BF16, F32, torch.float64, torch.int64]
-    handle = install_wide_half(half)
+    handle = held(install_wide_half, half)
     results = [
         torch.mm(torch.ones(2, 2, dtype=dtype), torch.ones(2, 2, dtype=dtype)).dtype
         for dtype in others
@@ -120,7 +121,7 @@ def test_products_can_be_torchs_own(half: torch.dtype) -> None:
     """The planner sees what is half by it, since nothing is rounded twice then."""
     ones = torch.ones(2, 2, dtype=half)
     seen: list[torch.dtype] = []
-    handle = install_wide_half(half)
+    handle = held(install_wide_half, half)
     with ObservedOps(lambda _, ins, __: seen.extend(tensor.dtype for tensor in ins)):
         with native_products():
             torch.mm(ones, ones)
@@ -133,7 +134,7 @@ def test_products_can_be_torchs_own(half: torch.dtype) -> None:
 
 def test_both_halves_at_once() -> None:
     """As where an engine at O2 and one at O5 live in one process."""
-    handles = [install_wide_half(half) for half in (F16, BF16)]
+    handles = [held(install_wide_half, half) for half in (F16, BF16)]
     try:
         results = [torch.mm(*[torch.ones(2, 2, dtype=half)] * 2) for half in (F16, BF16, F32)]
         assert [result.dtype for result in results] == [F16, BF16, F32]
@@ -165,7 +166,7 @@ def test_dtypes_under_the_users_own_autocast_stay(
                 return None
 
     before = dtype()
-    handle = install_wide_half(half)
+    handle = held(install_wide_half, half)
     beside = dtype()
     handle.remove()
 

@@ -14,7 +14,7 @@ import torch
 
 from preamp.casting.functions import CAST_REPORTS
 from preamp.casting.reports import Cast, listen
-from preamp.core.undo import Removable, UndoStack
+from preamp.core.undo import UndoStack
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +38,26 @@ class CastAudit:
         self.calls: Counter[CastSite] = Counter()  # tensors cast, by site
         self.elements: Counter[CastSite] = Counter()  # their elements, by site
         self._undo = UndoStack()
-        self._listening: Removable | None = None
-        self._is_on = False
+        self._listener = self._count  # one object, by which it is found
+        self._listening = UndoStack()
+        self._is_on = self._is_listening = False
 
     def start(self) -> None:
         """Count from now on."""
-        self._undo.hold(CAST_REPORTS.acquire())
+        CAST_REPORTS.acquire(self._undo)
         self._is_on = True
         self.resume()
 
     def pause(self) -> None:
         """Do not count until `resume`; functions stay wrapped, so nothing is compiled anew."""
-        if self._listening is not None:
-            self._listening.remove()
-            self._listening = None
+        self._listening.unwind()
+        self._is_listening = False
 
     def resume(self) -> None:
         """Go on counting after `pause`; nothing after `stop`."""
-        if self._is_on and self._listening is None:
-            self._listening = listen(self._count)
+        if self._is_on and not self._is_listening:
+            listen(self._listener, self._listening)
+            self._is_listening = True
 
     def stop(self) -> None:
         """Count no longer; what was counted stays."""

@@ -11,13 +11,15 @@ run every function once on a device that the program may not even use.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, Final
 
 import torch
+from torch.backends.mha import get_fastpath_enabled, set_fastpath_enabled
 
 from preamp.casting.op_lists import OP_TABLE, Namespace, OpRow
-from preamp.casting.patches import PATCHES, Rank, SharedInstall, Wrapper
+from preamp.casting.patches import PATCHES, Builder, Rank, SharedInstall, Wrapper
 from preamp.casting.reports import listen, say_cast, wrap_report
 from preamp.casting.thread_casts import autocast_off
 from preamp.casting.wrappers import (
@@ -30,7 +32,7 @@ from preamp.casting.wrappers import (
     wrap_sequence_promote,
 )
 from preamp.core.dtypes import HALF_DTYPES
-from preamp.core.undo import Removable, UndoOnce
+from preamp.core.undo import UndoStack
 from preamp.kernels.modules import recurrent_functions
 from preamp.kernels.wide_half import WIDE_FUNCTIONS, wide
 
@@ -91,53 +93,52 @@ def _without_casts(fn: AnyFunction) -> AnyFunction:
     return backward_without_casts
 
 
-def _install_table() -> list[Removable]:
-    handles: list[Removable] = []
+def _install_table(undo: UndoStack) -> None:
     for row in OP_TABLE:
         owner = namespace_owner(row.namespace)
         wrap = row_wrapper(row)
         if wrap is not None and hasattr(owner, row.name):
-            handles.append(PATCHES.add(owner, row.name, Rank.TABLE, wrap))
+            PATCHES.add(owner, row.name, Rank.TABLE, wrap, undo)
     # The backward pass differentiates casts that were made; making new ones there would be wrong,
     # and with thread-wide casts ``loss.backward()`` is called while they are on.
     for name in ("backward", "grad"):
-        handles.append(PATCHES.add(torch.autograd, name, Rank.TABLE, _without_casts))
-    handles.append(_no_transformer_fast_path())
-    return handles
+        PATCHES.add(torch.autograd, name, Rank.TABLE, _without_casts, undo)
+    _switch_off_transformer_fast_path(undo)
 
 
-def _no_transformer_fast_path() -> Removable:
+def _switch_off_transformer_fast_path(undo: UndoStack) -> None:
     """Switch off the fused inference kernels of ``nn.TransformerEncoder`` and attention.
 
     They mix what CPU autocast casts with what it does not, and fail. torch leaves them out under
     CUDA autocast for the same reason, but does not look at the CPU's.
     """
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    return UndoOnce(lambda: torch.backends.mha.set_fastpath_enabled(before))
+    undo.push(partial(set_fastpath_enabled, get_fastpath_enabled()))
+    set_fastpath_enabled(False)
 
 
-def _install_reports() -> list[Removable]:
-    handles: list[Removable] = []
+def _install_reports(undo: UndoStack) -> None:
     for row in OP_TABLE:
         owner = namespace_owner(row.namespace)
         # The rule names what is cast, whether a wrapper does it or torch's autocast.
         if row.rule in ("half", "float", "promote", "sequence_promote"):
             if hasattr(owner, row.name):
-                report = wrap_report(row.rule)
-                handles.append(PATCHES.add(owner, row.name, Rank.REPORT, report))
-    return handles
+                PATCHES.add(owner, row.name, Rank.REPORT, wrap_report(row.rule), undo)
 
 
-def patch_all(
-    rows: Iterable[tuple[str, str]], rank: Rank, wrap: Wrapper
-) -> Callable[[], list[Removable]]:
+def patch_all(rows: Iterable[tuple[str, str]], rank: Rank, wrap: Wrapper) -> Builder:
     """What puts ``wrap`` over the functions that this version of torch has."""
-    return lambda: [
-        PATCHES.add(namespace_owner(namespace), name, rank, wrap)
-        for namespace, name in rows
-        if hasattr(namespace_owner(namespace), name)
-    ]
+
+    def build(undo: UndoStack) -> None:
+        for namespace, name in rows:
+            if hasattr(namespace_owner(namespace), name):
+                PATCHES.add(namespace_owner(namespace), name, rank, wrap, undo)
+
+    return build
+
+
+def _print_casts(undo: UndoStack) -> None:
+    CAST_REPORTS.acquire(undo)
+    listen(say_cast, undo)
 
 
 FUNCTION_CASTS: Final = SharedInstall(_install_table)
@@ -146,7 +147,7 @@ FUNCTION_CASTS: Final = SharedInstall(_install_table)
 CAST_REPORTS: Final = SharedInstall(_install_reports)
 """The layer that tells of casts, of the op table's and of registered functions."""
 
-CAST_LINES: Final = SharedInstall(lambda: [CAST_REPORTS.acquire(), listen(say_cast)])
+CAST_LINES: Final = SharedInstall(_print_casts)
 """The printing of casts."""
 
 WIDE_HALF: Final = {
@@ -155,43 +156,39 @@ WIDE_HALF: Final = {
 """The installations of wide products on the CPU."""
 
 
-def install_function_casts(*, allow_banned: bool = False, verbose: bool = False) -> Removable:
-    """Wrap the functions of the op table, process-wide, while anybody holds the result.
+def install_function_casts(
+    undo: UndoStack, *, allow_banned: bool = False, verbose: bool = False
+) -> None:
+    """Wrap the functions of the op table, process-wide, until ``undo``.
 
     The wrappers act only where torch's autocast is enabled on the calling thread for the device
-    of the tensors, so threads and devices without casts are not affected. After the last holder
-    is removed, every attribute is exactly what it was before the first.
+    of the tensors, so threads and devices without casts are not affected. After the last ``undo``
+    every attribute is exactly what it was before the first call.
 
-    As long as its holder lives, ``allow_banned`` casts the arguments of banned functions to
+    Until ``undo``, ``allow_banned`` casts the arguments of banned functions to
     float32 instead of refusing them, and ``verbose`` prints every cast; see `say_cast`.
 
     Mutates ``torch``, ``torch.Tensor``, ``torch.nn.functional``, ``torch.linalg``,
     ``torch.autograd`` and the namespace of the recurrent layers.
     """
-    handles = [FUNCTION_CASTS.acquire()]
+    FUNCTION_CASTS.acquire(undo)
     if verbose:
-        handles.append(CAST_LINES.acquire())
+        CAST_LINES.acquire(undo)
     if allow_banned:
         for row in OP_TABLE:
             if row.rule == "banned":
                 owner, name = namespace_owner(row.namespace), row.name
                 # Rank REGISTERED takes the place of the table's rule.
                 allow = wrap_float(is_closed=True)
-                handles.append(PATCHES.add(owner, name, Rank.REGISTERED, allow))
+                PATCHES.add(owner, name, Rank.REGISTERED, allow, undo)
                 if verbose:
-                    handles.append(PATCHES.add(owner, name, Rank.REPORT, wrap_report("float")))
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return UndoOnce(remove)
+                    PATCHES.add(owner, name, Rank.REPORT, wrap_report("float"), undo)
 
 
-def install_wide_half(half: torch.dtype) -> Removable:
-    """Run products of the dtype ``half`` on the CPU in float32, while anybody holds the result.
+def install_wide_half(half: torch.dtype, undo: UndoStack) -> None:
+    """Run products of the dtype ``half`` on the CPU in float32, until ``undo``.
 
     Worth it where ``preamp.kernels.wide_half.cpu_lacks_matmul(half)``; results keep the contract
     stated there. Composes with ``install_function_casts`` in any order, and mutates the same.
     """
-    return WIDE_HALF[half].acquire()
+    WIDE_HALF[half].acquire(undo)

@@ -9,7 +9,8 @@ import torch
 
 from preamp.core.link import EngineHook
 from preamp.core.pytree import cast_floating
-from preamp.core.undo import Removable
+from preamp.core.undo import UndoStack
+from preamp.kernels.modules import add_hook
 
 
 class CastInputs(EngineHook):
@@ -64,12 +65,13 @@ class MatchWeightDtype(EngineHook):
 
 
 def attach_io_casts(
-    module: torch.nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None
-) -> list[Removable]:
+    module: torch.nn.Module,
+    inputs: torch.dtype | None,
+    outputs: torch.dtype | None,
+    undo: UndoStack,
+) -> None:
     """Hook the casts of one engine's floating arguments and results onto a model's root."""
-    handles: list[Removable] = []
     if inputs is not None:
-        handles.append(module.register_forward_pre_hook(CastInputs(inputs), with_kwargs=True))
+        add_hook(module.register_forward_pre_hook, CastInputs(inputs), undo, with_kwargs=True)
     if outputs is not None:
-        handles.append(module.register_forward_hook(CastOutputs(outputs)))
-    return handles
+        add_hook(module.register_forward_hook, CastOutputs(outputs), undo)

@@ -22,7 +22,7 @@ from preamp.casting.patches import Rank, SharedInstall
 from preamp.casting.wrappers import AnyFunction, is_mixed
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.pytree import map_tensors, tensors_in
-from preamp.core.undo import Removable
+from preamp.core.undo import UndoStack
 from preamp.kernels.wide_half import WIDE_FUNCTIONS
 
 FUNCTIONS: Final = (
@@ -78,6 +78,6 @@ MIXED_PRODUCTS: Final = SharedInstall(patch_all(FUNCTIONS, Rank.MIXED, _mixed))
 """The installation of mixed products."""
 
 
-def install_mixed_products() -> Removable:
-    """Let products take float32 and half tensors together, while anybody holds the result."""
-    return MIXED_PRODUCTS.acquire()
+def install_mixed_products(undo: UndoStack) -> None:
+    """Let products take float32 and half tensors together, until ``undo``."""
+    MIXED_PRODUCTS.acquire(undo)

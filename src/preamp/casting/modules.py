@@ -11,8 +11,9 @@ from torch import nn
 from preamp.casting.io import CastInputs, MatchWeightDtype
 from preamp.casting.kept import Kept, floating_tensors, is_affine_batchnorm, is_single_layer
 from preamp.core.dtypes import HALF_DTYPES
-from preamp.core.undo import Removable
+from preamp.core.undo import UndoStack
 from preamp.kernels.fsdp import renew, reshard
+from preamp.kernels.modules import add_hook
 from preamp.kernels.shards import set_data
 
 
@@ -25,7 +26,7 @@ class Conversion:
         self.changed = changed
         # values from before the cast, by ``id(parameter)``
         self.originals: dict[int, torch.Tensor] = {}
-        self._original_grads: dict[int, torch.Tensor] = {}
+        self._grads: dict[int, torch.Tensor] = {}  # gradients that are cast with them, likewise
         self._tensors: list[tuple[torch.Tensor, torch.dtype]] = []
         self._models: list[nn.Module] = []
 
@@ -52,11 +53,16 @@ class Conversion:
             return
         self.originals.setdefault(id(tensor), tensor.data)
         self._tensors.append((tensor, tensor.dtype))
-        grad, tensor.grad = tensor.grad, None
-        set_data(tensor, tensor.data.to(dtype))
-        if grad is not None:
-            self._original_grads[id(tensor)] = grad
-            tensor.grad = grad.to(dtype)
+        self._cast(tensor, tensor.data, dtype)
+
+    def _cast(self, tensor: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> None:
+        """Set ``value`` and cast the gradient, which is kept here in case this is interrupted."""
+        if tensor.grad is not None:
+            self._grads.setdefault(id(tensor), tensor.grad)
+        grad = self._grads.get(id(tensor))
+        tensor.grad = None
+        set_data(tensor, value.to(dtype))
+        tensor.grad = None if grad is None else grad.to(dtype)
 
     def dtypes(self) -> dict[int, torch.dtype]:
         """The dtypes from before the cast, by ``id`` of what was cast."""
@@ -65,26 +71,25 @@ class Conversion:
     def forget_originals(self) -> None:
         """Let go of the values from before the cast, once the masters have taken theirs."""
         self.originals.clear()
-        self._original_grads.clear()
+        self._grads.clear()
 
     def revert(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Give every tensor its former dtype, with exact ``values``, if any, by ``id(tensor)``."""
+        """Give every tensor its former dtype, with exact ``values``, if any, by ``id(tensor)``.
+
+        May be called again if it was interrupted.
+        """
         reshard(self._models)
         for tensor, dtype in reversed(self._tensors):
-            grad, tensor.grad = tensor.grad, None
-            set_data(tensor, values.get(id(tensor), tensor.data).to(dtype))
-            if grad is not None:
-                original = self._original_grads.get(id(tensor))
-                tensor.grad = grad.to(dtype) if original is None else original
+            self._cast(tensor, values.get(id(tensor), tensor.data), dtype)
         self._tensors.clear()
+        self._grads.clear()
         for model in self._models:
             renew(model)
         self._models.clear()
 
 
-def attach_layer_casts(model: nn.Module, dtype: torch.dtype, kept: Kept) -> list[Removable]:
+def attach_layer_casts(model: nn.Module, dtype: torch.dtype, kept: Kept, undo: UndoStack) -> None:
     """Let layers of a model cast to ``dtype``, kept ones included, accept other floating inputs."""
-    handles: list[Removable] = []
     for module in model.modules():
         tensors = [*floating_tensors(module)]
         follows = is_single_layer(module) and (
@@ -100,5 +105,4 @@ def attach_layer_casts(model: nn.Module, dtype: torch.dtype, kept: Kept) -> list
             hook = CastInputs(torch.float32)
         else:
             continue
-        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    return handles
+        add_hook(module.register_forward_pre_hook, hook, undo, with_kwargs=True)

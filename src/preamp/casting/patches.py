@@ -11,17 +11,21 @@ object, or no entry at all where the attribute was inherited.
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 import threading
 import types
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from functools import partial
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
-from preamp.core.undo import Removable, UndoOnce
+from preamp.core.undo import UndoStack
 from preamp.kernels.scripting import forget_traced_names, know_traced_names, scriptable
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _ABSENT: Final = object()
@@ -85,49 +89,111 @@ def _prepare_for_others(function: types.FunctionType, patched: _Patched) -> type
     return function
 
 
+class PatchLock:
+    """A re-entrant lock with jobs that run when nobody is in the middle of a change.
+
+    An engine that nobody refers to any more is collected on whichever thread allocates next,
+    perhaps on one that holds this lock and is half-way through a change. Waiting there would be a
+    deadlock, and running there would change a list while it is being sorted. So a finalizer hands
+    its work in, and whoever holds the lock does it on the way out.
+
+    Nothing is noted here but what the lock knows itself, and it is taken and released by C code
+    alone, so that no interrupt can come between.
+    """
+
+    def __init__(self) -> None:
+        """Start unlocked, with nothing to do."""
+        self._lock = threading.RLock()
+        self._jobs: deque[Callable[[], None]] = deque()
+
+    def held(self, change: Callable[P, R]) -> Callable[P, R]:
+        """Decorate ``change`` to hold the lock; the holder may enter again.
+
+        The outermost end runs the jobs that came meanwhile.
+        """
+
+        @functools.wraps(change)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                with self._lock:
+                    return change(*args, **kwargs)
+            finally:
+                self._run_unless_held()
+
+        return call
+
+    def run_or_leave(self, job: Callable[[], None]) -> None:
+        """Run ``job`` now if the lock is free, else leave it to the holder; never waits."""
+        self._jobs.append(job)
+        self._run_unless_held()
+
+    def _run_unless_held(self) -> None:
+        while self._jobs and not self._is_held_here():
+            try:
+                if not self._lock.acquire(blocking=False):
+                    return
+                while self._jobs:
+                    self._jobs[0]()
+                    self._jobs.popleft()  # not before, in case it is interrupted
+            finally:
+                if self._is_held_here():
+                    self._lock.release()
+
+    def _is_held_here(self) -> bool:
+        """Whether this thread has the lock, asked as ``threading.Condition`` does."""
+        return cast("Any", self._lock)._is_owned()  # noqa: SLF001
+
+
+PATCH_LOCK: Final = PatchLock()
+"""Held during every change to the table of patches and to the counts of who wants them."""
+
+
 class PatchTable:
     """The attributes that are patched at the moment, process-wide."""
 
     def __init__(self) -> None:
         self._patched: dict[tuple[int, str], _Patched] = {}
 
-    def add(self, owner: Any, name: str, rank: Rank, wrap: Wrapper) -> Removable:
+    def add(self, owner: Any, name: str, rank: Rank, wrap: Wrapper, undo: UndoStack) -> None:
         """Put a layer on ``owner.name``, made by ``wrap`` from the callable below it.
 
         ``owner`` is a module, class or instance that has the attribute, perhaps by inheritance.
         Of equal ranks the newer layer is outside. What cannot be set raises ``AttributeError``,
-        and ``TypeError`` if ``owner`` is a type of C's or has no attributes of its own.
+        and ``TypeError`` if ``owner`` is a type of C's or has no attributes of its own; then too
+        ``undo`` has to be unwound.
         """
         token = object()
         key = (id(owner), name)
-        with PATCH_LOCK:
-            patched = self._patched.get(key)
-            if patched is None:
-                own = cast("dict[str, object]", vars(owner)).get(name, _ABSENT)
-                patched = _Patched(owner, name, own, _raw_attribute(owner, name))
-                self._patched[key] = patched
-            patched.layers.append((rank, wrap, token))
-            patched.layers.sort(key=lambda layer: layer[0])
-            try:
-                self._set(patched)
-            except BaseException:
-                patched.layers = [layer for layer in patched.layers if layer[2] is not token]
-                if not patched.layers:
-                    del self._patched[key]
-                raise
-        return UndoOnce(lambda: self._remove(key, token))
+        undo.push(partial(self._remove, key, token))
+        self._add(key, owner, (rank, wrap, token))
 
+    @PATCH_LOCK.held
+    def _add(self, key: tuple[int, str], owner: Any, layer: tuple[Rank, Wrapper, object]) -> None:
+        patched = self._patched.get(key)
+        if patched is None:
+            name = key[1]
+            own = cast("dict[str, object]", vars(owner)).get(name, _ABSENT)
+            patched = _Patched(owner, name, own, _raw_attribute(owner, name))
+            self._patched[key] = patched
+        patched.layers = sorted([*patched.layers, layer], key=lambda layer: layer[0])
+        self._set(patched)
+
+    @PATCH_LOCK.held
     def _remove(self, key: tuple[int, str], token: object) -> None:
-        with PATCH_LOCK:
-            patched = self._patched[key]
-            patched.layers = [layer for layer in patched.layers if layer[2] is not token]
-            if not patched.layers:
-                del self._patched[key]
-            self._set(patched)
+        patched = self._patched.get(key)
+        if patched is None:
+            return
+        patched.layers = [layer for layer in patched.layers if layer[2] is not token]
+        self._set(patched)
+        if not patched.layers:  # last, as it holds the original
+            self._patched.pop(key, None)
 
     @staticmethod
     def _set(patched: _Patched) -> None:
         if not patched.layers:
+            own = cast("dict[str, object]", vars(patched.owner))
+            if own.get(patched.name, _ABSENT) is patched.original:
+                return
             if patched.original is _ABSENT:
                 delattr(patched.owner, patched.name)
             else:
@@ -148,128 +214,70 @@ PATCHES: Final = PatchTable()
 """The one table of patched attributes: attributes of torch are process-wide, so this must be."""
 
 
-class PatchLock:
-    """A re-entrant lock with jobs that run when nobody is in the middle of a change.
-
-    An engine that nobody refers to any more is collected on whichever thread allocates next,
-    perhaps on one that holds this lock and is half-way through a change. Waiting there would be a
-    deadlock, and running there would change a list while it is being sorted. So a finalizer hands
-    its work in, and whoever holds the lock does it on the way out.
-    """
-
-    def __init__(self) -> None:
-        """Start unlocked, with nothing to do."""
-        self._lock = threading.RLock()
-        self._depth = 0  # changed only by the thread that holds the lock
-        self._jobs: deque[Callable[[], None]] = deque()
-
-    def __enter__(self) -> None:
-        """Wait for the lock; the holder may enter again."""
-        self._lock.acquire()
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        """Leave; the outermost exit runs the jobs that came meanwhile."""
-        try:
-            if self._depth == 1:
-                self._run_jobs()
-        finally:
-            self._depth -= 1
-            self._lock.release()
-        # One may have come between the last look and the release.
-        self._run_unless_held()
-
-    def run_or_leave(self, job: Callable[[], None]) -> None:
-        """Run ``job`` now if the lock is free, else leave it to the holder; never waits."""
-        self._jobs.append(job)
-        self._run_unless_held()
-
-    def _run_unless_held(self) -> None:
-        while self._jobs and self._lock.acquire(blocking=False):
-            try:
-                if self._depth:  # held by this very thread, further up
-                    return
-                self._depth = 1
-                try:
-                    self._run_jobs()
-                finally:
-                    self._depth = 0
-            finally:
-                self._lock.release()
-
-    def _run_jobs(self) -> None:
-        while self._jobs:
-            self._jobs.popleft()()
-
-
-PATCH_LOCK: Final = PatchLock()
-"""Held during every change to the table of patches and to the counts of who wants them."""
-
-
-Builder = Callable[[], Removable]
+Builder = Callable[[UndoStack], None]
 
 
 class SharedInstall:
     """Patches that are on while anybody holds them."""
 
-    def __init__(self, build: Callable[[], list[Removable]]) -> None:
+    def __init__(self, build: Builder) -> None:
+        """``build`` makes the patches, and adds what takes them off before it does."""
         self._build = build
-        self._holders = 0
-        self._handles: list[Removable] = []
-        self._extras: dict[Hashable, Builder] = {}
-        self._extra_handles: dict[Hashable, Removable] = {}
+        self._holders: set[object] = set()
+        self._undo = UndoStack()
+        self._is_complete = False
+        self._extras: dict[Hashable, tuple[Builder, UndoStack]] = {}
         self._compiler_knows = False
 
     @property
     def is_installed(self) -> bool:
         """Whether anybody holds the patches now."""
-        return self._holders > 0
+        return bool(self._holders)
 
-    def acquire(self) -> Removable:
-        """Hold the patches; the first holder installs them, the last one removes them."""
-        with PATCH_LOCK:
-            if not self._holders:
-                self._install()
-            self._holders += 1
-        return UndoOnce(self._release)
+    def acquire(self, undo: UndoStack) -> None:
+        """Hold the patches until ``undo``; the first holder installs, the last removes them."""
+        holder = object()
+        undo.push(partial(self._release, holder))
+        self._hold(holder)
 
-    def _install(self) -> None:
+    @PATCH_LOCK.held
+    def _hold(self, holder: object) -> None:
+        self._holders.add(holder)
+        if self._is_complete:
+            return
+        self._undo.unwind()  # of an interrupted holder before
         self._compiler_knows = know_traced_names()
-        self._handles = self._build()
-        try:
-            for key, make in self._extras.items():
-                self._extra_handles[key] = make()
-        except BaseException:
-            self._remove_all()
-            raise
+        self._undo.push(self._forget_names)
+        self._build(self._undo)
+        for build, undo in self._extras.values():
+            self._undo.push(undo.unwind)
+            build(undo)
+        self._is_complete = True
 
-    def _remove_all(self) -> None:
-        for handle in (*self._extra_handles.values(), *self._handles):
-            handle.remove()
-        self._extra_handles, self._handles = {}, []
+    def _forget_names(self) -> None:
         if not self._compiler_knows:
             forget_traced_names()
 
-    def _release(self) -> None:
-        with PATCH_LOCK:
-            self._holders -= 1
-            if not self._holders:
-                self._remove_all()
+    @PATCH_LOCK.held
+    def _release(self, holder: object) -> None:
+        self._holders.discard(holder)
+        if not self._holders:
+            self._is_complete = False
+            self._undo.unwind()
 
+    @PATCH_LOCK.held
     def extend(self, key: Hashable, build: Builder) -> None:
         """Add a patch to this and all later installations; a known ``key`` is replaced."""
-        with PATCH_LOCK:
-            self._extras[key] = build
-            if self._holders:
-                known = self._extra_handles.pop(key, None)
-                if known is not None:
-                    known.remove()
-                self._extra_handles[key] = build()
+        self.discard(key)
+        undo = UndoStack()
+        self._extras[key] = build, undo
+        if self._holders:
+            self._undo.push(undo.unwind)
+            build(undo)
 
+    @PATCH_LOCK.held
     def discard(self, key: Hashable) -> None:
         """Forget what ``extend`` added under ``key``."""
-        with PATCH_LOCK:
+        if key in self._extras:
+            self._extras[key][1].unwind()
             self._extras.pop(key, None)
-            known = self._extra_handles.pop(key, None)
-            if known is not None:
-                known.remove()

@@ -22,7 +22,8 @@ from torch import nn
 from preamp.casting.autocast_state import know_device_types, untraced, weight_cache_keeps_gradients
 from preamp.casting.thread_casts import CASTS, FORWARDS_OPEN, open_bracket, unwind_to
 from preamp.core.link import EngineHook
-from preamp.core.undo import Removable
+from preamp.core.undo import UndoStack
+from preamp.kernels.modules import add_hook
 
 _COMMON = ("cpu", "cuda", "xpu", "mps")
 """Device types whose casts can be on while a forward is traced."""
@@ -99,23 +100,21 @@ class _Leave(EngineHook):
         _leave(module)
 
 
-def _attach(module: nn.Module, enter: _EnterCasts | _EnterPlain) -> list[Removable]:
+def _attach(module: nn.Module, enter: _EnterCasts | _EnterPlain, undo: UndoStack) -> None:
     # The region opens before other pre-hooks run and closes after other hooks have run, so an
     # exception in one of them finds it open and closes it.
-    return [
-        module.register_forward_pre_hook(enter, prepend=True),
-        module.register_forward_hook(_Leave(), always_call=True),
-    ]
+    add_hook(module.register_forward_pre_hook, enter, undo, prepend=True)
+    add_hook(module.register_forward_hook, _Leave(), undo, always_call=True)
 
 
 def attach_cast_region(
-    module: nn.Module, device_types: frozenset[str], dtype: torch.dtype
-) -> list[Removable]:
+    module: nn.Module, device_types: frozenset[str], dtype: torch.dtype, undo: UndoStack
+) -> None:
     """Run forwards of ``module`` in an autocast region with its weight cache; adds hooks only."""
     know_device_types(device_types)
-    return _attach(module, _EnterCasts(tuple(sorted(device_types)), dtype))
+    _attach(module, _EnterCasts(tuple(sorted(device_types)), dtype), undo)
 
 
-def attach_plain_region(module: nn.Module) -> list[Removable]:
+def attach_plain_region(module: nn.Module, undo: UndoStack) -> None:
     """Run forwards of ``module`` untouched by other engines' casts, but not the user's autocast."""
-    return _attach(module, _EnterPlain())
+    _attach(module, _EnterPlain(), undo)

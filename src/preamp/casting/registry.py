@@ -21,6 +21,7 @@ from preamp.casting.patches import PATCHES, Rank, Wrapper, wrap_raw
 from preamp.casting.reports import wrap_report
 from preamp.casting.wrappers import AnyFunction, wrap_float, wrap_half, wrap_promote
 from preamp.core.errors import bad_type, bad_value
+from preamp.core.undo import UndoStack
 from preamp.kernels import wide_half
 
 Fn = TypeVar("Fn")
@@ -64,7 +65,11 @@ def _register(module: Any, name: str, caller: str, wrap: Wrapper, report: Wrappe
     try:  # now, since what cannot be wrapped would fail every later engine
         if not callable(getattr(module, name)):
             raise TypeError("it is not callable")
-        PATCHES.add(module, name, Rank.REGISTERED, wrap).remove()
+        undo = UndoStack()
+        try:
+            PATCHES.add(module, name, Rank.REGISTERED, wrap, undo)
+        finally:
+            undo.unwind()
     except (AttributeError, TypeError) as error:
         raise bad_type(
             f"{caller}({module!r}, {name!r}): this attribute cannot be replaced ({error})",

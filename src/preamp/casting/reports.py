@@ -15,7 +15,7 @@ from preamp.casting.patches import PATCH_LOCK, Wrapper
 from preamp.casting.wrappers import CASTABLE, AnyFunction, is_mixed
 from preamp.core.log import say
 from preamp.core.pytree import tensors_in
-from preamp.core.undo import Removable, UndoOnce
+from preamp.core.undo import UndoStack
 
 CastRule = Literal["half", "float", "promote", "sequence_promote"]
 
@@ -36,18 +36,21 @@ Listener = Callable[[Cast], None]
 _listeners: tuple[Listener, ...] = ()  # process-wide, as the patches are; replaced, never changed
 
 
-def listen(listener: Listener) -> Removable:
+def listen(listener: Listener, undo: UndoStack) -> None:
     """Call ``listener`` with every cast, on the thread that casts, while reports are installed."""
-    global _listeners
-    with PATCH_LOCK:
-        _listeners = (*_listeners, listener)
 
+    @PATCH_LOCK.held
     def end() -> None:
         global _listeners
-        with PATCH_LOCK:
-            _listeners = tuple(other for other in _listeners if other is not listener)
+        _listeners = tuple(other for other in _listeners if other is not listener)
 
-    return UndoOnce(end)
+    @PATCH_LOCK.held
+    def begin() -> None:
+        global _listeners
+        _listeners = (*_listeners, listener)
+
+    undo.push(end)
+    begin()
 
 
 def say_cast(made: Cast) -> None:

@@ -17,7 +17,8 @@ from preamp.core.dtypes import is_half
 from preamp.core.errors import bad_state
 from preamp.core.link import EngineHook, Link
 from preamp.core.protocols import MasterLookup
-from preamp.core.undo import Removable
+from preamp.core.undo import UndoStack
+from preamp.kernels.modules import add_hook
 
 
 class SaveFloat32(EngineHook):
@@ -77,10 +78,8 @@ class LoadMasters(EngineHook):
                 state_dict[prefix + name] = value if taken is None else taken
 
 
-def attach_state_hooks(model: nn.Module, link: Link[MasterLookup]) -> list[Removable]:
-    """Hook ``model`` and all its sub-modules; returns the handles that undo it."""
-    handles: list[Removable] = []
+def attach_state_hooks(model: nn.Module, link: Link[MasterLookup], undo: UndoStack) -> None:
+    """Hook ``model`` and all its sub-modules."""
     for module in cast("Iterable[Any]", model.modules()):  # torch leaves these two untyped
-        handles.append(module.register_state_dict_post_hook(SaveFloat32(link)))
-        handles.append(module.register_load_state_dict_pre_hook(LoadMasters(link)))
-    return handles
+        add_hook(module.register_state_dict_post_hook, SaveFloat32(link), undo)
+        add_hook(module.register_load_state_dict_pre_hook, LoadMasters(link), undo)

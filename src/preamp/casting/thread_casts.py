@@ -28,7 +28,7 @@ from torch import nn
 
 from preamp.casting import autocast_state
 from preamp.casting.autocast_state import AutocastState, know_device_types, nesting, untraced
-from preamp.core.undo import Removable, UndoOnce
+from preamp.core.undo import UndoStack
 from preamp.kernels.modules import call_hooks_after_interrupts
 
 
@@ -66,6 +66,7 @@ class _Casts(threading.local):
         self.pushes = _Pushes()
         self.original: AutocastState | None = None  # before the first push
         self.applied: AutocastState | None = None  # the base as it was last set
+        self.is_setting = False  # the base, at this moment
         self.base_nesting = 0
         self.brackets: list[Bracket] = []
         self.disabled: AutocastState | None = None  # the state before the outermost disable_casts
@@ -161,30 +162,30 @@ def _outside() -> tuple[AutocastState, int]:
     return now.taking(first.saved, first.saved.devices), first.nesting - first.raised_nesting
 
 
-def push_thread_casts(device_types: Iterable[str], dtype: torch.dtype) -> Removable:
-    """Turn casts on for the calling thread, outside models too, until the result is removed.
+def push_thread_casts(device_types: Iterable[str], dtype: torch.dtype, undo: UndoStack) -> None:
+    """Turn casts on for the calling thread, outside models too, until ``undo``.
 
     torch's count of nested regions is not raised, so the weight cache of a model's forward is
     still cleared when that forward ends; out here the cache is off.
 
-    Handles may be removed in any order, on any thread. After the last one the thread's autocast
-    state is what it was before the first: at once if this thread calls ``remove`` or is the main
+    Casts may end in any order, on any thread. After the last ``undo`` the thread's autocast
+    state is what it was before the first: at once if this thread calls it or is the main
     one, outside ``torch.autocast`` blocks opened since; else when it next enters or leaves preamp.
     """
     types = frozenset(device_types)
     know_device_types(types)
     settle_thread()
+    push = _Push(types, dtype)
+    undo.push(_PopPush(push, CASTS.pushes))
     state, depth = _outside()
     if CASTS.original is None or CASTS.applied is None:
         CASTS.original, CASTS.applied, CASTS.base_nesting = state, state, depth
     else:
         CASTS.original = state.taking(CASTS.original, CASTS.original.devices)
         CASTS.applied = state.taking(CASTS.applied, CASTS.applied.devices)
-    push = _Push(types, dtype)
     CASTS.pushes.append(push)
     CASTS.pushes.is_stale = True
     _settle_base()
-    return UndoOnce(_PopPush(push, CASTS.pushes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ class _PopPush:
     pushes: _Pushes
 
     def __call__(self) -> None:
-        if self.push in self.pushes:  # not in a forked process
+        if self.push in self.pushes:
             self.pushes.remove(self.push)
         self.pushes.is_stale = True
         if self.pushes is CASTS.pushes:
@@ -266,8 +267,16 @@ _settle_untraced = untraced(_settle)
 
 def _settle_base() -> None:
     """Bring the base in line with the pushes, if it is where and what it was last set to."""
-    # First, since other threads take pushes away at any time, and mark them stale afterwards.
-    CASTS.pushes.is_stale = False
+    try:
+        # First, since other threads take pushes away at any time, and mark them stale afterwards.
+        CASTS.pushes.is_stale = False
+        _follow_pushes()
+    except BaseException:
+        CASTS.pushes.is_stale = True
+        raise
+
+
+def _follow_pushes() -> None:
     pushes = tuple(CASTS.pushes)
     original, applied = CASTS.original, CASTS.applied
     if original is None or applied is None:
@@ -280,12 +289,15 @@ def _settle_base() -> None:
     base = original
     for push in pushes:
         base = base.casting(push.device_types, push.dtype, cache_enabled=False)
-    changing = [kind for kind in base.devices if base.devices[kind] != applied.devices[kind]]
-    if changing and (depth > CASTS.base_nesting or not state.is_ours(applied, base, changing)):
+    last = state if CASTS.is_setting else applied  # half-set where that was interrupted
+    changing = [kind for kind in base.devices if base.devices[kind] != last.devices[kind]]
+    if changing and (depth > CASTS.base_nesting or not state.is_ours(last, base, changing)):
         CASTS.pushes.is_stale = True
         return
+    CASTS.is_setting = True
     _set_base(state.taking(base, changing))
     CASTS.applied = base
+    CASTS.is_setting = False
     if not pushes:
         CASTS.original = CASTS.applied = None
 

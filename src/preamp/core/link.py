@@ -7,6 +7,9 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T", covariant=True)
 
+ATTRIBUTE = "_preamp_link"
+"""Name of the attribute that holds the link, on models and optimizers."""
+
 
 class Link(Generic[T]):
     """A reference that stays behind when its holder is copied or pickled.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
 
 
@@ -13,21 +13,6 @@ class Removable(Protocol):
     def remove(self) -> None:
         """Take it away; a second call does nothing."""
         ...
-
-
-class UndoOnce:
-    """A `Removable` whose callback runs on the first ``remove`` only."""
-
-    __slots__ = ("_callback",)
-
-    def __init__(self, callback: Callable[[], None]) -> None:
-        self._callback: Callable[[], None] | None = callback
-
-    def remove(self) -> None:
-        """Run the callback once."""
-        callback, self._callback = self._callback, None
-        if callback is not None:
-            callback()
 
 
 def run_all(steps: Iterable[Callable[[], Any]]) -> None:
@@ -43,13 +28,17 @@ def run_all(steps: Iterable[Callable[[], Any]]) -> None:
 
 
 class UndoStack:
-    """Steps that restore what was changed; used when `initialize` fails and by ``close``."""
+    """Steps that restore what was changed; used when `initialize` fails and by ``close``.
+
+    An interrupt may come between a change and whatever follows it. So a step is added before the
+    change that it takes back, does nothing where that was not made, and may run twice.
+    """
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], Any]] = []
 
     def push(self, step: Callable[[], Any]) -> None:
-        """Add a step that takes the latest change back."""
+        """Add a step that takes the coming change back."""
         self._steps.append(step)
 
     def hold(self, *handles: Removable) -> None:
@@ -58,12 +47,26 @@ class UndoStack:
             self.push(handle.remove)
 
     def unwind(self) -> None:
-        """Run all steps as `run_all` does, last change first, and forget them."""
-        run_all(self._popped())
+        """Run all steps, last change first, and forget each one that has run.
 
-    def _popped(self) -> Iterator[Callable[[], Any]]:
+        The first error is raised at the end. A step that was interrupted runs once more; if the
+        interrupt comes between steps, the others stay for the next call.
+        """
+        first: BaseException | None = None
+        again: Callable[[], Any] | None = None
         while self._steps:
-            yield self._steps.pop()
+            step = self._steps[-1]
+            try:
+                step()
+            except BaseException as error:
+                first = first or error
+                if not isinstance(error, Exception) and step is not again:
+                    again = step
+                    continue
+            if self._steps and self._steps[-1] is step:
+                self._steps.pop()
+        if first is not None:
+            raise first
 
 
 _MISSING = object()
@@ -77,7 +80,8 @@ def set_attribute(owner: Any, name: str, value: Any, undo: UndoStack) -> None:
     """
     own = cast("dict[str, object]", vars(owner))
     before = own.get(name, _MISSING)
-    setattr(owner, name, value)
+    if before is value:
+        return
 
     def restore() -> None:
         if own.get(name, _MISSING) is not value:
@@ -88,3 +92,4 @@ def set_attribute(owner: Any, name: str, value: Any, undo: UndoStack) -> None:
             setattr(owner, name, before)
 
     undo.push(restore)
+    setattr(owner, name, value)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from preamp.casting import PATCH_LOCK, settle_thread
-from preamp.core.link import Link
+from preamp.core.link import ATTRIBUTE, Link
 from preamp.core.splits import Splits
-from preamp.core.undo import UndoStack, run_all
+from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import parts, refusals
 from preamp.engine.core import EngineCore
 from preamp.engine.overflow import OverflowCause
@@ -23,11 +23,11 @@ from preamp.engine.params import twin_of
 from preamp.engine.recording import Recording
 from preamp.engine.state import load_scalers, scalers_state
 from preamp.engine.weights import (
+    WeightsAtEnd,
     exact_value,
     exact_weights,
     load_exact,
     trust_masters,
-    weights_given_back,
 )
 from preamp.kernels import Ops
 from preamp.policy import Policy
@@ -64,6 +64,9 @@ class Engine(EngineCore):
             policy, models, optimizers, ops, splits, num_losses=num_losses, recording=recording
         )
         self._model_undo = {id(model): UndoStack() for model in self.models}
+        # Taken away last, so that an engine whose end was interrupted can still be found
+        self._links = {id(thing): UndoStack() for thing in (*self.models, *self.optimizers)}
+        self._end: UndoStack | None = None  # what is left to do in `close`, once it has begun
         # Casts of torch's functions outlive nobody: an engine that is dropped without close()
         # takes them back when it is collected. The stack must not refer to the engine.
         self._when_dropped = weakref.finalize(
@@ -194,14 +197,34 @@ class Engine(EngineCore):
         """The steps that take back what was done to ``model`` alone."""
         return self._model_undo[id(model)]
 
+    def be_found_from(self, thing: nn.Module | torch.optim.Optimizer) -> None:
+        """Let ``thing`` lead to this engine."""
+        set_attribute(thing, ATTRIBUTE, self.link, self._links[id(thing)])
+
     def hand_over(self, model: nn.Module) -> None:
         """Let go of ``model``, which another engine has now; the optimizers stay.
 
-        Without any model left nothing is cast for this engine any more.
+        Without any model left nothing is cast for this engine any more. May be called again if it
+        was interrupted.
         """
-        self._model_undo.pop(id(model), UndoStack()).unwind()
+        for stacks in (self._model_undo, self._links):
+            if id(model) in stacks:
+                stacks[id(model)].unwind()
+                stacks.pop(id(model))
         if not self._model_undo and not self.has_masters:
             self.process_undo.unwind()
+
+    def take_back(self) -> tuple[Callable[[], None], ...]:
+        """What takes back hooks and patches; a step may run twice."""
+        stacks = (self.undo, *self._model_undo.values(), self.process_undo)
+        return tuple(stack.unwind for stack in stacks)
+
+    def be_forgotten(self) -> None:
+        """Let nothing lead here any more; what was changed has been taken back."""
+        for stack in self._links.values():
+            stack.unwind()
+        self.link.cut()
+        self._when_dropped.detach()
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` first thing in `close`."""
@@ -214,18 +237,34 @@ class Engine(EngineCore):
         state moves back to them; gradients left scaled are unscaled; hooks, patches and casts are
         removed. A second call does nothing.
 
+        An interrupt leaves the rest to the next call.
+
         Raises:
             Exception: The first that a listener or the disk raised; all else was undone.
         """
         settle_thread()
-        if self.closed:
-            return
-        try:
-            run_all((self.ledger.settle_all, *self._on_close))
-        finally:
-            with weights_given_back(self.sessions.values(), self.conversion, self.adjustments):
-                self.closed = True
-                self._when_dropped.detach()
-                stacks = (self.undo, *self._model_undo.values(), self.process_undo)
-                ends = (self.tracer.disarm, self.link.cut, self.recorder.close)
-                run_all((*(stack.unwind for stack in stacks), *ends))
+        if self._end is None:
+            try:
+                run_all((self.ledger.settle_all, *self._on_close))
+            finally:
+                self._end = self._make_end()
+                self._end.unwind()
+        else:
+            self._end.unwind()
+
+    def _make_end(self) -> UndoStack:
+        weights = WeightsAtEnd(self.sessions.values(), self.conversion, self.adjustments)
+        end = UndoStack()
+        for step in (
+            self.be_forgotten,
+            weights.give_back,  # also if a hook cannot be removed
+            self.recorder.close,
+            self.tracer.disarm,
+            *reversed(self.take_back()),
+            self._note_closed,
+        ):
+            end.push(step)
+        return end
+
+    def _note_closed(self) -> None:
+        self.closed = True

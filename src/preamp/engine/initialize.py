@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -27,10 +28,10 @@ from preamp.casting import (
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.log import say
 from preamp.core.splits import Splits, splits_over
-from preamp.core.undo import run_all, set_attribute
+from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import checks, parts
 from preamp.engine.engine import Engine
-from preamp.engine.loop import ATTRIBUTE, find_engine
+from preamp.engine.loop import find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.engine.params import master_types
 from preamp.engine.recording import OFF, Numerics, Recording, make_recording
@@ -203,28 +204,39 @@ def create_engine(
         policy, model_list, optimizer_list, ops, splits, num_losses=num_losses, recording=recording
     )
     engine.conversion = conversion
+    exact_state = UndoStack()
+    is_attached = False
     try:
         if policy.enabled:
             _attach(engine)
         for optimizer in engine.optimizers:
-            set_attribute(optimizer, ATTRIBUTE, engine.link, engine.undo)
+            engine.be_found_from(optimizer)
             if splits.given:
                 set_attribute(optimizer, "splits", splits, engine.undo)
             if isinstance(optimizer, FusedOptimizer):
                 set_attribute(optimizer, "backend", ops.name, engine.undo)
-        if policy.enabled:  # last, since it rounds: rolling back restores exact values
+        if policy.enabled:
             for session in engine.sessions.values():
-                session.recast_state()
+                session.recast_state(exact_state)
             engine.recorder.start(parts.run_record(engine))
+        is_attached = True
+        _take_over(engine, earlier)
     except BaseException:
-        _roll_back(engine)
+        if is_attached:
+            _take_over(engine, earlier)  # interrupted: to the end
+        else:
+            _roll_back(engine, exact_state)
         raise
+    return engine
+
+
+def _take_over(engine: Engine, earlier: Iterable[tuple[nn.Module, Engine | None]]) -> None:
+    """Have the models, which earlier engines let go of; from here on nothing is taken back."""
     engine.conversion.forget_originals()
     for model, previous in earlier:
-        if previous is not None:
+        if previous is not None and previous is not engine:
             previous.hand_over(model)
-        set_attribute(model, ATTRIBUTE, engine.link, engine.undo_of(model))
-    return engine
+        engine.be_found_from(model)
 
 
 def _create_off(models: Any, optimizers: Any) -> Any:
@@ -248,7 +260,9 @@ def _attach(engine: Engine) -> None:
     for session in engine.sessions.values():
         session.adopt(engine.conversion.originals)
     if policy.master_weights:
-        engine.process_undo.hold(*map(ForeachType, master_types(engine.sessions.values())))
+        for kind in map(ForeachType, master_types(engine.sessions.values())):
+            engine.process_undo.hold(kind)
+            kind.hold()
     for model in engine.models:
         _hook_model(engine, model)
     engine.reductions.comparison = parts.RankComparison(engine)
@@ -268,21 +282,22 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
         outputs = torch.float32
     if engine.casts_functions and policy.patch_torch_functions_type is not None:
         types = device_types(engine)
-        region = attach_cast_region(model, types, policy.patch_torch_functions_type)
-        undo.hold(*region)
-        engine.cast_undo.hold(*region)
+        region = UndoStack()
+        undo.push(region.unwind)
+        engine.cast_undo.push(region.unwind)
+        attach_cast_region(model, types, policy.patch_torch_functions_type, region)
     else:
-        undo.hold(*attach_plain_region(model))
+        attach_plain_region(model, undo)
     inputs = target if target in HALF_DTYPES or not gather_dtypes(model) else None
     if id(model) in engine.conversion.kept.modules:
         inputs = torch.float32
-    undo.hold(*attach_io_casts(model, inputs, outputs))  # fully_shard casts what it gathers for
-    undo.hold(attach_reductions(model, engine.reductions))
+    attach_io_casts(model, inputs, outputs, undo)  # fully_shard casts what it gathers for
+    attach_reductions(model, engine.reductions, undo)
     if target in HALF_DTYPES:
-        undo.hold(*attach_layer_casts(model, target, engine.conversion.kept))
-        undo.hold(*attach_state_hooks(model, engine.link))
+        attach_layer_casts(model, target, engine.conversion.kept, undo)
+        attach_state_hooks(model, engine.link, undo)
     if policy.master_weights:
-        undo.hold(*attach_weight_doors(model, engine.link))
+        attach_weight_doors(model, engine.link, undo)
 
 
 def _install_function_casts(engine: Engine) -> None:
@@ -290,15 +305,15 @@ def _install_function_casts(engine: Engine) -> None:
     undo = engine.cast_undo if engine.casts_functions else engine.process_undo
     types = device_types(engine)
     if engine.casts_functions and policy.patch_torch_functions_type is not None:
-        undo.hold(install_function_casts(verbose=engine.verbosity >= 2))
+        install_function_casts(undo, verbose=engine.verbosity >= 2)
         if policy.scope == "thread":
-            undo.hold(push_thread_casts(types, policy.patch_torch_functions_type))
+            push_thread_casts(types, policy.patch_torch_functions_type, undo)
     half = policy.half_dtype
     if half is not None and "cpu" in types and cpu_lacks_matmul(half):
-        undo.hold(install_wide_half(half))
+        install_wide_half(half, undo)
     kept = engine.conversion.kept
     if policy.cast_model_type in HALF_DTYPES and (kept.named or kept.constants):
-        undo.hold(install_mixed_products())
+        install_mixed_products(undo)
 
 
 def device_types(engine: Engine) -> frozenset[str]:
@@ -307,16 +322,17 @@ def device_types(engine: Engine) -> frozenset[str]:
     return frozenset(found or {engine.device.type})
 
 
-def _roll_back(engine: Engine) -> None:
+def _roll_back(engine: Engine, exact_state: UndoStack) -> None:
     """Undo a failed initialize; the exact values from before the cast are still there."""
-    stacks = (engine.undo, *map(engine.undo_of, engine.models), engine.process_undo)
     sessions = engine.sessions.values()
     run_all(
         (
-            *(stack.unwind for stack in stacks),
+            *engine.take_back(),
             *(session.release_masters for session in sessions),
             lambda: engine.conversion.revert(engine.conversion.originals),
+            exact_state.unwind,
             *(session.recast_state for session in sessions),
+            engine.be_forgotten,
             engine.recorder.close,  # last: a full disk may fail it
         )
     )

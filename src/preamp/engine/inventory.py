@@ -103,6 +103,11 @@ class Inventory:
         self._engine = weakref.ref(engine)
         self._audit = audit
 
+    def start(self) -> None:
+        """Count casts, if they are to be counted; not before the engine can be taken back."""
+        if self._audit is not None:
+            self._audit.start()
+
     def memory(self, step: int) -> MemoryRecord:
         """Count what is held now, at call ``step`` of ``optimizer.step``."""
         from preamp.numerics import MemoryRecord

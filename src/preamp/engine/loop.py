@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from preamp.casting import settle_thread
 from preamp.core.errors import PreampStateError, bad_state, bad_type
-from preamp.core.link import Link
+from preamp.core.link import ATTRIBUTE, Link
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import dtype_of, has_sharded, kinds_of
 from preamp.engine import refusals
@@ -26,9 +26,6 @@ from preamp.engine.session import OptimizerSession, Plan, Stage
 from preamp.optim import LARC
 from preamp.optim.rank_norms import norm_of_order, total_norm
 from preamp.scaling import LossScaler
-
-ATTRIBUTE = "_preamp_link"
-"""Name of the attribute that holds the link, on models and optimizers."""
 
 _WRAPPED_IN = ("module", "_orig_mod")  # DistributedDataParallel and DataParallel; torch.compile
 _EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_

@@ -22,6 +22,7 @@ from preamp.casting import disable_casts, settle_thread, thread_casts_restored, 
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine.core import EngineCore
 from preamp.engine.session import OptimizerSession
+from preamp.kernels.modules import add_hook
 
 SCHEDULER_MARK = "_wrapped_by_lr_sched"
 
@@ -41,11 +42,9 @@ class OptimizerHooks:
     def attach(self, undo: UndoStack) -> None:
         """Hook the optimizer; ``undo`` gets the steps that take it back."""
         optimizer = self._optimizer
-        undo.hold(
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
-        )
+        add_hook(optimizer.register_step_pre_hook, self._before_step, undo)
+        add_hook(optimizer.register_step_post_hook, self._after_step, undo)
+        add_hook(optimizer.register_load_state_dict_post_hook, self._after_load, undo)
         for name, method in (
             ("step", self._make_step()),
             ("zero_grad", self._make_zero_grad()),

@@ -83,6 +83,8 @@ class Recorder:
     def start(self, record: RunRecord) -> None:
         """A run begins, or goes on with the file of an earlier one."""
         self._follows_a_run = len(self.history) > 0
+        if self.inventory is not None:
+            self.inventory.start()
         self.history.add(record)
 
     def resumed(self) -> None:
@@ -300,7 +302,6 @@ def make_recorder(engine: EngineCore, recording: Recording) -> Recorder:
     audit = None
     if recording.numerics == "full" and engine.casts_functions:
         audit = CastAudit()
-        audit.start()
         engine.process_undo.push(audit.stop)
     if recording.numerics != "off":
         recorder.inventory = Inventory(engine, audit)

@@ -21,7 +21,7 @@ from preamp.casting.autocast_state import untraced
 from preamp.core.link import EngineHook, Link
 from preamp.core.ranks import has_other_ranks, has_process_group
 from preamp.core.splits import Splits
-from preamp.core.undo import Removable
+from preamp.core.undo import UndoStack
 from preamp.engine import refusals
 from preamp.kernels.data_parallel import (
     active_data_parallel,
@@ -30,6 +30,7 @@ from preamp.kernels.data_parallel import (
     parameters_in,
     uses_reducer,
 )
+from preamp.kernels.modules import add_hook
 
 REDUCED = frozenset({True})
 LOCAL = frozenset({False})
@@ -171,6 +172,6 @@ class NoteReduction(EngineHook):
             _note(target, module)
 
 
-def attach_reductions(model: nn.Module, reductions: Reductions) -> Removable:
-    """Hook ``model``, before ``fully_shard`` gathers; returns the handle that undoes it."""
-    return model.register_forward_pre_hook(NoteReduction(reductions), prepend=True)
+def attach_reductions(model: nn.Module, reductions: Reductions, undo: UndoStack) -> None:
+    """Hook ``model``, before ``fully_shard`` gathers."""
+    add_hook(model.register_forward_pre_hook, NoteReduction(reductions), undo, prepend=True)

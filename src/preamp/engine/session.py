@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -26,6 +27,7 @@ from preamp.core.tensors import (
     is_sharded,
     versions_of,
 )
+from preamp.core.undo import UndoStack
 from preamp.engine import refusals
 from preamp.engine.joint_findings import of_all_ranks
 from preamp.engine.overflow import GradientNote
@@ -572,14 +574,17 @@ class OptimizerSession:
             self.masters.release()
         self.gradients.release_params()
 
-    def recast_state(self) -> None:
+    def recast_state(self, undo: UndoStack | None = None) -> None:
         """Bring the optimizer's state to the dtype of its parameters, after these changed.
 
         In place: ``optimizer.load_state_dict`` would replace the group dicts that schedulers hold.
+        ``undo`` gets what brings the very tensors back.
         """
         state: dict[Any, Any] = self.optimizer.state
         for param in self.gradients.params():
             if param in state and isinstance(state[param], dict):
+                if undo is not None:
+                    undo.push(partial(state[param].update, state[param].copy()))
                 cast_state(state[param], param)
 
     def compare_weights(self) -> None:

@@ -23,10 +23,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from preamp.core.link import Link
 from preamp.core.pytree import map_leaves
-from preamp.core.undo import Removable
+from preamp.core.undo import UndoStack
 from preamp.engine.events import Backward, Events
 from preamp.engine.observation import OUTSIDE, Observation, Pass, Place, Reading, read
 from preamp.engine.overflow import OverflowCause
+from preamp.kernels.modules import add_hook
 
 _COMPILED = "CompiledFunctionBackward"  # autograd's node of a graph that torch.compile has made
 
@@ -62,7 +63,7 @@ class Tracer:
             (events.step_over, self._end_step),
         )
         self._models = list(models)
-        self._handles: dict[int, list[Removable]] = {}
+        self._hooks: dict[int, UndoStack] = {}
         self._stays = False
         self._backward = 1
         self.observation = Observation()
@@ -71,7 +72,7 @@ class Tracer:
     @property
     def is_armed(self) -> bool:
         """Whether anything is watched."""
-        return bool(self._handles)
+        return bool(self._hooks)
 
     def arm(self, *, stays: bool = False) -> None:
         """Put hooks on all modules, if there are none; they may stay after an overflow too."""
@@ -79,7 +80,7 @@ class Tracer:
         if self.is_armed:
             return
         self.observation = Observation()
-        self._handles = {id(model): [] for model in self._models}
+        self._hooks = {id(model): UndoStack() for model in self._models}
         for listeners, listener in self._subscriptions if self._models else ():
             listeners.append(listener)
         own: weakref.ref[Tracer] = weakref.ref(self)
@@ -89,29 +90,29 @@ class Tracer:
             for name, module in _watchable(model):
                 place = Place((prefix + name).rstrip("."), type(module).__name__)
                 # First, so that casts of the arguments belong to the module.
-                self._handles[id(model)] += (
-                    module.register_forward_pre_hook(
-                        _Before(link, place), prepend=True, with_kwargs=True
-                    ),
-                    module.register_forward_hook(_After(link, place), with_kwargs=True),
+                undo, before = self._hooks[id(model)], _Before(link, place)
+                add_hook(
+                    module.register_forward_pre_hook, before, undo, prepend=True, with_kwargs=True
                 )
+                after = _After(link, place)
+                add_hook(module.register_forward_hook, after, undo, with_kwargs=True)
 
     def disarm(self) -> None:
         """Take all hooks off and forget what was seen."""
-        for handles in self._handles.values():
-            for handle in handles:
-                handle.remove()
+        for undo in self._hooks.values():
+            undo.unwind()
         self._unsubscribe()
-        self._handles = {}
+        self._hooks = {}
         self._stays = False
         self.observation = Observation()
 
     def release(self, model: nn.Module) -> None:
         """Watch ``model`` no longer, now or later."""
         self._models = [own for own in self._models if own is not model]
-        for handle in self._handles.pop(id(model), ()):
-            handle.remove()
-        if not self._handles:
+        if id(model) in self._hooks:
+            self._hooks[id(model)].unwind()
+            self._hooks.pop(id(model))
+        if not self._hooks:
             self._unsubscribe()
 
     def _unsubscribe(self) -> None:

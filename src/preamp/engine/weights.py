@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +21,11 @@ from preamp.casting.modules import Conversion
 from preamp.core.dtypes import is_half
 from preamp.core.errors import PreampStateError
 from preamp.core.link import EngineHook, Link
-from preamp.core.undo import Removable
+from preamp.core.undo import UndoStack
 from preamp.engine import refusals
 from preamp.engine.params import twin_of
 from preamp.engine.session import OptimizerSession
+from preamp.kernels.modules import add_hook, remove_hooks
 from preamp.kernels.shards import set_data
 from preamp.optim import Twin
 from preamp.scaling.scaler import Adjustments
@@ -163,7 +165,7 @@ class CopyExact:
                 vars(part)["__deepcopy__"] = method
         if engine is not None:
             for part in made.modules():
-                _remove_hooks(part)
+                remove_hooks(part, lambda hook: isinstance(hook, EngineHook))
         return made
 
 
@@ -181,76 +183,56 @@ def _exact_copies(engine: EngineCore, module: nn.Module, memo: dict[int, Any]) -
             memo[id(buffer)] = buffer.detach().to(dtypes.get(id(buffer), buffer.dtype), copy=True)
 
 
-_HOOKS = (
-    *("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks"),
-    "_load_state_dict_pre_hooks",
-)
-_BESIDE = (
-    *("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs"),
-    "_forward_hooks_always_called",
-)
-
-
-def _remove_hooks(module: nn.Module) -> None:
-    for name in _HOOKS:
-        hooks: dict[int, Any] = vars(module)[name]
-        for key in [
-            key
-            for key, hook in hooks.items()
-            if isinstance(getattr(hook, "hook", hook), EngineHook)
-        ]:
-            del hooks[key]
-            for beside in _BESIDE:
-                vars(module)[beside].pop(key, None)
-
-
-def attach_weight_doors(model: nn.Module, link: Link[EngineCore]) -> Iterable[Removable]:
-    """Hook forwards and copies of ``model``; returns what undoes it."""
-    yield model.register_forward_pre_hook(FollowMasters(link), prepend=True)
+def attach_weight_doors(model: nn.Module, link: Link[EngineCore], undo: UndoStack) -> None:
+    """Hook forwards and copies of ``model``."""
+    add_hook(model.register_forward_pre_hook, FollowMasters(link), undo, prepend=True)
     for part in model.modules():
-        part.__dict__["__deepcopy__"] = CopyExact(link, part)
-        yield _CopyHandle(part)
+        method = CopyExact(link, part)
+        undo.push(partial(_remove_copy_method, part, method))
+        vars(part)["__deepcopy__"] = method
 
 
-class _CopyHandle:
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def remove(self) -> None:
-        """Let the module be copied as any other."""
-        self._module.__dict__.pop("__deepcopy__", None)
+def _remove_copy_method(part: nn.Module, method: CopyExact) -> None:
+    if vars(part).get("__deepcopy__") is method:  # not one of a later engine
+        del vars(part)["__deepcopy__"]
 
 
 # -- the end: what training has made of models and optimizers -------------------------------------
 
 
-@contextmanager
-def weights_given_back(
-    sessions: Collection[OptimizerSession], conversion: Conversion, adjustments: Adjustments
-) -> Generator[None]:
-    """Before the body, in which hooks are removed, take stock; afterwards give back.
+class WeightsAtEnd:
+    """What training has made of models and optimizers, taken stock of before hooks are removed."""
 
-    Gradients left scaled are unscaled, half parameters become float32 again, with the exact values
-    of their masters, and optimizer state moves back to them.
-    """
-    claimed: set[int] = set()
-    for session in sessions:
-        session.settle_now(claimed, adjustments)
-    twins = [twin for session in sessions for twin in session.masters or ()]
-    grads = [(twin.half, _unscaled_gradient(twin)) for twin in twins]
-    for twin in twins:
-        if twin.half.dtype is not torch.float32:  # not after model.float()
-            twin.settle()
-    exact = {id(twin.half): twin.master.data for twin in twins}
-    try:
-        yield
-    finally:  # a hook that cannot be removed is no reason to keep the weights
+    def __init__(
+        self,
+        sessions: Collection[OptimizerSession],
+        conversion: Conversion,
+        adjustments: Adjustments,
+    ) -> None:
+        """Unscale gradients left scaled, and note gradients and the exact values of masters."""
+        self._sessions = sessions
+        self._conversion = conversion
+        claimed: set[int] = set()
         for session in sessions:
+            session.settle_now(claimed, adjustments)
+        twins = [twin for session in sessions for twin in session.masters or ()]
+        self._grads = [(twin.half, _unscaled_gradient(twin)) for twin in twins]
+        for twin in twins:
+            if twin.half.dtype is not torch.float32:  # not after model.float()
+                twin.settle()
+        self._exact = {id(twin.half): twin.master.data for twin in twins}
+
+    def give_back(self) -> None:
+        """Make half parameters float32 again, and move optimizer state back to them.
+
+        May be called again if it was interrupted.
+        """
+        for session in self._sessions:
             session.release_masters()
-        conversion.revert(exact)
-        for half, unscaled in grads:
+        self._conversion.revert(self._exact)
+        for half, unscaled in self._grads:
             half.grad = None if unscaled is None else unscaled.to(half.dtype)  # float64 again?
-        for session in sessions:
+        for session in self._sessions:
             session.recast_state()
 
 

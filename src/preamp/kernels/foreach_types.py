@@ -19,15 +19,28 @@ class ForeachType:
 
     def __init__(self, cls: type[torch.Tensor]) -> None:
         self._cls = cls
-        self._types: list[type] | None = _supported_types()
-        if self._types is not None:
-            self._types.append(cls)
+
+    def hold(self) -> None:
+        """Put the class on the list, if nobody has yet."""
+        types = _supported_types()
+        if types is not None:
+            _HOLDERS.setdefault(self._cls, set()).add(self)
+            if self._cls not in types:
+                types.append(self._cls)
 
     def remove(self) -> None:
-        """Take ``cls`` off the list again; a second call does nothing."""
-        if self._types is not None:
-            self._types.remove(self._cls)
-            self._types = None
+        """Take the class off the list again, after its last holder; may be called twice."""
+        types, holders = _supported_types(), _HOLDERS.get(self._cls)
+        if types is None or holders is None:  # never held
+            return
+        holders.discard(self)
+        if not holders:
+            if self._cls in types:
+                types.remove(self._cls)
+            _HOLDERS.pop(self._cls, None)
+
+
+_HOLDERS: dict[type, set[ForeachType]] = {}
 
 
 def _supported_types() -> list[type] | None:

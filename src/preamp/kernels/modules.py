@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import importlib
+import weakref
+from collections.abc import Callable
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
+
+from preamp.core.undo import UndoStack
 
 
 def unsaved_buffers(module: nn.Module) -> frozenset[str]:
@@ -31,3 +35,39 @@ def call_hooks_after_interrupts(is_on: bool) -> None:
         names["Exception"] = BaseException
     else:
         names.pop("Exception", None)
+
+
+def add_hook(
+    register: Callable[..., object], hook: object, undo: UndoStack, **options: bool
+) -> None:
+    """Call ``register``, a method of a module or an optimizer, with ``hook``; ``undo`` removes it.
+
+    The hook is looked for, since an interrupt may come before the handle that torch returns.
+    ``undo`` does not keep the module or optimizer alive.
+    """
+    owner = weakref.ref(cast("Any", register).__self__)
+
+    def remove() -> None:
+        if (alive := owner()) is not None:
+            remove_hooks(alive, lambda other: other is hook)
+
+    undo.push(remove)
+    register(hook, **options)
+
+
+def remove_hooks(owner: Any, is_meant: Callable[[object], bool]) -> None:
+    """Remove hooks of a module or an optimizer, with what torch notes about them."""
+    tables = [
+        cast("dict[int, object]", table)
+        for name, table in cast("dict[str, object]", vars(owner)).items()
+        if "_hooks" in name and isinstance(table, dict)
+    ]
+    found = {
+        key
+        for table in tables
+        for key, hook in table.items()
+        if is_meant(getattr(hook, "hook", hook))  # torch wraps some
+    }
+    for key in found:  # of all tables, no two have the same
+        for table in tables:
+            table.pop(key, None)

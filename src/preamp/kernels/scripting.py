@@ -22,9 +22,9 @@ def scriptable(replacement: types.FunctionType, original: Any) -> types.Function
     table = _builtin_table()
     op = table.get(id(original))
     if op is not None:
-        table[id(replacement)] = op
         # Before Python gives the same identity to something else.
         weakref.finalize(replacement, table.pop, id(replacement), None).atexit = False
+        table[id(replacement)] = op
     elif isinstance(original, types.FunctionType):
         name = _overloaded_name(original)
         if name is not None:

@@ -113,22 +113,26 @@ class Masters:
     def _adopt_one(self, half: Any, original: torch.Tensor | None) -> MasterParameter:
         twin = self._by_half[id(half)] = self._weights.row(half, original, id(self))
         state: dict[Any, Any] = self._optimizer.state
-        if half in state:
-            state[twin.master] = cast_state(state.pop(half), twin.master)
+        _move_state(state, half, twin.master)
+        if twin.master in state:
+            cast_state(state[twin.master], twin.master)
         return twin.master
 
     def release(self) -> None:
-        """Put the model parameters back into the groups, and the state under them."""
+        """Put the model parameters back into the groups, and the state under them.
+
+        May be called again if it was interrupted.
+        """
         state: dict[Any, Any] = self._optimizer.state
         by_master = {id(twin.master): twin for twin in self}
+        for twin in self:
+            _move_state(state, twin.master, twin.half)
         for group in self._optimizer.param_groups:
             params: list[Any] = group["params"]
             for index, param in enumerate(params):
                 twin = by_master.get(id(param))
                 if twin is not None:
                     params[index] = twin.half
-                    if param in state:
-                        state[twin.half] = state.pop(param)
         for twin in self:
             twin.master.twin = None
         self._by_half.clear()
@@ -144,6 +148,12 @@ class Masters:
         finally:
             for table, grads in zip(tables, away, strict=True):
                 table.give_zeros(grads)
+
+
+def _move_state(state: dict[Any, Any], source: Any, target: Any) -> None:
+    if source in state:
+        state[target] = state[source]  # there for a moment twice, so that no interrupt loses it
+        del state[source]
 
 
 def cast_state(state: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:

@@ -83,10 +83,10 @@ class AmpHandle:
 
     def cast(self, patch_type: torch.dtype, *, allow_banned: bool) -> None:
         """Turn casts to ``patch_type`` on for this thread until `deactivate`."""
-        self._undo.hold(install_function_casts(allow_banned=allow_banned, verbose=self._verbose))
+        install_function_casts(self._undo, allow_banned=allow_banned, verbose=self._verbose)
         if cpu_lacks_matmul(patch_type):
-            self._undo.hold(install_wide_half(patch_type))
-        self._undo.hold(push_thread_casts(device_types_here(), patch_type))
+            install_wide_half(patch_type, self._undo)
+        push_thread_casts(device_types_here(), patch_type, self._undo)
 
     def take_over(self, stop: Callable[[], None]) -> None:
         """Let `deactivate` end casts that an engine turned on, by calling ``stop``."""

@@ -29,4 +29,4 @@ def around(owner: Any, name: str, wrap: Around, undo: UndoStack) -> None:
 
         return observed
 
-    undo.hold(PATCHES.add(owner, name, Rank.PROBE, layer))
+    PATCHES.add(owner, name, Rank.PROBE, layer, undo)
