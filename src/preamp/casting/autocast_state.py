@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -130,10 +131,14 @@ class AutocastState:
         return AutocastState(off, self.cache_enabled)
 
 
+_CALL = methodcaller("__call__")
+_UP_AND_DOWN = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
+
+
 def nesting() -> int:
     """How many autocast regions the calling thread is in; torch only counts by changing it."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
+    _, depth = map(_CALL, _UP_AND_DOWN)  # in C alone, so that no interrupt comes between
+    return depth
 
 
 @functools.cache

@@ -136,8 +136,10 @@ class PatchLock:
                     self._jobs[0]()
                     self._jobs.popleft()  # not before, in case it is interrupted
             finally:
-                if self._is_held_here():
+                try:
                     self._lock.release()
+                except RuntimeError:  # another thread has it
+                    pass
 
     def _is_held_here(self) -> bool:
         """Whether this thread has the lock, asked as ``threading.Condition`` does."""

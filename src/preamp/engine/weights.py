@@ -21,6 +21,7 @@ from preamp.casting.modules import Conversion
 from preamp.core.dtypes import is_half
 from preamp.core.errors import PreampStateError
 from preamp.core.link import EngineHook, Link
+from preamp.core.tensors import stored_grad
 from preamp.core.undo import UndoStack
 from preamp.engine import refusals
 from preamp.engine.params import twin_of
@@ -239,6 +240,11 @@ class WeightsAtEnd:
 def _unscaled_gradient(twin: Twin) -> torch.Tensor | None:
     """The master's gradient, or ``None`` also where it cannot be told any more."""
     try:
-        return twin.gradient()
+        pending = twin.pending
+        if pending is None or twin.held.part is not None or stored_grad(twin.master) is not None:
+            return twin.gradient()
+        # Noted nowhere, so that it is found again if `Engine.close` is interrupted.
+        grad, factor = pending
+        return twin.table.ops.widen_add([grad], [factor], [None])[0]
     except PreampStateError:  # changed in place while it was scaled: the gradient of nothing
         return None
