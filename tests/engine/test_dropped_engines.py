@@ -88,6 +88,15 @@ def test_amp_without_a_living_engine_has_no_state() -> None:
     amp._amp_state.handle._deactivate()
 
 
+def test_a_layer_shared_with_a_dropped_engine_is_free() -> None:
+    shared = nn.Linear(4, 4)
+    preamp.initialize(nn.Sequential(shared, nn.Linear(4, 2)), opt_level="O1", verbosity=0)
+    model = nn.Sequential(shared, nn.Linear(4, 2))
+    preamp.initialize(model, opt_level="O2", verbosity=0)  # with no collection in between
+    assert shared.weight.dtype is torch.float16
+    preamp.engine_of(model).close()
+
+
 # -- collected where the thread's casts cannot be taken back at once ---------------------------
 
 

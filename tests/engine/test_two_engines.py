@@ -3,16 +3,30 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import re
 import threading
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import preamp
-from cases.levels import LEVEL_NAMES
+from cases.levels import F32_WEIGHTS, HALF_WEIGHTS, LEVEL_NAMES
+from engine.harness import (
+    differences,
+    everything,
+    loss_of,
+    make,
+    picture,
+    same,
+    started,
+    train_plain,
+    train_step,
+)
 from engine.harness import engines_closed as engines_closed
-from engine.harness import everything, loss_of, make, same, started, train_plain, train_step
 from preamp import amp
 
 STEPS = 4
@@ -154,3 +168,77 @@ def test_a_step_is_not_cast_by_another_engine(level: str) -> None:
     other = started("O1", 1, "sgd")
     assert same(train(), alone)
     assert preamp.engine_of(other[0]) is not None
+
+
+# -- shared sub-modules -------------------------------------------------------------------------
+
+
+def pair() -> tuple[Run, Run]:
+    """Two models around the same layer, each with an optimizer of its own weights."""
+    torch.manual_seed(0)
+    shared = nn.Linear(4, 4)
+    models = [nn.Sequential(shared, nn.Linear(4, 3)) for _ in range(2)]
+    one, two = [(model, torch.optim.SGD(model[1].parameters(), lr=0.125)) for model in models]
+    return one, two
+
+
+@pytest.mark.parametrize("half", HALF_WEIGHTS)
+@pytest.mark.parametrize("other", LEVEL_NAMES)
+@pytest.mark.parametrize("half_first", [True, False])
+@pytest.mark.parametrize("part", ["model", "layer"])
+def test_a_shared_layer_is_refused_where_one_engine_has_it_half(
+    half: str, other: str, half_first: bool, part: str
+) -> None:
+    levels = (half, other) if half_first else (other, half)
+    one, (model, optimizer) = pair()
+    preamp.initialize(*one, opt_level=levels[0], verbosity=0)
+    second: nn.Module = model if part == "model" else model[0]
+    before = picture(*one, model, optimizer)
+    name = "0.weight" if part == "model" else "weight"
+    text = (
+        f"{name!r} belongs to a Sequential too, which went through initialize at {levels[0]!r} in "
+        f"another call, and this one is for {levels[1]!r}. Engines may share weights only where "
+        "both keep them in float32: at O0, O1 and O4. Pass both models to one initialize, in a "
+        "list, or call preamp.engine_of(model).close() for the other model first."
+    )
+    for allow in (False, True):
+        with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}$"):
+            preamp.initialize(
+                second, optimizer, opt_level=levels[1], verbosity=0, allow_half_model=allow
+            )
+    assert differences(before, picture(*one, model, optimizer)) == []
+
+    preamp.engine_of(one[0]).close()
+    preamp.initialize(second, optimizer, opt_level=levels[1], verbosity=0)
+    assert preamp.engine_of(second).policy.opt_level == levels[1]
+
+
+@pytest.mark.parametrize("first", F32_WEIGHTS)
+@pytest.mark.parametrize("second", F32_WEIGHTS)
+def test_a_shared_float32_layer_is_accepted(first: str, second: str) -> None:
+    one, two = pair()
+    preamp.initialize(*one, opt_level=first, verbosity=0)
+    preamp.initialize(*two, opt_level=second, verbosity=0)
+    assert preamp.engine_of(one[0]) is not preamp.engine_of(two[0])
+
+
+def test_a_layer_shared_with_a_model_that_has_changed_over_is_refused() -> None:
+    (model, optimizer), two = pair()
+    preamp.initialize(model, opt_level="O0", verbosity=0)
+    preamp.initialize(model, optimizer, opt_level="O1", verbosity=0)  # which alone has it now
+    with pytest.raises(preamp.PreampStateError, match="at 'O1' in another call"):
+        preamp.initialize(*two, opt_level="O2", verbosity=0)
+    preamp.initialize(model, opt_level="O2", verbosity=0)  # the same model may change over
+    assert model[0].weight.dtype is torch.float16
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_copies_share_nothing(level: str) -> None:
+    (model, optimizer), _ = pair()
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    file = io.BytesIO()
+    torch.save(model[0], file)
+    file.seek(0)
+    for made in (copy.deepcopy(model[0]), torch.load(file, weights_only=False)):
+        preamp.initialize(made.float(), opt_level="O2", verbosity=0)
+        assert made.weight.dtype is torch.float16

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -11,10 +12,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from preamp.casting import Conversion, changed_by_cast, find_kept
-from preamp.casting.kept import Kept, find_norms
+from preamp.casting.kept import Kept, find_norms, floating_tensors
 from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
 from preamp.core.errors import bad_state, bad_type, bad_value, message
 from preamp.engine import refusals
+from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.loop import bare, find_engine
 from preamp.kernels.data_parallel import uses_reducer
 from preamp.optim import LARC
@@ -108,6 +110,45 @@ def check_models(models: Sequence[nn.Module], policy: Policy, *, allow_half_mode
     check_not_wrapped(models, policy.cast_model_type)
     if not allow_half_model:
         check_not_half(models)
+
+
+def check_not_shared(models: Sequence[nn.Module], policy: Policy) -> None:
+    """Refuse weights that models of another engine have too, where either engine has them half."""
+    if _shared(models, policy) is None:
+        return
+    gc.collect()  # an engine that is gone may be in a reference cycle
+    found = _shared(models, policy)
+    if found is not None:
+        name, engine, other = found
+        raise bad_state(
+            f"{name!r} belongs to a {type(other).__name__} too, which went through initialize at "
+            f"{engine.policy.opt_level!r} in another call, and this one is for "
+            f"{policy.opt_level!r}",
+            "Engines may share weights only where both keep them in float32: at O0, O1 and O4",
+            "Pass both models to one initialize, in a list, or call "
+            "preamp.engine_of(model).close() for the other model first",
+        )
+
+
+def _shared(models: Sequence[nn.Module], policy: Policy) -> tuple[str, Engine, nn.Module] | None:
+    """The first such weight, by its name, with the other engine and its model."""
+    names = {
+        id(tensor): name
+        for model in models
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.is_floating_point()
+    }
+    for engine in engines_in_use():
+        casts = policy.cast_model_type, engine.policy.cast_model_type
+        if not any(dtype in HALF_DTYPES for dtype in casts):
+            continue
+        leaving = [m for m in models if find_engine(m) is engine]  # or wrappers around such
+        left = {id(part) for model in leaving for part in model.modules()}
+        for other in engine.own_models:
+            for tensor in floating_tensors(other):
+                if id(other) not in left and id(tensor) in names:
+                    return names[id(tensor)], engine, other
+    return None
 
 
 def check_not_wrapped(models: Sequence[nn.Module], cast_to: torch.dtype | None) -> None:

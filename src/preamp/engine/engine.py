@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -34,6 +34,16 @@ from preamp.policy import Policy
 
 if TYPE_CHECKING:
     from preamp.numerics import History
+
+
+_IN_USE: Final[weakref.WeakSet[Engine]] = weakref.WeakSet()
+"""The engines that models or optimizers have. Of the process, since any two may share weights; a
+mark on what is shared would enter its copies and pickles."""
+
+
+def engines_in_use() -> list[Engine]:
+    """The engines that were made and neither closed nor collected, in no order."""
+    return list(_IN_USE)
 
 
 class Engine(EngineCore):
@@ -197,8 +207,14 @@ class Engine(EngineCore):
         """The steps that take back what was done to ``model`` alone."""
         return self._model_undo[id(model)]
 
+    @property
+    def own_models(self) -> list[nn.Module]:
+        """The models that no later engine has taken over."""
+        return [model for model in self.models if id(model) in self._model_undo]
+
     def be_found_from(self, thing: nn.Module | torch.optim.Optimizer) -> None:
         """Let ``thing`` lead to this engine."""
+        _IN_USE.add(self)
         set_attribute(thing, ATTRIBUTE, self.link, self._links[id(thing)])
 
     def hand_over(self, model: nn.Module) -> None:
@@ -223,6 +239,7 @@ class Engine(EngineCore):
         """Let nothing lead here any more; what was changed has been taken back."""
         for stack in self._links.values():
             stack.unwind()
+        _IN_USE.discard(self)
         self.link.cut()
         self._when_dropped.detach()
 

@@ -195,6 +195,7 @@ def create_engine(
     conversion = Conversion()
     if policy.enabled:
         checks.check_keeps_params(optimizer_list, has_masters=policy.master_weights)
+        checks.check_not_shared(model_list, policy)
         checks.check_models(model_list, policy, allow_half_model=allow_half_model)
         check_fits(model_list, policy, splits)
         conversion = checks.planned_conversion(model_list, policy)
