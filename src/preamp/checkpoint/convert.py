@@ -7,6 +7,7 @@ import copy
 import math
 import os
 import pickle
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,7 +134,8 @@ def _check(state: ScalerState) -> None:
 
 
 def _shown(source: object) -> str:
-    return repr(dict(cast("Any", source))) if isinstance(source, Mapping) else repr(source)
+    shown = dict(cast("Any", source)) if isinstance(source, Mapping) else source
+    return reprlib.repr(shown)  # of what holds itself twice, and so on, repr would never end
 
 
 UNCHANGED = "unchanged"

@@ -19,11 +19,13 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
+from preamp.checkpoint.pickles import check_pickle
 from preamp.core.files import Draft
 
 _SAFETENSORS = ".safetensors"
 _ABOUT = "__metadata__"  # in the header of safetensors
-_ZIP = b"PK\x03\x04"
+ZIP = b"PK\x03\x04"
+_END, _LOCATOR, _RECORD = 22, 20, 56  # bytes at the end of a zip, the latter two of a large one
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -62,7 +64,7 @@ def read_format(file: BinaryIO) -> tuple[dict[str, Any], dict[str, Any]]:
     Allocates no more than a small multiple of the file's size.
     """
     start = file.read(8)
-    return _read_zip(file) if start[:4] == _ZIP else _read_safetensors(file, start)
+    return _read_zip(file) if start[:4] == ZIP else _read_safetensors(file, start)
 
 
 def _write_safetensors(draft: Draft, about: Mapping[str, str], tensors: Tensors) -> None:
@@ -130,14 +132,38 @@ def _read_zip(file: BinaryIO) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def check_zip(file: BinaryIO) -> None:
-    """Raise `ValueError` if the content of a zip file may be larger than the file."""
+    """Raise `ValueError` if a zip file may be larger inside, or another one to another reader."""
     size = os.fstat(file.fileno()).st_size
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
-    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-        raise ValueError("it is compressed, which torch.save never does")
-    if sum(max(member.file_size, member.compress_size) for member in members) > size:
-        raise ValueError("what it has inside is larger than itself")
+        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+            raise ValueError("it is compressed, which torch.save never does")
+        if sum(max(member.file_size, member.compress_size) for member in members) > size:
+            raise ValueError("what it has inside is larger than itself")
+        names = {member.filename.lower() for member in members}
+        if len(names) < len(members) or not _has_one_directory(file, size):
+            raise ValueError("it can be read in several ways")
+        for member in members:
+            if member.filename.lower().endswith("data.pkl"):
+                with archive.open(member) as content:
+                    check_pickle(cast("BinaryIO", content), size)
+
+
+def _has_one_directory(file: BinaryIO, size: int) -> bool:
+    """Whether all readers find a zip's directory at one place: from the end, where it says."""
+    file.seek(max(0, size - _END - _LOCATOR))
+    locator, end = file.read(_LOCATOR), file.read()
+    if not end.startswith(b"PK\x05\x06") or len(end) != _END:
+        return False
+    if not locator.startswith(b"PK\x06\x07"):
+        return int.from_bytes(end[12:16], "little") + int.from_bytes(end[16:20], "little") == (
+            size - _END
+        )
+    place = int.from_bytes(locator[8:16], "little")
+    file.seek(place)
+    record = file.read(_RECORD)
+    start, length = (int.from_bytes(record[at : at + 8], "little") for at in (48, 40))
+    return place == size - _END - _LOCATOR - _RECORD == start + length
 
 
 def path_of(file: BinaryIO) -> str:

@@ -7,17 +7,18 @@ here, for which an inert stand-in takes the place of Apex's. Everything else is 
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import re
 import threading
-import zipfile
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 
-from preamp.checkpoint.formats import check_zip
+from preamp.checkpoint.formats import ZIP, check_zip
+from preamp.checkpoint.pickles import check_pickle
 from preamp.core.errors import message
 from preamp.core.files import open_regular
 
@@ -31,6 +32,8 @@ APEX_CLASSES = (
 
 _ADVICE = ("Weights only load failed", "Please file an issue", "Check the documentation")
 
+
+_OLD_PICKLES = 5  # in a file of the older format: three of its head, the content, the storages
 
 _ONE_AT_A_TIME = threading.Lock()
 """torch's list of safe classes is the process's: leaving it would end another thread's reading."""
@@ -98,15 +101,25 @@ def read_apex_checkpoint(
     """
     try:
         with open_regular(Path(path)) as file:
-            if zipfile.is_zipfile(file):
-                check_zip(file)
-            file.seek(0)
+            _check(file)
             with _ONE_AT_A_TIME, torch.serialization.safe_globals(cast("Any", _STAND_INS)):
                 return cast("Any", torch).load(file, map_location=map_location, weights_only=True)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # a damaged file makes torch raise nearly anything
         raise ValueError(_refusal(path, error)) from error
+
+
+def _check(file: BinaryIO) -> None:
+    """Raise nearly anything if reading the file could take all time or memory."""
+    if file.read(len(ZIP)) == ZIP:
+        check_zip(file)
+    else:
+        # Mapped, it gives no more than it has, however much a pickle asks for.
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            for _ in range(_OLD_PICKLES):
+                check_pickle(mapped, len(mapped))
+    file.seek(0)
 
 
 def _refusal(path: str | os.PathLike[str], error: Exception) -> str:

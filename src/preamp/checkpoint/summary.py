@@ -90,7 +90,7 @@ def _engine(saved: Mapping[str, Any]) -> dict[str, Any]:
     numbered = (entry for key, entry in scalers.items() if key != "steps")
     return {
         "opt_level": saved["opt_level"],
-        "loss_scales": [entry["loss_scale"] for entry in numbered],
+        "loss_scales": [float(entry["loss_scale"]) for entry in numbered],
         "steps": [
             {"applied": count["applied"], "skipped": count["skipped"]}
             for count in scalers.get("steps", ())
@@ -102,7 +102,7 @@ def _model(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "class": saved["class"],
         "tensors": [
-            {"name": name, "shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+            {"name": str(name), "shape": list(value.shape), "dtype": dtype_name(value.dtype)}
             for name, value in saved["state"].items()
             if isinstance(value, torch.Tensor)
         ],

@@ -69,7 +69,7 @@ class ResumeRecord:
     def voids(self, record: Record) -> bool:
         """Whether ``record``, from above this line, is of a step that does not count any more."""
         optimizer: int = getattr(record, "optimizer", len(self.steps))
-        last = self.steps[optimizer] if optimizer < len(self.steps) else self.step
+        last = self.steps[optimizer] if 0 <= optimizer < len(self.steps) else self.step
         step: int = getattr(record, "step", 0)
         return step > last
 
