@@ -79,7 +79,7 @@ def latest(folder: Path, *, never: Path) -> None:
 def damaged(folder: Path, draw: random.Random, cases: int, guard: Guard) -> Iterator[Case]:
     """Checkpoints with other bytes."""
     for target, good in _targets(folder, draw, cases, guard):
-        for _ in range(-(-cases // (2 * len(LEVELS)))):
+        for _ in range(-(-cases // _count(cases))):
             own = draw.choice(good)
             path = folder / f"damaged{own.suffix}"
             other = own.parents[1] / "other" / own.name
@@ -117,12 +117,17 @@ def _damage(good: bytes, other: bytes, draw: random.Random) -> tuple[str, bytes]
     return f"{kind} {at} to {to}, bit {bit}", made[kind]
 
 
+def _count(cases: int) -> int:
+    """How many targets there are, each of which takes its time."""
+    return max(1, min(2 * len(LEVELS), cases // 10))
+
+
 def _targets(
     folder: Path, draw: random.Random, cases: int, guard: Guard
 ) -> Iterator[tuple[Target, list[Path]]]:
     """For each level objects to load into and good files, with pending gradients and without."""
     places = [(level, pending) for level in LEVELS for pending in (False, True)]
-    for level, pending in draw.sample(places, min(len(places), cases)):
+    for level, pending in draw.sample(places, _count(cases)):
         own = folder / f"{level}-{pending}"
         files = [own / name / f"run{suffix}" for name in ("good", "other") for suffix in SUFFIXES]
         for path in files:
@@ -151,7 +156,7 @@ VALUES += [{"a": 1}, [10**9], "x" * 10_000, -(10**9), 10**18, _GONE]
 
 def crafted(folder: Path, draw: random.Random, cases: int, guard: Guard) -> Iterator[Case]:
     """Checkpoints with another manifest and checksums that fit, and files of sharded ones."""
-    each = -(-cases // (2 * len(LEVELS) + 1))
+    each = -(-cases // (_count(cases) + 1))
     for target, files in _targets(folder, draw, cases, guard):
         for _ in range(each):
             good = draw.choice(files)
@@ -211,20 +216,27 @@ def save_sharded(folder: Path) -> None:
 def craft(good: Path, path: Path, draw: random.Random) -> str:
     """Write ``good`` to ``path`` with one thing in its manifest changed; tell which."""
     with good.open("rb") as file:
-        about, tensors = read_format(file)
-    manifest = json.loads(about["preamp"])
+        manifest = json.loads(read_format(file)[0]["preamp"])
     # Most nodes are in the trees, and the rest would hardly be met.
     names = sorted(manifest.keys() - {"trees"}) if draw.random() < 0.4 else ["trees"]
     places = [(name, *place) for name in names for place in nodes(manifest[name])]
     place = draw.choice(places)
     value = draw.choice(VALUES if draw.random() < 0.6 else _TREES)
+    rewrite(good, path, place, value)
+    return f"{'/'.join(map(str, place))} = {_shown(value)}"
+
+
+def rewrite(good: Path, path: Path, place: Sequence[Any], value: Any) -> None:
+    """Write ``good`` to ``path`` with ``value`` at a place of its manifest, and right checksums."""
+    with good.open("rb") as file:
+        about, tensors = read_format(file)
+    manifest = json.loads(about["preamp"])
     put(manifest, place, value)
     text = json.dumps(manifest)
     about = {"preamp": text, "preamp_sha256": hashlib.sha256(text.encode()).hexdigest()}
     with replacing(path) as draft:
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         write_format(draft, path.suffix, about, copies)
-    return f"{'/'.join(map(str, place))} = {_shown(value)}"
 
 
 def nodes(tree: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +126,7 @@ def bombs() -> Iterator[tuple[str, bytes]]:
     yield "punycode", called("_codecs.encode", large, text("Puny-Code".replace("-", "")))
     yield "punycode spelled", called("_codecs.encode", large, text("-punycode-"))
     yield "tensor of old", called("torch.FloatTensor", number(2**31 - 1))
+    yield "tensor", called("torch.Tensor", number(2**31 - 1))
     storage = text("storage") + named("torch.FloatStorage") + text("0") + text("cpu")
     for size in (1, 2**31 - 1):
         place = b"(" + storage + number(size) + b"tQ"
@@ -223,7 +225,8 @@ def _two_directories(one: bytes, other: bytes) -> bytes:
 
 def _twice() -> bytes:
     made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as archive:
+    with zipfile.ZipFile(made, "w") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # which says so
         for content in (b"}", called("builtins.bytearray", number(2**31 - 1))):
             archive.writestr("archive/data.pkl", b"\x80\x02" + content + b".")
         archive.writestr("archive/version", b"3\n")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import attack_pickles
 from checkpoint.apex_files import AMP, OLD, SCALERS, apex_class, write_run
 from preamp.checkpoint import ApexRecord, plain_loss_scaler, read_apex_checkpoint
 from preamp.compat.scaler import LossScaler
@@ -199,6 +200,65 @@ def test_stand_ins_do_not_stay_with_torch(tmp_path: Path) -> None:
 
 
 # -- files that are none -------------------------------------------------------------------------
+
+
+BOMBS = dict(attack_pickles.bombs())
+
+
+@pytest.mark.parametrize("wrap", [bytes, attack_pickles.legacy, attack_pickles.zipped])
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("bytearray", "asks for a bytearray of any size"),
+        ("bytearray made", "asks for a bytearray of any size"),
+        ("tensor", "asks for a Tensor of any size"),
+        ("tensor of old", "asks for a FloatTensor of any size"),
+        ("punycode", "asks for an encoding that takes too long"),
+        ("punycode spelled", "asks for an encoding that takes too long"),
+        ("shared keys", "tuples in tuples without end"),
+        ("shared in a set", "tuples in tuples without end"),
+        ("shared sizes", "tuples in tuples without end"),
+        ("deep keys", "tuples in tuples without end"),  # which would end the process
+        ("deep set", "tuples in tuples without end"),
+    ],
+)
+def test_bombs_are_refused(
+    name: str, cause: str, wrap: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    path = tmp_path / "bomb.pt"
+    path.write_bytes(wrap(b"\x80\x02" + BOMBS[name] + b"."))
+    with pytest.raises(ValueError, match=cause):
+        read_apex_checkpoint(path)
+
+
+@FORMATS
+def test_tuples_and_bytes_are_read(zipped: bool, tmp_path: Path) -> None:
+    shared = ("a", (1, 2))
+    content = {(shared, shared): b"\x00\xff", "punycoded": (tuple(range(20_000)), b"x")}
+    assert read_apex_checkpoint(save(content, tmp_path / "m.pt", zipped)) == content
+
+
+@pytest.mark.parametrize(
+    "name", ["directory of another", "same name twice", "zip in a comment", "zip of two, bomb last"]
+)
+def test_a_zip_is_the_same_to_all_readers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attack_pickles, "ZEROS", 0)
+    files = attack_pickles.files(tmp_path, tmp_path / "mark")
+    path = tmp_path / "two.pt"
+    path.write_bytes(next(content for what, content in files if what == name) or b"")
+    with pytest.raises(ValueError, match=r"in several ways|compressed|cannot be read: Bad magic number"):
+        read_apex_checkpoint(path)
+
+
+def test_a_state_that_holds_itself_many_times_is_no_scaler() -> None:
+    shared: Any = ()
+    for _ in range(40):
+        shared = (shared, shared)
+    with pytest.raises(ValueError, match="A loss scaler's state") as got:
+        plain_loss_scaler({"dynamic": shared, "loss_scale": shared})
+    assert len(str(got.value)) < 1000
 
 
 def plain_pickle(path: Path) -> None:

@@ -142,6 +142,12 @@ def test_optimizers_are_resumed_each_at_its_own_step() -> None:
     assert [r.step for r in kept.of(StepRecord) if r.optimizer == 1] == [1, 2]
 
 
+def test_an_optimizer_that_cannot_be_resumes_at_the_step_of_all() -> None:
+    step = StepRecord(step=7, losses={}, scales={}, skipped=False, optimizer=-3)
+    assert ResumeRecord(step=6, steps=[9]).voids(step)
+    assert not ResumeRecord(step=7, steps=[2]).voids(step)
+
+
 def test_memory_and_casts_are_the_first_optimizers() -> None:
     """Whose steps may be fewer than those of others."""
     kept = History()

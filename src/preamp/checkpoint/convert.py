@@ -134,8 +134,9 @@ def _check(state: ScalerState) -> None:
 
 
 def _shown(source: object) -> str:
-    shown = dict(cast("Any", source)) if isinstance(source, Mapping) else source
-    return reprlib.repr(shown)  # of what holds itself twice, and so on, repr would never end
+    short = reprlib.Repr()  # of what holds itself twice, and so on, repr would never end
+    short.maxlevel, short.maxdict, short.maxstring, short.maxother = 3, 20, 200, 200
+    return short.repr(dict(cast("Any", source)) if isinstance(source, Mapping) else source)
 
 
 UNCHANGED = "unchanged"

@@ -58,7 +58,7 @@ def _checked(name: str, argument: str) -> str:
     """The letters of a word that may be an encoding's, or the name of what is asked for."""
     if name == "GLOBAL":
         argument = argument.rpartition(" ")[2]
-        if argument == "bytearray" or (argument.endswith("Tensor") and argument != "Tensor"):
+        if argument == "bytearray" or argument.endswith("Tensor"):  # the classes of old
             raise ValueError(f"it asks for a {argument} of any size")
     elif len(argument) > 100:
         return ""

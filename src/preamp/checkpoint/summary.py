@@ -90,12 +90,18 @@ def _engine(saved: Mapping[str, Any]) -> dict[str, Any]:
     numbered = (entry for key, entry in scalers.items() if key != "steps")
     return {
         "opt_level": saved["opt_level"],
-        "loss_scales": [float(entry["loss_scale"]) for entry in numbered],
+        "loss_scales": [_number(entry["loss_scale"]) for entry in numbered],
         "steps": [
             {"applied": count["applied"], "skipped": count["skipped"]}
             for count in scalers.get("steps", ())
         ],
     }
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{value!r} is no number")
+    return float(value)
 
 
 def _model(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The attacks on files find nothing in a short form, and notice what they are there to notice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import attack_cases
+import attack_files
+import attack_pickles
+import attack_writers
+import preamp
+from attack_files import attack
+from attack_targets import SECONDS, Broken, Guard
+from cases.selection import examples
+from preamp_bench import records
+
+ROOT = Path(__file__).parents[2]
+CASES = {"damaged": 40, "crafted": 60, "histories": 120, "odd": 1}
+pytestmark = pytest.mark.filterwarnings("ignore")  # hostile files may cause some
+
+
+def lines_of(kind: str, cases: int, folder: Path) -> list[str]:
+    own = folder / kind
+    own.mkdir()
+    return list(attack(kind, cases, 1, own))
+
+
+SCALERS = ("trees", 0, "engines", 0, "scalers", "$ordered")
+STATE = ("trees", 0, "models", 0, "state")
+BROKE: list[tuple[tuple[str | int, ...], Any]] = [
+    ((*SCALERS, 0, 1, "loss_scale"), {"$size": [1, 2]}),
+    ((*SCALERS, 0, 1, "loss_scale"), "x"),
+    (STATE, {"$dict": [[5, {"$tensor": "models/0/state/0.weight"}]]}),
+]
+"""What to change in a manifest so that a reader raised a raw error once, and to what."""
+
+
+@pytest.mark.parametrize("change", BROKE, ids=["size", "word", "name"])
+def test_what_broke_a_reader_once_does_no_more(change: Any, tmp_path: Path) -> None:
+    target = attack_cases.Target("O2", 0, pending=False)
+    target.save(tmp_path / "good.pt")
+    attack_cases.rewrite(tmp_path / "good.pt", tmp_path / "bad.pt", *change)
+    guard = Guard(tmp_path / "mark", target=target)
+    for act in (target.load, attack_cases.show):
+        guard.attempt(lambda act=act: act(tmp_path / "bad.pt"), tmp_path / "bad.pt")
+    target.close()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kind", CASES)
+def test_hostile_files_are_refused_or_load(kind: str, tmp_path: Path) -> None:
+    lines = lines_of(kind, examples(CASES[kind]), tmp_path)
+    assert [line for line in lines if line.startswith(("broken", "kept"))] == []
+    assert {"end refused", "end loaded"} <= set(lines)
+
+
+@pytest.mark.more
+def test_hostile_pickles_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attack_pickles, "ZEROS", 1 << 27)
+    files, every = attack_pickles.files, 1 if examples(100) == 100 else 11
+
+    def some(folder: Path, mark: Path) -> Iterator[tuple[str, bytes | None]]:
+        for number, (name, content) in enumerate(files(folder, mark)):
+            if number % every == 0 or content is None:
+                yield name, content
+
+    monkeypatch.setattr(attack_pickles, "files", some)
+    lines = lines_of("pickles", 0, tmp_path)
+    assert [line for line in lines if line.startswith(("broken", "kept"))] == []
+    assert lines.count("end refused") > 45
+
+
+def test_writers_and_readers_do_not_disturb_each_other(tmp_path: Path) -> None:
+    told, left = attack_writers.attack(tmp_path, 40)
+    assert attack_writers.complaints(told, left) == []
+    assert told["saved"] == 40
+    assert told["read"] > 0
+
+
+def test_what_writers_do_wrong_is_noticed() -> None:
+    told = Counter({"saved": 3, "failed: FileNotFoundError()": 1})
+    left = [".only.pt.x.part", *map(str, range(100))]
+    found = attack_writers.complaints(told, left)
+    assert found[:2] == ["1 times failed: FileNotFoundError()", "left: .only.pt.x.part"]
+    assert "101 files are left" in found[2]
+
+
+def raises(error: Exception) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+WORDED = "There is one. Nothing is allowed. Do something else."
+BREAKS: dict[str, tuple[Callable[[], object], str]] = {
+    "raw": (raises(KeyError("x")), "raw error KeyError"),
+    "short": (raises(ValueError("no")), "not in three parts"),
+    "long": (raises(ValueError(WORDED + "x" * 20_000 + ".")), "a message of 200"),
+    "path": (raises(OSError(5, WORDED)), "names no path"),
+    "slow": (lambda: time.sleep(60), "longer than"),
+    "large": (lambda: torch.ones(1 << 25).sum(), "MiB of memory"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_readers_do_wrong_is_noticed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attack_targets.SECONDS", SECONDS if name == "large" else 0.2)
+    act, complaint = BREAKS[name]
+    with pytest.raises(Broken, match=complaint):
+        Guard(tmp_path / "mark").attempt(act, tmp_path / "file")
+
+
+def test_what_is_run_or_changed_is_noticed(tmp_path: Path) -> None:
+    guard = Guard(tmp_path / "mark")
+    assert guard.attempt(raises(ValueError(WORDED))) == "refused"
+    guard.target = attack_cases.Target("O2", 0, pending=True)
+
+    def change() -> None:
+        with torch.no_grad():
+            next(iter(preamp.master_params(guard.target.optimizer))).add_(1)  # type: ignore[union-attr]
+        raise ValueError(WORDED)
+
+    with pytest.raises(Broken, match="has changed something"):
+        guard.attempt(change)
+    guard.target.close()
+    guard.target = None
+    with pytest.raises(Broken, match="has executed something"):
+        guard.attempt((tmp_path / "mark").mkdir)
+
+
+@pytest.mark.full
+def test_the_command_stores_a_row(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools/attack_files.py"), "--kinds", "histories,odd"]
+    subprocess.run([*command, "--cases", "20", "--out", tmp_path / "rows"], check=True)
+    (row,) = records.read(tmp_path / "rows")
+    assert row["kinds"]["histories"]["refused"] + row["kinds"]["histories"]["loaded"] == 20
+
+
+def test_what_breaks_is_told_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(folder: Path, *_: object) -> Iterator[attack_cases.Case]:
+        path = folder / "file"
+        path.write_text(json.dumps("content"))
+        yield attack_cases.Case("that file", (path,), [raises(KeyError("x"))])
+
+    monkeypatch.setitem(attack_files.KINDS, "broken", broken)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    out = tmp_path / "rows"
+    assert attack_files.main(["--kinds", "broken", "--seed", "7", "--out", str(out)]) == 1
+    told = capfd.readouterr().out
+    assert "seed 7" in told
+    assert "that file: raw error KeyError('x')" in told
+    kept = Path(told.split("kept in ")[1].strip())
+    assert (kept / "file").read_text() == '"content"'
+    assert not out.exists()
