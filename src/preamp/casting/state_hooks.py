@@ -98,5 +98,5 @@ class LoadMasters(EngineHook):
 def attach_state_hooks(model: nn.Module, link: Link[MasterLookup], undo: UndoStack) -> None:
     """Hook ``model`` and all its sub-modules."""
     for module in cast("Iterable[Any]", model.modules()):  # torch leaves these two untyped
-        add_hook(module.register_state_dict_post_hook, SaveFloat32(link), undo)
-        add_hook(module.register_load_state_dict_pre_hook, LoadMasters(link), undo)
+        add_hook(module, "register_state_dict_post_hook", SaveFloat32(link), undo)
+        add_hook(module, "register_load_state_dict_pre_hook", LoadMasters(link), undo)
