@@ -236,7 +236,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("return bool(torch.isfinite(norm))", "return True"),
         ("None if self._norm is None else self.memo(marks())[0]", "self._norm"),
     ),
-    ("optim/table.py", "engine optim fp16_utils"): (
+    ("optim/table.py", "engine optim fp16_utils checkpoint/test_resume.py"): (
         ("if are_same and versions == self.versions:", "if are_same:"),
         ("        self.may_have_bases |= grad is not None\n", ""),
         ("        if changed or False in rounded:", "        if False in rounded:"),

@@ -980,3 +980,19 @@ def test_state_is_complete_after_initialize() -> None:
         "loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 0},
         "steps": [{"applied": 0, "skipped": 0, "skips_in_row": 0}],
     }
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_numbers_of_an_optimizer_keep_their_dtype(level: str) -> None:
+    """State of the weights' shape is cast with them; NAdam's product of momenta is a number."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    products = [state["mu_product"].clone() for state in optimizer.state.values()]
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    found = list(optimizer.state.values())
+    weights = torch.float32 if level == "O2" else torch.float16
+    assert {state["exp_avg"].dtype for state in found} == {weights}
+    assert [state["mu_product"] for state in found] == products
+    assert {state["mu_product"].dtype for state in found} == {torch.float32}

@@ -13,9 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preamp.numerics import Record, StepRecord, from_json, to_json
+from preamp.numerics import Record, StepRecord, TensorStatistics, from_json, to_json
 from preamp.numerics.records import to_line
 
+# What a float64 can have: others are refused.
+st.register_type_strategy(
+    TensorStatistics,
+    st.builds(
+        TensorStatistics,
+        scale=st.floats(min_value=0, exclude_min=True),
+        histogram=st.none() | st.dictionaries(st.integers(-1074, 1023), st.integers()),
+    ),
+)
 KINDS: tuple[type[Any], ...] = get_args(Record)
 records = st.one_of(*(st.from_type(kind) for kind in KINDS))
 

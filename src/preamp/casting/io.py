@@ -72,6 +72,6 @@ def attach_io_casts(
 ) -> None:
     """Hook the casts of one engine's floating arguments and results onto a model's root."""
     if inputs is not None:
-        add_hook(module.register_forward_pre_hook, CastInputs(inputs), undo, with_kwargs=True)
+        add_hook(module, "register_forward_pre_hook", CastInputs(inputs), undo, with_kwargs=True)
     if outputs is not None:
-        add_hook(module.register_forward_hook, CastOutputs(outputs), undo)
+        add_hook(module, "register_forward_hook", CastOutputs(outputs), undo)

@@ -105,4 +105,4 @@ def attach_layer_casts(model: nn.Module, dtype: torch.dtype, kept: Kept, undo: U
             hook = CastInputs(torch.float32)
         else:
             continue
-        add_hook(module.register_forward_pre_hook, hook, undo, with_kwargs=True)
+        add_hook(module, "register_forward_pre_hook", hook, undo, with_kwargs=True)

@@ -103,8 +103,8 @@ class _Leave(EngineHook):
 def _attach(module: nn.Module, enter: _EnterCasts | _EnterPlain, undo: UndoStack) -> None:
     # The region opens before other pre-hooks run and closes after other hooks have run, so an
     # exception in one of them finds it open and closes it.
-    add_hook(module.register_forward_pre_hook, enter, undo, prepend=True)
-    add_hook(module.register_forward_hook, _Leave(), undo, always_call=True)
+    add_hook(module, "register_forward_pre_hook", enter, undo, prepend=True)
+    add_hook(module, "register_forward_hook", _Leave(), undo, always_call=True)
 
 
 def attach_cast_region(

@@ -7,7 +7,9 @@ looks at its module's own entries only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -20,6 +22,18 @@ from preamp.core.protocols import MasterLookup
 from preamp.core.undo import UndoStack
 from preamp.kernels.modules import add_hook
 
+_WITHOUT_COPIES = ContextVar("state dicts have the masters themselves", default=False)
+
+
+@contextmanager
+def without_copies() -> Generator[None]:
+    """Let state dicts have the masters themselves, as they have a float32 model's own weights."""
+    token = _WITHOUT_COPIES.set(True)
+    try:
+        yield
+    finally:
+        _WITHOUT_COPIES.reset(token)
+
 
 class SaveFloat32(EngineHook):
     """State-dict hook: replace half entries by float32 copies, exact where there is a master."""
@@ -31,14 +45,17 @@ class SaveFloat32(EngineHook):
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
-        """Mutates ``state_dict``; the new entries share no memory with the model."""
-        lookup = self.link.target
+        """Mutates ``state_dict``; the new entries share no memory with model or masters.
+
+        Those of masters do where the caller asked for it by `without_copies`.
+        """
+        lookup, copy = self.link.target, not _WITHOUT_COPIES.get()
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and is_half(value):
                 master = None if lookup is None else lookup.exact_value(param)
                 source = value if master is None else master
-                state_dict[prefix + name] = source.detach().to(torch.float32, copy=True)
+                state_dict[prefix + name] = source.detach().to(torch.float32, copy=copy)
         for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and is_half(value):
@@ -81,5 +98,5 @@ class LoadMasters(EngineHook):
 def attach_state_hooks(model: nn.Module, link: Link[MasterLookup], undo: UndoStack) -> None:
     """Hook ``model`` and all its sub-modules."""
     for module in cast("Iterable[Any]", model.modules()):  # torch leaves these two untyped
-        add_hook(module.register_state_dict_post_hook, SaveFloat32(link), undo)
-        add_hook(module.register_load_state_dict_pre_hook, LoadMasters(link), undo)
+        add_hook(module, "register_state_dict_post_hook", SaveFloat32(link), undo)
+        add_hook(module, "register_load_state_dict_pre_hook", LoadMasters(link), undo)

@@ -15,6 +15,7 @@ from typing import Any, TypedDict, cast
 
 import torch
 
+from preamp.checkpoint.formats import write_zip
 from preamp.checkpoint.reader import ApexRecord, read_apex_checkpoint
 from preamp.core.errors import bad_value
 from preamp.core.files import replacing
@@ -377,6 +378,6 @@ def convert_apex_checkpoint(
 def write_atomically(content: Any, target: Path) -> None:
     """Save plain data so that ``target`` is either what it was or complete."""
     with replacing(target) as draft:
-        torch.save(content, cast("Any", draft))
+        write_zip(draft, content)
         # torch.load's default must take it, or the conversion would have been for nothing.
         cast("Any", torch).load(draft.check(), map_location="cpu", mmap=True, weights_only=True)

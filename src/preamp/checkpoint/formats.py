@@ -54,7 +54,18 @@ def write_format(draft: Draft, suffix: str, about: Mapping[str, str], tensors: T
     if suffix == _SAFETENSORS:
         _write_safetensors(draft, about, tensors)
     else:
-        torch.save({**about, "tensors": dict(tensors)}, cast("Any", draft))
+        write_zip(draft, {**about, "tensors": dict(tensors)})
+
+
+def write_zip(draft: Draft, content: Any) -> None:
+    """Write what ``torch.load`` reads."""
+    try:
+        torch.save(content, cast("Any", draft))
+    except RuntimeError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            # torch complains in its place of a file without an end.
+            raise error.__context__ from None
+        raise
 
 
 def read_format(file: BinaryIO) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from preamp.casting.state_hooks import without_copies
 from preamp.checkpoint.shards import Box, Frame, Shard
 from preamp.core.errors import bad_state, bad_type
 from preamp.core.tensors import stored_grad
@@ -214,7 +215,7 @@ class MasterShards:
 
     def model_forms(self, model: nn.Module) -> dict[str, Any]:
         """Return ``model.state_dict()``, with tensors without memory where masters are shared."""
-        with self._stood_in():
+        with self._stood_in(), without_copies():
             return model.state_dict()
 
     @contextmanager

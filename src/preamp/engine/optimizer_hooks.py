@@ -42,9 +42,9 @@ class OptimizerHooks:
     def attach(self, undo: UndoStack) -> None:
         """Hook the optimizer; ``undo`` gets the steps that take it back."""
         optimizer = self._optimizer
-        add_hook(optimizer.register_step_pre_hook, self._before_step, undo)
-        add_hook(optimizer.register_step_post_hook, self._after_step, undo)
-        add_hook(optimizer.register_load_state_dict_post_hook, self._after_load, undo)
+        add_hook(optimizer, "register_step_pre_hook", self._before_step, undo)
+        add_hook(optimizer, "register_step_post_hook", self._after_step, undo)
+        add_hook(optimizer, "register_load_state_dict_post_hook", self._after_load, undo)
         for name, method in (
             ("step", self._make_step()),
             ("zero_grad", self._make_zero_grad()),

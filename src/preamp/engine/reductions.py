@@ -174,4 +174,4 @@ class NoteReduction(EngineHook):
 
 def attach_reductions(model: nn.Module, reductions: Reductions, undo: UndoStack) -> None:
     """Hook ``model``, before ``fully_shard`` gathers."""
-    add_hook(model.register_forward_pre_hook, NoteReduction(reductions), undo, prepend=True)
+    add_hook(model, "register_forward_pre_hook", NoteReduction(reductions), undo, prepend=True)

@@ -92,10 +92,15 @@ class Tracer:
                 # First, so that casts of the arguments belong to the module.
                 undo, before = self._hooks[id(model)], _Before(link, place)
                 add_hook(
-                    module.register_forward_pre_hook, before, undo, prepend=True, with_kwargs=True
+                    module,
+                    "register_forward_pre_hook",
+                    before,
+                    undo,
+                    prepend=True,
+                    with_kwargs=True,
                 )
                 after = _After(link, place)
-                add_hook(module.register_forward_hook, after, undo, with_kwargs=True)
+                add_hook(module, "register_forward_hook", after, undo, with_kwargs=True)
 
     def disarm(self) -> None:
         """Take all hooks off and forget what was seen."""

@@ -186,7 +186,7 @@ def _exact_copies(engine: EngineCore, module: nn.Module, memo: dict[int, Any]) -
 
 def attach_weight_doors(model: nn.Module, link: Link[EngineCore], undo: UndoStack) -> None:
     """Hook forwards and copies of ``model``."""
-    add_hook(model.register_forward_pre_hook, FollowMasters(link), undo, prepend=True)
+    add_hook(model, "register_forward_pre_hook", FollowMasters(link), undo, prepend=True)
     for part in model.modules():
         method = CopyExact(link, part)
         undo.push(partial(_remove_copy_method, part, method))

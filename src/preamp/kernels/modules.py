@@ -37,22 +37,20 @@ def call_hooks_after_interrupts(is_on: bool) -> None:
         names.pop("Exception", None)
 
 
-def add_hook(
-    register: Callable[..., object], hook: object, undo: UndoStack, **options: bool
-) -> None:
-    """Call ``register``, a method of a module or an optimizer, with ``hook``; ``undo`` removes it.
+def add_hook(owner: Any, register: str, hook: object, undo: UndoStack, **options: bool) -> None:
+    """Register a hook by a method of a module or an optimizer; ``undo`` removes it.
 
     The hook is looked for, since an interrupt may come before the handle that torch returns.
-    ``undo`` does not keep the module or optimizer alive.
+    ``undo`` does not keep the owner alive.
     """
-    owner = weakref.ref(cast("Any", register).__self__)
+    weak = weakref.ref(owner)
 
     def remove() -> None:
-        if (alive := owner()) is not None:
+        if (alive := weak()) is not None:
             remove_hooks(alive, lambda other: other is hook)
 
     undo.push(remove)
-    register(hook, **options)
+    getattr(owner, register)(hook, **options)
 
 
 def remove_hooks(owner: Any, is_meant: Callable[[object], bool]) -> None:

@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the page on checkpoints promises, attacked: the disk, other processes, and crafted files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import preamp
+from checkpoint.runs import Backward, Run, Step, Zero
+from engine.harness import same
+from preamp import report
+from preamp.checkpoint import (
+    convert_apex_checkpoint,
+    latest_checkpoint,
+    read_apex_checkpoint,
+    read_checkpoint,
+    storage,
+)
+from preamp.checkpoint.capture import capture
+from preamp.checkpoint.subjects import Subjects
+from preamp.checkpoint.summary import summarize_checkpoint
+from preamp.numerics import read_history
+
+NAMES = pytest.mark.parametrize("name", ["run_1.pt", "run_1.safetensors"])
+
+
+# -- to the disk and back -------------------------------------------------------------------------
+
+
+@NAMES
+def test_all_is_on_the_disk_before_it_takes_its_place(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, int, int]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note(kind: str, status: os.stat_result) -> None:
+        events.append((kind, status.st_ino, status.st_size))
+
+    def synced(handle: int) -> None:
+        fsync(handle)
+        status = os.fstat(handle)
+        note("sync folder" if stat.S_ISDIR(status.st_mode) else "sync file", status)
+
+    def replaced(source: str, target: str) -> None:
+        replace(source, target)
+        note("replace", os.stat(target))
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    preamp.save_checkpoint(tmp_path / name, extra=torch.arange(1000))
+    own = (tmp_path / name).stat()
+    folder = tmp_path.stat().st_ino
+    assert [event[:2] for event in events] == [
+        ("sync file", own.st_ino),
+        ("replace", own.st_ino),
+        ("sync folder", folder),
+    ]
+    assert events[0][2] == own.st_size  # all of it, with nothing left in a buffer
+
+
+def test_other_programs_read_safetensors(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    given = {
+        "a": torch.arange(3, dtype=torch.int8),
+        "b": torch.randn(2, 3, dtype=torch.float64),
+        "c": torch.empty(0, 4),
+        "d": torch.tensor(True),
+        "e": torch.randn(5).bfloat16(),
+    }
+    preamp.save_checkpoint(tmp_path / "a.safetensors", extra=given)
+    with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
+        assert file.metadata()["format"] == "pt"
+        for name, value in given.items():
+            found = file.get_tensor(f"extra/{name}")
+            assert found.dtype == value.dtype
+            assert torch.equal(found, value)
+
+
+@NAMES
+def test_a_file_is_opened_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put into its place while it is read, the next one does not mix with it."""
+    path, read = tmp_path / name, storage.read_format
+    preamp.save_checkpoint(path, extra=torch.zeros(10_000))
+
+    def late(file: Any) -> Any:
+        preamp.save_checkpoint(path, extra=torch.ones(50))
+        return read(file)
+
+    monkeypatch.setattr(storage, "read_format", late)
+    assert torch.equal(preamp.load_checkpoint(path), torch.zeros(10_000))
+
+
+def test_masters_are_saved_as_they_lie(tmp_path: Path) -> None:
+    """Each copy would cost the memory of all weights once more."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    state = capture(Subjects.of(model, optimizer, None), None)["models"][0]["state"]
+    masters = [master.data_ptr() for master in preamp.master_params(optimizer)]
+    assert [value.data_ptr() for value in state.values()] == masters
+    assert not set(masters) & {value.data_ptr() for value in model.state_dict().values()}
+
+
+# -- which one is the newest ----------------------------------------------------------------------
+
+
+def test_copies_keep_their_order(tmp_path: Path) -> None:
+    for step in (900, 1000, 50):  # the run went back to an earlier one
+        preamp.save_checkpoint(tmp_path / "runs" / f"step_{step}.pt", extra=step)
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    for step in (50, 1000, 900):
+        shutil.copyfile(tmp_path / "runs" / f"step_{step}.pt", copies / f"step_{step}.pt")
+    os.utime(copies / "step_900.pt", ns=(10**18, 4 * 10**18))
+    assert latest_checkpoint(copies) == copies / "step_50.pt"
+    preamp.save_checkpoint(copies / "step_60.pt", extra=60, keep_last=2)
+    assert sorted(path.name for path in copies.iterdir()) == ["step_50.pt", "step_60.pt"]
+
+
+def test_leftovers_are_no_part_of_a_folder(tmp_path: Path) -> None:
+    preamp.save_checkpoint(tmp_path / "a.pt", extra=torch.zeros(10))
+    folder = tmp_path / "step_1"
+    folder.mkdir()
+    member = storage.ShardFile(token="t", number=1, rank=0, ranks=1)
+    tree = {"models": [], "optimizers": [], "own_params": {}, "engines": []}
+    tree |= {"gradients": {}, "schedulers": [], "rng": {}, "extra": None}
+    storage.write(storage.Draft([tree], {}, member), member.file_in(folder))
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    (folder / ".2-rank0-of1.pt.abcdefgh.part").write_bytes(bytes(1000))
+    (folder / "notes").write_bytes(bytes(1000))
+    assert summarize_checkpoint(folder).size == size
+
+
+# -- all or nothing -------------------------------------------------------------------------------
+
+GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+
+
+@pytest.fixture
+def generators() -> Iterator[Any]:
+    """Set numpy's global generator; it is what it was afterwards."""
+    before = np.random.get_bit_generator()
+    yield lambda name: np.random.set_bit_generator(getattr(np.random, name)(7))
+    np.random.set_bit_generator(before)
+
+
+@pytest.mark.parametrize("saved", GENERATORS)
+@pytest.mark.parametrize("there", ["MT19937", "PCG64"])
+def test_numpys_generator_is_saved_as_what_it_is(
+    saved: str, there: str, generators: Callable[[str], None], tmp_path: Path
+) -> None:
+    generators(saved)
+    np.random.standard_normal(3)  # one is kept for the next call
+    np.random.randint(0, 100, dtype=np.uint32)
+    path = tmp_path / "a.pt"
+    preamp.save_checkpoint(path, extra=1)
+
+    def draws() -> list[Any]:
+        return [np.random.standard_normal(3).tolist(), np.random.randint(0, 10**9)]
+
+    expected = draws()
+    generators(there)
+    preamp.load_checkpoint(path, rng=True)
+    assert draws() == expected
+
+
+class Own(np.random.PCG64):
+    """A generator of somebody else's."""
+
+
+def test_another_generator_is_refused_before_anything_is_written(
+    generators: Callable[[str], None], tmp_path: Path
+) -> None:
+    generators("MT19937")  # the fixture puts the real one back
+    np.random.set_bit_generator(Own(1))
+    with pytest.raises(preamp.PreampStateError, match="numpy's global random generator was made"):
+        preamp.save_checkpoint(tmp_path / "a.pt", extra=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def rewritten(path: Path, change: Callable[[Any], None]) -> None:
+    """Change the first rank's content in a file, and give it the checksum of what it is now."""
+    with path.open("rb") as file:
+        about, tensors = storage.read_format(file)
+    manifest = json.loads(about["preamp"])
+    change(manifest["trees"][0])
+    text = json.dumps(manifest)
+    digest = storage.hashlib.sha256(text.encode()).hexdigest()
+    kept = {name: value.clone() for name, value in tensors.items()}
+    with storage.replacing(path) as draft:
+        about = {"preamp": text, "preamp_sha256": digest}
+        storage.write_format(draft, path.suffix, about, kept)
+
+
+def set_at(*place: Any) -> Callable[[Any], Callable[[Any], None]]:
+    def with_value(value: Any) -> Callable[[Any], None]:
+        def change(tree: Any) -> None:
+            for key in place[:-1]:
+                tree = tree[key]
+            tree[place[-1]] = value
+
+        return change
+
+    return with_value
+
+
+SCALER = ("engines", 0, "scalers", "$ordered", 0, 1)
+CRAFTED = {
+    "too few words": set_at("rng", "numpy", "key")([1, 2]),
+    "beyond the words": set_at("rng", "numpy", "pos")(10**6),
+    "a generator of no name": set_at("rng", "numpy", "bit_generator")("Own"),
+    "no state of torch": set_at("rng", "torch")("x"),
+    "a version of Python's": set_at("rng", "python", "$tuple", 0)(None),
+    "no random states": lambda tree: tree.pop("rng"),
+    "a counter beyond its tensor": set_at(*SCALER, "unskipped")(2**70),
+    "a scale beyond float32": set_at(*SCALER, "loss_scale")(1e300),
+    "a number without an end": set_at(*SCALER, "loss_scale")(10**400),
+    "no pending state": set_at("engines", 0, "pending")([[1]]),
+    "a norm that is many": set_at("engines", 0, "pending", "sessions", 0, "norm", "clipped")(
+        {"$tensor": "rng/torch"}
+    ),
+    "one of a pair": set_at("engines", 0, "pending", "sessions", 0, "aside")([[1]]),
+    "a list for a dict": set_at("models", 0, "metadata")([1]),
+    "a version that is none": set_at("models", 0, "metadata", "bn", "version")({}),
+    "parameters of one number": set_at(
+        "optimizers", 0, "state", "param_groups", 0, "params"
+    )([0, 0, 0, 0, 0, 0]),
+    "a parameter without a dtype": lambda tree: tree["optimizers"][0]["params"][0].pop("dtype"),
+    "fewer parameters": lambda tree: tree["optimizers"][0]["params"].pop(),
+    "no content": lambda tree: tree.clear(),
+}  # fmt: skip
+"""Files that loading once broke, or that it might."""
+
+
+@contextmanager
+def untouched(run: Run) -> Iterator[None]:
+    before, states = run.numbers(), (torch.get_rng_state(), np.random.get_state()[1].tolist())
+    yield
+    assert same(run.numbers(), before)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.random.get_state()[1].tolist() == states[1]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with pending gradients."""
+    run, path = Run("O2", ("sgd",)), tmp_path_factory.mktemp("good") / "a.pt"
+    run.play([Backward(), Step(), Zero(), Backward()])
+    run.save(path)
+    return path
+
+
+@pytest.mark.parametrize("case", CRAFTED)
+def test_what_does_not_fit_is_refused_before_the_first_change(
+    case: str, good: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "crafted.pt"
+    shutil.copyfile(good, path)
+    rewritten(path, CRAFTED[case])
+    run = Run("O2", ("sgd",), seed=1)
+    run.play([Backward(), Step(), Zero()])
+    with untouched(run), pytest.raises((preamp.PreampError, ValueError)) as got:
+        run.load(path)
+    assert (
+        isinstance(got.value, preamp.CheckpointError)
+        or "nothing was" in str(got.value)
+        or (str(got.value).count(". ") >= 2)
+    )
+    run.load(good)
+
+
+# -- files that cost more than they are -----------------------------------------------------------
+
+
+def squeezed(path: Path, of: Path) -> None:
+    with zipfile.ZipFile(of) as source, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+        for member in source.infolist():
+            target.writestr(member.filename, source.read(member))
+
+
+def test_compressed_files_are_refused(good: Path, tmp_path: Path) -> None:
+    path = tmp_path / "squeezed.pt"
+    squeezed(path, good)
+    for reader in (read_checkpoint, read_apex_checkpoint):
+        with pytest.raises((preamp.CheckpointError, ValueError), match="it is compressed"):
+            reader(path)
+
+
+def test_a_folder_that_claims_many_ranks(tmp_path: Path) -> None:
+    folder = tmp_path / "step_1"
+    folder.mkdir()
+    (folder / f"1-rank0-of{10**15}.pt").touch()
+    with pytest.raises(preamp.CheckpointError, match=r"files those of 1, 2, 3, 4, 5, 6, 7, 8 are"):
+        read_checkpoint(folder)
+
+
+def test_messages_have_an_end(tmp_path: Path) -> None:
+    torch.save({"x" * 10**6: 1}, tmp_path / "a.pt")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"kind": "run", "version": "x" * 10**6}) + "\n")
+    with pytest.raises(preamp.CheckpointError) as got:
+        read_checkpoint(tmp_path / "a.pt")
+    assert len(str(got.value)) < 10_000
+    with pytest.raises(ValueError, match="is not a record of a run") as refused:
+        read_history(tmp_path / "b.jsonl")
+    assert len(str(refused.value)) < 10_000
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there are no such files")
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "/dev/null"])
+def test_what_has_no_end_is_not_read(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "pipe" if kind == "pipe" else Path(kind)
+    if kind == "pipe":
+        os.mkfifo(path)
+    readers: list[Callable[[Path], object]] = [
+        read_checkpoint,
+        preamp.load_checkpoint,
+        read_apex_checkpoint,
+        read_history,
+        lambda path: convert_apex_checkpoint(path, tmp_path / "new.pt"),
+    ]
+    for reader in readers:
+        with pytest.raises(OSError, match=f"{path} cannot be read: What is there is no regular"):
+            reader(path)
+    assert latest_checkpoint(tmp_path) is None
+
+
+# -- interrupts -----------------------------------------------------------------------------------
+
+INTERRUPTED = """
+import itertools, pathlib, sys, torch, preamp
+from preamp.checkpoint import read_checkpoint
+
+path, every = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+preamp.save_checkpoint(path, extra=[0, torch.zeros(9)])
+FILES = ("serialization.py", "files.py", "formats.py", "storage.py", "saving.py")
+
+def trace(frame, event, argument):
+    global left
+    if event == "call":
+        return trace if frame.f_code.co_filename.endswith(FILES) else None
+    left -= 1
+    if left == 0 and event == "line":
+        sys.settrace(None)
+        raise KeyboardInterrupt
+    return trace
+
+times = 0
+for number in itertools.count(1, every):
+    left = number
+    sys.settrace(trace)
+    try:
+        preamp.save_checkpoint(path, extra=[number, torch.full((9,), float(number))])
+    except KeyboardInterrupt:
+        times += 1
+    else:
+        if left > 0:
+            break
+    finally:
+        sys.settrace(None)
+    said, values = read_checkpoint(path)["extra"]
+    assert (values == said).all() and said in (0, number, number - every), (said, number)
+    preamp.save_checkpoint(path, extra=[0, torch.zeros(9)])
+print(times, sorted(file.name for file in path.parent.iterdir()))
+"""
+
+
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.full)])
+@NAMES
+def test_interrupted_at_any_line_of_a_save(name: str, every: int, tmp_path: Path) -> None:
+    """Neither is the process ended, as by torch's writer once in 400, nor a file lost."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", INTERRUPTED, str(tmp_path / name), str(every)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    times, left = done.stdout.split(" ", 1)
+    assert int(times) > 100 // every
+    assert left.strip() == f"['{name}']"
+
+
+def test_a_full_disk_says_so_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    torch.save({"a": torch.ones(2)}, tmp_path / "old.pt")
+    monkeypatch.setattr(os, "fsync", full)
+    writers: dict[str, Callable[[Path], object]] = {
+        "a.pt": lambda path: preamp.save_checkpoint(path, extra=1),
+        "a.safetensors": lambda path: preamp.save_checkpoint(path, extra=1),
+        "new.pt": lambda path: convert_apex_checkpoint(tmp_path / "old.pt", path),
+        "page.html": lambda path: report.write(path, []),
+    }
+    for name, write in writers.items():
+        path = tmp_path / name
+        path.write_text("old")
+        with pytest.raises(OSError, match="cannot be written: No space left on device") as got:
+            write(path)
+        assert (got.value.errno, str(path) in str(got.value)) == (errno.ENOSPC, True)
+        assert "what was there before is untouched" in str(got.value)
+        assert path.read_text() == "old"
