@@ -248,7 +248,7 @@ def test_a_zip_is_the_same_to_all_readers(
     files = attack_pickles.files(tmp_path, tmp_path / "mark")
     path = tmp_path / "two.pt"
     path.write_bytes(next(content for what, content in files if what == name) or b"")
-    with pytest.raises(ValueError, match=r"in several ways|compressed|cannot be read: Bad magic number"):
+    with pytest.raises(ValueError, match=r"several ways|compressed|Bad magic number"):
         read_apex_checkpoint(path)
 
 
