@@ -134,6 +134,83 @@ def test_copies_keep_their_order(tmp_path: Path) -> None:
     assert sorted(path.name for path in copies.iterdir()) == ["step_50.pt", "step_60.pt"]
 
 
+def test_a_clock_that_is_behind_changes_no_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run goes on on another machine: what it saves there is newer than what it has loaded."""
+    path = tmp_path / "step_1.pt"
+    monkeypatch.setattr(storage, "_ORDER", storage.Order())
+    preamp.save_checkpoint(path, extra=1)
+    monkeypatch.setattr(storage, "_ORDER", storage.Order())
+    monkeypatch.setattr(storage.time, "time_ns", lambda: 10**18)
+    assert preamp.load_checkpoint(path) == 1
+    for step in (2, 3, 4):
+        preamp.save_checkpoint(tmp_path / f"step_{step}.pt", extra=step, keep_last=2)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["step_3.pt", "step_4.pt"]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_4.pt"
+
+
+@NAMES
+def test_files_are_read_where_open_ones_have_no_path(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preamp.save_checkpoint(tmp_path / name, extra=torch.arange(3))
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: "/dev/fd" not in str(path) and exists(path))
+    assert preamp.load_checkpoint(tmp_path / name).tolist() == [0, 1, 2]
+    assert latest_checkpoint(tmp_path) == tmp_path / name
+
+
+@pytest.mark.skipif(not Path("/dev/fd").is_dir(), reason="open files cannot be counted here")
+@NAMES
+def test_what_was_read_holds_no_file_open(name: str, tmp_path: Path) -> None:
+    """The files of many ranks are read together."""
+    preamp.save_checkpoint(tmp_path / name, extra=torch.arange(3))
+    before = len(os.listdir("/dev/fd"))
+    kept = [read_checkpoint(tmp_path / name) for _ in range(5)]
+    assert len(os.listdir("/dev/fd")) == before
+    assert kept[4]["extra"].tolist() == [0, 1, 2]
+
+
+class Listed:
+    """A scheduler whose state is a list."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def state_dict(self) -> list[int]:
+        return [self.number]
+
+    def load_state_dict(self, state: list[int]) -> None:
+        (self.number,) = state
+
+
+class Named(torch.nn.Linear):
+    """A module whose version is no number."""
+
+    _version = "1.2"
+
+
+def test_objects_of_any_form_load_what_they_saved(tmp_path: Path) -> None:
+    preamp.save_checkpoint(tmp_path / "a.pt", Named(1, 1), schedulers=Listed(3))
+    scheduler = Listed(0)
+    preamp.load_checkpoint(tmp_path / "a.pt", Named(1, 1), schedulers=scheduler)
+    assert scheduler.number == 3
+
+
+def test_errors_of_this_machine_are_no_fault_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preamp.save_checkpoint(tmp_path / "a.pt", extra=torch.ones(2))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(torch.Tensor, "clone", fail)
+    with pytest.raises(RuntimeError, match=r"^can't allocate memory$"):
+        preamp.load_checkpoint(tmp_path / "a.pt")
+
+
 def test_leftovers_are_no_part_of_a_folder(tmp_path: Path) -> None:
     preamp.save_checkpoint(tmp_path / "a.pt", extra=torch.zeros(10))
     folder = tmp_path / "step_1"
@@ -179,6 +256,22 @@ def test_numpys_generator_is_saved_as_what_it_is(
     generators(there)
     preamp.load_checkpoint(path, rng=True)
     assert draws() == expected
+
+
+def test_a_generator_that_this_numpy_cannot_set_changes_nothing(
+    generators: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generators("PCG64")
+    model = torch.nn.Linear(2, 2)
+    preamp.save_checkpoint(tmp_path / "a.pt", model)
+    generators("MT19937")
+    other = torch.nn.Linear(2, 2)
+    before = other.weight.clone()
+    monkeypatch.delattr(np.random, "set_bit_generator")
+    with pytest.raises(ValueError, match="random states that cannot be set"):
+        preamp.load_checkpoint(tmp_path / "a.pt", other, rng=True)
+    assert torch.equal(other.weight, before)
+    monkeypatch.undo()
 
 
 class Own(np.random.PCG64):

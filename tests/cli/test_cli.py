@@ -189,7 +189,7 @@ def test_report_compares_several_runs_by_the_names_of_their_files(tmp_path: Path
             ("none.jsonl",),
             ("Error: none.jsonl cannot be read: No such file or directory. It has to be a file",),
         ),
-        (("folder",), ("Error: folder cannot be read: What is there is no", "Check the path and")),
+        (("folder",), ("Error: folder cannot be read: Is a directory", "Check the path and")),
         (("binary.jsonl",), ("Line 1 of binary.jsonl is not a record of a run", "Pass another")),
         (("run.jsonl", "-o", "folder"), ("Error: folder cannot be written: What is there is",)),
         (("run.jsonl", "-o", "run.jsonl/page.html"), ("run.jsonl/page.html cannot be written:",)),

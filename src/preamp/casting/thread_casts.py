@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import inspect
 import os
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Final
@@ -47,6 +48,11 @@ class Bracket:
     module_id: int | None = None  # whose forward it is; None for disable_casts and backward
     frame: FrameType | None = None
     raised_nesting: bool = False
+    is_counted: bool = False  # in `FORWARDS_OPEN`
+
+
+def _is_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
 
 
 class _Pushes(list[_Push]):
@@ -56,7 +62,7 @@ class _Pushes(list[_Push]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_main = threading.current_thread() is threading.main_thread()
+        self.is_main = _is_main_thread()
 
 
 class _Casts(threading.local):
@@ -86,17 +92,21 @@ def unwind_to(bracket: Bracket) -> None:
     """Close ``bracket`` and whatever was left open inside it."""
     brackets = CASTS.brackets
     while brackets:
-        top = brackets.pop()
+        top = brackets[-1]
         if top.raised_nesting:
+            top.raised_nesting = False
             torch.autocast_decrement_nesting()
         if top.module_id is not None:
-            if FORWARDS_OPEN:
+            if top.is_counted and FORWARDS_OPEN:
+                top.is_counted = False
                 FORWARDS_OPEN.pop()
-            call_hooks_after_interrupts(bool(FORWARDS_OPEN))
             # Cheap, and right even if the count above was disturbed: a weight that is still
             # needed is cast again.
             torch.clear_autocast_cache()
         top.saved.restore()
+        brackets.pop()  # last: interrupted before, it is closed once more
+        if _is_main_thread():
+            call_hooks_after_interrupts(any(one.module_id is not None for one in brackets))
         if top is bracket:
             break
     if CASTS.pushes.is_stale:
@@ -134,7 +144,9 @@ def open_bracket(module: nn.Module | None) -> Bracket:
     CASTS.brackets.append(bracket)
     if module is not None:
         FORWARDS_OPEN.append(bracket.nesting)
-        call_hooks_after_interrupts(True)
+        bracket.is_counted = True
+        if _is_main_thread():  # no other is interrupted
+            call_hooks_after_interrupts(True)
     return bracket
 
 
@@ -199,8 +211,8 @@ class _PopPush:
         self.pushes.is_stale = True
         if self.pushes is CASTS.pushes:
             _settle_if_unchanging()
-        elif self.pushes.is_main and _add_pending_call is not None:
-            _add_pending_call(_settle_main_thread, None)
+        elif self.pushes.is_main and (ask := _ask_main_thread()) is not None:
+            ask()
 
 
 def _settle_if_unchanging() -> None:
@@ -208,14 +220,23 @@ def _settle_if_unchanging() -> None:
         _settle_base()
 
 
-@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 def _settle_main_thread(_: object) -> int:
     _settle_if_unchanging()
     return 0
 
 
-# CPython's: the main thread calls the function between two instructions, as handlers of signals.
-_add_pending_call = getattr(ctypes.pythonapi, "Py_AddPendingCall", None)
+@functools.cache
+def _ask_main_thread() -> Callable[[], object] | None:
+    """What lets the main thread settle between two instructions, as handlers of signals run.
+
+    ``None`` where Python has no such thing, or the system lets no callbacks be made.
+    """
+    ask = getattr(getattr(ctypes, "pythonapi", None), "Py_AddPendingCall", None)
+    try:
+        callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_settle_main_thread)
+    except MemoryError:
+        return None
+    return None if ask is None else functools.partial(ask, callback, None)
 
 
 def _is_changing_state() -> bool:
@@ -378,6 +399,8 @@ def _end_casts_in_fork() -> None:
     if CASTS.brackets:
         unwind_to(CASTS.brackets[0])
     FORWARDS_OPEN.clear()  # the other threads are not here
+    call_hooks_after_interrupts(False)
+    CASTS.pushes.is_main = True  # the only thread
     CASTS.disabled = None
     CASTS.pushes.clear()
     _settle_base()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import zipfile
 from collections.abc import Mapping
@@ -112,8 +111,8 @@ def _read_safetensors(file: BinaryIO, start: bytes) -> tuple[dict[str, Any], dic
         raise ValueError("it is in neither of the two formats")
     entries = cast("dict[str, Any]", header)
     about = entries.pop(_ABOUT, {})
-    # Written to, a private copy of the page is made: torch knows no tensors to read only.
-    memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    # As torch.load does it: private pages, and no descriptor that stays open.
+    memory = cast("Any", torch.UntypedStorage).from_file(path_of(file), False, size)
     dtypes = {name: dtype for dtype, name in _NAMES.items()}
     tensors: dict[str, Any] = {}
     for name, entry in entries.items():
@@ -124,9 +123,7 @@ def _read_safetensors(file: BinaryIO, start: bytes) -> tuple[dict[str, Any], dic
         if not is_inside or end - begin != count * dtype.itemsize or begin % dtype.itemsize:
             raise ValueError(f"its part {name!r} does not lie where its header says")
         flat = torch.empty(0, dtype=dtype)
-        if count:
-            flat = cast("Any", torch).frombuffer(memory, dtype=dtype, count=count, offset=begin)
-        tensors[name] = flat.view(shape)
+        tensors[name] = flat.set_(memory[begin:end]).view(shape) if count else flat.view(shape)
     return about, tensors
 
 

@@ -72,7 +72,8 @@ def _prepare(states: Mapping[str, Any]) -> Callable[[], None]:
         if name in states and module.is_available():
             count = 1 if name == "mps" else module.device_count()
             for index, state in enumerate(states[name][:count]):
-                torch.Generator(f"{name}:{index}").set_state(state)
+                if name == "mps" or module.is_initialized():  # else it would be
+                    torch.Generator(f"{name}:{index}").set_state(state)
                 setting = (state.clone(),) if name == "mps" else (state.clone(), index)
                 applies.append(partial(module.set_rng_state, *setting))
 
@@ -127,11 +128,14 @@ def _prepare_numpy(numpy: Any, saved: Mapping[str, Any]) -> Callable[[], None]:
     if not is_inside or state.get("buffer_pos", 0) not in range(5):
         raise ValueError("numpy's generator would be beyond its words")
     kind: Any = getattr(numpy.random, name)
+    change = None
+    if numpy.random.get_state(legacy=False)["bit_generator"] != name:
+        change = numpy.random.set_bit_generator  # which old versions lack
     numpy.random.RandomState(kind()).set_state(state)
 
     def apply() -> None:
-        if numpy.random.get_state(legacy=False)["bit_generator"] != name:
-            numpy.random.set_bit_generator(kind())
+        if change is not None:
+            change(kind())
         numpy.random.set_state(state)
 
     return apply

@@ -6,9 +6,9 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,19 +30,22 @@ from preamp.optim import pair_of
 _SHOWN = 3
 
 
-def check_fits(content: Mapping[str, Any], subjects: Subjects) -> None:
-    """Raise `ValueError` unless all kinds that ``subjects`` has are there and of the same form."""
+def check_fits(
+    content: Mapping[str, Any], subjects: Subjects, forms: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise `ValueError` unless all kinds that ``subjects`` has are there and of the same form.
+
+    ``forms`` are state dicts of the models, in which the values do not matter.
+    """
     for kind in ("models", "optimizers", "schedulers"):
         asked, saved = getattr(subjects, kind), content[kind]
         if asked and len(asked) != len(saved):
             raise _unfit(f"has {len(saved)} {kind}, not {len(asked)}", f"as many {kind}")
-    shares = MasterShards(subjects)
     for index, (model, saved) in enumerate(zip(subjects.models, content["models"], strict=False)):
-        _check_model(index, shares.model_forms(model), saved["state"])
+        _check_model(index, forms[index], saved["state"])
         _check_tied(index, model, saved["state"])
         _check_mappings(saved["metadata"], *saved["metadata"].values())
-        if not all(isinstance(e.get("version", 0), int) for e in saved["metadata"].values()):
-            raise TypeError("versions of modules are numbers")
+        _check_versions(model, saved["metadata"])
     names = {id(param): name for name, param in subjects.named_params()}
     pairs = zip(subjects.optimizers, content["optimizers"], strict=False)
     for index, (optimizer, saved) in enumerate(pairs):
@@ -51,9 +54,16 @@ def check_fits(content: Mapping[str, Any], subjects: Subjects) -> None:
     pairs = zip(subjects.schedulers, content["schedulers"], strict=False)
     for index, (scheduler, saved) in enumerate(pairs):
         _check_class(f"schedulers[{index}]", scheduler, saved["class"])
-        _check_mappings(saved["state"])
     if subjects.optimizers:
         _check_engines(content["engines"], subjects)
+
+
+def _check_versions(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Modules compare the version of their state with a number, if they have one."""
+    for name, module in cast("Iterable[tuple[str, Any]]", model.named_modules()):
+        version = saved.get(name, {}).get("version", 0)
+        if isinstance(getattr(module, "_version", None), int) and not isinstance(version, int):
+            raise TypeError(f"the version of {name!r} is {version!r}")
 
 
 def _check_mappings(*values: object) -> None:
@@ -128,7 +138,7 @@ def _check_optimizer(
     if len(set(numbers)) < len(numbers) or any(
         isinstance(key, torch.Tensor) for key in (*numbers, *state)
     ):
-        raise TypeError("parameters are told apart by numbers")
+        raise TypeError("the numbers of the parameters are no numbers, or not different")
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in groups]
     if sizes != theirs:
@@ -138,7 +148,7 @@ def _check_optimizer(
         )
     described = describe_params(optimizer, names)
     if len(saved["params"]) != len(described):
-        raise IndexError("of other parameters than those of its groups")
+        raise IndexError("the parameters described are not those of the groups")
     for own, given in zip(described, saved["params"], strict=True):
         other = {key: given[key] for key in own}
         if (own["name"], own["shape"]) != (other["name"], other["shape"]):
@@ -214,8 +224,10 @@ def restore(
     undo = UndoStack()
     try:
         with together():
+            shares = MasterShards(subjects)
+            forms = [shares.model_forms(model) for model in subjects.models]
             with taken_apart():
-                check_fits(content, subjects)
+                check_fits(content, subjects, forms)
                 if subjects.optimizers:
                     finals = _prepare(content, subjects, gradients=gradients)
                 if states is not None:

@@ -27,6 +27,7 @@ from preamp.checkpoint.storage import (
     Loaded,
     Reader,
     check_shared_folder,
+    go_on_from,
     is_cut_short,
     read,
     remove,
@@ -218,6 +219,7 @@ def load_checkpoint(
         )
         states = None
     restore(content, subjects, gradients=gradients, states=states)
+    go_on_from(loaded)
     return extra
 
 
@@ -274,9 +276,9 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """Return the newest checkpoint in ``folder`` that would load, or ``None``.
 
     That is a file, or the folder of a sharded one. Files are read in full to verify them, the one
-    saved last first, until one is good. They say themselves when that was, so copies keep their
-    order; of those that do not, written by earlier versions, it is the time of the file. Anything
-    else is passed over, as are drafts that a killed
+    saved last first, until one is good. They say themselves when that was, later than the one that
+    the run went on from, so copies keep their order; of those that do not, written by earlier
+    versions, it is the time of the file. Anything else is passed over, as are drafts that a killed
     process has left, and folders that lack the file of a rank. One that this process is writing in
     the background is waited for; for the files of other ranks call its ``wait()``, else ranks may
     find different ones.

@@ -14,6 +14,7 @@ an earlier save are removed when all of the next one are there.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -180,6 +181,27 @@ def migrated(content: Any, version: int) -> dict[str, Any]:
     return migrated_content
 
 
+class Order:
+    """When checkpoints are saved, in nanoseconds: later than the one that training goes on from.
+
+    Clocks of other machines, on which that one was saved, may be ahead.
+    """
+
+    def __init__(self) -> None:
+        self._latest = 0
+
+    def next(self) -> int:
+        """The time of one that is saved now."""
+        self.go_on_from(max(time.time_ns(), self._latest + 1))
+        return self._latest
+
+    def go_on_from(self, when: object) -> None:
+        """A checkpoint of this time was loaded."""
+        if type(when) is int:
+            self._latest = max(self._latest, when)
+
+
+_ORDER = Order()
 FORMAT = "preamp checkpoint"
 _MANIFEST, _DIGEST = "preamp", "preamp_sha256"
 
@@ -208,7 +230,7 @@ def write(draft: Draft, path: Path, *, alone: bool = False) -> None:
             "version": VERSION,
             "preamp": __version__,
             "torch": str(torch.__version__),
-            "saved_at": time.time_ns(),
+            "saved_at": _ORDER.next(),
             "trees": draft.trees,
             "parts": {name: asdict(part) for name, part in parts.items()},
             **_membership(draft),
@@ -278,6 +300,11 @@ class Reader:
     ranks: int = 1  # how many read together. Each verifies its share of the files.
 
 
+def go_on_from(loaded: Loaded) -> None:
+    """What is saved from now on is newer than ``loaded``."""
+    _ORDER.go_on_from(loaded.saved_at)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
     """What was read."""
@@ -285,6 +312,7 @@ class Loaded:
     content: dict[str, Any]  # of one rank; sharded tensors are `SavedShards`
     ranks: int  # how many there were
     is_shared: bool  # whether all had the same gradients, and knew the same about them
+    saved_at: object  # when, as the writer says; ``None`` in older files
     written_by: dict[str, Any]  # versions: of the content (``"version"``), of preamp and of torch
     identity: str  # the same wherever this checkpoint is read, and of no other one
 
@@ -311,7 +339,14 @@ def read(path: Path, reader: Reader | None = None) -> Loaded:
         except (MemoryError, PreampError):
             raise
         except Exception as error:  # a damaged file makes readers raise nearly anything
+            if isinstance(error, OSError) and error.errno in _HERE:
+                raise
             raise CheckpointError(cause_of(error)) from error
+
+
+_NO_NUMBER = ("Boolean value of Tensor", "a Tensor with")
+_HERE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
+"""Errors of this machine, which say nothing of a file."""
 
 
 @contextlib.contextmanager
@@ -320,7 +355,8 @@ def taken_apart() -> Generator[None]:
     try:
         yield
     except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
-        if isinstance(error, PreampError):
+        # torch's other errors may be of the device, or its memory.
+        if isinstance(error, RuntimeError) and not str(error).startswith(_NO_NUMBER):
             raise
         raise worded(
             CheckpointError,
@@ -344,6 +380,8 @@ def _of_several(file: Path, rank: int, before: list[Contents], *, checksums: boo
     except (MemoryError, PreampError):
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _HERE:
+            raise
         raise ValueError(f"in {file.name}: {cause_of(error)}") from error
     member = own.manifest.get("member")
     first: Any = before[0].manifest["member"] if before else member
@@ -360,6 +398,7 @@ def _loaded(found: list[Contents], rank: int) -> Loaded:
         content=content,
         ranks=len(trees),
         is_shared=all(_pending(one) == _pending(trees[0]) for one in trees),
+        saved_at=found[0].manifest.get("saved_at"),
         written_by={key: found[0].manifest.get(key) for key in ("version", "preamp", "torch")},
         identity=found[0].digest,  # it has the mark that all files of a save bear
     )

@@ -55,7 +55,7 @@ def system_error(error: OSError, got: str, allowed: str, do: str) -> OSError:
     """Return an error of the same class in three parts; the system's reason is added to ``got``."""
     reason = error.strerror or str(error) or type(error).__name__
     made = type(error)(message(f"{got}: {reason}", allowed, do))
-    made.errno = error.errno
+    made.errno = error.errno  # with more of these, the text would be another
     return made
 
 

@@ -92,6 +92,7 @@ def replacing(path: Path) -> Generator[Draft]:
                 with contextlib.suppress(OSError):
                     folder.rmdir()
             raise
+    _sync_folder(target.parent)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -109,7 +110,6 @@ def _replacing(path: Path, name: str) -> Generator[Draft]:
             os.fsync(file.fileno())
         os.chmod(name, _mode(path))
         os.replace(name, path)
-        _sync_folder(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name)
@@ -119,12 +119,12 @@ def _replacing(path: Path, name: str) -> Generator[Draft]:
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading; `OSError`, which names it, also for pipes and devices."""
     # Without the flag a pipe is not even opened before somebody writes to it.
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    more = getattr(os, "O_NONBLOCK", 0)
     try:
-        handle = os.open(path, flags)
-        if stat.S_ISREG(os.fstat(handle).st_mode):
-            return os.fdopen(handle, "rb")
-        os.close(handle)
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | more))
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        file.close()
         raise OSError(errno.EINVAL, "What is there is no regular file")
     except OSError as error:
         raise system_error(
@@ -190,7 +190,12 @@ def _sync_folder(folder: Path) -> None:
         except OSError as error:
             # Some network file systems sync no folders; the file is there all the same.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                raise
+                raise system_error(
+                    error,
+                    f"{folder} cannot be synced",
+                    "The file in it is written and in its place, and may be lost with the power",
+                    "See to the disk",
+                ) from error
         finally:
             os.close(handle)
 

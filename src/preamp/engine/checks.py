@@ -140,7 +140,7 @@ def _shared(models: Sequence[nn.Module], policy: Policy) -> tuple[str, Engine, n
     }
     for engine in engines_in_use():
         casts = policy.cast_model_type, engine.policy.cast_model_type
-        if not any(dtype in HALF_DTYPES for dtype in casts):
+        if not engine.policy.enabled or not any(dtype in HALF_DTYPES for dtype in casts):
             continue
         leaving = [m for m in models if find_engine(m) is engine]  # or wrappers around such
         left = {id(part) for model in leaving for part in model.modules()}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -39,11 +40,13 @@ if TYPE_CHECKING:
 _IN_USE: Final[weakref.WeakSet[Engine]] = weakref.WeakSet()
 """The engines that models or optimizers have. Of the process, since any two may share weights; a
 mark on what is shared would enter its copies and pickles."""
+_IN_USE_LOCK: Final = threading.Lock()
 
 
 def engines_in_use() -> list[Engine]:
     """The engines that were made and neither closed nor collected, in no order."""
-    return list(_IN_USE)
+    with _IN_USE_LOCK:
+        return list(_IN_USE)
 
 
 class Engine(EngineCore):
@@ -214,7 +217,8 @@ class Engine(EngineCore):
 
     def be_found_from(self, thing: nn.Module | torch.optim.Optimizer) -> None:
         """Let ``thing`` lead to this engine."""
-        _IN_USE.add(self)
+        with _IN_USE_LOCK:
+            _IN_USE.add(self)
         set_attribute(thing, ATTRIBUTE, self.link, self._links[id(thing)])
 
     def hand_over(self, model: nn.Module) -> None:
@@ -239,7 +243,8 @@ class Engine(EngineCore):
         """Let nothing lead here any more; what was changed has been taken back."""
         for stack in self._links.values():
             stack.unwind()
-        _IN_USE.discard(self)
+        with _IN_USE_LOCK:
+            _IN_USE.discard(self)
         self.link.cut()
         self._when_dropped.detach()
 

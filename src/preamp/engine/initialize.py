@@ -210,12 +210,7 @@ def create_engine(
     try:
         if policy.enabled:
             _attach(engine)
-        for optimizer in engine.optimizers:
-            engine.be_found_from(optimizer)
-            if splits.given:
-                set_attribute(optimizer, "splits", splits, engine.undo)
-            if isinstance(optimizer, FusedOptimizer):
-                set_attribute(optimizer, "backend", ops.name, engine.undo)
+        _mark_optimizers(engine, ops, splits)
         if policy.enabled:
             for session in engine.sessions.values():
                 session.recast_state(exact_state)
@@ -229,6 +224,15 @@ def create_engine(
             _roll_back(engine, exact_state)
         raise
     return engine
+
+
+def _mark_optimizers(engine: Engine, ops: Ops, splits: Splits) -> None:
+    for optimizer in engine.optimizers:
+        engine.be_found_from(optimizer)
+        if splits.given:
+            set_attribute(optimizer, "splits", splits, engine.undo)
+        if isinstance(optimizer, FusedOptimizer):
+            set_attribute(optimizer, "backend", ops.name, engine.undo)
 
 
 def _take_over(engine: Engine, earlier: Iterable[tuple[nn.Module, Engine | None]]) -> None:
