@@ -54,6 +54,8 @@ def check_fits(
     pairs = zip(subjects.schedulers, content["schedulers"], strict=False)
     for index, (scheduler, saved) in enumerate(pairs):
         _check_class(f"schedulers[{index}]", scheduler, saved["class"])
+        if isinstance(scheduler.state_dict(), Mapping):  # as torch's are
+            _check_mappings(saved["state"])
     if subjects.optimizers:
         _check_engines(content["engines"], subjects)
 
