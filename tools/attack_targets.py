@@ -19,7 +19,7 @@ from torch import nn, optim
 
 import preamp
 
-SECONDS = 5  # that one attempt may take
+SECONDS = 60  # that one attempt may take; what has no end is meant, on a slow machine too
 BYTES, TIMES = 64 << 20, 8  # of memory that it may take: so many, and of the file's size
 LONGEST = 20_000  # characters of a message
 

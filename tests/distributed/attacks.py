@@ -23,7 +23,7 @@ import preamp
 from cases.ranks import join_ranks
 from distributed.fully_sharded_checks import shard
 
-GROUP_SECONDS = 3
+GROUP_SECONDS = 5
 STEPS = 4
 
 

@@ -118,7 +118,7 @@ BREAKS: dict[str, tuple[Callable[[], object], str]] = {
 def test_what_readers_do_wrong_is_noticed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attack_targets.SECONDS", SECONDS if name == "large" else 0.2)
+    monkeypatch.setattr("attack_targets.SECONDS", 2 if name == "slow" else SECONDS)
     act, complaint = BREAKS[name]
     with pytest.raises(Broken, match=complaint):
         Guard(tmp_path / "mark").attempt(act, tmp_path / "file")
