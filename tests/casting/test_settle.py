@@ -49,6 +49,20 @@ def _on_another_thread(run: Callable[[], None]) -> None:
     thread.join()
 
 
+def _in_a_change_of_state(act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Act when torch has read the state that its block will put back, and not yet set its own."""
+    original: Callable[..., None] = torch.set_autocast_enabled
+
+    def act_first(*args: object) -> None:
+        act()
+        original(*args)
+
+    monkeypatch.setattr(torch, "set_autocast_enabled", act_first)
+    with torch.autocast("cpu", dtype=F16):
+        monkeypatch.undo()
+    settle_thread()
+
+
 def _plain_forward() -> None:
     model = Probe()
     held(attach_plain_region, model)
@@ -103,17 +117,7 @@ def test_main_thread_is_not_interrupted_in_a_change_of_state(
 ) -> None:
     before = _state()
     handle = held(push_thread_casts, CPU, BF16)
-    original: Callable[..., None] = torch.set_autocast_enabled
-
-    def remove_first(*args: object) -> None:
-        _on_another_thread(handle.remove)
-        original(*args)
-
-    # torch has read the state that its block will put back, and not yet set its own.
-    monkeypatch.setattr(torch, "set_autocast_enabled", remove_first)
-    with torch.autocast("cpu", dtype=F16):
-        monkeypatch.undo()
-    settle_thread()
+    _in_a_change_of_state(lambda: _on_another_thread(handle.remove), monkeypatch)
 
     assert _state() == before
 
@@ -280,17 +284,7 @@ def test_collection_while_torch_opens_a_block(monkeypatch: pytest.MonkeyPatch) -
     dropped = _Cycle()
     weakref.finalize(dropped, held(push_thread_casts, CPU, BF16).remove)
     del dropped
-    original: Callable[..., None] = torch.set_autocast_enabled
-
-    def collect_first(*args: object) -> None:
-        gc.collect()
-        original(*args)
-
-    # torch has read the state that its block will put back, and not yet set its own.
-    monkeypatch.setattr(torch, "set_autocast_enabled", collect_first)
-    with torch.autocast("cpu", dtype=F16):
-        monkeypatch.undo()
-    settle_thread()
+    _in_a_change_of_state(gc.collect, monkeypatch)
 
     assert _state() == before
 

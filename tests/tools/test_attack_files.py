@@ -127,16 +127,16 @@ def test_what_readers_do_wrong_is_noticed(
 def test_what_is_run_or_changed_is_noticed(tmp_path: Path) -> None:
     guard = Guard(tmp_path / "mark")
     assert guard.attempt(raises(ValueError(WORDED))) == "refused"
-    guard.target = attack_cases.Target("O2", 0, pending=True)
+    target = guard.target = attack_cases.Target("O2", 0, pending=True)
 
     def change() -> None:
         with torch.no_grad():
-            next(iter(preamp.master_params(guard.target.optimizer))).add_(1)  # type: ignore[union-attr]
+            next(iter(preamp.master_params(target.optimizer))).add_(1)
         raise ValueError(WORDED)
 
     with pytest.raises(Broken, match="has changed something"):
         guard.attempt(change)
-    guard.target.close()
+    target.close()
     guard.target = None
     with pytest.raises(Broken, match="has executed something"):
         guard.attempt((tmp_path / "mark").mkdir)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from preamp.checkpoint.pickles import check_pickle
-from preamp.core.files import Draft
+from preamp.core.files import DraftFile
 
 _SAFETENSORS = ".safetensors"
 _ABOUT = "__metadata__"  # in the header of safetensors
@@ -48,7 +48,7 @@ def suffix_of(path: Path) -> str:
     return _SAFETENSORS if path.suffix == _SAFETENSORS else ".pt"
 
 
-def write_format(draft: Draft, suffix: str, about: Mapping[str, str], tensors: Tensors) -> None:
+def write_format(draft: DraftFile, suffix: str, about: Mapping[str, str], tensors: Tensors) -> None:
     """Write strings, and contiguous CPU tensors of `DTYPES`, each of which is a whole storage."""
     if suffix == _SAFETENSORS:
         _write_safetensors(draft, about, tensors)
@@ -56,7 +56,7 @@ def write_format(draft: Draft, suffix: str, about: Mapping[str, str], tensors: T
         write_zip(draft, {**about, "tensors": dict(tensors)})
 
 
-def write_zip(draft: Draft, content: Any) -> None:
+def write_zip(draft: DraftFile, content: Any) -> None:
     """Write what ``torch.load`` reads."""
     try:
         torch.save(content, cast("Any", draft))
@@ -77,7 +77,7 @@ def read_format(file: BinaryIO) -> tuple[dict[str, Any], dict[str, Any]]:
     return _read_zip(file) if start[:4] == ZIP else _read_safetensors(file, start)
 
 
-def _write_safetensors(draft: Draft, about: Mapping[str, str], tensors: Tensors) -> None:
+def _write_safetensors(draft: DraftFile, about: Mapping[str, str], tensors: Tensors) -> None:
     # The widest first, so that all are aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {_ABOUT: {"format": "pt", **about}}

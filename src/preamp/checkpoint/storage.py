@@ -336,17 +336,21 @@ def read(path: Path, reader: Reader | None = None) -> Loaded:
                 is_mine = number % who.ranks == who.rank % who.ranks
                 found.append(_of_several(name, number, found, checksums=is_mine))
             return _loaded(found, who.rank)
-        except (MemoryError, PreampError):
-            raise
         except Exception as error:  # a damaged file makes readers raise nearly anything
-            if isinstance(error, OSError) and error.errno in _HERE:
+            if _is_of_this_machine(error):
                 raise
             raise CheckpointError(cause_of(error)) from error
 
 
 _NO_NUMBER = ("Boolean value of Tensor", "a Tensor with")
-_HERE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
-"""Errors of this machine, which say nothing of a file."""
+_OF_THIS_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
+
+
+def _is_of_this_machine(error: Exception) -> bool:
+    """Whether an error says nothing of the file that was read, or has been worded already."""
+    if isinstance(error, OSError):
+        return error.errno in _OF_THIS_MACHINE
+    return isinstance(error, (MemoryError, PreampError))
 
 
 @contextlib.contextmanager
@@ -377,10 +381,8 @@ def _of_several(file: Path, rank: int, before: list[Contents], *, checksums: boo
     try:
         with open_regular(file) as opened:
             own = contents_of(opened, checksums=checksums)
-    except (MemoryError, PreampError):
-        raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _HERE:
+        if _is_of_this_machine(error):
             raise
         raise ValueError(f"in {file.name}: {cause_of(error)}") from error
     member = own.manifest.get("member")

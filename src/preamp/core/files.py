@@ -37,7 +37,7 @@ def naming(path: Path) -> Generator[None]:
         ) from error
 
 
-class Draft:
+class DraftFile:
     """A file that is being written. Errors of the disk are kept, and raised when it is complete.
 
     torch's writer takes an error for damage and names no cause; where it outlives its file, as
@@ -69,7 +69,7 @@ class Draft:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Generator[Draft]:
+def replacing(path: Path) -> Generator[DraftFile]:
     """Write a draft beside ``path`` and put it in its place in one move, when the block ends well.
 
     Its folder is made where it does not exist; a link is followed. Yields the draft. It and its
@@ -86,7 +86,13 @@ def replacing(path: Path) -> Generator[Draft]:
             made += (folder for folder in target.parents if not folder.exists())
             target.parent.mkdir(parents=True, exist_ok=True)
             with _draft_of(target) as name:
-                yield from _replacing(target, name)
+                with open(name, "wb") as file:
+                    draft = DraftFile(file)
+                    yield draft
+                    draft.check()
+                    os.fsync(file.fileno())
+                os.chmod(name, _mode(target))
+                os.replace(name, target)
         except BaseException:
             for folder in made:
                 with contextlib.suppress(OSError):
@@ -99,21 +105,6 @@ def replace_text(path: Path, text: str) -> None:
     """Let ``text``, as UTF-8, be what is in a file; see `replacing`."""
     with replacing(path) as draft:
         draft.write(text.encode("utf-8"))
-
-
-def _replacing(path: Path, name: str) -> Generator[Draft]:
-    try:
-        with open(name, "wb") as file:
-            draft = Draft(file)
-            yield draft
-            draft.check()
-            os.fsync(file.fileno())
-        os.chmod(name, _mode(path))
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -144,15 +135,28 @@ def _draft_of(path: Path) -> Generator[str]:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=".part")
         if fcntl is None:
             os.close(handle)  # Windows moves no open file
-            yield name
+            with _removing(name):
+                yield name
             return
         try:
             # Another process may have taken it for a leftover before it was locked.
             is_ours = lock(handle) is not False and os.path.exists(name)
             if is_ours:
-                yield name
+                with _removing(name):
+                    yield name
         finally:
             os.close(handle)
+
+
+@contextlib.contextmanager
+def _removing(name: str) -> Generator[None]:
+    """Remove a file if the block raises."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
 
 
 def remove_leftovers(folder: Path, is_meant: Callable[[str], bool]) -> None:

@@ -59,7 +59,6 @@ def require_folder(folder: Path) -> None:
 
 def write(result: DemoResult, folder: Path) -> tuple[Path, Path]:
     """Write and return the report and the data; write records of each level under ``runs``."""
-    folder.mkdir(parents=True, exist_ok=True)
     data = folder / "results.json"
     text = json.dumps(to_json(result), indent=1, allow_nan=False)
     replace_text(data, text + "\n")
