@@ -12,10 +12,10 @@ export PREAMP_CACHE := $(CURDIR)/$(VENV)/machine-code
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check bench docs clean
+.PHONY: help demo test test-all test-integrations check bench wheel-test docs clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
 
 # Threads that wait should sleep: on a busy machine spinning ones slow a step down many times over.
 demo: $(VENV)/.ready-demo  ## Train a small GPT at every opt level; options: make demo ARGS="--steps 20"
@@ -32,6 +32,10 @@ SUITE ?= all
 test-all: $(VENV)/.ready-dev  ## Run all tests with all combinations; SUITE=rest: what test left out
 	$(PYTEST) --suite $(SUITE)
 
+# One process: each framework takes seconds to import, and ranks are forks of the one that has.
+test-integrations: $(VENV)/.ready-integrations  ## Run preamp inside of training frameworks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --suite all tests/integrations
+
 check: $(VENV)/.ready-dev  ## Lint, format, types, architecture, code in the docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,10 +43,13 @@ check: $(VENV)/.ready-dev  ## Lint, format, types, architecture, code in the doc
 	$(BIN)/python tools/check_docs.py
 	$(PYTEST) --suite all tests/architecture tests/docs
 
-BENCHES ?= step parts train import distributed
+BENCHES ?= step parts train import distributed insight
 bench: $(VENV)/.ready-dev  ## Measure; options: make bench BENCHES=step ARGS="--full"
 	for bench in $(BENCHES); do $(BIN)/python benchmarks/bench_$$bench.py $(ARGS) || exit 1; done
 	$(BIN)/python benchmarks/report.py
+
+wheel-test: $(VENV)/.ready-dev  ## Build the wheel and use it in an empty environment
+	$(BIN)/python tools/check_wheel.py $(ARGS)
 
 docs: $(VENV)/.ready-docs $(VENV)/.ready-dev  ## Build the documentation into site/
 	$(BIN)/python tools/check_docs.py
@@ -62,12 +69,16 @@ $(VENV)/.ready-venv:
 	@touch $@
 
 $(VENV)/.ready-demo: pyproject.toml constraints.txt $(VENV)/.ready-venv
-	$(INSTALL) -e '.[cli,cpu,report]'
+	$(INSTALL) -e '.[demo]'
 	@touch $@
 
 $(VENV)/.ready-dev: pyproject.toml constraints.txt $(VENV)/.ready-venv
 	$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.ready-demo
+
+$(VENV)/.ready-integrations: $(VENV)/.ready-dev
+	$(INSTALL) -e '.[dev,integrations]'
+	@touch $@
 
 $(VENV)/.ready-docs: pyproject.toml constraints.txt $(VENV)/.ready-venv
 	$(INSTALL) -e '.[docs]'

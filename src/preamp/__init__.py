@@ -28,10 +28,12 @@ from preamp.core.errors import PreampUnavailableError as PreampUnavailableError
 from preamp.core.late import names
 from preamp.core.version import __version__ as __version__
 from preamp.engine import Engine as Engine
+from preamp.engine import GradScaler as GradScaler
 from preamp.engine import OverflowCause as OverflowCause
 from preamp.engine import audit_casts as audit_casts
 from preamp.engine import clip_grad_norm_ as clip_grad_norm_
 from preamp.engine import count_memory as count_memory
+from preamp.engine import detect_overflow as detect_overflow
 from preamp.engine import engine_of as engine_of
 from preamp.engine import initialize as initialize
 from preamp.engine import load_state_dict as load_state_dict
@@ -66,6 +68,7 @@ __all__ = [
     "OPT_LEVELS",
     "CheckpointError",
     "Engine",
+    "GradScaler",
     "LossScaleError",
     "OverflowCause",
     "Policy",
@@ -78,6 +81,7 @@ __all__ = [
     "bfloat16_function",
     "clip_grad_norm_",
     "count_memory",
+    "detect_overflow",
     "disable_casts",
     "engine_of",
     "estimate",

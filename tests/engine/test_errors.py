@@ -106,7 +106,7 @@ def test_models_of_the_wrong_type(door: Any, models: Any, described: str) -> Non
         (lambda opt: iter([opt]), "a list_iterator"),
         (lambda opt: [opt, None], "a list of Adam, NoneType"),
         (lambda opt: {"a": opt}, "a dict"),
-        (lambda _: 3, "a int"),
+        (lambda _: 3, "an int"),
     ],
 )
 def test_optimizers_of_the_wrong_type(
@@ -374,7 +374,7 @@ def enter(door: Any, loss: Any, optimizers: Any, **arguments: Any) -> None:
 def test_scale_loss_before_initialize() -> None:
     model, optimizer = used()
     text = (
-        "scale_loss was given a Adam that was not initialized. It takes optimizers that went "
+        "scale_loss was given an Adam that was not initialized. It takes optimizers that went "
         "through preamp.initialize. Call model, optimizer = preamp.initialize(model, optimizer, "
         "opt_level=…) before the training loop."
     )
@@ -406,7 +406,7 @@ def test_scale_loss_with_a_foreign_optimizer(door: Any) -> None:
     door.initialize(model, optimizer, opt_level="O2", verbosity=0)
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     text = (
-        "scale_loss was given a SGD that was not initialized. It takes optimizers that went "
+        "scale_loss was given an SGD that was not initialized. It takes optimizers that went "
         "through preamp.initialize. Call model, optimizer = preamp.initialize(model, optimizer, "
         "opt_level=…) before the training loop."
     )
@@ -439,9 +439,11 @@ def test_scale_loss_without_optimizers() -> None:
         enter(preamp, torch.ones(()), [])
 
 
-@pytest.mark.parametrize("given", ["optimizer", None, 3])
-def test_scale_loss_with_something_else(given: Any) -> None:
-    text = f"scale_loss was given a {'str' if given == 'optimizer' else type(given).__name__} that"
+@pytest.mark.parametrize(
+    ("given", "kind"), [("optimizer", "a str"), (None, "a NoneType"), (3, "an int")]
+)
+def test_scale_loss_with_something_else(given: Any, kind: str) -> None:
+    text = f"scale_loss was given {kind} that"
     with pytest.raises(PreampStateError, match=f"^{re.escape(text)}"):
         enter(preamp, torch.ones(()), given)
 

@@ -173,7 +173,7 @@ def test_all_arguments_explicitly_with_their_defaults() -> None:
     parameters = inspect.signature(amp.initialize).parameters
     arguments = {name: p.default for name, p in list(parameters.items())[2:]}
     amp.initialize(models=model, optimizers=optimizer, **{**arguments, "verbosity": False})
-    assert preamp.engine_of(model).policy == preamp.OPT_LEVELS["O1"]
+    assert preamp.engine_of(model).policy == preamp.OPT_LEVELS["O1"].replace(scope="thread")
 
 
 @pytest.mark.apex(
@@ -263,6 +263,46 @@ def test_skipped_step_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
     )
     assert "(step 1: nan first in 'last.bias' and in 7 more; loss scale 65536.0 to 32768.0)" in out
+
+
+@pytest.mark.apex("2.6 a skipped step prints Apex's line")
+def test_skipped_step_is_told_by_the_first_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make()
+    preamp.initialize(model, optimizer, opt_level="O2")
+    capsys.readouterr()
+    train_step(model, optimizer, 0, poison=True)
+    assert capsys.readouterr().out.count("\n") == 1
+    monkeypatch.setattr("preamp.core.log.is_first_rank", lambda: False)
+    train_step(model, optimizer, 0, poison=True)
+    assert preamp.engine_of(model).last_step_skipped
+    assert capsys.readouterr().out == ""
+
+
+SUMMARIES = {
+    "O0": "preamp: O0 in float32, no float32 masters, loss scale 1.0, back end ",
+    "O1": "preamp: O1 in float16, no float32 masters, loss scale dynamic, back end ",
+    "O2": "preamp: O2 in float16, 6 float32 masters, loss scale dynamic, back end ",
+    "O3": "preamp: O3 in float16, no float32 masters, loss scale 1.0, back end ",
+    "O4": "preamp: O4 in bfloat16, no float32 masters, loss scale 1.0, back end ",
+    "O5": "preamp: O5 in bfloat16, 6 float32 masters, loss scale 1.0, back end ",
+}
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_preamps_own_door_says_one_line(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = make()
+    preamp.initialize(model, optimizer, opt_level=level, backend="reference")
+    assert capsys.readouterr().out == f"{SUMMARIES[level]}reference\n"
+
+
+def test_what_fails_says_nothing_before(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError):
+        preamp.initialize(nn.Linear(2, 2).half(), opt_level="O2")
+    preamp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
+    preamp.initialize(nn.Linear(2, 2), opt_level="O2", enabled=False)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.apex("1.1 enabled=False")
@@ -517,7 +557,7 @@ def test_a_module_and_its_own_part(level: str) -> None:
     preamp.initialize([model, model.first], optimizer, opt_level=level, verbosity=0)
     if level in WITH_MASTERS:
         assert same(masters(optimizer), exact)
-    assert model(torch.ones(2, 4)).dtype is (HALF[level] if level in ("O1", "O4") else F32)
+    assert model(torch.ones(2, 4)).dtype is F32
     train_step(model, optimizer, 0)
     assert halves_match(model)
     assert all(value.dtype is F32 for key, value in model.state_dict().items() if "num" not in key)
@@ -561,7 +601,7 @@ def test_model_alone_for_evaluation(level: str) -> None:
         expected = model(x)
         preamp.initialize(model, opt_level=level, verbosity=0)
         got = model(x)
-    assert got.dtype is (HALF[level] if level in ("O1", "O4") else F32)
+    assert got.dtype is F32
     assert torch.allclose(got.float(), expected, atol=0.05, rtol=0.05)
     assert preamp.engine_of(model).optimizers == ()
 
@@ -798,15 +838,14 @@ def test_gradients_reach_the_inputs() -> None:
 
 # -- outputs ---------------------------------------------------------------------------------
 
-OUTPUT_DTYPE = {"O0": F32, "O1": F16, "O2": F32, "O3": F32, "O4": F16, "O5": F32}
-
 
 @pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_outputs(level: str) -> None:
-    """Models that are cast answer in float32; others are left alone."""
-    model = echo(level)
-    expected = OUTPUT_DTYPE[level]
+@pytest.mark.parametrize("scope", ["model", "thread"])
+def test_outputs(level: str, scope: Any) -> None:
+    """Models answer in float32; those around which functions are cast too are left alone."""
+    model = echo(level, scope=scope)
+    expected = F16 if scope == "thread" and level in ("O1", "O4") else F32
 
     def x() -> torch.Tensor:
         return torch.ones(2, dtype=F16)
@@ -837,6 +876,14 @@ def test_outputs(level: str) -> None:
     assert same_ids is ids
     assert none is None
     assert next(generator).dtype is expected
+
+
+@pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_function_casts_leave_float64_outputs_alone(level: str) -> None:
+    model = echo(level)
+    model.answer = (torch.ones(1, dtype=F64), torch.ones(1, dtype=BF16))
+    assert [output.dtype for output in model()] == [F64, F32]
 
 
 @pytest.mark.apex("1.8 outputs: float32, or cast_model_outputs")

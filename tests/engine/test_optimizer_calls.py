@@ -293,7 +293,7 @@ def test_a_closure_that_always_overflows_ends_in_an_error() -> None:
 
 @levels
 def test_functions_are_cast_inside_a_closure_but_not_inside_the_step(level: str) -> None:
-    pair = Pair(level)
+    pair = Pair(level, scope="thread")
     seen: list[torch.dtype] = []
 
     def product() -> torch.dtype:

@@ -241,7 +241,7 @@ def test_before_the_first_step() -> None:
 def test_an_optimizer_without_engine() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     text = (
-        "step_scheduler was given a SGD that has no engine. Whether a step was taken is known of "
+        "step_scheduler was given an SGD that has no engine. Whether a step was taken is known of "
         "optimizers that went through preamp.initialize, and of FP16_Optimizer. Pass that very "
         "optimizer, or step the scheduler directly."
     )

@@ -104,7 +104,7 @@ def test_common_defaults() -> None:
     assert policy.min_loss_scale is None
     assert policy.max_loss_scale == 2.0**24
     assert policy.cast_model_outputs is None
-    assert policy.scope == "thread"
+    assert policy.scope == "model"
     assert policy.max_consecutive_skips == 50
 
 
@@ -172,7 +172,7 @@ ALLOWED: list[tuple[str, str, Any, Any]] = [
     ("O3", "max_loss_scale", None, None),
     ("O1", "cast_model_outputs", F16, F16),
     ("O2", "cast_model_outputs", F64, F64),
-    ("O1", "scope", "model", "model"),
+    ("O1", "scope", "thread", "thread"),
     ("O1", "max_consecutive_skips", None, None),
     ("O1", "max_consecutive_skips", 1, 1),
 ]
@@ -324,11 +324,37 @@ def test_level_with_a_zero_for_the_letter(given: Any, meant: str) -> None:
 
 
 @pytest.mark.apex("1.1 unknown level: RuntimeError that tells O from 0")
-@pytest.mark.parametrize("given", ["O9", "fp16", None, [], True])
+@pytest.mark.parametrize("given", ["O9", "fp", None, [], True])
 def test_unknown_level(given: Any) -> None:
     text = (
         f"opt_level={given!r} is not known. Choose one of 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'. "
         "Levels are strings that begin with the letter O, not the digit zero."
+    )
+    with pytest.raises(PreampPolicyError, match=f"^{re.escape(text)}$"):
+        resolve(given, {})
+
+
+BFLOAT16 = "for bfloat16 'O5', or 'O4' to keep the weights in float32"
+FLOAT16 = "for float16 'O2', or 'O1' to keep the weights in float32"
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        *((name, BFLOAT16) for name in ("bf16", "BF16", "bfloat16", "bf16-mixed", torch.bfloat16)),
+        *((name, FLOAT16) for name in ("fp16", "float16", "half", "16-mixed", 16, torch.float16)),
+        *((name, f"{BFLOAT16}; {FLOAT16}") for name in ("mixed", "amp")),
+        *((name, "For float32 pass 'O0'") for name in ("fp32", "float32", torch.float32)),
+    ],
+    ids=str,
+)
+def test_a_format_for_a_level_is_refused_with_the_levels_of_that_format(
+    given: Any, hint: str
+) -> None:
+    hint = hint if hint.startswith("For") else f"Pass {hint}"
+    text = (
+        f"opt_level={given!r} is not known. Choose one of 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'. "
+        f"{hint}."
     )
     with pytest.raises(PreampPolicyError, match=f"^{re.escape(text)}$"):
         resolve(given, {})
@@ -380,8 +406,8 @@ BAD_VALUES: list[tuple[str, Any, type[Exception], str]] = [
         "scope",
         "module",
         ValueError,
-        "scope='module' is not known. Allowed are 'thread' (casts hold in the whole thread) and "
-        "'model' (casts hold inside the models' forward only).",
+        "scope='module' is not known. Allowed are 'model' (casts hold inside the models' forward "
+        "only) and 'thread' (casts hold in the whole thread).",
     ),
     (
         "max_consecutive_skips",

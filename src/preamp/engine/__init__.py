@@ -3,8 +3,12 @@
 
 from preamp.engine.casts import audit_casts as audit_casts
 from preamp.engine.engine import Engine as Engine
+from preamp.engine.engine import detect_overflow as detect_overflow
+from preamp.engine.entrance import Entrance as Entrance
+from preamp.engine.grad_scaler import GradScaler as GradScaler
 from preamp.engine.initialize import create_engine as create_engine
 from preamp.engine.initialize import initialize as initialize
+from preamp.engine.initialize import start as start
 from preamp.engine.inventory import count_memory as count_memory
 from preamp.engine.loop import as_optimizers as as_optimizers
 from preamp.engine.loop import clip_grad_norm_ as clip_grad_norm_
@@ -15,4 +19,5 @@ from preamp.engine.loop import scale_loss as scale_loss
 from preamp.engine.loop import state_dict as state_dict
 from preamp.engine.overflow import OverflowCause as OverflowCause
 from preamp.engine.params import master_params as master_params
+from preamp.engine.recording import Recording as Recording
 from preamp.engine.schedulers import step_scheduler as step_scheduler

@@ -14,12 +14,11 @@ from torch.nn.parameter import is_lazy
 from preamp.casting import Conversion, changed_by_cast, find_kept
 from preamp.casting.kept import Kept, find_norms, floating_tensors
 from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
-from preamp.core.errors import bad_state, bad_type, bad_value, message
+from preamp.core.errors import bad_state, bad_type, bad_value, message, with_article
 from preamp.engine import refusals
 from preamp.engine.engine import Engine, engines_in_use
-from preamp.engine.loop import bare, find_engine
+from preamp.engine.loop import bare, find_engine, is_optimizer
 from preamp.kernels.data_parallel import uses_reducer
-from preamp.optim import LARC
 from preamp.policy import Policy
 
 _SHOWN = 6  # buffers in a warning
@@ -41,10 +40,10 @@ def as_models(models: Any) -> list[nn.Module]:
 
 
 def as_optimizer_list(optimizers: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers as a list, those in a `LARC` taken out; ``None`` gives an empty one."""
+    """Return the optimizers as a list, wrapped ones taken out; ``None`` gives an empty one."""
     if optimizers is None:
         return []
-    if isinstance(optimizers, (torch.optim.Optimizer, LARC)):
+    if is_optimizer(optimizers):
         return [bare(optimizers)]
     if isinstance(optimizers, list):
         items = [bare(item) for item in cast("list[Any]", optimizers)]
@@ -62,8 +61,8 @@ def _describe(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         items = cast("Sequence[Any]", value)
         kinds = sorted({type(item).__name__ for item in items})
-        return f"a {kind} of {', '.join(kinds) or 'nothing'}"
-    return f"a {kind}"
+        return f"{with_article(kind)} of {', '.join(kinds) or 'nothing'}"
+    return with_article(kind)
 
 
 def members_of(given: Any, kind: type[Any]) -> list[Any]:
@@ -121,8 +120,8 @@ def check_not_shared(models: Sequence[nn.Module], policy: Policy) -> None:
     if found is not None:
         name, engine, other = found
         raise bad_state(
-            f"{name!r} belongs to a {type(other).__name__} too, which went through initialize at "
-            f"{engine.policy.opt_level!r} in another call, and this one is for "
+            f"{name!r} belongs to {with_article(type(other).__name__)} too, which went through "
+            f"initialize at {engine.policy.opt_level!r} in another call, and this one is for "
             f"{policy.opt_level!r}",
             "Engines may share weights only where both keep them in float32: at O0, O1 and O4",
             "Pass both models to one initialize, in a list, or call "

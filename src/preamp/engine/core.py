@@ -13,10 +13,10 @@ from preamp.casting.modules import Conversion
 from preamp.core.splits import Splits
 from preamp.core.undo import UndoStack
 from preamp.engine import refusals
+from preamp.engine.entrance import OWN, Entrance
 from preamp.engine.events import Events
 from preamp.engine.ledger import Ledger
 from preamp.engine.names import ParameterNames
-from preamp.engine.order import BackwardOrder
 from preamp.engine.overflow import OverflowCause
 from preamp.engine.params import first_device
 from preamp.engine.recording import Recording
@@ -37,14 +37,15 @@ class EngineCore:
         policy: Policy,
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
-        ops: Ops,
-        splits: Splits,
+        kernels: tuple[Ops, Splits],
         *,
         num_losses: int,
         recording: Recording,
+        entrance: Entrance = OWN,
     ) -> None:
         """Collect the parts; ``initialize`` does the converting and hooking."""
         self.policy = policy  # the frozen decisions
+        self.entrance = entrance  # what depends on whom they were made for
         self.models = tuple(models)
         self.optimizers = tuple(optimizers)
         self.names = ParameterNames(self.models, self.optimizers)
@@ -56,23 +57,27 @@ class EngineCore:
         self.cast_undo = UndoStack()  # the part of it that ends casts of functions; scaling goes on
         self.process_undo.push(self.cast_undo.unwind)
         self.conversion = Conversion()  # what was cast in the models
-        self.ops = ops
+        self.ops, splits = kernels
         # Where loss scales and flags live: that of the first parameter
         self.device = first_device(self.models, self.optimizers)
         self.scalers = [_make_scaler(policy, self.device) for _ in range(num_losses)]
-        self.order = BackwardOrder()  # in which order backwards make gradients
         limit, told, names = policy.max_consecutive_skips, recording.verbosity, self.names.of
-        self.ledger = Ledger(self.scalers, names, limit=limit, verbosity=told, order=self.order)
+        self.ledger = Ledger(self.scalers, names, limit=limit, verbosity=told)
         self.events = Events()  # whom to tell what happens
         # Which gradients ranks have exchanged
         self.reductions = Reductions(self.models, splits)
         # Of each optimizer, by its ``id``
         self.sessions = make_sessions(
-            self.optimizers, ops, self.names.of, self.reductions, has_masters=policy.master_weights
+            self.optimizers,
+            self.ops,
+            self.names.of,
+            self.reductions,
+            has_masters=policy.master_weights,
+            ignores_rewriting=entrance.ignores_rewriting,
         )
         self.unreduced = Unreduced(self.models, self.optimizers, self.reductions)
         self.adjustments = Adjustments()  # when loss scales react
-        self._has_scaled = False
+        self.has_scaled = False
 
     def scaler(self, loss_id: int) -> LossScaler:
         """Return the scaler of loss ``loss_id``."""
@@ -96,6 +101,16 @@ class EngineCore:
         """Whether any parameter has a float32 master."""
         return any(session.masters for session in self.sessions.values())
 
+    def check_outside_blocks(self, what: str) -> None:
+        """Raise `PreampStateError` inside of a ``scale_loss`` block: gradients are incomplete.
+
+        A backward that a `GradScaler` has left open ends.
+        """
+        for session in self.sessions.values():
+            session.end_left_open()
+            if session.gradients.is_open:
+                raise refusals.inside_block(what)
+
     # -- what blocks and hooks report ----------------------------------------------------------
 
     def _end_step(self, session: OptimizerSession) -> None:
@@ -106,15 +121,15 @@ class EngineCore:
     def applied_step(self, session: OptimizerSession) -> None:
         """Take note of a step that updated the weights."""
         is_dynamic = any([scaler.is_dynamic for scaler in self.scalers])
-        if is_dynamic and not self._has_scaled and session.gradients.holds_raw():
-            self._has_scaled = True  # or has been told once
+        if is_dynamic and not self.has_scaled and session.gradients.holds_raw():
+            self.has_scaled = True  # or has been told once
             warnings.warn(refusals.never_scaled(), stacklevel=2)
         self._end_step(session)
         self.ledger.applied(session)
 
     def block_begins(self) -> None:
         """Take note of a ``scale_loss`` block."""
-        self._has_scaled = True
+        self.has_scaled = True
 
     def skip_step(self, session: OptimizerSession) -> OverflowCause:
         """Take note of a step not taken; see `Ledger.skipped`."""

@@ -17,8 +17,9 @@ from preamp.casting import PATCH_LOCK, settle_thread
 from preamp.core.link import ATTRIBUTE, Link
 from preamp.core.splits import Splits
 from preamp.core.undo import UndoStack, run_all, set_attribute
-from preamp.engine import parts, refusals
+from preamp.engine import parts
 from preamp.engine.core import EngineCore
+from preamp.engine.entrance import OWN, Entrance
 from preamp.engine.overflow import OverflowCause
 from preamp.engine.params import twin_of
 from preamp.engine.recording import Recording
@@ -49,6 +50,28 @@ def engines_in_use() -> list[Engine]:
         return list(_IN_USE)
 
 
+def detect_overflow(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Let a tensor inside a model, or in a loss function, be watched like the result of a module.
+
+    Where modules are watched (``overflow="trace"``, `Engine.trace_overflow`), its values and its
+    gradient are read, and a `TraceRecord` may name it: ``"attention.scores"`` for ``"scores"`` in
+    the forward of a module ``attention``. Elsewhere, and in compiled code, this does nothing.
+
+    Args:
+        tensor: Any; not mutated.
+        name: What to call it.
+
+    Returns:
+        ``tensor`` itself. Does not synchronise.
+    """
+    if not torch.compiler.is_compiling():
+        armed = [engine.tracer for engine in engines_in_use() if engine.tracer.is_armed]
+        inside = [tracer for tracer in armed if tracer.stack.calls]
+        for tracer in inside or armed:
+            tracer.see(tensor, name)
+    return tensor
+
+
 class Engine(EngineCore):
     """Mixed precision for some models and optimizers.
 
@@ -66,15 +89,21 @@ class Engine(EngineCore):
         policy: Policy,
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
-        ops: Ops,
-        splits: Splits,
+        kernels: tuple[Ops, Splits],
         *,
         num_losses: int,
         recording: Recording,
+        entrance: Entrance = OWN,
     ) -> None:
         """See `EngineCore`."""
         super().__init__(
-            policy, models, optimizers, ops, splits, num_losses=num_losses, recording=recording
+            policy,
+            models,
+            optimizers,
+            kernels,
+            num_losses=num_losses,
+            recording=recording,
+            entrance=entrance,
         )
         self._model_undo = {id(model): UndoStack() for model in self.models}
         # Taken away last, so that an engine whose end was interrupted can still be found
@@ -88,9 +117,12 @@ class Engine(EngineCore):
         self._when_dropped.atexit = False
         self.link: Link[Engine] = Link(self)
         self._on_close: list[Callable[[], None]] = []
-        self.tracer = parts.Tracer(self.models, self.events)
-        self.ledger.on_skip.append(self.tracer.told)
+        looks = not policy.is_dynamic
+        self.tracer = parts.Tracer(self.models, self.events, looks=looks)
+        self.ledger.on_overflow.append(self.tracer.told)
         self.recorder = parts.make_recorder(self, recording)
+        if recording.takes_steps and looks:
+            self.recorder.history.listen(self.ledger.read_record)
 
     # -- what users ask ----------------------------------------------------------------------
 
@@ -122,7 +154,10 @@ class Engine(EngineCore):
 
     @property
     def overflow_causes(self) -> deque[OverflowCause]:
-        """The latest skipped steps with their causes, oldest first; bounded. May synchronise."""
+        """The latest skipped steps with their causes, oldest first; bounded. May synchronise.
+
+        With a static loss scale these are steps that were taken, while the modules were watched.
+        """
         self.ledger.settle(wait=True)
         return self.ledger.causes.copy()
 
@@ -138,13 +173,10 @@ class Engine(EngineCore):
 
         From the next forward on, hooks read what goes in and out of all modules. The first to
         turn finite values into others is its skipped step's `OverflowCause.trace`; then the hooks
-        go. Changes nothing, waits for nobody. What is compiled or scripted is not looked into.
-
-        Raises:
-            PreampStateError: No loss has a dynamic scale, so overflows are not looked for.
+        go. With a static loss scale the step is taken, and told in the same way. Changes nothing,
+        waits for nobody. What is compiled or scripted is not looked into.
         """
         if self.policy.enabled:
-            refusals.check_can_trace(self.scalers)
             self.tracer.arm()
 
     def explain(self) -> str:
@@ -267,7 +299,8 @@ class Engine(EngineCore):
         settle_thread()
         if self._end is None:
             try:
-                run_all((self.ledger.settle_all, *self._on_close))
+                open_ends = [session.end_left_open for session in self.sessions.values()]
+                run_all((*open_ends, self.ledger.settle_all, *self._on_close))
             finally:
                 self._end = self._make_end()
                 self._end.unwind()

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from preamp.casting import (
     install_wide_half,
     push_thread_casts,
     settle_thread,
+    thread_has_casts,
 )
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.log import say
@@ -31,6 +33,8 @@ from preamp.core.splits import Splits, splits_over
 from preamp.core.undo import UndoStack, run_all, set_attribute
 from preamp.engine import checks, parts
 from preamp.engine.engine import Engine
+from preamp.engine.entrance import OWN, Enter, Entrance
+from preamp.engine.explain import summary_of
 from preamp.engine.loop import find_engine
 from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.engine.params import master_types
@@ -42,7 +46,7 @@ from preamp.kernels import ForeachType, Ops, cpu_lacks_matmul
 from preamp.kernels import backend as ops_named
 from preamp.kernels.fsdp import gather_dtypes, reshard
 from preamp.optim.fused.base import FusedOptimizer
-from preamp.policy import APEX_OPTIONS, OnOverflow, Policy, Scope, level_defaults, resolve
+from preamp.policy import OnOverflow, Policy, Scope, resolve
 
 
 def initialize(
@@ -94,16 +98,19 @@ def initialize(
         keep_batchnorm_fp32: Whether affine batch norms stay in float32.
         master_weights: Whether the optimizer updates float32 masters of half parameters.
         loss_scale: ``"dynamic"``, or a positive number.
-        cast_model_outputs: dtype of the models' floating outputs; float32 if left out.
+        cast_model_outputs: dtype of the models' floating outputs. Left out, it is float32, but for
+            ``scope="thread"`` at O1 and O4, where outputs are as the model makes them.
         num_losses: How many losses have a loss scale of their own.
-        verbosity: 0 prints nothing, 1 the decisions and each skipped step, 2 also each cast of a
-            function's argument (O1, O4).
+        verbosity: 0 prints nothing, 1 the decisions, in one line, and each skipped step, 2 also
+            each cast of a function's argument (O1, O4).
         min_loss_scale: Floor of a dynamic scale. Without one, training stops with
             `LossScaleError` at 2**-24.
         max_loss_scale: Ceiling of a dynamic scale.
         patch_torch_functions_type: Half dtype of the function casts; follows from the level.
-        scope: ``"thread"`` (default) casts functions in the whole calling thread, loss functions
-            included; ``"model"`` inside the models' forward only.
+        scope: Where functions are cast at O1 and O4: with ``"model"`` (default) inside the
+            models' forward only, on any thread; with ``"thread"``, as in Apex, in all that the
+            calling thread runs, loss functions and other models included, until nothing refers to
+            the models and optimizers any more.
         keep_fp32: What is not rounded where models are cast to half (O2, O3, O5): module types,
             patterns such as ``"rotary.*"`` for the names of parameters, buffers or modules,
             functions of ``(name, tensor)`` that return a bool; one of them or a list. Parameters
@@ -145,35 +152,37 @@ def initialize(
         O4 also functions of torch, until the last such engine is closed. So for O2, O3 and O5 where
         anything but batch norms stays float32: products that mix it with half.
     """
-    arguments = locals()  # of which resolve takes those that override the level
-    if not enabled:
-        return _create_off(models, optimizers)
-    recording = make_recording(verbosity, numerics, numerics_every, history)
-    policy, ops = resolve(opt_level, arguments, hard_override=hard_override), ops_named(backend)
-    if recording.verbosity > 0:
-        _announce(level_defaults(opt_level), policy)
-    kernels = ops, splits_over(process_groups)
-    engine = create_engine(
-        models, optimizers, policy, num_losses, recording, allow_half_model, kernels
-    )
-    if engine.conversion.changed:
-        warnings.warn(engine.conversion.changed, stacklevel=2)
+    entrance = Entrance(allow_half_model=allow_half_model)
+    engine = start(locals(), lambda _policy, _recording: entrance)
+    if engine.verbosity > 0 and enabled:
+        say(summary_of(engine))
     return models if optimizers is None else (models, optimizers)
 
 
-def _announce(default: Policy, policy: Policy) -> None:
-    """Print the level, its defaults, and what overrides made of them, as scripts know Apex to."""
-    say(f"Selected optimization level {policy.brief}\n")
-    say("Defaults for this optimization level are:")
-    _say_fields(default)
-    say("Processing user overrides (additional kwargs that are not None)...")
-    say("After processing overrides, optimization options are:")
-    _say_fields(policy)
-
-
-def _say_fields(policy: Policy) -> None:
-    for name in APEX_OPTIONS:
-        say(f"{name:26} : {getattr(policy, name)}")
+def start(arguments: Mapping[str, Any], enter: Enter) -> Engine:
+    """Do what `initialize` says, by its ``arguments``; ``enter`` says for whom."""
+    models, optimizers = arguments["models"], arguments["optimizers"]
+    if not arguments["enabled"]:
+        return _create_off(models, optimizers)
+    recording = make_recording(
+        arguments["verbosity"],
+        arguments.get("numerics", "off"),
+        arguments.get("numerics_every", 100),
+        arguments.get("history"),
+    )
+    policy = resolve(
+        arguments["opt_level"], arguments, hard_override=arguments.get("hard_override", False)
+    )
+    kernels = (
+        ops_named(arguments.get("backend", "auto")),
+        splits_over(arguments.get("process_groups")),
+    )
+    entrance = enter(policy, recording)
+    losses = arguments["num_losses"]
+    engine = create_engine(models, optimizers, policy, losses, recording, entrance, kernels)
+    if engine.conversion.changed:
+        warnings.warn(engine.conversion.changed, stacklevel=3)
+    return engine
 
 
 def create_engine(
@@ -182,27 +191,26 @@ def create_engine(
     policy: Policy,
     num_losses: int = 1,
     recording: Recording = OFF,
-    allow_half_model: bool = False,
+    entrance: Entrance = OWN,
     kernels: tuple[Ops, Splits] | None = None,
 ) -> Engine:
     """Check, convert and hook; what `initialize` does once the policy is known."""
-    settle_thread()
+    _end_dropped_casts()
     ops, splits = kernels or (ops_named(), Splits())
     model_list = checks.as_models(models)
     optimizer_list = checks.as_optimizer_list(optimizers)
     num_losses = checks.check_num_losses(num_losses)
-    checks.check_optimizers(optimizer_list)
-    conversion = Conversion()
-    if policy.enabled:
-        checks.check_keeps_params(optimizer_list, has_masters=policy.master_weights)
-        checks.check_not_shared(model_list, policy)
-        checks.check_models(model_list, policy, allow_half_model=allow_half_model)
-        check_fits(model_list, policy, splits)
-        conversion = checks.planned_conversion(model_list, policy)
+    conversion = _checked(model_list, optimizer_list, policy, splits, entrance)
     reshard(model_list)
     earlier = [(model, find_engine(model)) for model in model_list]
     engine = Engine(
-        policy, model_list, optimizer_list, ops, splits, num_losses=num_losses, recording=recording
+        policy,
+        model_list,
+        optimizer_list,
+        (ops, splits),
+        num_losses=num_losses,
+        recording=recording,
+        entrance=entrance,
     )
     engine.conversion = conversion
     exact_state = UndoStack()
@@ -226,6 +234,30 @@ def create_engine(
     return engine
 
 
+def _end_dropped_casts() -> None:
+    settle_thread()
+    if thread_has_casts():  # perhaps of an engine that was dropped, and would cast around this one
+        gc.collect()
+
+
+def _checked(
+    models: list[nn.Module],
+    optimizers: list[torch.optim.Optimizer],
+    policy: Policy,
+    splits: Splits,
+    entrance: Entrance,
+) -> Conversion:
+    """Refuse what does not fit, and return what is to be cast. Changes nothing."""
+    checks.check_optimizers(optimizers)
+    if not policy.enabled:
+        return Conversion()
+    checks.check_keeps_params(optimizers, has_masters=policy.master_weights)
+    checks.check_not_shared(models, policy)
+    checks.check_models(models, policy, allow_half_model=entrance.allow_half_model)
+    check_fits(models, policy, splits)
+    return checks.planned_conversion(models, policy)
+
+
 def _mark_optimizers(engine: Engine, ops: Ops, splits: Splits) -> None:
     for optimizer in engine.optimizers:
         engine.be_found_from(optimizer)
@@ -244,12 +276,11 @@ def _take_over(engine: Engine, earlier: Iterable[tuple[nn.Module, Engine | None]
         engine.be_found_from(model)
 
 
-def _create_off(models: Any, optimizers: Any) -> Any:
-    """Make an engine that lets everything through; returns what `initialize` does."""
+def _create_off(models: Any, optimizers: Any) -> Engine:
+    """Make an engine that lets everything through."""
     off = Policy(opt_level="O0", brief="off", enabled=False)
     own = checks.members_of(models, nn.Module)
-    create_engine(own, checks.members_of(optimizers, torch.optim.Optimizer), off)
-    return models if optimizers is None else (models, optimizers)
+    return create_engine(own, checks.members_of(optimizers, torch.optim.Optimizer), off)
 
 
 def _attach(engine: Engine) -> None:
@@ -283,8 +314,10 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
     undo.push(functools.partial(engine.tracer.release, model))
     target = policy.cast_model_type
     outputs = policy.cast_model_outputs
-    if target is not None and outputs is None:
+    if outputs is None and target is not None:
         outputs = torch.float32
+    elif outputs is None and engine.casts_functions and policy.scope == "model":
+        outputs = "widened"  # function casts leave float64 alone
     if engine.casts_functions and policy.patch_torch_functions_type is not None:
         types = device_types(engine)
         region = UndoStack()
@@ -296,7 +329,9 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
     inputs = target if target in HALF_DTYPES or not gather_dtypes(model) else None
     if id(model) in engine.conversion.kept.modules:
         inputs = torch.float32
-    attach_io_casts(model, inputs, outputs, undo)  # fully_shard casts what it gathers for
+    casts_forward = engine.entrance.casts_forward
+    # fully_shard casts what it gathers for
+    attach_io_casts(model, inputs, outputs, undo, casts_forward=casts_forward)
     attach_reductions(model, engine.reductions, undo)
     if target in HALF_DTYPES:
         attach_layer_casts(model, target, engine.conversion.kept, undo)
@@ -310,7 +345,8 @@ def _install_function_casts(engine: Engine) -> None:
     undo = engine.cast_undo if engine.casts_functions else engine.process_undo
     types = device_types(engine)
     if engine.casts_functions and policy.patch_torch_functions_type is not None:
-        install_function_casts(undo, verbose=engine.verbosity >= 2)
+        edits = engine.entrance.edits
+        install_function_casts(undo, verbose=engine.verbosity >= 2, edits=edits)
         if policy.scope == "thread":
             push_thread_casts(types, policy.patch_torch_functions_type, undo)
     half = policy.half_dtype

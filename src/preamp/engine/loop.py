@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -13,21 +15,24 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from preamp.casting import settle_thread
-from preamp.core.errors import PreampStateError, bad_state, bad_type
+from preamp.core.errors import PreampStateError, bad_state, bad_type, with_article
 from preamp.core.link import ATTRIBUTE, Link
 from preamp.core.ranks import has_process_group
+from preamp.core.splits import Splits
 from preamp.core.tensors import dtype_of, has_sharded, kinds_of
 from preamp.engine import refusals
-from preamp.engine.engine import Engine
-from preamp.engine.order import Watch
+from preamp.engine.engine import Engine, engines_in_use
+from preamp.engine.order import released
 from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import LOCAL, NO_ANSWER, REDUCED
 from preamp.engine.session import OptimizerSession, Plan, Stage
-from preamp.optim import LARC
+from preamp.kernels import Ops
+from preamp.optim import LARC, WeightTable, leaves_of
 from preamp.optim.rank_norms import norm_of_order, total_norm
 from preamp.scaling import LossScaler
 
-_WRAPPED_IN = ("module", "_orig_mod")  # DistributedDataParallel and DataParallel; torch.compile
+# DistributedDataParallel and DataParallel; torch.compile; Fabric
+_WRAPPED_IN = ("module", "_orig_mod", "_forward_module")
 _EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
@@ -79,7 +84,7 @@ def scale_loss(
         yield loss
         return
     check_loss(loss)
-    block = _Block(engine, members, loss, loss_id)
+    block = Block(engine, members, loss, loss_id)
     delays = delay_unscale and not block.is_plain
     block.begin(will_delay=delays)
     try:
@@ -93,8 +98,8 @@ def scale_loss(
         block.finish(adjust=not (delay_overflow_check or block.is_plain))
 
 
-class _Block:
-    """One ``with scale_loss`` block."""
+class Block:
+    """One scaled backward: of a ``with scale_loss`` block, or what a `GradScaler` keeps open."""
 
     def __init__(
         self,
@@ -113,8 +118,9 @@ class _Block:
             loss_finite=torch.isfinite(loss.detach()).all(),
             scale=self.scaler.scale.clone(),
         )
+        # Whose graph tells which gradient was made first
+        self.backward_of: torch.Tensor | None = loss
         self._engine = engine
-        self._watch: Watch | None = None
         self._hooks: list[RemovableHandle] = []
         self._reached: set[str] = set()  # by the body's backwards: the loss, what was yielded
         self._has_ranks = has_process_group()
@@ -128,8 +134,10 @@ class _Block:
         return not any([s.gradients.stage is Stage.SCALED for s in self.sessions])
 
     def begin(self, *, will_delay: bool) -> None:
+        """Set earlier gradients aside; takes itself back if it fails."""
         self._engine.block_begins()
         for session in self.sessions:
+            session.end_left_open()
             session.refuse_nested()
         if self._engine.reductions.unasked:
             for session in self.sessions:
@@ -151,23 +159,25 @@ class _Block:
                     self.note.go_on_from(session.gradients.delayed.note)
                 if session.found_inf is None:
                     self._engine.adjustments.dropped([session])
-            if self.scaler.is_dynamic and self.note.loss_id not in self._engine.order.known:
-                self._watch = self._engine.order.watch(self.note.loss_id, self._model_params)
         except BaseException:
             self.abort()
             raise
 
-    def _model_params(self) -> list[torch.Tensor]:
-        return [param for session in self.sessions for param in session.model_params()]
+    def part(self, session: OptimizerSession) -> Block:
+        """The same backward, of one of its optimizers."""
+        one = copy.copy(self)
+        one.sessions = [session]
+        one.note = replace(self.note, found_inf=[], found=[], graphs=[])
+        one.backward_of = None  # it is over before anybody asks
+        return one
 
-    def _end_watch(self, *, has_failed: bool = False) -> None:
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if self._watch is not None:
-            self._watch.end(has_failed=has_failed)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss to call ``backward`` on."""
         scaled = self.scaler.scale_loss(loss, self.note.scale)
         if not self.scaler.is_identity and loss.requires_grad:
             for name, tensor in (("loss", loss), ("scaled loss", scaled)):
@@ -184,24 +194,29 @@ class _Block:
     def _check_backward(self) -> None:
         """Refuse gradients of the loss itself, which nobody scaled; restore the earlier ones."""
         if self._reached != {"loss"}:
-            return
+            return  # so it is where a `GradScaler` scales, too
         if any([session.gradients.holds_raw() for session in self.sessions]):
             self.abort()
             raise refusals.backward_of_loss()
 
     def _end_body(self) -> None:
-        self._end_watch()
+        if self.backward_of is not None:
+            self.note.graphs.append(self.backward_of.grad_fn)
+        self._remove_hooks()
         self._check_backward()
         for session in self.sessions:
             session.gradients.end_body()
 
     def abort(self) -> None:
-        self._end_watch(has_failed=True)
+        """Drop what came and put earlier gradients back."""
+        self._remove_hooks()
         for session in self.sessions:
             session.gradients.abort()
 
     def delay(self) -> None:
+        """End it and leave gradients scaled."""
         self._end_body()
+        self.note.graphs = released(self.note.graphs)
         if self._engine.unreduced.models:
             self._engine.unreduced.end(self.scaler)
         for session in self.sessions:
@@ -214,7 +229,11 @@ class _Block:
         if self._has_ranks:
             self._engine.reductions.end_block()
 
-    def finish(self, *, adjust: bool) -> None:
+    def finish(self, *, adjust: bool, records: bool = True) -> torch.Tensor | None:
+        """Unscale what came and add earlier gradients; return a flag of overflow if one was made.
+
+        The scaler ``records`` it, and the loss scale may ``adjust`` to what it has.
+        """
         self._end_body()
         try:
             for tell in self._engine.events.gradients_made:
@@ -229,16 +248,19 @@ class _Block:
         self._end_ranks()
         for tell in self._engine.events.block_over:
             tell(self)
+        if not self.scaler.is_dynamic:
+            self._engine.ledger.look(self.note.loss_finite, "the loss")
         adjustments, unreduced = self._engine.adjustments, self._engine.unreduced
         if (unreduced.models and unreduced.end(self.scaler)) or self._answers == LOCAL:
             # Other ranks do not know of an overflow here yet.
             adjustments.later(self.scaler, self.sessions, found_inf, is_due=adjust)
-            return
-        if found_inf is not None:
+            return None
+        if found_inf is not None and records:
             self.scaler.record(found_inf)
         adjustments.reduced(self.sessions, found_inf)
         if adjust:
             adjustments.now(self.scaler)
+        return found_inf
 
 
 def unscale_and_commit(
@@ -270,6 +292,9 @@ def unscale_and_commit(
         raise
     for session in sessions:
         session.commit(factor, is_reduced=is_reduced)
+        if note.watched is not None and not scaler.is_dynamic:
+            note.graphs = released(note.graphs)
+            session.remember_watched(note)
     pairs = [(s, flag) for s, flag in zip(sessions, found, strict=True) if flag is not None]
     flags = [session.unheard(flag) for session, flag in pairs]
     for _, found_inf in pairs:
@@ -279,9 +304,13 @@ def unscale_and_commit(
 
 
 def clip_grad_norm_(
-    optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0
+    parameters: torch.optim.Optimizer | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Clip the unscaled gradients of everything ``optimizer`` updates, as one vector.
+    """Clip unscaled gradients, as one vector: those of an optimizer, or of parameters.
 
     ``factor = min(1, max_norm / (norm + 1e-6))``, the formula of
     ``torch.nn.utils.clip_grad_norm_``. Half gradients are not touched: the factor joins the one
@@ -289,23 +318,58 @@ def clip_grad_norm_(
     be missing in the norm; write to ``grad`` itself.
 
     Args:
-        optimizer: An optimizer given to ``preamp.initialize``.
+        parameters: An optimizer given to ``preamp.initialize``, for everything that it updates;
+            or, as in torch, parameters of models of one such call: an iterable of them or a single
+            one, half ones or masters. Those without a gradient are passed over. What an optimizer
+            has besides stays as it is.
         max_norm: Largest norm that stays as it is.
         norm_type: 2 for the Euclidean norm; any other, ``inf`` included, makes float32 gradients
             of the half ones first.
+        error_if_nonfinite: Raise where the norm is infinite or nan, as after an overflow.
+        foreach: Ignored; torch has it.
 
     Returns:
         float32 scalar tensor: the norm before clipping. Infinite or nan after an overflow, when
         the coming ``step`` is skipped.
 
     Raises:
-        PreampStateError: The optimizer has no engine, or its gradients are still scaled.
+        PreampStateError: The optimizer has no engine, parameters with gradients have none or
+            several, no optimizer updates them, or gradients are still scaled.
+        TypeError: ``parameters`` is neither.
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite``; nothing was clipped.
 
     Mutates:
-        Gradients. Synchronises with the device: never.
+        Gradients. Synchronises with the device: never, but for ``error_if_nonfinite``.
     """
-    engine = engine_of(optimizer)
-    session = engine.sessions[id(bare(optimizer))]
+    del foreach
+    engine, sessions, only = _to_clip(parameters)
+    for session in sessions:
+        _check_can_clip(session)
+    is_euclidean = norm_type == 2.0
+    found = _gradients_of(sessions, only, all_made=not is_euclidean)
+    norm = None
+    if is_euclidean and only is None:
+        books = sessions[0].gradients
+        norm = books.known_norm.take(books.marks)
+    if norm is None:
+        norm = found.norm(engine, norm_type)
+    if not any([scaler.is_dynamic for scaler in engine.scalers]):
+        engine.ledger.look(torch.isfinite(norm), "the norm of the gradients")
+    if is_euclidean and only is None:
+        for tell in engine.events.norm_taken:
+            tell(sessions[0], norm)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"The norm of order {norm_type} of the gradients is {norm.item()}, so it cannot be "
+            "clipped. Pass error_if_nonfinite=False, and the coming step is skipped."
+        )
+    found.multiply_(engine.ops, (max_norm / (norm + _EPS)).clamp(max=1.0))
+    return norm
+
+
+def _check_can_clip(session: OptimizerSession) -> None:
+    session.end_left_open()
+    session.take_in_shown()
     if session.gradients.is_open:
         raise refusals.inside_block("clip_grad_norm_")
     if session.gradients.stage is Stage.SCALED:
@@ -314,44 +378,161 @@ def clip_grad_norm_(
             "Only unscaled gradients have a norm that means anything",
             "Clip after the last scale_loss of the accumulation, called without delay_unscale",
         )
-    books, ops, splits = session.gradients, engine.ops, engine.reductions.splits
-    made, owners = books.made_gradients(all_of_them=norm_type != 2.0)
-    lazy = [(table, *table.pending()) for table in books.tables]
-    if norm_type == 2.0:
-        norm = books.known_norm.take(books.marks)
-        if norm is None:
-            grads, factors = made.copy(), [None] * len(made)
-            for _, _, halves, half_grads, own in lazy:
-                owners += halves
-                grads += half_grads
-                factors += own
-            if splits.given or has_sharded(owners) or torch.float64 in kinds_of(dtype_of, made):
-                norm = total_norm(ops, grads, factors, owners, splits, engine.device).float()
-            else:
-                norm = ops.l2norm(grads, factors, engine.device)
-        for tell in engine.events.norm_taken:
-            tell(session, norm)
+
+
+def _to_clip(given: Any) -> tuple[Engine, list[OptimizerSession], frozenset[int] | None]:
+    """The engine, the optimizers, and the ``id`` of the model's parameters, if not all of one."""
+    if isinstance(given, torch.Tensor):
+        params = [given]
+    elif is_optimizer(given) or not isinstance(given, Iterable):
+        engine = engine_of(given)
+        session = engine.sessions.get(id(bare(given)))
+        if session is None:
+            raise _not_to_clip(given)
+        return engine, [session], None
     else:
-        norm = norm_of_order(made, norm_type, owners, splits, engine.device)
-    clip = (max_norm / (norm + _EPS)).clamp(max=1.0)
-    with torch.no_grad():
-        if made:
-            ops.scale_add_(made, clip, [None] * len(made))
-    for table, rows, *_ in lazy:
-        table.replace_factors(rows, clip)
-    return norm
+        params = list(cast("Iterable[Any]", given))
+        for param in params:
+            if not isinstance(param, torch.Tensor):
+                raise _not_to_clip(param)
+    leaves = {id(leaf): leaf for leaf in leaves_of(params)}
+    engine = _engine_with(leaves)
+    owned = {id(s): frozenset(map(id, s.model_params())) for s in engine.sessions.values()}
+    sessions = [s for s in engine.sessions.values() if not owned[id(s)].isdisjoint(leaves)]
+    if len(sessions) == 1 and owned[id(sessions[0])].issubset(leaves):
+        return engine, sessions, None
+    return engine, sessions, frozenset(leaves)
+
+
+def _not_to_clip(given: Any) -> TypeError:
+    return bad_type(
+        f"clip_grad_norm_ was given a {type(given).__name__}",
+        "It takes one optimizer, parameters, or a single tensor",
+        "Pass the optimizer that preamp.initialize returned, or model.parameters()",
+    )
+
+
+def _engine_with(leaves: Mapping[int, torch.Tensor]) -> Engine:
+    """The one engine whose optimizers update what has a gradient."""
+    needed = {key for key, leaf in leaves.items() if leaf.grad is not None}
+    every = [(engine, _updated_leaves(engine)) for engine in engines_in_use()]
+    having = [engine for engine, own in every if not own.isdisjoint(leaves)]
+    whole = [engine for engine, own in every if needed <= own and engine in having]
+    if len(whole) > 1:  # one that the model has left, or that waits for the garbage collector
+        whole = [e for e in whole if any(find_engine(model) is e for model in e.own_models)]
+    if len(whole) == 1:
+        return whole[0]
+    has_several = len(having) > 1
+    if has_several:
+        got = "parameters of several engines"
+    else:
+        got = f"parameters with gradients that {'not all have' if having else 'have no'} optimizer"
+    raise bad_state(
+        f"clip_grad_norm_ was given {got}",
+        "A norm is taken of gradients that the optimizers of one preamp.initialize unscale",
+        "Call it once for each optimizer: preamp.clip_grad_norm_(optimizer, max_norm)"
+        if has_several
+        else "Pass the optimizer, or only parameters that one given to preamp.initialize updates",
+    )
+
+
+def _updated_leaves(engine: Engine) -> frozenset[int]:
+    sessions = engine.sessions.values()
+    return frozenset(id(leaf) for session in sessions for leaf in session.model_params())
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradients:
+    """What is clipped together."""
+
+    made: list[Any]  # gradients that lie in memory as they are
+    lazy: list[tuple[WeightTable, list[int]]]  # rows of half gradients, yet to be unscaled
+    halves: list[Any]  # these
+    factors: list[Any]  # what unscales them
+    owners: list[torch.Tensor]  # the model's parameters, of the made ones and then of the others
+    splits: Splits
+
+    def norm(self, engine: Engine, order: float) -> torch.Tensor:
+        """The norm of all, unscaled: a float32 scalar."""
+        made, splits, device = self.made, self.splits, engine.device
+        if order != 2.0:
+            return norm_of_order(made, order, self.owners, splits, device).float()
+        grads, factors = made + self.halves, [None] * len(made) + self.factors
+        if splits.given or has_sharded(self.owners) or torch.float64 in kinds_of(dtype_of, made):
+            return total_norm(engine.ops, grads, factors, self.owners, splits, device).float()
+        return engine.ops.l2norm(grads, factors, device)
+
+    @torch.no_grad()
+    def multiply_(self, ops: Ops, factor: torch.Tensor) -> None:
+        if self.made:
+            ops.scale_add_(self.made, factor, [None] * len(self.made))
+        for table, rows in self.lazy:
+            table.replace_factors(rows, factor)
+            if table.is_showing:
+                table.show()
+
+
+def _gradients_of(
+    sessions: Sequence[OptimizerSession], only: frozenset[int] | None, *, all_made: bool
+) -> _Gradients:
+    """The gradients of all that ``sessions`` update, or of parameters whose ``id`` is in it."""
+    found = _Gradients([], [], [], [], [], sessions[0].gradients.splits)
+    tables: dict[int, WeightTable] = {}
+    for session in sessions:  # before any is asked for what is not made yet
+        made, owners = session.gradients.made_gradients(all_of_them=all_made)
+        if only is not None:  # of a weight in two optimizers both tell the same
+            own = {*map(id, found.owners)}
+            pairs = zip(made, owners, strict=True)
+            pairs = [(g, p) for g, p in pairs if id(p) in only and id(p) not in own]
+            made, owners = [grad for grad, _ in pairs], [param for _, param in pairs]
+        found.made.extend(made)
+        found.owners.extend(owners)
+        tables.update((id(table), table) for table in session.gradients.tables)
+    for table in tables.values():
+        rows, halves, grads, factors = table.pending()
+        if only is not None:
+            places = [place for place, half in enumerate(halves) if id(half) in only]
+            rows, halves = [rows[i] for i in places], [halves[i] for i in places]
+            grads, factors = [grads[i] for i in places], [factors[i] for i in places]
+        found.lazy.append((table, rows))
+        found.halves.extend(grads)
+        found.factors.extend(factors)
+        found.owners.extend(halves)
+    return found
 
 
 def bare(optimizer: Any) -> Any:
-    """Return the optimizer inside a `LARC`; anything else as it is."""
-    return optimizer.optim if isinstance(optimizer, LARC) else optimizer
+    """Return the optimizer inside a `LARC` or a framework's wrapper; anything else as it is."""
+    inner = _inside(optimizer)
+    return optimizer if inner is None else bare(inner)
+
+
+def _inside(optimizer: Any) -> torch.optim.Optimizer | None:
+    """The optimizer that ``optimizer`` forwards to, groups and state being the very same objects.
+
+    So do the wrappers of Accelerate, Lightning and Fabric. One with state of its own, as Lookahead
+    has, is an optimizer by itself; one that tells of its ``overflow`` scales by itself.
+    """
+    if isinstance(optimizer, LARC):
+        return optimizer.optim
+    inner = getattr(optimizer, "optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer) or hasattr(optimizer, "overflow"):
+        return None
+    groups, state = inner.param_groups, inner.state
+    is_same = getattr(optimizer, "param_groups", None) is groups
+    return inner if is_same and getattr(optimizer, "state", state) is state else None
+
+
+def is_optimizer(thing: Any) -> bool:
+    """Whether it is an optimizer, or a wrapper that `bare` looks through."""
+    return isinstance(bare(thing), torch.optim.Optimizer)
 
 
 def find_engine(thing: Any) -> Engine | None:
     """Return the open engine of a model or optimizer, or ``None``.
 
     A model wrapped in DistributedDataParallel, DataParallel or ``torch.compile`` is looked into,
-    and so is `LARC`.
+    and so are `LARC` and what frameworks wrap optimizers in.
     """
     thing = bare(thing)
     own: dict[str, Any] = getattr(thing, "__dict__", {})
@@ -385,35 +566,36 @@ def engine_of(thing: Any) -> Engine:
     return engine
 
 
-def as_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers as a list, a single one too; those in a `LARC` are taken out."""
-    if isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Iterable):
+def as_optimizers(optimizers: Any, who: str = "scale_loss") -> list[torch.optim.Optimizer]:
+    """Return the optimizers as a list, a single one too; wrapped ones are taken out."""
+    if is_optimizer(optimizers) or not isinstance(optimizers, Iterable):
         return [bare(optimizers)]
     members = [bare(optimizer) for optimizer in cast("Iterable[Any]", optimizers)]
     if not members:
         raise bad_state(
-            "scale_loss was given no optimizer",
+            f"{who} was given no optimizer",
             "It needs every optimizer whose parameters get gradient from the loss",
             "Pass the optimizer that preamp.initialize returned, or a list of them",
         )
     return members
 
 
-def common_engine(optimizers: Sequence[Any]) -> Engine:
-    """Return the one engine that owns all ``optimizers``."""
+def common_engine(optimizers: Sequence[Any], who: str = "scale_loss") -> Engine:
+    """Return the one engine that owns all ``optimizers``, which ``who`` was given."""
     engines = [find_engine(optimizer) for optimizer in optimizers]
     first = engines[0]
     for optimizer, engine in zip(optimizers, engines, strict=True):
         if engine is None:
             raise bad_state(
-                f"scale_loss was given a {type(optimizer).__name__} that was not initialized",
+                f"{who} was given {with_article(type(optimizer).__name__)} that was not "
+                "initialized",
                 "It takes optimizers that went through preamp.initialize",
                 "Call model, optimizer = preamp.initialize(model, optimizer, opt_level=…) "
                 "before the training loop",
             )
         if engine is not first:
             raise bad_state(
-                "scale_loss was given optimizers of different engines",
+                f"{who} was given optimizers of different engines",
                 "One backward has one loss scale, so its optimizers must come from one "
                 "preamp.initialize call",
                 "Initialize them together: preamp.initialize([model_a, model_b], "
@@ -424,13 +606,14 @@ def common_engine(optimizers: Sequence[Any]) -> Engine:
     return first
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: Any, who: str = "scale_loss") -> None:
     """Raise `TypeError` unless ``loss`` is a real floating-point tensor."""
     if isinstance(loss, torch.Tensor) and loss.is_floating_point():
         return
-    got = f"a {loss.dtype} tensor" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+    is_tensor = isinstance(loss, torch.Tensor)
+    got = f"a {loss.dtype} tensor" if is_tensor else with_article(type(loss).__name__)
     raise bad_type(
-        f"scale_loss was given {got} as the loss",
+        f"{who} was given {got} as the loss",
         "The loss must be a floating-point tensor",
         "Pass the tensor that backward() will be called on, not loss.item() or a tuple",
     )

@@ -67,11 +67,9 @@ class OptimizerHooks:
             self._engine.settle_steps()
             if not has_closure:
                 self._session.check_unscaled()
-                self._unread = self._session.unread_overflow()
-                if self._unread is None and self._session.overflowed():
-                    excuse_scheduler(optimizer, inner)
-                    self._engine.skip_step(self._session)
+                if skips_step(self._engine, self._session, inner):
                     return None
+                self._unread = self._session.unread_overflow()
             try:
                 with (
                     disable_casts() if self._sees_casts() else nullcontext(),
@@ -228,7 +226,6 @@ class OptimizerHooks:
                         if id(param) not in known:
                             param.grad = None
                 self._session.adopt()
-                self._engine.order.learn_again()
             return result
 
         copy_identity(inner, add_param_group)
@@ -275,6 +272,15 @@ class _Rerun:
 
 
 # -- methods put on an optimizer's instance, and the arguments they are called with -------------
+
+
+def skips_step(engine: EngineCore, session: OptimizerSession, step: Any) -> bool:
+    """Whether the host knows that ``step`` must not be called; takes note of that."""
+    if session.unread_overflow() is not None or not session.overflowed():
+        return False
+    excuse_scheduler(session.optimizer, step)
+    engine.skip_step(session)
+    return True
 
 
 def excuse_scheduler(optimizer: torch.optim.Optimizer, step: Any) -> None:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 
-from preamp.core.errors import PreampStateError, bad_state, bad_value, message
+from preamp.core.errors import PreampStateError, bad_state, bad_value, message, with_article
 from preamp.optim import Masters
-from preamp.scaling import LossScaler
 
 
 def check_group(group: Any, masters: Masters, name_of: Callable[[torch.Tensor], str]) -> None:
@@ -35,8 +34,8 @@ def check_group(group: Any, masters: Masters, name_of: Callable[[torch.Tensor], 
 def nested(optimizer: object) -> PreampStateError:
     """An optimizer enters a ``scale_loss`` block inside another one."""
     return bad_state(
-        f"scale_loss was entered for a {type(optimizer).__name__} that is in a scale_loss "
-        "block already",
+        f"scale_loss was entered for {with_article(type(optimizer).__name__)} that is in a "
+        "scale_loss block already",
         "One backward at a time: blocks of the same optimizer must not be nested",
         "Leave the first block before entering the next, or add the losses up",
     )
@@ -48,6 +47,15 @@ def inside_block(what: str) -> PreampStateError:
         f"{what} was called inside a scale_loss block",
         "Gradients are unscaled when the block ends, and only then mean anything",
         "Take the call out of the block, one level of indentation to the left",
+    )
+
+
+def passes_by_scaler() -> PreampStateError:
+    """A step is taken past the `GradScaler` that scaled the loss."""
+    return bad_state(
+        "optimizer.step() was called where a GradScaler has scaled the loss",
+        "The gradients still carry the loss scale; the scaler takes it off before a step",
+        "Call scaler.step(optimizer), or scaler.unscale_(optimizer) before optimizer.step()",
     )
 
 
@@ -78,16 +86,6 @@ def still_scaled() -> PreampStateError:
         "The last scale_loss before a step must unscale",
         "Call scale_loss without delay_unscale for the last backward before step()",
     )
-
-
-def check_can_trace(scalers: Sequence[LossScaler]) -> None:
-    """Raise `PreampStateError` if overflows are not looked for."""
-    if not any(scaler.is_dynamic for scaler in scalers):
-        raise bad_state(
-            "trace_overflow was called, and no loss has a dynamic scale",
-            "Overflows are looked for with a dynamic loss scale only",
-            "Pass loss_scale='dynamic' to preamp.initialize",
-        )
 
 
 def no_such_loss(loss_id: object, count: int) -> IndexError:

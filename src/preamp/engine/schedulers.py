@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from preamp.core.errors import bad_state, bad_type
+from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.engine.loop import bare, find_engine
 
 
@@ -53,7 +53,7 @@ def _as_schedulers(scheduler: Any) -> list[Any]:
     for one in schedulers:
         if not callable(getattr(one, "step", None)):
             raise bad_type(
-                f"step_scheduler was given a {type(one).__name__} as a scheduler",
+                f"step_scheduler was given {with_article(type(one).__name__)} as a scheduler",
                 "A scheduler has a method step; a list of them is allowed too",
                 "Pass the scheduler first and the optimizer second",
             )
@@ -67,7 +67,7 @@ def _latest_was_taken(optimizer: Any) -> bool:
         if isinstance(overflow, bool):
             return not overflow
         raise bad_state(
-            f"step_scheduler was given a {type(optimizer).__name__} that has no engine",
+            f"step_scheduler was given {with_article(type(optimizer).__name__)} that has no engine",
             "Whether a step was taken is known of optimizers that went through "
             "preamp.initialize, and of FP16_Optimizer",
             "Pass that very optimizer, or step the scheduler directly",

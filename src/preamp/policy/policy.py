@@ -46,8 +46,8 @@ class Policy:
         min_loss_scale: Floor of the dynamic scale; ``None`` for the built-in limit.
         max_loss_scale: Ceiling of the dynamic scale.
         cast_model_outputs: dtype of the models' floating outputs; ``None`` means float32 where
-            a model is cast and untouched elsewhere.
-        scope: Where function casts hold: in the whole thread, or in the models' forward only.
+            a model is cast or functions are cast inside of it only, and untouched elsewhere.
+        scope: Where function casts hold: in the models' forward only, or in the whole thread.
         max_consecutive_skips: Skipped steps in a row after which ``step`` raises; ``None`` for
             never.
         overflow: What an overflow leads to: a step that is skipped and told; with ``"trace"`` the
@@ -67,7 +67,7 @@ class Policy:
     min_loss_scale: float | None = None
     max_loss_scale: float | None = 2.0**24
     cast_model_outputs: torch.dtype | None = None
-    scope: Scope = "thread"
+    scope: Scope = "model"
     max_consecutive_skips: int | None = 50
     overflow: OnOverflow = "skip"
 

@@ -68,14 +68,30 @@ def level_defaults(opt_level: object) -> Policy:
     """Return the row of ``opt_level``, or raise `PreampPolicyError` naming the levels."""
     if isinstance(opt_level, str) and opt_level in OPT_LEVELS:
         return OPT_LEVELS[opt_level]
-    meant = f"O{str(opt_level).lstrip('0oO') or '0'}"
-    hint = f"; here {meant!r} was probably meant" if meant in OPT_LEVELS else ""
     raise worded(
         PreampPolicyError,
         f"opt_level={opt_level!r} is not known",
         f"Choose one of {_LEVEL_NAMES}",
-        f"Levels are strings that begin with the letter O, not the digit zero{hint}",
+        level_hint(opt_level),
     )
+
+
+def level_hint(opt_level: object) -> str:
+    """Say what to pass instead of ``opt_level``, which is no level."""
+    given = str(opt_level).removeprefix("torch.").lower()
+    meant = f"O{given.lstrip('0o') or '0'}"
+    rule = "Levels are strings that begin with the letter O, not the digit zero"
+    if meant in OPT_LEVELS:
+        return f"{rule}; here {meant!r} was probably meant"
+    if given in ("fp32", "float32", "float", "32", "32-true"):
+        return "For float32 pass 'O0'"
+    bfloat16 = "for bfloat16 'O5', or 'O4' to keep the weights in float32"
+    float16 = "for float16 'O2', or 'O1' to keep the weights in float32"
+    if given.startswith(("bf16", "bfloat16")):
+        return f"Pass {bfloat16}"
+    if given.startswith(("fp16", "float16", "half", "16")):
+        return f"Pass {float16}"
+    return f"Pass {bfloat16}; {float16}" if given in ("mixed", "amp", "auto") else rule
 
 
 class _Refusal:
@@ -229,8 +245,8 @@ def parse_choice(name: str, value: object) -> str:
 
 _CHOICES = {
     "scope": {
-        "thread": "casts hold in the whole thread",
         "model": "casts hold inside the models' forward only",
+        "thread": "casts hold in the whole thread",
     },
     "overflow": {
         "skip": "the step is skipped and told",
@@ -259,13 +275,6 @@ def _check_scale_range(policy: Policy) -> Policy:
             "Allowed is a whole number from 1, or None for no limit",
             "Pass the number of skipped steps in a row after which training should stop",
         )
-    if not policy.is_dynamic and policy.overflow == "trace":
-        raise worded(
-            PreampPolicyError,
-            f"overflow='trace' with the static loss scale {policy.loss_scale}",
-            "Overflows are looked for with a dynamic loss scale only",
-            "Pass loss_scale='dynamic', or leave overflow out",
-        )
     if not policy.is_dynamic:
         return policy
     if policy.max_loss_scale is None:
@@ -286,10 +295,14 @@ def _check_scale_range(policy: Policy) -> Policy:
 
 
 def describe_overrides(policy: Policy) -> list[tuple[str, object, object]]:
-    """Return ``(field, level default, value)`` for every field that differs from its level."""
+    """Return ``(field, level default, value)`` for every field that differs from its level.
+
+    ``scope`` is left out where no functions are cast, and it means nothing.
+    """
     default = OPT_LEVELS[policy.opt_level]
     return [
         (field.name, getattr(default, field.name), getattr(policy, field.name))
         for field in dataclasses.fields(Policy)
         if getattr(default, field.name) != getattr(policy, field.name)
+        and (field.name != "scope" or policy.patch_torch_functions)
     ]

@@ -23,6 +23,11 @@ smaller scale could not bring any gradient back into range."""
 _LARGEST_SCALE, _LARGEST_COUNT = 2.0**127, 2**31 - 1  # that their tensors hold
 
 
+def larger(one: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+    """The larger of two flags of overflow, on the device of the first; there may be one only."""
+    return one if other is None else torch.maximum(one, other.to(one.device))
+
+
 class ScaleState(NamedTuple):
     """What a rule changes: tensors, so that adjusting needs no host synchronisation."""
 
@@ -100,6 +105,7 @@ class LossScaler:
         # float32 scalar tensor; set by `record`, consumed by `update`. It stays set until an
         # update looks at it, so a delayed check loses nothing.
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        self._has_recorded = False  # anything since the latest update
         self.generation = 0  # counts changes of the scale as far as the host knows of them
 
     @property
@@ -131,9 +137,15 @@ class LossScaler:
         """Return ``1 / scale``, a new float32 scalar that later updates do not touch."""
         return self.scale.reciprocal()
 
-    def record(self, found_inf: torch.Tensor) -> None:
-        """Remember an overflow until the next `update`. Mutates ``found_inf`` of the scaler."""
-        self.found_inf.copy_(torch.maximum(self.found_inf, found_inf.to(self.device)))
+    def record(self, found_inf: torch.Tensor, *, forgets: bool = False) -> None:
+        """Remember an overflow until the next `update`. Mutates ``found_inf`` of the scaler.
+
+        What was recorded before counts too, unless it ``forgets``.
+        """
+        if forgets:
+            self.found_inf.zero_()
+        self.found_inf.copy_(larger(self.found_inf, found_inf))
+        self._has_recorded = True
 
     def update(self) -> torch.Tensor:
         """Adjust to what was recorded, not synchronising; return 1.0 if the step is skipped."""
@@ -142,8 +154,23 @@ class LossScaler:
         self.scale.copy_(state.scale)
         self.growth_tracker.copy_(state.growth_tracker)
         self.found_inf.zero_()
+        self._has_recorded = False
         self.generation += 1
         return found_inf if self.is_dynamic else torch.zeros_like(found_inf)
+
+    def coming_scale(self) -> Callable[[], float]:
+        """What tells the scale once what is recorded now is acted on; only that synchronises."""
+        rule, state = self.rule, ScaleState(self.scale.clone(), self.growth_tracker.clone())
+        found_inf = self.found_inf.clone() if self._has_recorded else None
+
+        def read() -> float:
+            has_overflowed = found_inf is not None and bool(found_inf != 0)
+            adjusted = (
+                rule.adjust(state, found_inf) if has_overflowed and found_inf is not None else state
+            )
+            return float(adjusted.scale)
+
+        return read
 
     def value(self) -> float:
         """Return the scale as a Python float. Synchronises."""
@@ -238,9 +265,10 @@ class Adjustments:
         late = self._late.setdefault(id(scaler), _Late(scaler))
         late.waits_for.update(map(id, sessions))
         late.is_due |= is_due
-        if found_inf is not None and late.found_inf is not None:
-            found_inf = torch.maximum(late.found_inf, found_inf.to(late.found_inf.device))
-        late.found_inf = late.found_inf if found_inf is None else found_inf
+        if late.found_inf is None:
+            late.found_inf = found_inf
+        else:
+            late.found_inf = larger(late.found_inf, found_inf)
 
     def reduced(self, sessions: Sequence[object], found_inf: torch.Tensor | None) -> None:
         """All that ranks held of ``sessions`` has been reduced; all have found ``found_inf``."""

@@ -1,0 +1,526 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torch's ``GradScaler`` in front of an engine, for loops and frameworks written for that one."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn, cast
+
+import torch
+from torch.amp.grad_scaler import OptState
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from preamp.casting import settle_thread
+from preamp.core.errors import bad_state, bad_type, bad_value, with_article
+from preamp.engine.loop import Block, as_optimizers, bare, check_loss, common_engine
+from preamp.engine.optimizer_hooks import skips_step
+from preamp.engine.order import released
+from preamp.engine.overflow import GradientNote
+from preamp.engine.session import OptimizerSession
+from preamp.kernels.autograd import after_backward
+from preamp.scaling import DynamicScale
+from preamp.scaling.scaler import larger
+
+_RULE = ("growth_factor", "backoff_factor", "growth_interval")
+_STATE = ("scale", *_RULE, "_growth_tracker")
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A ``torch.amp.GradScaler`` for optimizers that went through ``preamp.initialize``.
+
+    A loop written for ``torch.amp`` keeps its ``scale``, ``unscale_``, ``step`` and ``update``, and
+    gets what the opt level says: half weights with float32 masters, steps skipped without waiting
+    for the device where that is possible, overflows that are told with the parameter that had them.
+
+    What differs from torch's, besides that gradients of half weights are allowed:
+
+    - Backwards of different calls of ``scale`` add up in float32, also where weights are half.
+      Until `unscale_` or `step`, gradients on the model's parameters are those of the latest one.
+    - After `unscale_` half parameters show their unscaled gradients, rounded. What the script does
+      to them counts: a factor on all of a gradient, as ``torch.nn.utils.clip_grad_norm_`` has, is
+      applied to the float32 gradients that masters get. Anything else is taken as it was written,
+      in float16 with a warning, since unscaled float16 gradients lose what is small. A clip whose
+      norm overflowed float16 is refused. All this takes 4 bytes per parameter more at its peak, and
+      lets the host wait for the device.
+    - ``preamp.clip_grad_norm_(optimizer, max_norm)`` needs no `unscale_`, and no further pass.
+    - The loss scale has the floor and the ceiling that ``preamp.initialize`` gave it, and
+      `preamp.LossScaleError` ends what cannot go on.
+    - ``is_enabled()`` is true at levels whose loss scale is static, too; `update` leaves that one
+      as it is.
+
+    Args:
+        optimizers: One optimizer, or several of one engine. Several ``GradScaler`` may share an
+            engine; each needs a loss of its own.
+        loss_id: Which loss scale of the engine to use, below ``num_losses`` of
+            ``preamp.initialize``.
+        init_scale: Scale to begin with; left out, that of the engine. This and the following
+            three need a dynamic loss scale.
+        growth_factor: Multiplier after ``growth_interval`` updates without an overflow.
+        backoff_factor: Multiplier after an overflow.
+        growth_interval: Updates without an overflow before the scale grows.
+        enabled: False makes all methods pass through, as torch's do.
+
+    Raises:
+        PreampStateError: An optimizer has no engine, or they have several, or share parameters.
+        IndexError: The engine has no loss ``loss_id``.
+        TypeError: ``optimizers`` is a device, as torch's first argument is, or a model.
+        ValueError: A number cannot be used.
+    """
+
+    def __init__(
+        self,
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        loss_id: int = 0,
+        *,
+        init_scale: float | None = None,
+        growth_factor: float | None = None,
+        backoff_factor: float | None = None,
+        growth_interval: int | None = None,
+        enabled: bool = True,
+    ) -> None:
+        """Stand in front of the optimizers' engine. Mutates its loss scale where told to."""
+        if isinstance(optimizers, (str, torch.device)):
+            raise bad_type(
+                f"preamp.GradScaler was given {optimizers!r}",
+                "Its first argument is the optimizer, or a list of them; the device follows",
+                "Write scaler = preamp.GradScaler(optimizer)",
+            )
+        members = as_optimizers(optimizers, "GradScaler")
+        self._engine = common_engine(members, "GradScaler")
+        for one in members:
+            if id(one) not in self._engine.sessions:
+                raise bad_type(
+                    f"preamp.GradScaler was given a {type(one).__name__}",
+                    "It takes the optimizer, or a list of them",
+                    "Write scaler = preamp.GradScaler(optimizer)",
+                )
+        self._sessions = [self._engine.sessions[id(one)] for one in members]
+        self._refuse_shared()
+        self._loss_id = loss_id
+        self._loss_scaler = self._engine.scaler(loss_id)
+        self._enabled = enabled and self._engine.policy.enabled
+        self._device = self._loss_scaler.device.type
+        # By ``id`` of the session: backwards left open, and hooks where none may come now
+        self._blocks: dict[int, Block] = {}
+        self._refusing: dict[int, list[RemovableHandle]] = {}
+        # What they have found and the loss scale has yet to hear of
+        self._found: dict[int, torch.Tensor] = {}
+        self._forget_steps()
+        given = {
+            "scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+        }
+        if self._enabled:
+            self._take({name: value for name, value in given.items() if value is not None})
+
+    def _refuse_shared(self) -> None:
+        params = [id(p) for session in self._sessions for p in session.model_params()]
+        if len(params) != len(set(params)):
+            raise bad_state(
+                "GradScaler was given optimizers that share parameters",
+                "unscale_ and step take one optimizer at a time, and a gradient is unscaled once",
+                "Use preamp.scale_loss(loss, [optimizer_a, optimizer_b]) for these",
+            )
+
+    # -- what torch keeps in attributes --------------------------------------------------------
+
+    @property
+    def _scale(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._loss_scaler.scale
+
+    @property
+    def _growth_tracker(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self,
+    ) -> torch.Tensor:
+        return self._loss_scaler.growth_tracker
+
+    @property
+    def _growth_factor(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(self._loss_scaler.rule, "growth_factor", 1.0)
+
+    @property
+    def _backoff_factor(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(self._loss_scaler.rule, "backoff_factor", 1.0)
+
+    @property
+    def _growth_interval(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(self._loss_scaler.rule, "growth_interval", 1)
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the multiplier after ``growth_interval`` updates without an overflow, from 1."""
+        self._take({"growth_factor": new_factor})
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the multiplier after an overflow, between 0 and 1."""
+        self._take({"backoff_factor": new_factor})
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set how many updates without an overflow precede a growth."""
+        self._take({"growth_interval": new_interval})
+
+    def _take(self, given: Mapping[str, Any]) -> None:
+        """Set numbers of the rule and the scale, all or none."""
+        rule = self._loss_scaler.rule
+        if given and not isinstance(rule, DynamicScale):
+            raise bad_value(
+                f"{_listed(given)} was given to a GradScaler whose loss scale is static",
+                f"It stays {self._loss_scaler.value()} at this level",
+                'Leave it out, or pass loss_scale="dynamic" to preamp.initialize',
+            )
+        numbers = {name: _number(name, value) for name, value in given.items()}
+        if "growth_interval" in numbers:  # larger ones are never reached, and not counted to
+            numbers["growth_interval"] = min(numbers["growth_interval"], 2**31 - 1)
+        scale = numbers.pop("scale", None)
+        if numbers:
+            self._loss_scaler.rule = replace(cast("DynamicScale", rule), **cast("Any", numbers))
+        if scale is not None:
+            self._loss_scaler.set_scale(scale)
+
+    # -- a backward ----------------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or each tensor of a list, a tuple or an iterator, by the loss scale.
+
+        The next backward is expected to be of the result. Gradients of earlier ones are kept apart
+        until then, in float32.
+
+        Args:
+            outputs: Floating tensors of any shape and device.
+
+        Returns:
+            The same in float32 (float64 stays) times the scale; ``outputs`` if not enabled.
+
+        Raises:
+            ValueError: Something is no tensor.
+            TypeError: A tensor is not floating.
+            PreampStateError: The engine was closed.
+
+        Mutates:
+            Gradients, which are set aside. Synchronises only where a script has changed unscaled
+            half gradients and taken no step since.
+        """
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Iterator):
+            return iter(self.scale(list(cast("Iterator[Any]", outputs))))
+        losses = list(_tensors_in([outputs]))
+        for loss in losses:
+            check_loss(loss, "GradScaler.scale")
+        return self._scaled(outputs, self._begin(losses[0])) if losses else outputs
+
+    def _scaled(self, value: Any, scale: torch.Tensor) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return type(value)(self._scaled(item, scale) for item in value)
+        scaled = self._loss_scaler.scale_loss(value, scale)
+        if scaled.requires_grad and scaled.grad_fn is not None:
+            # The result is there until its backward ends, as a loss need not be until `step`.
+            cast("Any", scaled).register_hook(partial(self._follow, weakref.ref(scaled)))
+        for tell in self._engine.events.loss_scaled:
+            tell(scaled)
+        return scaled
+
+    def _follow(self, scaled: weakref.ref[torch.Tensor], grad: torch.Tensor) -> None:
+        """A backward has begun: note its graph when it is over, so that it keeps nothing alive."""
+        del grad
+        notes = [block.note for block in self._blocks.values()]
+        if (tensor := scaled()) is not None and notes:
+            after_backward(partial(_note_graph, notes, tensor.grad_fn))
+
+    def _begin(self, loss: torch.Tensor) -> torch.Tensor:
+        """Open a block for every optimizer; returns the scale that holds in it."""
+        if self._engine.closed:
+            raise bad_state(
+                "GradScaler.scale was called after Engine.close",
+                "The engine that it stands in front of has ended",
+                "Call preamp.initialize again, and make a GradScaler of that optimizer",
+            )
+        settle_thread()
+        # What was unscaled, a script may be about to clip: it stays where it is.
+        waiting = [s for s in self._sessions if self._stage(s) is OptState.UNSCALED]
+        for session in waiting:
+            self._refuse_gradients(session)
+        sessions = [session for session in self._sessions if session not in waiting]
+        # Asks how ranks reduce before blocks that end forget the forwards
+        optimizers = [session.optimizer for session in sessions]
+        # Of the loss its value alone: a block that stays open must not keep activations alive.
+        block = Block(self._engine, optimizers, loss.detach(), self._loss_id)
+        for session in sessions:
+            session.end_left_open()
+            session.end_backward = partial(self._end, session)  # also after an interrupt from here
+        block.begin(will_delay=False)
+        for session in sessions:
+            self._blocks[id(session)] = block.part(session)
+        return block.note.scale
+
+    def _refuse_gradients(self, session: OptimizerSession) -> None:
+        """Let a backward raise that would add scaled gradients to unscaled ones."""
+        if id(session) in self._refusing:
+            return
+        handles = self._refusing[id(session)] = []
+        for param in session.model_params():
+            if param.requires_grad and param.is_leaf:
+                handles.append(cast("Any", param).register_post_accumulate_grad_hook(_refuse))
+
+    def _accept_gradients(self, session: OptimizerSession) -> None:
+        for handle in self._refusing.pop(id(session), ()):
+            handle.remove()
+
+    def _stage(self, session: OptimizerSession) -> OptState:
+        return self._per_optimizer_states[id(session.optimizer)]["stage"]
+
+    def _end(self, session: OptimizerSession) -> None:
+        """Unscale what has come since `scale`; the loss scale reacts in `update`."""
+        block = self._blocks.get(id(session))
+        try:
+            if block is None:
+                session.gradients.abort()
+            else:
+                found_inf = block.finish(adjust=False, records=False)
+                if found_inf is not None:
+                    self._found[id(session)] = larger(found_inf, self._found.get(id(session)))
+        finally:
+            if not session.gradients.is_open:
+                self._blocks.pop(id(session), None)
+                session.end_backward = None
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients of ``optimizer``, so that a script can read and change them.
+
+        Not needed before `step`, or before ``preamp.clip_grad_norm_``.
+
+        Raises:
+            RuntimeError: It was called already since the last `update`, or after `step`.
+            AssertionError: `scale` was never called.
+
+        Mutates:
+            Gradients, those of half parameters as well. Synchronises with the device: never.
+        """
+        if not self._enabled:
+            return
+        self._check_scaled("unscale_")
+        session = self._session_of(optimizer)
+        state = self._per_optimizer_states[id(session.optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update()."
+            )
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        self._unscale(session, state)
+        session.gradients.show()
+        state["stage"] = OptState.UNSCALED
+
+    def _unscale(self, session: OptimizerSession, state: dict[str, Any]) -> None:
+        session.end_left_open()
+        # What other optimizers have found, and not used yet, is no business of the coming update;
+        # what a block of scale_loss has found, the loss scale has heard of.
+        found = self._found.pop(id(session), None)
+        if found is not None and session.found_inf is not None:  # nor what was dropped since
+            self._loss_scaler.record(torch.minimum(found, session.found_inf.to(found.device)))
+        found_inf = larger(torch.zeros((), device=self._loss_scaler.device), session.found_inf)
+        state["found_inf_per_device"] = {self._loss_scaler.device: found_inf}
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Take a step with ``optimizer`` unless its gradients overflowed; unscales them if needed.
+
+        Args:
+            optimizer: One of those that the scaler was made for.
+            *args: For ``optimizer.step``.
+            **kwargs: For ``optimizer.step``.
+
+        Returns:
+            What ``optimizer.step`` does; ``None`` if the step was skipped.
+
+        Raises:
+            RuntimeError: It was called already since the last `update`, or with a closure.
+            AssertionError: `scale` was never called.
+            LossScaleError: Scaling cannot go on; see ``preamp.initialize``.
+
+        Mutates:
+            Weights, optimizer state and gradients. Synchronises where the optimizer cannot obey an
+            overflow on the device, and after `unscale_` where weights are half.
+        """
+        if not self._enabled:
+            return cast("Any", optimizer.step)(*args, **kwargs)
+        if "closure" in kwargs or any(map(callable, args)):
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        self._check_scaled("step")
+        session = self._session_of(optimizer)
+        state = self._per_optimizer_states[id(session.optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self._unscale(session, state)
+        # Not called at all where it would be skipped: frameworks see by that what became of it.
+        result = None
+        if not skips_step(self._engine, session, optimizer.step):
+            result = cast("Any", optimizer.step)(*args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        self._accept_gradients(session)
+        return result
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Let the loss scale react to what the steps since the last update have found.
+
+        Call it once for each iteration, after the steps of all optimizers.
+
+        Args:
+            new_scale: Scale to go on with instead: a float, or a tensor of one element.
+
+        Raises:
+            AssertionError: No optimizer was unscaled or stepped; ``new_scale`` is no such tensor.
+            ValueError: ``new_scale`` is not a positive number.
+
+        Mutates:
+            The loss scale. Synchronises with the device: never; a tensor is read.
+        """
+        if not self._enabled:
+            return
+        self._check_scaled("update")
+        if new_scale is not None:
+            if isinstance(new_scale, torch.Tensor) and (
+                new_scale.numel() != 1 or new_scale.requires_grad
+            ):
+                raise AssertionError(
+                    "new_scale should be a float or a 1-element tensor with requires_grad=False."
+                )
+            self._loss_scaler.found_inf.zero_()
+            self._loss_scaler.set_scale(_number("scale", float(new_scale)))
+        else:
+            states = self._per_optimizer_states.values()
+            if not any(state["found_inf_per_device"] for state in states):
+                raise AssertionError("No inf checks were recorded prior to update.")
+            self._engine.adjustments.now(self._loss_scaler)
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        self._per_optimizer_states = _States()
+        for session in self._sessions:
+            self._accept_gradients(session)
+
+    def _check_scaled(self, name: str) -> None:
+        if not self._engine.has_scaled:
+            raise AssertionError(
+                f"Attempted {name} but _scale is None.  This may indicate your script did not use "
+                "scaler.scale(loss or outputs) earlier in the iteration."
+            )
+
+    def _session_of(self, optimizer: Any) -> OptimizerSession:
+        for session in self._sessions:
+            if session.optimizer is bare(optimizer):
+                return session
+        raise bad_state(
+            f"GradScaler got {with_article(type(optimizer).__name__)} that it was not made for",
+            "It scales for the optimizers that it was given, and for no others",
+            "Pass all of them: preamp.GradScaler([optimizer_a, optimizer_b])",
+        )
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned, of this class or of torch's.
+
+        A static loss scale stays what it is.
+
+        Raises:
+            RuntimeError: ``state_dict`` is empty, as a disabled scaler's is.
+            ValueError: It cannot be read; nothing was taken over.
+        """
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise RuntimeError(
+                "The source state dict is empty, possibly because it was saved from a disabled "
+                "instance of GradScaler."
+            )
+        missing = [name for name in _STATE if name not in state_dict]
+        if missing:
+            raise bad_value(
+                f"The state of a GradScaler has {_listed(state_dict)}, and not {_listed(missing)}",
+                "Needed is what state_dict() of torch.amp.GradScaler or of this class returned",
+                "For states of preamp or Apex call preamp.load_state_dict(optimizer, state)",
+            )
+        tracker = _number("_growth_tracker", state_dict["_growth_tracker"])
+        if self._loss_scaler.is_dynamic:
+            self._take({name: state_dict[name] for name in ("scale", *_RULE)})
+        self._loss_scaler.growth_tracker.fill_(tracker)
+        self._loss_scaler.found_inf.zero_()
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse: a copy would have no engine.
+
+        Raises:
+            PreampStateError: Always.
+        """
+        raise bad_state(
+            "A preamp.GradScaler was copied or pickled",
+            "It stands in front of one engine, which lives in this process",
+            "Save scaler.state_dict(), and load it into one made for the other engine",
+        )
+
+
+def _refuse(param: torch.Tensor) -> None:
+    raise bad_state(
+        f"A backward has reached a parameter of shape {tuple(param.shape)} whose gradient "
+        "unscale_ has unscaled already",
+        "The sum with a scaled gradient would be neither",
+        "Call unscale_ after the last backward of its optimizer, and update() before the next",
+    )
+
+
+class _States(dict[int, dict[str, Any]]):
+    """What torch notes of each optimizer since the last update."""
+
+    def __missing__(self, key: int) -> dict[str, Any]:
+        state = self[key] = {"stage": OptState.READY, "found_inf_per_device": {}}
+        return state
+
+
+def _note_graph(notes: Sequence[GradientNote], root: Node | None) -> None:
+    for note in notes:
+        note.graphs = released((*note.graphs, root))
+
+
+def _tensors_in(items: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from _tensors_in(cast("Iterable[Any]", item))
+        else:
+            raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"
+
+
+_ALLOWED = {
+    "scale": (0.0, 2.0**127, "a number above 0"),
+    "growth_factor": (math.nextafter(1, 0), 2.0**127, "a number from 1"),
+    "backoff_factor": (0.0, math.nextafter(1, 0), "a number between 0 and 1"),
+    "growth_interval": (0, 2**63 - 1, "a whole number from 1"),
+    "_growth_tracker": (-1, 2**31 - 1, "a whole number from 0"),
+}
+"""Numbers above the first and up to the second; whole ones where these are."""
+
+
+def _number(name: str, value: Any) -> Any:
+    above, highest, allowed = _ALLOWED[name]
+    try:
+        if above < value <= highest and float(value) == type(above)(value):
+            return type(above)(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # of tensors, too
+        pass
+    raise bad_value(
+        f"{name}={value!r} was given to a GradScaler", f"It is {allowed}", "Pass such a number"
+    )

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``clip_grad_norm_`` of what torch's takes: parameters, a generator of them, one tensor."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+from cases.levels import LEVEL_NAMES
+from cases.models import values
+from cases.pair import Pair
+from cases.tolerances import assert_same
+
+FORMS: dict[str, Callable[[Pair], Any]] = {
+    "optimizer": lambda pair: pair.optimizer,
+    "list": lambda pair: list(pair.model.parameters()),
+    "generator": lambda pair: pair.model.parameters(),
+    "masters": lambda pair: preamp.master_params(pair.optimizer),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_all_parameters_are_clipped_as_the_optimizer(level: str, form: str, order: float) -> None:
+    pair, wanted = Pair(level), Pair(level)
+    wanted.model.load_state_dict(pair.model.state_dict())
+    for one in (pair, wanted):
+        one.ours(0)
+    norm = preamp.clip_grad_norm_(FORMS[form](pair), 0.25, order)
+    assert_same(norm, preamp.clip_grad_norm_(wanted.optimizer, 0.25, order))
+    assert norm.dtype is torch.float32
+    for one in (pair, wanted):
+        one.optimizer.step()
+    for a, b in zip(values(pair.optimizer), values(wanted.optimizer), strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+@pytest.mark.parametrize("earlier", [0, 1], ids=["one backward", "two"])
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_some_of_an_optimizer_are_clipped_and_no_others(
+    level: str, earlier: int, order: float
+) -> None:
+    pair = Pair(level, loss_scale=64.0)
+    for index in range(earlier + 1):
+        pair.ours(index)
+    masters = list(preamp.master_params(pair.optimizer))
+    before = copy.deepcopy([master.grad for master in masters])
+    if not earlier:  # reading the masters' gradients has made them; make them wait again
+        pair.optimizer.zero_grad()
+        pair.ours(0)
+    params = list(pair.model.parameters())
+    some = [0, len(params) - 1]
+    norm = preamp.clip_grad_norm_((params[place] for place in some), 0.01, order)
+    wide = [before[place].float() for place in some]  # type: ignore[union-attr]
+    expected = torch.nn.utils.get_total_norm(wide, order)
+    assert float(norm) == pytest.approx(float(expected), rel=1e-5)
+    factor = min(1.0, 0.01 / (float(expected) + 1e-6))
+    assert factor < 1
+    for place, (master, grad) in enumerate(zip(masters, before, strict=True)):
+        assert master.grad is not None
+        assert grad is not None
+        if place in some:
+            torch.testing.assert_close(master.grad, grad * factor, rtol=2e-3, atol=1e-6)
+        else:
+            assert_same(master.grad, grad)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_one_tensor_and_a_frozen_one(level: str) -> None:
+    pair = Pair(level)
+    first, *_ = params = list(pair.model.parameters())
+    pair.ours(0)
+    alone = preamp.clip_grad_norm_([first], 1e9)
+    assert_same(preamp.clip_grad_norm_(first, 1e9), alone)
+    outside = nn.Parameter(torch.ones(3))  # without a gradient it adds nothing
+    assert_same(preamp.clip_grad_norm_([first, outside], 1e9), alone)
+    assert float(preamp.clip_grad_norm_(params, 1e9)) > float(alone)
+    pair.optimizer.zero_grad()
+    assert preamp.clip_grad_norm_(params, 1.0).item() == 0.0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_two_optimizers_of_an_engine_are_clipped_as_one_vector(level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=1.0) for part in model]
+    preamp.initialize(model, optimizers, opt_level=level, verbosity=0, loss_scale=8.0)
+    with preamp.scale_loss(model(torch.ones(2, 4)).sum(), optimizers) as scaled:
+        scaled.backward()
+    norm = preamp.clip_grad_norm_(model.parameters(), 0.5)
+    masters = [param for one in optimizers for param in preamp.master_params(one)]
+    clipped = torch.cat([m.grad.flatten() for m in masters]).norm()  # type: ignore[union-attr]
+    assert float(norm) > 1
+    assert float(clipped) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_norm_that_is_not_finite_raises_where_asked_for() -> None:
+    pair = Pair("O2")
+    pair.overflow()
+    with pytest.raises(RuntimeError, match=re.escape("Pass error_if_nonfinite=False")):
+        preamp.clip_grad_norm_(pair.model.parameters(), 1.0, error_if_nonfinite=True)
+    assert not preamp.clip_grad_norm_(pair.model.parameters(), 1.0).isfinite()
+
+
+def test_what_cannot_be_clipped_together_is_refused() -> None:
+    pair, other = Pair("O2"), Pair("O2")
+    for one in (pair, other):
+        one.ours(0)
+    with pytest.raises(preamp.PreampStateError, match="parameters of several engines"):
+        preamp.clip_grad_norm_([*pair.model.parameters(), *other.model.parameters()], 1.0)
+    free = nn.Parameter(torch.ones(3))
+    with pytest.raises(preamp.PreampStateError, match="no optimizer"):
+        preamp.clip_grad_norm_(free, 1.0)
+    free.grad = torch.ones(3)
+    with pytest.raises(preamp.PreampStateError, match="not all have optimizer"):
+        preamp.clip_grad_norm_([*pair.model.parameters(), free], 1.0)
+
+
+@pytest.mark.parametrize("wrong", [1.0, [1.0], None])
+def test_what_is_neither_is_refused(wrong: Any) -> None:
+    with pytest.raises((TypeError, preamp.PreampStateError), match=r"float|NoneType"):
+        preamp.clip_grad_norm_(wrong, 1.0)
+
+
+def test_a_model_is_refused() -> None:
+    pair = Pair("O2")
+    with pytest.raises(TypeError, match=re.escape("or model.parameters()")):
+        preamp.clip_grad_norm_(pair.model, 1.0)  # type: ignore[arg-type]

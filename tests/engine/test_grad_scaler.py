@@ -1,0 +1,1127 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``preamp.GradScaler``: loops written for ``torch.amp``, before and after the one changed line."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import preamp
+from cases.levels import BY_NAME, EXACT, LEVEL_NAMES, WITH_MASTERS
+from cases.models import Damage, Exact, Parts, loss_of
+from cases.optimizers import clone_state
+from cases.selection import examples
+from cases.tolerances import assert_same
+from preamp.optimizers import FusedAdam, FusedSGD
+
+Build = Callable[..., torch.optim.Optimizer]
+BUILDS: dict[str, Build] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.05, eps=1e-4),
+    "torch_fused": lambda params: torch.optim.Adam(params, lr=0.05, eps=1e-4, fused=True),
+    "fused_sgd": lambda params: FusedSGD(params, lr=0.5, momentum=0.9),
+}
+SCALE = 2.0**10
+"""Below 2**16, where products of the exact models' gradients stay finite in float16."""
+
+
+class Loop:
+    """What a script for ``torch.amp`` has: with torch's scaler, or with ours at a level."""
+
+    def __init__(self, level: str | None, build: str = "sgd", **options: Any) -> None:
+        self.models = [Parts(0), Parts(1)]
+        self.optimizers = [BUILDS[build](model.parameters()) for model in self.models]
+        numbers = {"init_scale": SCALE, "growth_interval": 3, **options}
+        if level is None:
+            self.scaler: Any = torch.amp.GradScaler("cpu", **numbers)
+        else:
+            preamp.initialize(
+                self.models, self.optimizers, opt_level=level, loss_scale="dynamic", verbosity=0
+            )
+            self.scaler = preamp.GradScaler(self.optimizers, **numbers)
+        self.damages = [Damage(model.a.weight, float("inf")) for model in self.models]
+        self.index = 0
+
+    def backward(self, which: tuple[int, ...], *, damaged: bool = False) -> None:
+        for one in which:
+            self.damages[one].armed = damaged
+        self.index += 1
+        loss = loss_of([self.models[one] for one in which], self.index)
+        self.scaler.scale(loss).backward()
+
+    def multiply(self, which: int, factor: float) -> None:
+        """As a clip does, exactly."""
+        for param in self.models[which].parameters():
+            if param.grad is not None:
+                param.grad.mul_(factor)
+
+    def zero(self, which: int, *, to_none: bool = True) -> None:
+        self.optimizers[which].zero_grad(set_to_none=to_none)
+
+    def result(self) -> list[Any]:
+        states = [clone_state(optimizer) for optimizer in self.optimizers]
+        weights = [model.state_dict() for model in self.models]
+        return [weights, states, self.scaler.state_dict()]
+
+
+def assert_alike(ours: Loop, torchs: Loop) -> None:
+    """Weights are equal bitwise, and so are the scalers' states."""
+    for mine, model in zip(ours.models, torchs.models, strict=True):
+        for name, value in mine.state_dict().items():
+            assert_same(value.float(), model.state_dict()[name], name)
+    assert ours.scaler.state_dict() == torchs.scaler.state_dict()
+
+
+@pytest.fixture(autouse=True)
+def _closes() -> Iterator[None]:
+    yield
+    for engine in _made:
+        engine.close()
+    _made.clear()
+
+
+_made: list[preamp.Engine] = []
+
+
+def both(level: str, build: str = "sgd", **options: Any) -> tuple[Loop, Loop]:
+    torchs, ours = Loop(None, build, **options), Loop(level, build, **options)
+    _made.append(preamp.engine_of(ours.optimizers[0]))
+    return ours, torchs
+
+
+# -- the loops that people write -------------------------------------------------------------------
+
+
+def plain(loop: Loop) -> None:
+    for step in range(5):
+        loop.backward((0,), damaged=step == 2)
+        loop.scaler.step(loop.optimizers[0])
+        loop.scaler.update()
+        loop.zero(0)
+
+
+def zero_after_scale(loop: Loop) -> None:
+    for step in range(4):
+        loop.index += 1
+        scaled = loop.scaler.scale(loss_of(loop.models[:1], loop.index))
+        loop.zero(0, to_none=step % 2 == 0)
+        scaled.backward()
+        loop.scaler.step(loop.optimizers[0])
+        loop.scaler.update()
+
+
+def accumulation(loop: Loop) -> None:
+    for number in range(9):
+        loop.backward((0,), damaged=number == 4)
+        if number % 3 == 2:
+            loop.scaler.step(loop.optimizers[0])
+            loop.scaler.update()
+            loop.zero(0)
+
+
+def clipping(loop: Loop) -> None:
+    for step in range(5):
+        loop.backward((0,), damaged=step == 1)
+        loop.scaler.unscale_(loop.optimizers[0])
+        loop.multiply(0, 0.5)
+        loop.scaler.step(loop.optimizers[0])
+        loop.scaler.update()
+        loop.zero(0, to_none=False)
+
+
+def clipped_and_zeroed_after_scale(loop: Loop) -> None:
+    """What was done to gradients that overflowed is forgotten with them."""
+    for step in range(4):
+        loop.index += 1
+        loop.damages[0].armed = step in (0, 2)
+        scaled = loop.scaler.scale(loss_of(loop.models[:1], loop.index))
+        loop.zero(0)
+        scaled.backward()
+        loop.scaler.unscale_(loop.optimizers[0])
+        loop.multiply(0, 0.5)
+        loop.scaler.step(loop.optimizers[0])
+        loop.scaler.update()
+
+
+def accumulation_with_clipping(loop: Loop) -> None:
+    for number in range(8):
+        loop.backward((0,))
+        if number % 2:
+            loop.scaler.unscale_(loop.optimizers[0])
+            loop.multiply(0, 0.25)
+            loop.multiply(0, 2.0)
+            loop.scaler.step(loop.optimizers[0])
+            loop.scaler.update()
+            loop.zero(0)
+
+
+def several_losses(loop: Loop) -> None:
+    """Torch's example: two losses, two models, one of which gets gradient from both."""
+    for step in range(5):
+        loop.backward((0, 1), damaged=step == 3)
+        loop.backward((1,))
+        loop.scaler.unscale_(loop.optimizers[0])
+        loop.scaler.step(loop.optimizers[0])
+        loop.scaler.step(loop.optimizers[1])
+        loop.scaler.update()
+        loop.zero(0)
+        loop.zero(1)
+
+
+def one_overflows(loop: Loop) -> None:
+    """Each optimizer skips for its own gradients only."""
+    for step in range(4):
+        loop.damages[0].armed = step == 1
+        loop.index += 1
+        loop.scaler.scale(loss_of(loop.models, loop.index)).backward()
+        for optimizer in loop.optimizers:
+            loop.scaler.step(optimizer)
+        loop.scaler.update()
+        loop.zero(0)
+        loop.zero(1)
+
+
+def adversarial(loop: Loop) -> None:
+    """The generator's loss reaches the discriminator, whose gradients of it are dropped."""
+    for step in range(4):
+        loop.zero(1)
+        loop.backward((1,), damaged=step == 2)
+        loop.scaler.step(loop.optimizers[1])
+        loop.zero(0)
+        loop.backward((0, 1))
+        loop.scaler.step(loop.optimizers[0])
+        loop.scaler.update()
+
+
+def adversarial_by_modules(loop: Loop) -> None:
+    """The same, and the gradients are dropped through the modules."""
+    for _ in range(4):
+        loop.models[1].zero_grad()
+        loop.backward((1,))
+        loop.scaler.step(loop.optimizers[1])
+        loop.models[0].zero_grad()
+        loop.backward((0, 1))
+        loop.scaler.step(loop.optimizers[0])
+        loop.scaler.update()
+
+
+def dropped_while_accumulating(loop: Loop) -> None:
+    for _ in range(3):
+        loop.backward((0,))
+        loop.scaler.scale(loss_of(loop.models[:1], 3))  # whose backward ran out of memory
+        loop.models[0].zero_grad()
+        loop.backward((0,))
+        loop.scaler.step(loop.optimizers[0])
+        loop.scaler.update()
+        loop.zero(0)
+
+
+def overflow_dropped(loop: Loop) -> None:
+    """An overflow that the script has dropped is no reason to lower the scale."""
+    loop.backward((0,), damaged=True)
+    loop.backward((0,))
+    loop.zero(0)
+    plain(loop)
+
+
+def losses_summed_later(loop: Loop) -> None:
+    for _ in range(3):
+        first = loop.scaler.scale(loss_of(loop.models[:1], 1))
+        second, third = loop.scaler.scale([loss_of(loop.models, 2), loss_of(loop.models[1:], 3)])
+        (first + second + third).backward()
+        for optimizer in loop.optimizers:
+            loop.scaler.step(optimizer)
+        loop.scaler.update()
+        loop.zero(0)
+        loop.zero(1)
+
+
+def frozen_part(loop: Loop) -> None:
+    for step in range(4):
+        loop.models[0].b.requires_grad_(step % 2 == 0)
+        loop.index += 1
+        parts = "ab" if step % 2 == 0 else "a"
+        output = loop.models[0](torch.ones(2, 3), parts)
+        loop.scaler.scale((output.float() * 2.0**-6).sum()).backward()
+        loop.scaler.step(loop.optimizers[0])
+        loop.scaler.update()
+        loop.zero(0)
+
+
+def scale_set_by_hand(loop: Loop) -> None:
+    plain(loop)
+    loop.scaler.update(2.0**6)
+    loop.scaler.set_growth_interval(1)
+    loop.scaler.set_growth_factor(4.0)
+    loop.scaler.set_backoff_factor(0.25)
+    plain(loop)
+    loop.scaler.update(torch.tensor(2.0**5))
+    plain(loop)
+
+
+LOOPS = (
+    plain,
+    zero_after_scale,
+    accumulation,
+    clipping,
+    clipped_and_zeroed_after_scale,
+    accumulation_with_clipping,
+    several_losses,
+    one_overflows,
+    adversarial,
+    adversarial_by_modules,
+    dropped_while_accumulating,
+    overflow_dropped,
+    losses_summed_later,
+    frozen_part,
+    scale_set_by_hand,
+)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("level", EXACT)
+@pytest.mark.parametrize("build", BUILDS)
+def test_loops_do_what_they_do_with_torchs_scaler(loop: Any, level: str, build: str) -> None:
+    """Gradients of these models are exact in half precision, so all else must be, too."""
+    ours, torchs = both(level, build)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop(ours)
+    loop(torchs)
+    assert_alike(ours, torchs)
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("build", BUILDS)
+def test_same_as_with_scale_loss(level: str, build: str) -> None:
+    loops = [Loop(level, build) for _ in range(2)]
+    _made.extend(preamp.engine_of(loop.optimizers[0]) for loop in loops)
+    for step in range(6):
+        loops[0].backward((0,), damaged=step == 3)
+        loops[0].scaler.step(loops[0].optimizers[0])
+        loops[0].scaler.update()
+        loops[0].zero(0)
+        other = loops[1]
+        other.damages[0].armed = step == 3
+        loss = loss_of(other.models[:1], step + 1)
+        with preamp.scale_loss(loss, other.optimizers[0]) as scaled:
+            scaled.backward()
+        other.optimizers[0].step()
+        other.zero(0)
+    for (name, mine), its in zip(
+        loops[0].models[0].state_dict().items(),
+        loops[1].models[0].state_dict().values(),
+        strict=True,
+    ):
+        assert_same(mine, its, name)
+    assert loops[0].scaler.state_dict() == loops[1].scaler.state_dict()
+
+
+KINDS = ("backward", "unscale", "multiply", "step", "zero")
+ACTIONS = [f"{kind} {which}" for kind in KINDS for which in "01"]
+ACTIONS += ["backward 01", "overflow 0", "update", "fill 0", "read", "drop 1"]
+
+
+AFTER = {"backward": "scaled", "overflow": "scaled", "unscale": "unscaled", "step": "stepped"}
+EMPTY = dict.fromkeys(("unscaled", "stepped", "emptied"), "emptied")  # unnoticed by torch's
+UPDATED = {"unscaled": "used", "stepped": "used", "emptied": "none"}
+# torch would add scaled gradients to unscaled ones, and unscale used ones again
+ALLOWED = {
+    "backward": {"none", "scaled"},
+    "overflow": {"none", "scaled"},
+    "unscale": {"scaled", "unscaled", "stepped"},
+    "step": {"scaled", "unscaled", "stepped"},
+    "multiply": {"unscaled"},
+}
+
+
+@pytest.mark.parametrize("level", EXACT)
+@settings(max_examples=examples(100))
+@given(data=st.data())
+def test_any_program_does_what_it_does_with_torchs(level: str, data: st.DataObject) -> None:
+    """Whatever torch's scaler refuses, ours refuses with the same words; all else is the same.
+
+    Optimizers without any gradient, which torch refuses too, are left out.
+    """
+    ours, torchs = both(level)
+    stages = ["none", "none"]  # of the gradients
+    try:
+        for action in data.draw(st.lists(st.sampled_from(ACTIONS), min_size=4, max_size=24)):
+            kind, _, rest = action.partition(" ")
+            which = tuple(map(int, rest))
+            if not {stages[one] for one in which} <= ALLOWED.get(kind, {*stages}):
+                continue
+            if kind == "update" and "scaled" in stages:  # by a scale that torch would not remember
+                continue
+            outcomes = [_outcome(loop, kind, which) for loop in (torchs, ours)]
+            assert outcomes[0] == outcomes[1], action
+            if outcomes[0] is not None:
+                continue
+            for one in which:
+                empty = EMPTY.get(stages[one], "none")
+                stages[one] = AFTER.get(
+                    kind, empty if kind in ("zero", "fill", "drop") else stages[one]
+                )
+            if kind == "update":
+                stages = [UPDATED.get(stage, stage) for stage in stages]
+        ours.scaler.scale(torch.zeros(()))  # nothing is left half done
+        assert_alike(ours, torchs)
+    finally:
+        _made.pop().close()
+
+
+def _outcome(loop: Loop, kind: str, which: tuple[int, ...]) -> object:
+    optimizer = loop.optimizers[which[0]] if which else None
+    try:
+        if kind in ("backward", "overflow"):
+            loop.index += 1
+            loop.damages[0].armed = kind == "overflow"
+            loop.scaler.scale(loss_of([loop.models[w] for w in which], loop.index)).backward()
+        elif kind == "unscale":
+            loop.scaler.unscale_(optimizer)
+        elif kind == "multiply":
+            loop.multiply(which[0], 0.5)
+        elif kind == "step":
+            loop.scaler.step(optimizer)
+        elif kind == "update":
+            loop.scaler.update()
+        elif kind in ("zero", "fill"):
+            loop.zero(which[0], to_none=kind == "zero")
+        elif kind == "drop":
+            for param in loop.models[which[0]].parameters():
+                param.grad = None
+        else:
+            loop.scaler.get_scale()
+    except (AssertionError, RuntimeError) as error:
+        return type(error), str(error)
+    return None
+
+
+# -- what torch documents --------------------------------------------------------------------------
+
+
+def _step(loop: Loop, *args: Any, **kwargs: Any) -> None:
+    loop.scaler.step(loop.optimizers[0], *args, **kwargs)
+
+
+def _unscale(loop: Loop) -> None:
+    loop.scaler.unscale_(loop.optimizers[0])
+
+
+MISUSES: dict[str, Callable[[Loop], object]] = {
+    "step before scale": _step,
+    "unscale before scale": _unscale,
+    "update before scale": lambda loop: loop.scaler.update(),
+    "unscale twice": lambda loop: (loop.backward((0,)), _unscale(loop), _unscale(loop)),
+    "unscale after step": lambda loop: (loop.backward((0,)), _step(loop), _unscale(loop)),
+    "step twice": lambda loop: (loop.backward((0,)), _step(loop), _step(loop)),
+    "update without step": lambda loop: (loop.backward((0,)), loop.scaler.update()),
+    "closure": lambda loop: (loop.backward((0,)), _step(loop, closure=lambda: None)),
+    "no tensor": lambda loop: loop.scaler.scale([1.0]),
+    "neither": lambda loop: loop.scaler.scale(1.0),
+    "empty state": lambda loop: loop.scaler.load_state_dict({}),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_misuse_is_refused_in_torchs_words(misuse: str, level: str) -> None:
+    told = []
+    for loop in both(level):
+        with pytest.raises((AssertionError, RuntimeError, ValueError)) as caught:
+            MISUSES[misuse](loop)
+        told.append((caught.type, str(caught.value)))
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_numbers_are_asked_for_and_set_as_with_torchs(level: str) -> None:
+    for loop in both(level, growth_factor=4.0, backoff_factor=0.25):
+        scaler = loop.scaler
+        assert isinstance(scaler, torch.amp.GradScaler)
+        assert scaler.is_enabled()
+        assert scaler.get_scale() == SCALE
+        assert scaler.get_growth_factor() == 4.0
+        assert scaler.get_backoff_factor() == 0.25
+        assert scaler.get_growth_interval() == 3
+        scaler.set_growth_factor(8.0)
+        scaler.set_backoff_factor(0.125)
+        scaler.set_growth_interval(7)
+        assert scaler.state_dict() == {
+            "scale": SCALE,
+            "growth_factor": 8.0,
+            "backoff_factor": 0.125,
+            "growth_interval": 7,
+            "_growth_tracker": 0,
+        }
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_states_are_exchanged_with_torchs(level: str) -> None:
+    ours, torchs = both(level)
+    plain(torchs)
+    accumulation(torchs)
+    ours.scaler.load_state_dict(torchs.scaler.state_dict())
+    assert ours.scaler.state_dict() == torchs.scaler.state_dict()
+    assert preamp.engine_of(ours.optimizers[0]).loss_scale() == torchs.scaler.get_scale()
+    back = torch.amp.GradScaler("cpu")
+    back.load_state_dict(ours.scaler.state_dict())
+    assert back.state_dict() == torchs.scaler.state_dict()
+
+
+def test_scaling_of_containers_is_torchs() -> None:
+    for loop in both("O2"):
+        x, y = torch.ones(2), torch.full((), 3.0)
+        result = loop.scaler.scale([x, (y, [x])])
+        assert type(result) is list
+        assert type(result[1]) is tuple
+        assert_same(result[1][1][0], x * SCALE)
+        assert_same(next(iter(loop.scaler.scale(iter([y])))), y * SCALE)
+        assert loop.scaler.scale([]) == []
+
+
+def test_without_scaling_it_lets_everything_through() -> None:
+    model = Exact()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    preamp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    _made.append(preamp.engine_of(model))
+    scaler = preamp.GradScaler(optimizer, enabled=False)
+    loss = loss_of([model], 0)
+    assert scaler.scale(loss) is loss
+    loss.backward()
+    scaler.unscale_(optimizer)
+    before = copy.deepcopy(model.state_dict())
+    scaler.step(optimizer)
+    scaler.update()
+    assert not torch.equal(before["linear.weight"], model.state_dict()["linear.weight"])
+    assert (scaler.is_enabled(), scaler.get_scale(), scaler.state_dict()) == (False, 1.0, {})
+    scaler.load_state_dict({"scale": 4.0})
+
+
+def test_an_engine_that_is_off_turns_it_off() -> None:
+    model = Exact()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    preamp.initialize(model, optimizer, enabled=False)
+    _made.append(preamp.engine_of(model))
+    assert not preamp.GradScaler(optimizer).is_enabled()
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 128.0])
+def test_a_static_scale_stays(scale: float | None) -> None:
+    model = Exact()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    preamp.initialize(model, optimizer, opt_level="O5", loss_scale=scale, verbosity=0)
+    _made.append(preamp.engine_of(model))
+    scaler = preamp.GradScaler(optimizer)
+    reference = Exact()
+    for step in range(3):
+        scaler.scale(loss_of([model], step)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        loss_of([reference], step).backward()
+    assert scaler.get_scale() == (scale or 1.0)
+    scaler.load_state_dict(
+        torch.amp.GradScaler("cpu", init_scale=4.0).state_dict() | {"scale": 4.0}
+    )
+    assert scaler.get_scale() == (scale or 1.0)
+    weight = Exact().linear.weight - 0.5 * reference.linear.weight.grad  # type: ignore[operator]
+    assert_same(model.state_dict()["linear.weight"], weight.detach())
+
+
+# -- what a script does to unscaled gradients -----------------------------------------------------
+
+
+def _uneven(level: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """A model of which one gradient is 2**-27 everywhere, which float16 cannot hold."""
+    model = nn.ParameterDict(
+        {"large": nn.Parameter(torch.ones(300)), "tiny": nn.Parameter(torch.ones(5))}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"loss_scale": "dynamic", "verbosity": 0, **options}
+    preamp.initialize(model, optimizer, opt_level=level, **options)
+    _made.append(preamp.engine_of(optimizer))
+    return model, optimizer, preamp.GradScaler(optimizer, init_scale=2.0**14)
+
+
+def _fill(model: Any, scaler: Any) -> torch.Tensor:
+    """Give it gradients: of ``large`` these, returned in float32."""
+    weights = torch.linspace(-1, 1, 300).half().float()
+    weights = weights.to(model["large"].dtype).float()
+    loss = (model["large"].float() * weights).sum() + model["tiny"].float().sum() * 2.0**-27
+    scaler.scale(loss).backward()
+    return weights
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    grads = [master.grad for master in preamp.master_params(optimizer)]
+    return [grad.clone() for grad in grads if grad is not None]
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_unscaled_gradients_are_shown_and_nothing_is_lost(level: str) -> None:
+    model, optimizer, scaler = _uneven(level)
+    weights = _fill(model, scaler)
+    scaler.unscale_(optimizer)
+    half = BY_NAME[level].half
+    assert_same(model["large"].grad, weights.to(half))
+    assert_same(model["tiny"].grad, torch.full((5,), 2.0**-27).to(half))
+    large, tiny = _gradients(optimizer)
+    assert_same(large, weights)
+    assert_same(tiny, torch.full((5,), 2.0**-27))
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("max_norm", [0.37, 1e-4, 1e4])
+def test_a_clip_reaches_what_the_half_gradient_cannot_hold(
+    level: str, accumulates: bool, max_norm: float
+) -> None:
+    model, optimizer, scaler = _uneven(level)
+    wanted = _fill(model, scaler)
+    if accumulates:
+        wanted = wanted + _fill(model, scaler)
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()  # rounded to half, as torch does
+    large, tiny = _gradients(optimizer)
+    tolerance = 1e-3 if max_norm < 1e-3 else 0.0  # where gradients are subnormal now
+    torch.testing.assert_close(large, wanted * factor, rtol=tolerance, atol=0)
+    whole = torch.full((5,), 2.0**-27 * (1 + accumulates))
+    torch.testing.assert_close(tiny, whole * factor, rtol=tolerance, atol=0)
+    scaler.step(optimizer)
+    assert_same(model.state_dict()["large"], 1 - large)
+
+
+def _clamp(grad: torch.Tensor) -> torch.Tensor:
+    return grad.clamp_(-0.5, 0.5)
+
+
+def _shift(grad: torch.Tensor) -> torch.Tensor:
+    return grad.add_(0.25)
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize("change", [_clamp, _shift])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_another_change_is_taken_as_written(level: str, change: Any, accumulates: bool) -> None:
+    model, optimizer, scaler = _uneven(level)
+    _fill(model, scaler)
+    if accumulates:
+        _fill(model, scaler)
+    scaler.unscale_(optimizer)
+    written = change(model["large"].grad).clone()
+    is_fp16 = BY_NAME[level].half is torch.float16
+    with pytest.warns(UserWarning, match="float16 gradient of 'large'") if is_fp16 else _quiet():
+        large, tiny = _gradients(optimizer)
+    assert_same(large, written.float())
+    assert_same(tiny, torch.full((5,), 2.0**-27 * (1 + accumulates)))
+    change(model["large"].grad)
+    with _quiet():  # once
+        _gradients(optimizer)
+        scaler.step(optimizer)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_gradients_may_be_zeroed_dropped_replaced_and_negated(level: str) -> None:
+    for change, factor in (
+        (lambda p: p.grad.zero_(), 0.0),
+        (lambda p: setattr(p, "grad", None), None),
+        (lambda p: setattr(p, "grad", p.grad * 0.5), 0.5),
+        (lambda p: p.grad.neg_(), -1.0),
+        (lambda p: p.grad.mul_(3.0), 3.0),
+        (lambda p: (p.grad.mul_(0.1), p.grad.mul_(0.1)), 0.01),
+        (lambda p: p.grad.mul_(1.0), 1.0),
+    ):
+        model, optimizer, scaler = _uneven(level)
+        weights = _fill(model, scaler)
+        scaler.unscale_(optimizer)
+        change(model["large"])
+        found = _gradients(optimizer)
+        assert_same(found[-1], torch.full((5,), 2.0**-27))
+        if factor is None:
+            assert len(found) == 1
+        else:
+            eps = torch.finfo(BY_NAME[level].half).eps if factor == 0.01 else 0.0
+            torch.testing.assert_close(found[0], weights * factor, rtol=eps, atol=0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_what_is_done_to_an_overflow_does_not_matter(level: str) -> None:
+    """A script may take infinities out; torch's scaler skips the step all the same."""
+    ours, torchs = both(level)
+    for loop in (ours, torchs):
+        loop.backward((0,), damaged=True)
+        loop.scaler.unscale_(loop.optimizers[0])
+        for param in loop.models[0].parameters():
+            assert param.grad is not None
+            param.grad.nan_to_num_(0.0, 0.0, 0.0)
+        with _quiet():
+            loop.scaler.step(loop.optimizers[0])
+        loop.scaler.update()
+    assert_alike(ours, torchs)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_our_clip_needs_no_unscale(level: str, unscales: bool) -> None:
+    ours, torchs = both(level)
+    for loop in (ours, torchs):
+        loop.backward((0,))
+        if unscales or loop is torchs:
+            loop.scaler.unscale_(loop.optimizers[0])
+    clip: Any = torch.nn.utils.clip_grad_norm_
+    wanted = clip(torchs.models[0].parameters(), 2.0**-12)
+    norm = preamp.clip_grad_norm_(ours.optimizers[0], 2.0**-12)
+    torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0)
+    if unscales:  # what is shown is clipped as well, so a second clip finds nothing to do
+        shown = clip(ours.models[0].parameters(), 1.0)
+        torch.testing.assert_close(float(shown), 2.0**-12, rtol=1e-2, atol=0)
+    for loop in (ours, torchs):
+        loop.scaler.step(loop.optimizers[0])
+        loop.scaler.update()
+    for name, value in ours.models[0].state_dict().items():
+        torch.testing.assert_close(value, torchs.models[0].state_dict()[name], rtol=1e-6, atol=1e-7)
+
+
+def test_backwards_add_up_in_float32() -> None:
+    """4,096 times 1 and then 1 again: float16 stays at 2,048."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    preamp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
+    _made.append(preamp.engine_of(model))
+    scaler = preamp.GradScaler(optimizer, init_scale=1.0)
+    for value in (2048.0, 1.0, 1.0, 1.0):
+        scaler.scale(model(torch.full((1, 1), value)).sum()).backward()
+    scaler.unscale_(optimizer)
+    assert _gradients(optimizer)[0].item() == 2051.0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_gradient_penalty(level: str) -> None:
+    """Torch's example: gradients of the scaled loss are unscaled by hand for a penalty."""
+    torch.manual_seed(0)
+    x, results = torch.randn(4, 3), []
+    for loop in both(level):
+        model, scaler = loop.models[0], loop.scaler
+        loss = model(x.to(model.a.weight.dtype)).float().square().mean()
+        grads = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
+        penalty = sum((grad.float() / scaler.get_scale()).square().sum() for grad in grads)
+        scaler.scale(loss + penalty.sqrt()).backward()
+        scaler.unscale_(loop.optimizers[0])
+        results.append(torch.cat([p.grad.float().flatten() for p in model.parameters()]))
+        scaler.step(loop.optimizers[0])
+        scaler.update()
+    tolerance = 8 * torch.finfo(BY_NAME[level].half).eps
+    torch.testing.assert_close(results[0], results[1], rtol=tolerance, atol=tolerance)
+
+
+# -- what is told ---------------------------------------------------------------------------------
+
+
+def test_a_skipped_step_is_not_called_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    class Counting(torch.optim.SGD):
+        calls = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.calls += 1
+            return super().step(closure)
+
+    model = Parts()
+    optimizer = Counting(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    preamp.initialize(model, optimizer, opt_level="O2")
+    engine = preamp.engine_of(model)
+    _made.append(engine)
+    scaler = preamp.GradScaler(optimizer, init_scale=2.0**10)
+    damage = Damage(model.b.weight, float("nan"))
+    taken = []
+    for step in range(3):
+        damage.armed = step == 1
+        scaler.scale(loss_of([model], step)).backward()
+        scaler.step(optimizer)
+        assert scaler.get_scale() == (2.0**10 if step < 2 else 2.0**9)  # until the update
+        scaler.update()
+        taken.append(preamp.step_scheduler(schedule, optimizer))
+    assert (taken, optimizer.calls) == ([True, False, True], 2)
+    assert (engine.steps_applied, engine.steps_skipped) == (2, 1)
+    text = capsys.readouterr().out
+    assert "nan first in 'b.weight'" in text
+    assert "reducing loss scale to 512.0" in text
+
+
+def test_a_loss_scale_that_cannot_go_on_ends_the_training() -> None:
+    model = Parts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    _made.append(preamp.engine_of(model))
+    scaler = preamp.GradScaler(optimizer, backoff_factor=2.0**-24)
+    damage = Damage(model.b.weight, float("inf"))
+
+    def iterate() -> None:
+        damage.armed = True
+        scaler.scale(loss_of([model], 0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    iterate()
+    with pytest.raises(preamp.LossScaleError, match=r"fell to its minimum.*'b.weight'"):
+        iterate()
+
+
+def _optimizer() -> torch.optim.Optimizer:
+    return _optimizer_and_model()[0]
+
+
+def _optimizer_and_model() -> tuple[torch.optim.Optimizer, nn.Module]:
+    model = Exact()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    _made.append(preamp.engine_of(model))
+    return optimizer, model
+
+
+def _of_closed() -> preamp.GradScaler:
+    scaler = preamp.GradScaler(optimizer := _optimizer())
+    preamp.engine_of(optimizer).close()
+    return scaler
+
+
+def _two_of_one_weight() -> list[torch.optim.Optimizer]:
+    model = Exact()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for _ in range(2)]
+    preamp.initialize(model, optimizers, opt_level="O2", verbosity=0)
+    _made.append(preamp.engine_of(model))
+    return optimizers  # type: ignore[return-value]
+
+
+ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "device": (lambda: preamp.GradScaler("cuda"), TypeError, "first argument is the optimizer"),
+    "no engine": (
+        lambda: preamp.GradScaler(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)),
+        preamp.PreampStateError,
+        "GradScaler was given an SGD that was not initialized",
+    ),
+    "none": (lambda: preamp.GradScaler([]), preamp.PreampStateError, "given no optimizer"),
+    "two engines": (
+        lambda: preamp.GradScaler([_optimizer(), _optimizer()]),
+        preamp.PreampStateError,
+        "optimizers of different engines",
+    ),
+    "shared": (
+        lambda: preamp.GradScaler(_two_of_one_weight()),
+        preamp.PreampStateError,
+        "share parameters",
+    ),
+    "no loss": (lambda: preamp.GradScaler(_optimizer(), 1), IndexError, "loss_id=1"),
+    "scale": (
+        lambda: preamp.GradScaler(_optimizer(), init_scale=0.0),
+        ValueError,
+        "init_scale=0.0|scale=0.0 was given",
+    ),
+    "growth": (
+        lambda: preamp.GradScaler(_optimizer(), growth_factor=0.5),
+        ValueError,
+        "growth_factor=0.5 .* a number from 1",
+    ),
+    "model": (
+        lambda: preamp.GradScaler(_optimizer_and_model()[1]),  # type: ignore[arg-type]
+        TypeError,
+        "GradScaler was given a Exact|GradScaler was given an Exact",
+    ),
+    "backoff": (
+        lambda: preamp.GradScaler(_optimizer()).set_backoff_factor(1.0),
+        ValueError,
+        "between 0 and 1",
+    ),
+    "interval": (
+        lambda: preamp.GradScaler(_optimizer()).set_growth_interval(2.5),  # type: ignore[arg-type]
+        ValueError,
+        "growth_interval=2.5 .* a whole number",
+    ),
+    "state": (
+        lambda: preamp.GradScaler(_optimizer()).load_state_dict({"loss_scaler0": {}}),
+        ValueError,
+        "'loss_scaler0', and not 'scale'",
+    ),
+    "pickle": (
+        lambda: pickle.dumps(preamp.GradScaler(_optimizer())),
+        preamp.PreampStateError,
+        "state_dict",
+    ),
+    "closed": (lambda: _of_closed().scale(torch.ones(1)), preamp.PreampStateError, "Engine.close"),
+    "loss": (
+        lambda: preamp.GradScaler(_optimizer()).scale(torch.ones(1, dtype=torch.int64)),
+        TypeError,
+        "GradScaler.scale was given a torch.int64 tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_bad_input(name: str) -> None:
+    call, kind, text = ERRORS[name]
+    with pytest.raises(kind, match=text) as caught:
+        call()
+    assert str(caught.value).count(". ") >= 1
+
+
+def test_a_failed_load_changes_nothing() -> None:
+    scaler = preamp.GradScaler(_optimizer())
+    before = scaler.state_dict()
+    for name, value in (("scale", float("nan")), ("_growth_tracker", -1), ("growth_interval", "x")):
+        with pytest.raises(ValueError, match=name):
+            scaler.load_state_dict({**before, "growth_factor": 3.0, name: value})
+        assert scaler.state_dict() == before
+
+
+def test_numbers_of_a_static_scale_are_refused() -> None:
+    model = Exact()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    preamp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    _made.append(preamp.engine_of(model))
+    with pytest.raises(ValueError, match=r"whose loss scale is static.*It stays 1.0"):
+        preamp.GradScaler(optimizer, init_scale=4.0)
+
+
+def test_optimizers_are_not_stepped_past_it() -> None:
+    ours, _ = both("O2")
+    ours.backward((0,))
+    with pytest.raises(preamp.PreampStateError, match=r"Call scaler\.step"):
+        ours.optimizers[0].step()
+    with pytest.raises(preamp.PreampStateError, match="was not made for"):
+        ours.scaler.step(_optimizer())
+    ours.scaler.step(ours.optimizers[0])
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", EXACT)
+@pytest.mark.parametrize("place", ["accumulating", "unscaled", "clipped", "stepped", "between"])
+def test_training_goes_on_bitwise_from_anywhere(level: str, place: str, tmp_path: Path) -> None:
+    straight, resumed = Loop(level, "adamw"), None
+    _made.append(preamp.engine_of(straight.optimizers[0]))
+
+    def save(loop: Loop, here: str) -> None:
+        if here == place:
+            preamp.save_checkpoint(tmp_path / "run.pt", loop.models, loop.optimizers)
+
+    def iterate(loop: Loop, begin: str = "") -> None:
+        places = ["", "accumulating", "unscaled", "clipped", "stepped", "between"]
+        done = places.index(begin)
+        optimizer = loop.optimizers[0]
+        if done < 1:
+            loop.backward((0,))
+            save(loop, "accumulating")
+        if done < 2:
+            loop.backward((0,))
+            loop.scaler.unscale_(optimizer)
+            save(loop, "unscaled")
+        if done < 3:
+            loop.multiply(0, 0.75)
+            save(loop, "clipped")
+        if done < 4:
+            loop.scaler.step(optimizer)
+            save(loop, "stepped")
+        if done < 5:
+            if done < 4:
+                loop.scaler.update()
+            loop.zero(0)
+            save(loop, "between")
+
+    iterate(straight)
+    index, scale = straight.index, straight.scaler.get_scale()
+    if place == "accumulating":
+        index = 1
+    resumed = Loop(level, "adamw")
+    _made.append(preamp.engine_of(resumed.optimizers[0]))
+    preamp.load_checkpoint(tmp_path / "run.pt", resumed.models, resumed.optimizers)
+    resumed.index = index
+    iterate(resumed, place)
+    assert resumed.scaler.get_scale() == scale
+    for loop in (straight, resumed):
+        loop.index = 10
+        iterate(loop)
+        iterate(loop)
+    for mine, its in zip(resumed.models, straight.models, strict=True):
+        for name, value in mine.state_dict().items():
+            assert_same(value, its.state_dict()[name], name)
+
+
+def test_fused_adam_reads_half_gradients_after_unscale() -> None:
+    """The float32 gradients are not made for it, so a clip by torch costs no memory for them."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = FusedAdam(model.parameters(), lr=0.1)
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    _made.append(preamp.engine_of(model))
+    scaler = preamp.GradScaler(optimizer)
+    scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    scaler.step(optimizer)
+    masters: list[Any] = list(preamp.master_params(optimizer))
+    assert not any(master.has_materialized_grad for master in masters)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_no_backward_adds_to_unscaled_gradients(level: str) -> None:
+    ours, _ = both(level)
+    ours.backward((0,))
+    ours.scaler.unscale_(ours.optimizers[0])
+    ours.backward((1,))  # another optimizer's
+    with pytest.raises(preamp.PreampStateError, match=r"unscale_ has unscaled already.*update"):
+        ours.backward((0,))
+    for model in (0, 1):
+        ours.zero(model)
+    ours.scaler.update()
+    ours.backward((0, 1))
+
+
+def _linear(level: str, **options: Any) -> tuple[nn.Linear, torch.optim.Optimizer, Any]:
+    model = nn.Linear(64, 64, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    preamp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    _made.append(preamp.engine_of(model))
+    return model, optimizer, preamp.GradScaler(optimizer, init_scale=16.0, **options)
+
+
+def _moved(model: nn.Linear, step: Callable[[], object]) -> torch.Tensor:
+    before = model.state_dict()["weight"].clone()
+    step()
+    return before - model.state_dict()["weight"]
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: torch.nn.utils.clip_grad_value_([p], 2.0),
+        lambda p: p.grad[:, 40:].clamp_(max=2.0),
+        lambda p: p.grad.data.clamp_(max=2.0),  # leaves no version
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The float16 gradient")
+def test_a_change_of_few_values_counts(level: str, change: Any) -> None:
+    """Also where those that are looked at first, and versions, tell nothing of it."""
+    model, optimizer, scaler = _linear(level)
+    x = torch.full((1, 64), 2.0**-7)
+    x[0, 40] = 32.0
+    scaler.scale(model(x).sum()).backward()
+    scaler.unscale_(optimizer)
+    change(model.weight)
+    moved = _moved(model, lambda: scaler.step(optimizer))
+    torch.testing.assert_close(moved, x.clamp(max=2.0).expand(64, 64), rtol=0, atol=2.0**-20)
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_what_is_done_to_masters_after_unscale_counts(level: str) -> None:
+    model, optimizer, scaler = _linear(level)
+    scaler.scale(model(torch.ones(1, 64)).sum()).backward()
+    scaler.unscale_(optimizer)
+    (master,) = preamp.master_params(optimizer)
+    assert master.grad is not None
+    master.grad.mul_(0.25)
+    moved = _moved(model, lambda: scaler.step(optimizer))
+    assert_same(moved, torch.full((64, 64), 0.25))
+
+
+def test_a_clip_whose_norm_overflowed_is_refused() -> None:
+    """Torch takes the norm of float16 gradients in float16, and would make the step zero."""
+    model, optimizer, scaler = _linear("O2")
+    signs = torch.ones(1, 64)
+    signs[0, ::2] = -1.0
+    scaler.scale((model(2.0**11 * signs)).sum()).backward()
+    scaler.unscale_(optimizer)
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isinf()
+    with pytest.raises(preamp.PreampStateError, match=r"norm is infinite.*preamp.clip_grad_norm_"):
+        scaler.step(optimizer)
+
+
+def test_a_scaled_loss_keeps_no_activations() -> None:
+    model, optimizer, scaler = _linear("O2")
+    output = model(torch.ones(1, 64))
+    kept = weakref.ref(output)
+    scaler.scale(output.sum())  # whose backward is not called, as after an error
+    del output
+    optimizer.zero_grad()
+    assert kept() is None
+
+
+def test_a_step_that_failed_can_be_taken_again() -> None:
+    class Failing(torch.optim.SGD):
+        fails = True
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise MemoryError
+            return super().step(closure)
+
+    model = nn.Linear(2, 1)
+    nn.init.zeros_(model.weight)
+    optimizer = Failing(model.parameters(), lr=1.0)
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    _made.append(preamp.engine_of(model))
+    scaler = preamp.GradScaler(optimizer, init_scale=4.0)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    with pytest.raises(MemoryError):
+        scaler.step(optimizer)
+    optimizer.fails = False
+    before = model.state_dict()["weight"].clone()
+    scaler.step(optimizer)
+    assert_same(model.state_dict()["weight"], before - 1)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_blocks_of_scale_loss_may_stand_beside_it(level: str) -> None:
+    """An overflow in one is told to the loss scale once."""
+    model, optimizer, scaler = _linear(level)
+    scaler.scale(model(torch.ones(1, 64)).sum())
+    optimizer.zero_grad()
+    with preamp.scale_loss(model(torch.ones(1, 64)).sum() * float("inf"), optimizer) as scaled:
+        scaled.backward()
+    assert scaler.get_scale() == 8.0
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+    assert preamp.engine_of(model).steps_skipped == 1
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_interrupted_scale_can_be_followed_by_another(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, scaler = _linear(level)
+    with monkeypatch.context() as patched:
+        patched.setattr("preamp.engine.loop.Block.part", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            scaler.scale(model(torch.ones(1, 64)).sum())
+    scaler.scale(model(torch.ones(1, 64)).sum()).backward()
+    moved = _moved(model, lambda: scaler.step(optimizer))
+    assert_same(moved, torch.ones(64, 64))
+
+
+def _interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt

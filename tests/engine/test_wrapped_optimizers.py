@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Optimizers in another object that forwards to them, as frameworks have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+from cases.pair import Pair
+from preamp.fp16_utils import FP16_Optimizer
+
+
+class Forwards(torch.optim.Optimizer):
+    """As Accelerate's: an optimizer by its class, without anything of its own."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+
+class Imitates:
+    """As Lightning's: it takes the class of the optimizer inside."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.__class__ = type("Imitation", (Imitates, type(optimizer)), {})
+
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        return self._optimizer.step(closure)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+class HasGroups:
+    """As mmengine's: no optimizer by its class, and without a state."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Shares the groups and has a state: an optimizer by itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.calls = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        self.optimizer.step(closure)
+
+
+WRAPPERS = [Forwards, Imitates, HasGroups, lambda inner: Forwards(Imitates(inner))]
+IDS = ["forwards", "imitates", "has groups", "nested"]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=IDS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_every_name_looks_into_a_wrapper(level: str, wrap: Any) -> None:
+    pair = Pair(level)
+    wrapped = wrap(pair.optimizer)
+    assert preamp.engine_of(wrapped) is pair.engine
+    with preamp.scale_loss(pair.loss(0), [wrapped]) as scaled:
+        scaled.backward()
+    pair.theirs(0)
+    norm = preamp.clip_grad_norm_(wrapped, 1e9)
+    assert float(norm) > 0
+    scheduler = torch.optim.lr_scheduler.StepLR(pair.optimizer, 1)
+    pair.step()
+    assert preamp.step_scheduler(scheduler, wrapped)
+    pair.zero()
+    pair.check()
+    assert preamp.state_dict(wrapped) == pair.engine.state_dict()
+    assert len(list(preamp.master_params(wrapped))) == len(list(pair.model.parameters()))
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=IDS)
+def test_initialize_and_a_grad_scaler_take_a_wrapper(wrap: Any) -> None:
+    model = nn.Linear(4, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.5)
+    wrapped = wrap(inner)
+    returned = preamp.initialize(model, wrapped, opt_level="O2", verbosity=0)
+    assert returned[1] is wrapped
+    assert preamp.engine_of(inner) is preamp.engine_of(wrapped)
+    scaler = preamp.GradScaler(wrapped, init_scale=8.0)
+    before = [param.clone() for param in model.parameters()]
+    scaler.scale(model(torch.ones(3, 4)).sum()).backward()
+    scaler.unscale_(wrapped)
+    scaler.step(wrapped if hasattr(wrapped, "step") else inner)
+    scaler.update()
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert preamp.engine_of(model).steps_applied == 1
+
+
+def test_an_optimizer_with_a_state_of_its_own_is_not_looked_through() -> None:
+    model = nn.Linear(4, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.5)
+    outer = Lookahead(inner)
+    preamp.initialize(model, outer, opt_level="O2", verbosity=0)
+    engine = preamp.engine_of(outer)
+    assert engine.optimizers == (outer,)
+    with preamp.scale_loss(model(torch.ones(3, 4)).sum() * torch.inf, outer) as scaled:
+        scaled.backward()
+    outer.step()
+    assert outer.calls == 0  # a skipped step is a step that did not happen
+    assert engine.steps_skipped == 1
+
+
+def test_an_optimizer_that_scales_by_itself_is_not_looked_through() -> None:
+    model = nn.Linear(4, 2).half()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    with pytest.raises(TypeError, match="FP16_Optimizer"):
+        preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, allow_half_model=True)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""mmengine's Runner at opt levels: the numbers of a loop by hand, and its checkpoints."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import preamp
+from cases.tolerances import assert_same
+from integrations.small import (
+    LEVELS,
+    START,
+    WARNINGS,
+    ByHand,
+    Net,
+    assert_same_models,
+    batches,
+    bits,
+    exact,
+    fork_ranks,
+    loss_of,
+    near,
+    needs,
+    plain_losses,
+    without_skips,
+)
+
+needs("mmengine.runner")
+from mmengine.model import BaseModel
+from mmengine.runner import Runner
+
+import preamp.integrations.mmengine as _registered
+
+pytestmark = WARNINGS
+assert _registered.PreampOptimWrapper
+
+
+class Model(BaseModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.losses: list[float] = []
+        self.factor = 1.0
+
+    def forward(self, x: Any, y: Any, mode: str = "tensor") -> Any:
+        if mode != "loss":
+            return self.net(x)
+        loss = loss_of(self.net, (x, y))
+        self.losses.append(loss.item())
+        return {"loss": loss * self.factor}
+
+    def init_weights(self) -> None:
+        pass
+
+
+def loss_in_forward(model: Any, batch: Any) -> torch.Tensor:
+    """As mmengine has it, so that targets are inputs, which are half where weights are."""
+    return model(*batch, mode="loss")["loss"]
+
+
+class Data(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+def first(rows: Any) -> Any:
+    return rows[0]
+
+
+def run(
+    folder: Path, level: str | None, data: Any, resume: bool = False, **more: Any
+) -> tuple[Model, Runner]:
+    model = more.pop("model", None) or Model()
+    wrapper = {"optimizer": {"type": "AdamW", "lr": 0.02}, "clip_grad": {"max_norm": 0.5}}
+    wrapper.update(more.pop("wrapper", {}))
+    if level is not None:
+        options = {**START, **more.pop("options", {})}
+        wrapper.update(type="PreampOptimWrapper", opt_level=level, options=options)
+    runner = Runner(
+        model=model,
+        work_dir=str(folder),
+        train_dataloader={
+            "dataset": Data(data),
+            "sampler": {"type": "DefaultSampler", "shuffle": False},
+            "collate_fn": first,
+            "batch_size": 1,
+            "num_workers": 0,
+        },
+        train_cfg={"by_epoch": True, "max_epochs": more.pop("epochs", 1)},
+        optim_wrapper=wrapper,
+        default_hooks={"checkpoint": {"type": "CheckpointHook", "interval": 1}},
+        resume=resume,
+        experiment_name=f"run{id(model)}",
+        log_level="ERROR",
+        **more,
+    )
+    runner.train()
+    return model, runner
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_run_is_that_of_a_loop_by_hand(level: str, every: int, tmp_path: Path) -> None:
+    data = batches(12)
+    model, _ = run(tmp_path, level, data, wrapper={"accumulative_counts": every})
+    hand = ByHand(level, Model(), loss_in_forward).run(data, every=every, clip=0.5)
+    assert model.losses == hand.losses
+    assert_same_models(model, hand.model)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_losses_are_those_of_mmengines_own_float32_run(level: str, tmp_path: Path) -> None:
+    data = batches(30)
+    own, _ = run(tmp_path / "own", None, data)
+    assert own.losses == pytest.approx(plain_losses(data, 0.5), rel=1e-5)
+    model, _ = run(tmp_path / "ours", level, data, options=without_skips(level))
+    assert model.losses == near(own.losses, level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_resumed_run_goes_on_to_the_bit(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # it keeps classes in its files
+    data = batches(6)
+    whole, runner = run(tmp_path / "whole", level, data, epochs=2)
+    run(tmp_path / "half", level, data)
+    saved = torch.load(tmp_path / "half" / "epoch_1.pth", weights_only=False)
+    assert {value.dtype for value in saved["state_dict"].values()} == {torch.float32}
+    rest, again = run(tmp_path / "half", level, data, resume=True, epochs=2)
+    assert rest.losses == whole.losses[6:]
+    assert_same_models(rest.net, whole.net)
+    ours, theirs = again.optim_wrapper.state_dict(), runner.optim_wrapper.state_dict()
+    assert ours["preamp"] == theirs["preamp"]
+
+
+def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:
+    model = Model()
+    model.factor = 1e30
+    before = exact(model)
+    run(tmp_path, "O2", batches(1), model=model)
+    for name, value in exact(model).items():
+        assert_same(value, before[name])
+    assert preamp.engine_of(model).steps_skipped == 1
+
+
+def test_values_are_clipped_on_masters(tmp_path: Path) -> None:
+    clip = {"type": "value", "clip_value": 2.0**-6}
+    _, runner = run(
+        tmp_path, "O2", batches(1), wrapper={"clip_grad": clip}, options={"loss_scale": 64.0}
+    )
+    states = runner.optim_wrapper.optimizer.state.values()
+    assert 0 < max(float(s["exp_avg"].abs().max()) for s in states) <= 0.1 * 2.0**-6 * 1.001
+
+
+def test_a_backward_before_the_first_forward_is_refused() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapper = _registered.PreampOptimWrapper(optimizer)
+    with pytest.raises(preamp.PreampStateError, match="optim_context"):
+        wrapper.update_params(torch.ones((), requires_grad=True))
+
+
+def as_with_apex(rank: int) -> bool:
+    preamp.install_apex_alias()
+    wrapper_file: Any = importlib.import_module("mmengine.optim.optimizer.apex_optimizer_wrapper")
+    wrapper_file.apex_amp = importlib.import_module("apex.amp")  # what it tried when imported
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+    data = batches(8)
+    wrapper = {"type": "ApexOptimWrapper", "opt_level": "O2", "verbosity": 0, "clip_grad": None}
+    model, _ = run(Path(), None, data, wrapper=dict(wrapper))
+    hand = ByHand("O2", Model(), loss_in_forward).run(data)
+    assert_same_models(model, hand.model)
+    rest, _ = run(Path(), None, data, wrapper=dict(wrapper), resume=True, epochs=2)
+    return rest.losses == hand.run(data).losses[8:]
+
+
+def test_mmengines_wrapper_for_apex_works_through_the_alias(tmp_path: Path) -> None:
+    assert fork_ranks(as_with_apex, tmp_path, 1) == [True]
+
+
+def on_two(rank: int) -> dict[str, Any]:
+    torch.distributed.init_process_group("gloo")  # mmengine's own start asks for CUDA
+    # Nor does it leave out a device's number for CPUs, unless it is told the wrapper
+    wrapper = {"type": "MMDistributedDataParallel", "device_ids": None}
+    more: Any = {"launcher": "pytorch", "cfg": {"model_wrapper_cfg": wrapper}}
+    model, _ = run(Path(), "O1", batches(8), **more)
+    found: dict[str, Any] = {"O1": list(bits(exact(model).values())), "seen": len(model.losses)}
+    try:
+        run(Path(), "O2", batches(8), **more)
+    except preamp.PreampStateError as error:
+        found["O2"] = str(error)
+    return found
+
+
+def test_two_processes_train_one_model_with_float32_weights(tmp_path: Path) -> None:
+    one, other = fork_ranks(on_two, tmp_path)
+    assert one == other
+    assert one["seen"] == 4
+    assert "MMDistributedDataParallel" in one["O2"]

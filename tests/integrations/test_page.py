@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Each script on the page of frameworks runs as it stands, where its framework is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from code_blocks import Block, blocks_of
+from integrations.small import WARNINGS, fork_ranks, needs
+
+PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+BLOCKS = blocks_of(PAGE.read_text(encoding="utf-8"))
+
+pytestmark = WARNINGS
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.reason)
+def test_a_script_of_the_page_trains(block: Block, tmp_path: Path) -> None:
+    needs(block.reason.removeprefix("needs "))
+
+    def run(rank: int) -> bool:
+        torch.manual_seed(rank)
+        exec(compile(block.code, str(PAGE), "exec"), {"__name__": "__main__"})
+        return True
+
+    assert fork_ranks(run, tmp_path, 1) == [True]
+
+
+def test_every_script_says_what_it_needs() -> None:
+    assert len(BLOCKS) == 7
+    assert all(block.reason.startswith("needs ") for block in BLOCKS)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Without its framework an integration says what installs it; the engine's state goes along."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import preamp
+from integrations.small import START, Net, make_optimizer
+from preamp.integrations.shared import EngineScaler, framework
+
+PACKAGES = {
+    "accelerate": "pip install accelerate",
+    "lightning": "pip install lightning",
+    "mmengine": "pip install mmengine",
+    "transformers": "pip install transformers accelerate",
+}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_missing_framework_is_named_with_the_command(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"preamp.integrations.{name}", raising=False)
+    with pytest.raises(preamp.PreampUnavailableError, match=f"Run {PACKAGES[name]}"):
+        importlib.import_module(f"preamp.integrations.{name}")
+
+
+def test_a_part_that_is_there_is_returned() -> None:
+    assert framework("json.decoder", "json") is importlib.import_module("json.decoder")
+
+
+def test_timm_is_needed_by_one_way_to_clip_only() -> None:
+    module = importlib.import_module("preamp.integrations.timm")
+    assert module.LossScaler.state_dict_key == "amp_scaler"
+
+
+def started(**options: Any) -> Any:
+    model = Net()
+    optimizer = make_optimizer(model.parameters())
+    preamp.initialize(model, optimizer, opt_level="O2", **START, **options)
+    return preamp.engine_of(model), EngineScaler(optimizer)
+
+
+def test_the_state_has_the_counters_of_the_engine_and_torchs_is_taken() -> None:
+    engine, scaler = started()
+    state = scaler.state_dict()
+    state["preamp"]["steps"] = [{"applied": 7, "skipped": 2, "skips_in_row": 1}]
+    scaler.load_state_dict(state)
+    assert (engine.steps_applied, engine.steps_skipped) == (7, 2)
+    assert scaler.state_dict() == state
+    torchs = torch.amp.GradScaler("cpu", init_scale=32.0)
+    torchs.scale(torch.ones(()))
+    scaler.load_state_dict(torchs.state_dict())
+    assert engine.loss_scale() == 32.0
+    assert engine.steps_applied == 7
+
+
+def test_off_there_is_no_state() -> None:
+    _, scaler = started(enabled=False)
+    assert scaler.state_dict() == {}

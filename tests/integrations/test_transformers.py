@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The Trainer at opt levels: a loop by hand's numbers, its checkpoints, saved configurations."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import preamp
+from cases.tolerances import assert_same
+from integrations.small import (
+    LEVELS,
+    START,
+    WARNINGS,
+    assert_same_models,
+    bits,
+    exact,
+    fork_ranks,
+    needs,
+)
+
+needs("accelerate")
+needs("transformers.trainer")
+import transformers
+
+from preamp.integrations.transformers import Trainer, TrainerMixin
+
+pytestmark = WARNINGS
+
+
+def make_model() -> Any:
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def sequences(count: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, 32, (count, 1), generator=generator)
+    tokens = (starts + torch.arange(12)) % 32
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+class Losses(transformers.TrainerCallback):
+    def __init__(self) -> None:
+        self.found: list[float] = []
+        self.norms: list[float] = []
+        self.rates: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+        if "loss" in logs:
+            self.found.append(logs["loss"])
+            self.norms.append(float(logs["grad_norm"]))
+            self.rates.append(logs["learning_rate"])
+
+
+def arguments(folder: Path, **more: Any) -> Any:
+    given = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "max_steps": 8,
+        "learning_rate": 0.02,
+        "logging_steps": 1,
+        "save_steps": 4,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "max_grad_norm": 0.5,
+        "lr_scheduler_type": "linear",
+        "seed": 11,
+        "optim": "adamw_torch",
+    }
+    return transformers.TrainingArguments(**{**given, **more})
+
+
+def train(
+    folder: Path, level: str | None, resume: Any = None, options: Any = None, **more: Any
+) -> tuple[Any, Losses]:
+    losses = Losses()
+    given: dict[str, Any] = {
+        "model": make_model(),
+        "args": arguments(folder, **more),
+        "train_dataset": sequences(64),
+        "callbacks": [losses],
+    }
+    if level is None:
+        trainer = transformers.Trainer(**given)
+    else:
+        trainer = Trainer(**given, opt_level=level, options={**START, **(options or {})})
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, losses
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_losses_and_norms_are_those_of_the_float32_run(level: str, tmp_path: Path) -> None:
+    options = {"loss_scale": 256.0} if level in ("O1", "O2") else {}
+    _, wanted = train(tmp_path / "own", None, save_strategy="no")
+    trainer, losses = train(tmp_path / "ours", level, None, options, save_strategy="no")
+    rough = 0.01 if level in ("O1", "O2") else 0.08
+    assert losses.found == pytest.approx(wanted.found, rel=rough)
+    assert losses.norms == pytest.approx(wanted.norms, rel=10 * rough)
+    assert wanted.found[-1] < 0.9 * wanted.found[0]
+    weight = trainer.model.lm_head.weight
+    assert weight.dtype is {"O2": torch.float16, "O5": torch.bfloat16}.get(level, torch.float32)
+    assert preamp.engine_of(trainer.model).steps_applied == 8
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_resumed_run_goes_on_to_the_bit(level: str, tmp_path: Path) -> None:
+    more = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    trainer, losses = train(tmp_path / "a", level, **more)
+    middle = tmp_path / "a" / "checkpoint-4"
+    again, rest = train(tmp_path / "b", level, str(middle), **more)
+    assert rest.found == losses.found[4:]
+    assert rest.norms == losses.norms[4:]
+    assert_same_models(again.model, trainer.model)
+    one, other = preamp.engine_of(trainer.model), preamp.engine_of(again.model)
+    assert one.state_dict() == other.state_dict()
+    assert one.steps_applied > 0
+
+
+def test_the_schedule_waits_for_a_skipped_step(tmp_path: Path) -> None:
+    trainer, losses = train(tmp_path, "O2", options={"max_loss_scale": 2.0**24}, save_steps=8)
+    engine = preamp.engine_of(trainer.model)
+    if engine.steps_skipped == 0:  # make sure that there is one to be seen
+        trainer, losses = train(tmp_path, "O2", learning_rate=0.01, save_steps=8)
+    assert engine.steps_applied + engine.steps_skipped == 8
+    assert len(set(losses.rates)) == 8 - engine.steps_skipped
+
+
+@pytest.mark.parametrize("clip", [0.0, 1e9])
+def test_norms_are_reported_where_nothing_is_clipped(clip: float, tmp_path: Path) -> None:
+    options = {"loss_scale": 256.0}
+    _, wanted = train(tmp_path / "a", None, max_grad_norm=clip, max_steps=2, save_strategy="no")
+    trainer, losses = train(
+        tmp_path / "b", "O2", None, options, max_grad_norm=clip, max_steps=2, save_strategy="no"
+    )
+    assert losses.norms == pytest.approx(wanted.norms, rel=0.01)
+    assert preamp.engine_of(trainer.model).steps_applied == 2
+
+
+@pytest.mark.parametrize("level", ["O2", "O5", "O1"])
+def test_what_is_saved_says_float32_and_loads_exactly(level: str, tmp_path: Path) -> None:
+    trainer, _ = train(tmp_path / "run", level, max_steps=2, save_strategy="no")
+    for folder, save in (
+        (tmp_path / "model", trainer.model.save_pretrained),
+        (tmp_path / "trainer", trainer.save_model),
+    ):
+        save(str(folder))
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        assert config["dtype"] == "float32"
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(str(folder))
+        for (name, a), b in zip(exact(loaded).items(), exact(trainer.model).values(), strict=True):
+            assert_same(a, b, name)
+    assert "save_pretrained" not in vars(trainer.model.config)
+    preamp.engine_of(trainer.model).close()
+    assert "save_pretrained" not in vars(trainer.model)
+
+
+def test_evaluation_runs_at_the_level(tmp_path: Path) -> None:
+    trainer, _ = train(tmp_path / "run", "O2", max_steps=2, save_strategy="no")
+    trainer.eval_dataset = sequences(8, seed=1)
+    metrics = trainer.evaluate()
+    assert 0 < metrics["eval_loss"] < 10
+    found = trainer.predict(sequences(4, seed=2))
+    assert found.predictions.dtype.name == "float32"
+
+
+def test_a_second_call_trains_on(tmp_path: Path) -> None:
+    trainer, _ = train(tmp_path / "run", "O2", max_steps=2, save_strategy="no")
+    engine = preamp.engine_of(trainer.model)
+    trainer.train()
+    assert preamp.engine_of(trainer.model) is engine
+    assert engine.steps_applied + engine.steps_skipped == 4
+
+
+def test_other_precisions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(preamp.PreampStateError, match="bf16=True"):
+        Trainer(model=make_model(), args=arguments(tmp_path, bf16=True), opt_level="O5")
+
+
+def test_the_mixin_serves_other_trainers(tmp_path: Path) -> None:
+    class Own(TrainerMixin, transformers.Seq2SeqTrainer):
+        pass
+
+    args = transformers.Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, max_steps=1, report_to=[], disable_tqdm=True
+    )
+    own = Own(
+        model=make_model(), args=args, train_dataset=sequences(8), opt_level="O5", options=START
+    )
+    own.train()
+    assert preamp.engine_of(own.model).policy.opt_level == "O5"
+
+
+def on_two(rank: int) -> dict[str, Any]:
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    trainer, losses = train(Path(), "O2", save_strategy="no", max_steps=4, ddp_backend="gloo")
+    return {
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "weights": list(bits(exact(trainer.model).values())),
+        "norms": losses.norms,
+    }
+
+
+def test_two_processes_train_one_model(tmp_path: Path) -> None:
+    first, second = fork_ranks(on_two, tmp_path)
+    assert first["weights"] == second["weights"]
+    assert first["wrapped"] == "DistributedDataParallel"
