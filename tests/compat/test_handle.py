@@ -525,7 +525,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         _owned_by_an_engine,
         preamp.PreampStateError,
-        "A handle was given a SGD that amp.initialize took over. Handles scale for optimizers "
+        "A handle was given an SGD that amp.initialize took over. Handles scale for optimizers "
         "that amp.initialize has not seen. Use amp.scale_loss(loss, optimizer) without amp.init, "
         "or amp.init alone.",
     ),

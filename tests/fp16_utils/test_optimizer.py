@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from fp16_utils.steps import (
     sgd,
     wrapped,
 )
+from preamp import fp16_utils
 from preamp.compat.amp_state import amp_state
 from preamp.core.errors import LossScaleError
 from preamp.fp16_utils import FP16_Optimizer, convert_network
@@ -371,6 +373,34 @@ def test_the_parameter_that_overflows_is_named(capsys: pytest.CaptureFixture[str
     optimizer.backward(model.loss(2.0**10))  # 2**26: beyond float16, not beyond float32
     optimizer.step()
     assert "inf first in 'optimizers[0].param_groups[0][0]'" in capsys.readouterr().out
+
+
+@pytest.mark.apex("5.3 a skipped step")
+@pytest.mark.parametrize("convert", [fp16_utils.network_to_half, fp16_utils.FP16Model])
+def test_the_parameter_is_called_as_in_its_model(
+    convert: Callable[[nn.Module], nn.Module], capsys: pytest.CaptureFixture[str]
+) -> None:
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = convert(inner)
+    optimizer = FP16_Optimizer(torch.optim.SGD(inner.parameters(), lr=0.1), dynamic_loss_scale=True)
+    capsys.readouterr()
+    loss = model(torch.ones(1, 2)).float().sum() * 2.0**12
+    optimizer.backward(loss)
+    optimizer.step()
+    assert "first in '1.bias'" in (out := capsys.readouterr().out)
+    assert out.count("\n") == 1
+
+
+@pytest.mark.apex("5.3 a skipped step")
+def test_other_ranks_do_not_tell_of_skipped_steps(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = wrapped(dynamic_loss_scale=True)
+    monkeypatch.setattr("preamp.core.log.is_first_rank", lambda: False)
+    optimizer.backward(model.loss(2.0**10))
+    optimizer.step()
+    assert optimizer.overflow
+    assert capsys.readouterr().out == ""
 
 
 # -- clipping ------------------------------------------------------------------------------------

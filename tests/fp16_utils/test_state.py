@@ -278,7 +278,7 @@ def test_wrapping_twice_is_refused() -> None:
     _, optimizer = wrapped()
     with refused(
         PreampStateError,
-        "init_optimizer is a FP16_Optimizer already. FP16_Optimizer wraps an optimizer once. Use "
+        "init_optimizer is an FP16_Optimizer already. FP16_Optimizer wraps an optimizer once. Use "
         "it as it is, or make a new optimizer from the model's parameters.",
     ):
         build(optimizer)
@@ -293,7 +293,7 @@ def test_wrapping_an_optimizer_inside_another_wrapper_is_refused(first: Any, sec
     masters = inner.param_groups[0]["params"]
     with refused(
         PreampStateError,
-        "init_optimizer, a SGD, is inside an FP16_Optimizer. It holds the masters of that one, "
+        "init_optimizer, an SGD, is inside an FP16_Optimizer. It holds the masters of that one, "
         "which no other can write to the model. Make a new optimizer from the model's parameters, "
         "and wrap that.",
     ):

@@ -231,7 +231,7 @@ def test_numbers_where_tensors_belong_are_refused(name: str) -> None:
     dtype = "int32" if name == "step" else "float32"
     scalars[name] = 1  # type: ignore[assignment]
     text = (
-        f"multi_tensor_adam_capturable: {name} is a int. {name} is a contiguous {dtype} tensor "
+        f"multi_tensor_adam_capturable: {name} is an int. {name} is a contiguous {dtype} tensor "
         f"with numel 1 on cpu. Make it with torch.zeros(1, dtype=torch.{dtype}, device='cpu')."
     )
     with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):

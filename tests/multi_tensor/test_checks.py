@@ -137,7 +137,7 @@ def test_flags_that_do_not_fit(flag: torch.Tensor, got: str) -> None:
 
 def test_a_flag_that_is_no_tensor() -> None:
     text = (
-        "multi_tensor_scale: noop_flag is a int. noop_flag is a contiguous int32 tensor with "
+        "multi_tensor_scale: noop_flag is an int. noop_flag is a contiguous int32 tensor with "
         "numel 1 on cpu. Make it with torch.zeros(1, dtype=torch.int32, device='cpu')."
     )
     with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):

@@ -28,6 +28,15 @@ from preamp.normalization import (
     MixedFusedRMSNorm,
     fused_layer_norm,
 )
+from preamp.normalization.fused_layer_norm import (
+    FusedLayerNormAffineFunction,
+    FusedLayerNormAffineMixedDtypesFunction,
+    FusedLayerNormFunction,
+    FusedRMSNormAffineFunction,
+    FusedRMSNormAffineMixedDtypesFunction,
+    FusedRMSNormFunction,
+    manual_rms_norm,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LAYERS = (FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm)
@@ -364,3 +373,90 @@ def test_signatures_are_those_of_apex() -> None:
         found = inspect.signature(kind).parameters
         assert found["eps"].default == 1e-5
         assert found["memory_efficient"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+# -- the autograd.Function classes, by Apex's order of arguments -------------------------------
+
+FUNCTIONS: dict[Any, int] = {  # with the number of tensors that come first
+    FusedLayerNormFunction: 1,
+    FusedRMSNormFunction: 1,
+    FusedLayerNormAffineFunction: 3,
+    FusedRMSNormAffineFunction: 2,
+    FusedLayerNormAffineMixedDtypesFunction: 3,
+    FusedRMSNormAffineMixedDtypesFunction: 2,
+}
+ALL_FUNCTIONS = pytest.mark.parametrize("kind", FUNCTIONS, ids=lambda kind: kind.__name__)
+
+
+def tensors_for(kind: Any, dtype: torch.dtype, weight_dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = (torch.randn(2, 4, 6, generator=generator) + 1).to(dtype)
+    w, b = ((torch.rand(4, 6, generator=generator) + 0.5).to(weight_dtype) for _ in range(2))
+    return [x, w, b][: FUNCTIONS[kind]]
+
+
+@pytest.mark.apex("9.6 the autograd.Function classes")
+@ALL_FUNCTIONS
+@EFFICIENT
+def test_gradients_of_functions_in_float64(kind: Any, efficient: bool) -> None:
+    tensors = [t.requires_grad_() for t in tensors_for(kind, torch.float64, torch.float64)]
+
+    def fn(*tensors: torch.Tensor) -> torch.Tensor:
+        return kind.apply(*tensors, (4, 6), 1e-2, efficient)
+
+    assert torch.autograd.gradcheck(fn, tensors)
+    y = fn(*tensors)
+    x, w, b = (*tensors, None, None)[:3]
+    centred = "Layer" in kind.__name__
+    torch.testing.assert_close(y, oracle(x, w, b, 2, 1e-2, centred=centred))
+
+
+@pytest.mark.apex("9.6 the autograd.Function classes")
+@ALL_FUNCTIONS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_functions_in_half_against_float64(kind: Any, dtype: torch.dtype) -> None:
+    mixed, centred = "Mixed" in kind.__name__, "Layer" in kind.__name__
+    tensors = tensors_for(kind, dtype, torch.float32 if mixed else dtype)
+    out = torch.float32 if mixed else dtype
+    dy = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(4)).to(out)
+
+    def formula(x: Any, w: Any = None, b: Any = None) -> torch.Tensor:
+        return oracle(x, w, b, 2, 1e-5, centred=centred)
+
+    def torchs_own(x: Any, w: Any = None, b: Any = None) -> torch.Tensor:
+        args = (b,) if centred else ()
+        return (F.layer_norm if centred else F.rms_norm)(x, (4, 6), w, *args, 1e-5)
+
+    exact = run(formula, [t.double() for t in tensors], dy.double())
+    low = [t.to(out) for t in tensors]
+    coarse = run(torchs_own, low, dy)
+    ours = run(lambda *given: kind.apply(*given, (4, 6), 1e-5), tensors, dy)
+    kept = [out, *(t.dtype for t in tensors)]
+    for mine, wanted, torchs, own_dtype in zip(ours, exact, coarse, kept, strict=True):
+        assert mine.dtype is own_dtype
+        rounded = further(wanted.to(own_dtype).double(), torchs.to(own_dtype).double(), wanted)
+        assert_within_budget(mine, rounded, wanted)
+
+
+@pytest.mark.apex("9.6 the autograd.Function classes")
+def test_a_single_number_and_no_second_derivative() -> None:
+    x = torch.randn(3, 5, requires_grad=True)
+    y = FusedLayerNormFunction.apply(x, 5, 1e-5)
+    assert_same(y.detach(), F.layer_norm(x.detach(), (5,), eps=1e-5))
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.apex("9.6 manual_rms_norm")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_rms_norm_by_plain_operations(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 5, dtype=torch.float64)
+    w = torch.rand(5, dtype=dtype)
+    y = manual_rms_norm(x.to(dtype), 5, w, 1e-5)
+    assert y.dtype is dtype
+    exact = oracle(x.to(dtype).double(), w.double(), None, 1, 1e-5, centred=False)
+    assert (y.double() - exact).abs().max() <= 4 * torch.finfo(dtype).eps
+    assert manual_rms_norm(x.to(dtype), 5, None, 1e-5).dtype is torch.promote_types(
+        torch.float32, dtype
+    )

@@ -2,8 +2,10 @@
 """The names of ``apex.amp``: migrating is ``from preamp import amp``."""
 
 from preamp.amp import _initialize as _initialize
+from preamp.amp import amp as amp
 from preamp.amp import frontend as frontend
 from preamp.amp import handle as handle
+from preamp.amp import lists as lists
 from preamp.amp import opt as opt
 from preamp.amp import scaler as scaler
 from preamp.amp._amp_state import _amp_state as _amp_state

@@ -7,6 +7,8 @@ import weakref
 from typing import Any
 
 from preamp.compat.scaler import LossScaler
+from preamp.core.errors import PreampPolicyError
+from preamp.core.log import say
 from preamp.engine import Engine
 from preamp.policy import APEX_OPTIONS, Policy
 
@@ -85,3 +87,16 @@ class AmpState:
 
 amp_state = AmpState()
 """The one instance; ``preamp.amp._amp_state``."""
+
+
+def maybe_print(msg: object, rank0: bool = False) -> None:
+    """Print ``msg`` unless ``verbosity`` is 0; with ``rank0`` on the first rank only."""
+    if amp_state.verbosity > 0:
+        say(str(msg), every_rank=not rank0)
+
+
+def warn_or_err(msg: str) -> None:
+    """Raise `PreampPolicyError` with ``msg``, or print it where ``hard_override`` is set."""
+    if not amp_state.hard_override:
+        raise PreampPolicyError(msg)
+    say(f"Warning:  {msg}", every_rank=True)

@@ -13,12 +13,13 @@ import torch
 from preamp import engine as rooms
 from preamp.compat.amp_state import amp_state
 from preamp.compat.handle import AmpHandle
+from preamp.compat.lists import edits_for
 from preamp.compat.stash import attach_stashes
 from preamp.compat.wrapper import OptimizerWrapper
 from preamp.core.errors import bad_state
 from preamp.core.log import say
 from preamp.core.pytree import map_leaves
-from preamp.policy import Scope
+from preamp.policy import APEX_OPTIONS, OPT_LEVELS, Policy, Scope
 
 _PREFIX = "loss_scaler"
 
@@ -47,43 +48,52 @@ def initialize(
 
     Arguments, result and errors are described there. On top of that the new engine becomes the
     current one, which ``amp.state_dict()``, ``amp.load_state_dict()`` and ``amp._amp_state`` refer
-    to. ``_amp_state.hard_override`` and ``_amp_state.allow_incoming_model_not_fp32`` are honoured.
+    to. ``_amp_state.hard_override`` and ``_amp_state.allow_incoming_model_not_fp32`` are honoured,
+    and so is what a script has made of ``amp.lists``. With ``verbosity`` above 0 the options are
+    printed line by line. Function casts hold in the whole calling thread unless ``scope="model"``
+    is passed.
     ``patch_torch_functions_type`` is ROCm's argument; keyword-only, since its fork inserted it in
     the middle of the positional ones.
 
     Raises:
         PreampStateError: Also for an ``FP16_Optimizer``.
     """
+    arguments = locals()
     if enabled:
         _refuse_fp16_optimizers(optimizers)
-    result = rooms.initialize(
-        models,
-        optimizers,
-        enabled,
-        opt_level,
-        cast_model_type,
-        patch_torch_functions,
-        keep_batchnorm_fp32,
-        master_weights,
-        loss_scale,
-        cast_model_outputs,
-        num_losses,
-        verbosity,
-        min_loss_scale,
-        max_loss_scale,
-        patch_torch_functions_type=patch_torch_functions_type,
-        scope=scope,
-        keep_fp32=keep_fp32,
-        allow_half_model=amp_state.allow_incoming_model_not_fp32,
-        hard_override=amp_state.hard_override,
-    )
-    _make_current(_engine_among(optimizers, models), enabled)
+    of_apex: dict[str, object] = {"scope": "thread" if scope is None else scope}
+    of_apex["hard_override"] = amp_state.hard_override
+    engine = rooms.start({**arguments, **of_apex}, _enter)
+    _make_current(engine, enabled)
     amp_state.verbosity = _number(verbosity)
-    return result
+    return models if optimizers is None else (models, optimizers)
 
 
-def _make_current(engine: rooms.Engine | None, enabled: bool) -> None:
-    if engine is not None and enabled:
+def _enter(policy: Policy, recording: rooms.Recording) -> rooms.Entrance:
+    """Print the decisions as scripts know Apex to, and say what holds for its engines."""
+    if recording.verbosity > 0:
+        say(f"Selected optimization level {policy.brief}\n")
+        say("Defaults for this optimization level are:")
+        _say_options(OPT_LEVELS[policy.opt_level])
+        say("Processing user overrides (additional kwargs that are not None)...")
+        say("After processing overrides, optimization options are:")
+        _say_options(policy)
+    half = policy.patch_torch_functions_type
+    return rooms.Entrance(
+        allow_half_model=amp_state.allow_incoming_model_not_fp32,
+        edits=() if half is None else edits_for(half),
+        casts_forward=True,
+        ignores_rewriting=True,
+    )
+
+
+def _say_options(policy: Policy) -> None:
+    for name in APEX_OPTIONS:
+        say(f"{name:26} : {getattr(policy, name)}")
+
+
+def _make_current(engine: rooms.Engine, enabled: bool) -> None:
+    if enabled:
         attach_stashes(engine)
         if engine.casts_functions:
             amp_state.handle = _handle_of(engine)
@@ -113,16 +123,6 @@ def _handle_of(engine: rooms.Engine) -> AmpHandle:
     handle = AmpHandle(engine.policy.loss_scale, verbose=engine.verbosity >= 2)
     handle.take_over(engine.cast_undo.unwind)  # which does not keep the engine alive
     return handle
-
-
-def _engine_among(*given: Any) -> rooms.Engine | None:
-    for things in given:
-        several = cast("list[Any]", things) if isinstance(things, list) else [things]
-        for thing in several:
-            engine = rooms.find_engine(thing)
-            if engine is not None:
-                return engine
-    return None
 
 
 def _forget_if_current(engine: rooms.Engine) -> Any:

@@ -2,13 +2,24 @@
 """``apex.normalization.fused_layer_norm``."""
 
 from preamp.compat.normalization import FusedLayerNorm as FusedLayerNorm
+from preamp.compat.normalization import FusedLayerNormAffineFunction as FusedLayerNormAffineFunction
+from preamp.compat.normalization import (
+    FusedLayerNormAffineMixedDtypesFunction as FusedLayerNormAffineMixedDtypesFunction,
+)
+from preamp.compat.normalization import FusedLayerNormFunction as FusedLayerNormFunction
 from preamp.compat.normalization import FusedRMSNorm as FusedRMSNorm
+from preamp.compat.normalization import FusedRMSNormAffineFunction as FusedRMSNormAffineFunction
+from preamp.compat.normalization import (
+    FusedRMSNormAffineMixedDtypesFunction as FusedRMSNormAffineMixedDtypesFunction,
+)
+from preamp.compat.normalization import FusedRMSNormFunction as FusedRMSNormFunction
 from preamp.compat.normalization import MixedFusedLayerNorm as MixedFusedLayerNorm
 from preamp.compat.normalization import MixedFusedRMSNorm as MixedFusedRMSNorm
 from preamp.compat.normalization import fused_layer_norm as fused_layer_norm
 from preamp.compat.normalization import fused_layer_norm_affine as fused_layer_norm_affine
 from preamp.compat.normalization import fused_rms_norm as fused_rms_norm
 from preamp.compat.normalization import fused_rms_norm_affine as fused_rms_norm_affine
+from preamp.compat.normalization import manual_rms_norm as manual_rms_norm
 from preamp.compat.normalization import (
     mixed_dtype_fused_layer_norm_affine as mixed_dtype_fused_layer_norm_affine,
 )
@@ -18,13 +29,20 @@ from preamp.compat.normalization import (
 
 __all__ = [
     "FusedLayerNorm",
+    "FusedLayerNormAffineFunction",
+    "FusedLayerNormAffineMixedDtypesFunction",
+    "FusedLayerNormFunction",
     "FusedRMSNorm",
+    "FusedRMSNormAffineFunction",
+    "FusedRMSNormAffineMixedDtypesFunction",
+    "FusedRMSNormFunction",
     "MixedFusedLayerNorm",
     "MixedFusedRMSNorm",
     "fused_layer_norm",
     "fused_layer_norm_affine",
     "fused_rms_norm",
     "fused_rms_norm_affine",
+    "manual_rms_norm",
     "mixed_dtype_fused_layer_norm_affine",
     "mixed_dtype_fused_rms_norm_affine",
 ]

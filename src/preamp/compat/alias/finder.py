@@ -9,6 +9,7 @@ preamp's own, so objects pickled under the alias load without it.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -69,17 +70,24 @@ class AliasLoader(InspectLoader):
         source = importlib.import_module(self._target)
         import_children(module.__name__)
         # After the children: amp._amp_state is an object, although a child has the same name.
+        modules = {
+            name
+            for name in getattr(source, "__all__", ())
+            if f"{module.__name__}.{name}" not in SUPPLIED
+        }
         vars(module).update(
             {
                 name: value
                 for name, value in vars(source).items()
-                if name not in _OF_THE_ALIAS and not isinstance(value, ModuleType)
+                if name not in _OF_THE_ALIAS
+                and (name in modules or not isinstance(value, ModuleType))
             }
         )
+        vars(module)["__getattr__"] = functools.partial(_refuse_attribute, module.__name__)
 
     def is_package(self, fullname: str) -> bool:
-        """Whether the table has children of ``fullname``."""
-        return any(child.startswith(f"{fullname}.") for child in (*SUPPLIED, *REFUSED))
+        """Whether it is one: of those alone Python asks a finder for names that are missing."""
+        return fullname not in RUNNABLE
 
     def get_source(self, fullname: str) -> str | None:
         """Return the source of preamp's module, for tracebacks and debuggers."""
@@ -123,9 +131,10 @@ class AliasFinder(DistributionFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Another finder's answer, else the alias; raises for modules of Apex that preamp lacks."""
+        """Another finder's answer, else the alias; raises for names of Apex that preamp lacks."""
         if fullname not in SUPPLIED and fullname not in REFUSED:
-            return None
+            if not _is_below_alias(fullname) or find_elsewhere(fullname, path, target):
+                return None
         found = find_elsewhere(fullname, path, target)
         if fullname == ROOT and found is not None:
             if is_apex(found.submodule_search_locations) and found.loader is not None:
@@ -188,19 +197,47 @@ def import_children(parent: str) -> None:
             importlib.import_module(name)
 
 
-def refuse_missing(name: str) -> None:
-    """Raise `ModuleNotFoundError` for a module that cannot be had, naming what replaces it."""
+def refuse_missing(name: str, kind: type[Exception] = ModuleNotFoundError) -> None:
+    """Raise an error of ``kind`` for a name that cannot be had, saying what replaces it."""
     if name in SUPPLIED and _is_available(name):
         return
-    do = f"Use {REFUSED[name]}" if name in REFUSED else "Use a torch built with torch.distributed"
     # No name= on the error: with it, `from apex import mlp` would replace the text by its own.
     raise worded(
-        ModuleNotFoundError,
-        f"{name} is not supplied under the alias for Apex",
-        "preamp has apex.amp, apex.fp16_utils, apex.optimizers, apex.contrib.optimizers, "
-        "apex.multi_tensor_apply, apex.parallel, apex.normalization, amp_C and apex_C",
-        do,
+        kind, f"{name} is not supplied under the alias for Apex", _allowed(name), _advice(name)
     )
+
+
+def _allowed(name: str) -> str:
+    parent = name.rpartition(".")[0]
+    own = getattr(sys.modules.get(parent), "__all__", None)
+    if own is not None and name not in SUPPLIED:
+        return f"{parent} has {', '.join(own)}"
+    return (
+        "preamp has apex.amp, apex.fp16_utils, apex.optimizers, apex.contrib.optimizers, "
+        "apex.multi_tensor_apply, apex.parallel, apex.normalization, amp_C and apex_C"
+    )
+
+
+def _advice(name: str) -> str:
+    if name in REFUSED:
+        return f"Use {REFUSED[name]}"
+    if name in SUPPLIED:
+        return "Use a torch built with torch.distributed"
+    return "Check the spelling; docs/from-apex.md says what of Apex works, and what replaces it"
+
+
+def _refuse_attribute(module: str, name: str) -> Any:
+    """What an alias module's ``__getattr__`` does (PEP 562)."""
+    if name.startswith("__") and f"{module}.{name}" not in REFUSED:  # Python's own questions
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    refuse_missing(f"{module}.{name}", AttributeError)
+    raise AttributeError(f"module {module!r} has no attribute {name!r} yet", name=name)
+
+
+def _is_below_alias(name: str) -> bool:
+    """Whether ``name`` is looked for in a module that is the alias's own."""
+    parent = sys.modules.get(name.rpartition(".")[0])
+    return isinstance(getattr(getattr(parent, "__spec__", None), "loader", None), AliasLoader)
 
 
 def _is_available(name: str) -> bool:

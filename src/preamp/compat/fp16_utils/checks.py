@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from preamp.core.errors import bad_state, bad_type, bad_value
+from preamp.core.errors import bad_state, bad_type, bad_value, with_article
 from preamp.engine import find_engine
 
 _MARK = "_preamp_is_wrapped"
@@ -22,7 +22,7 @@ def check_optimizer(optimizer: Any) -> None:
     """Refuse what cannot be wrapped."""
     if hasattr(optimizer, "clip_master_grads") or hasattr(optimizer, "fp16_groups"):
         raise bad_state(
-            f"init_optimizer is a {type(optimizer).__name__} already",
+            f"init_optimizer is {with_article(type(optimizer).__name__)} already",
             "FP16_Optimizer wraps an optimizer once",
             "Use it as it is, or make a new optimizer from the model's parameters",
         )
@@ -34,7 +34,8 @@ def check_optimizer(optimizer: Any) -> None:
         )
     if getattr(optimizer, _MARK, False):
         raise bad_state(
-            f"init_optimizer, a {type(optimizer).__name__}, is inside an FP16_Optimizer",
+            f"init_optimizer, {with_article(type(optimizer).__name__)}, is inside an "
+            "FP16_Optimizer",
             "It holds the masters of that one, which no other can write to the model",
             "Make a new optimizer from the model's parameters, and wrap that",
         )
@@ -61,7 +62,7 @@ def check_mapping(state: object) -> None:
     """Refuse a state that is not a dict."""
     if not hasattr(state, "keys"):
         raise bad_type(
-            f"load_state_dict got a {type(state).__name__}",
+            f"load_state_dict got {with_article(type(state).__name__)}",
             "A state is the dict that state_dict() returned",
             "Take it out of the checkpoint first, as in checkpoint['optimizer']",
         )

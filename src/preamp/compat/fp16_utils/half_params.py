@@ -168,13 +168,13 @@ class ScaledGradients:
         self, pairs: list[tuple[torch.Tensor, torch.Tensor]], note: GradientNote
     ) -> torch.Tensor | None:
         # What an earlier backward left is looked at again: its overflow is in the sum.
-        owners = pairs + [(param, param) for param in self._params.directs]
-        found = [(half.grad, owner) for half, owner in owners if half.grad is not None]
+        params = [half for half, _ in pairs] + self._params.directs
+        found = [(param.grad, param) for param in params if param.grad is not None]
         if not found:
             return None
         grads = [grad for grad, _ in found]
         census = self._ops.census(grads, grads[0].device)
-        note.add([owner for _, owner in found], grads, census)
+        note.add([param for _, param in found], grads, census)
         return census.found_inf
 
     def _fill_masters(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], inverse: float) -> None:

@@ -97,7 +97,7 @@ class FP16_Optimizer(OptimizerWrapper):
         self.fp32_from_fp16_groups = self._params.fp32_from_fp16_groups
         self.fp32_from_fp32_groups = self._params.fp32_from_fp32_groups
         self._gradients = ScaledGradients(self._params, backend())
-        self._skips = Skips(init_optimizer)
+        self._skips = Skips(init_optimizer, self._params)
         self._use_scaler(core)
         self._updates = 0
         self.overflow = False
@@ -172,6 +172,7 @@ class FP16_Optimizer(OptimizerWrapper):
             self._skips.watch(loss, self._core)
         scaled: Any = self._core.scale_loss(loss)
         scaled.backward(retain_graph=retain_graph)
+        self._skips.went(loss)
         if update_master_grads:
             self.update_master_grads()
 

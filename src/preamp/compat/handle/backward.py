@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from preamp.compat.wrapper import OptimizerWrapper
-from preamp.core.errors import bad_state, bad_type
+from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.log import say
 from preamp.core.undo import UndoStack, set_attribute
 from preamp.engine.loop import check_loss, find_engine
@@ -27,7 +27,7 @@ def check_owner(optimizer: Any) -> None:
     """Refuse what a handle cannot scale for."""
     if not hasattr(optimizer, "param_groups"):
         raise bad_type(
-            f"scale_loss of a handle got a {type(optimizer).__name__} for an optimizer",
+            f"scale_loss of a handle got {with_article(type(optimizer).__name__)} for an optimizer",
             "It takes the one optimizer whose parameters get gradient",
             "For several optimizers use amp.initialize and amp.scale_loss",
         )
@@ -39,7 +39,8 @@ def check_owner(optimizer: Any) -> None:
         )
     if find_engine(optimizer) is not None:
         raise bad_state(
-            f"A handle was given a {type(optimizer).__name__} that amp.initialize took over",
+            f"A handle was given {with_article(type(optimizer).__name__)} that amp.initialize "
+            "took over",
             "Handles scale for optimizers that amp.initialize has not seen",
             "Use amp.scale_loss(loss, optimizer) without amp.init, or amp.init alone",
         )

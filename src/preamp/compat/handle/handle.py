@@ -28,6 +28,7 @@ from preamp.casting.autocast_state import is_casting
 from preamp.compat.amp_state import amp_state
 from preamp.compat.handle.backward import check_owner, scaled_backward, skip_next_step
 from preamp.compat.handle.optim_wrapper import OptimWrapper
+from preamp.compat.lists import edits_for
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import bad_state, bad_value, worded
 from preamp.core.undo import UndoStack
@@ -83,7 +84,12 @@ class AmpHandle:
 
     def cast(self, patch_type: torch.dtype, *, allow_banned: bool) -> None:
         """Turn casts to ``patch_type`` on for this thread until `deactivate`."""
-        install_function_casts(self._undo, allow_banned=allow_banned, verbose=self._verbose)
+        install_function_casts(
+            self._undo,
+            allow_banned=allow_banned,
+            verbose=self._verbose,
+            edits=edits_for(patch_type),
+        )
         if cpu_lacks_matmul(patch_type):
             install_wide_half(patch_type, self._undo)
         push_thread_casts(device_types_here(), patch_type, self._undo)

@@ -14,7 +14,7 @@ import torch
 
 from preamp.compat.multi_tensor.applier import TensorLists
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import bad_type, worded
+from preamp.core.errors import bad_type, with_article, worded
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -75,7 +75,7 @@ class Call:
         )
         do = f"Make it with torch.zeros({count}, dtype={dtype}, device={str(self.device)!r})"
         if not isinstance(value, torch.Tensor):
-            raise bad_type(f"{self.op}: {name} is a {type(value).__name__}", wanted, do)
+            raise bad_type(f"{self.op}: {name} is {with_article(type(value).__name__)}", wanted, do)
         got = f"{dtype_name(value.dtype)} of shape {tuple(value.shape)} on {value.device}"
         fits = value.dtype is dtype and value.numel() == count and value.is_contiguous()
         if not fits or value.device != self.device:
@@ -162,7 +162,7 @@ def _check_counts(
 def _check_element(op: str, where: str, tensor: object, first: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise bad_type(
-            f"{op}: {where} is a {type(tensor).__name__}",
+            f"{op}: {where} is {with_article(type(tensor).__name__)}",
             "Lists hold tensors only",
             "Leave parameters without a gradient out of every list",
         )

@@ -1,6 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The layers and functions of ``apex.normalization``, on torch's own fused functions."""
 
+from preamp.compat.normalization.autograd import (
+    FusedLayerNormAffineFunction as FusedLayerNormAffineFunction,
+)
+from preamp.compat.normalization.autograd import (
+    FusedLayerNormAffineMixedDtypesFunction as FusedLayerNormAffineMixedDtypesFunction,
+)
+from preamp.compat.normalization.autograd import FusedLayerNormFunction as FusedLayerNormFunction
+from preamp.compat.normalization.autograd import (
+    FusedRMSNormAffineFunction as FusedRMSNormAffineFunction,
+)
+from preamp.compat.normalization.autograd import (
+    FusedRMSNormAffineMixedDtypesFunction as FusedRMSNormAffineMixedDtypesFunction,
+)
+from preamp.compat.normalization.autograd import FusedRMSNormFunction as FusedRMSNormFunction
+from preamp.compat.normalization.autograd import manual_rms_norm as manual_rms_norm
 from preamp.compat.normalization.functions import fused_layer_norm as fused_layer_norm
 from preamp.compat.normalization.functions import fused_layer_norm_affine as fused_layer_norm_affine
 from preamp.compat.normalization.functions import fused_rms_norm as fused_rms_norm

@@ -21,9 +21,10 @@ from preamp.core.dtypes import math_dtype
 Shape = int | Sequence[int]
 
 
-def _norm(
+def norm_of(
     shape: Shape, eps: float, memory_efficient: bool, *, is_centred: bool, is_mixed: bool = False
 ) -> Norm:
+    """The `Norm` of arguments as the functions take them."""
     return Norm(
         shape=as_shape(shape),
         eps=eps,
@@ -47,7 +48,7 @@ def fused_layer_norm(
         eps: Added to the variance.
         memory_efficient: Keep the output for backward instead of the input.
     """
-    norm = _norm(normalized_shape, eps, memory_efficient, is_centred=True)
+    norm = norm_of(normalized_shape, eps, memory_efficient, is_centred=True)
     return normalize(norm, input, None)
 
 
@@ -64,7 +65,7 @@ def fused_layer_norm_affine(
     ``weight`` and ``bias`` have the shape ``normalized_shape`` and any floating dtype; the other
     arguments are those of `fused_layer_norm`.
     """
-    norm = _norm(normalized_shape, eps, memory_efficient, is_centred=True)
+    norm = norm_of(normalized_shape, eps, memory_efficient, is_centred=True)
     return normalize(norm, input, weight, bias)
 
 
@@ -81,7 +82,7 @@ def mixed_dtype_fused_layer_norm_affine(
     ``weight`` and ``bias`` have the shape ``normalized_shape`` and any floating dtype; the other
     arguments are those of `fused_layer_norm`.
     """
-    norm = _norm(normalized_shape, eps, memory_efficient, is_centred=True, is_mixed=True)
+    norm = norm_of(normalized_shape, eps, memory_efficient, is_centred=True, is_mixed=True)
     return normalize(norm, input, weight, bias)
 
 
@@ -98,7 +99,7 @@ def fused_rms_norm(
         eps: Added to the mean square.
         memory_efficient: Keep the output for backward instead of the input.
     """
-    norm = _norm(normalized_shape, eps, memory_efficient, is_centred=False)
+    norm = norm_of(normalized_shape, eps, memory_efficient, is_centred=False)
     return normalize(norm, input, None)
 
 
@@ -114,7 +115,7 @@ def fused_rms_norm_affine(
     ``weight`` has the shape ``normalized_shape`` and any floating dtype; the other arguments are
     those of `fused_rms_norm`.
     """
-    norm = _norm(normalized_shape, eps, memory_efficient, is_centred=False)
+    norm = norm_of(normalized_shape, eps, memory_efficient, is_centred=False)
     return normalize(norm, input, weight)
 
 
@@ -130,7 +131,7 @@ def mixed_dtype_fused_rms_norm_affine(
     ``weight`` has the shape ``normalized_shape`` and any floating dtype; the other arguments are
     those of `fused_rms_norm`.
     """
-    norm = _norm(normalized_shape, eps, memory_efficient, is_centred=False, is_mixed=True)
+    norm = norm_of(normalized_shape, eps, memory_efficient, is_centred=False, is_mixed=True)
     return normalize(norm, input, weight)
 
 
@@ -176,7 +177,7 @@ def _autocast(tensor: Any, dtype: torch.dtype) -> Any:
 
 def _normalize(norm: Norm, x: Any, weight: Any, bias: Any) -> torch.Tensor:
     if norm.memory_efficient and not cast("Any", torch.jit).is_tracing():
-        return cast("Any", NormFromOutput).apply(norm, x, weight, bias)
+        return cast("Any", NormFunction).apply(norm, x, weight, bias)
     return _in_torch(norm, x, weight, bias)
 
 
@@ -193,27 +194,24 @@ def _in_torch(norm: Norm, x: Any, weight: Any, bias: Any) -> torch.Tensor:
     return result.to(out_dtype)
 
 
-class NormFromOutput(torch.autograd.Function):
-    """The norm with a backward that recovers x̂ from the output y, as ``(y - bias) / weight``.
+class NormFunction(torch.autograd.Function):
+    """The norm with a backward from x, or, ``memory_efficient``, from the output y.
 
     With g = dy · weight and means over ``norm.shape``,
 
         dx = (g - mean(g) - x̂ · mean(g · x̂)) / sqrt(mean square + eps)
 
-    without the first mean for an RMS norm. The output usually is kept anyway, by whatever comes
-    next; then x can go. Half outputs make x̂ as coarse as they are. Where a weight is zero the
-    output tells nothing, and x̂ counts as zero.
+    without the first mean for an RMS norm. From the output x̂ is recovered as ``(y - bias) /
+    weight``: it usually is kept anyway, by whatever comes next; then x can go. Half outputs make x̂
+    as coarse as they are. Where a weight is zero the output tells nothing, and x̂ counts as zero.
     """
 
     @staticmethod
     def forward(ctx: Any, norm: Norm, x: Any, weight: Any, bias: Any) -> torch.Tensor:  # noqa: D102
         y = _in_torch(norm, x, weight, bias)
-        dims = _normalized_dims(norm)
-        wide = x.to(math_dtype(x.dtype))
-        if norm.is_centred:
-            wide = wide - wide.mean(dims, keepdim=True)
-        rstd = torch.rsqrt(wide.square().mean(dims, keepdim=True) + norm.eps)
-        ctx.save_for_backward(y, weight, bias, rstd)
+        centred = _centred(norm, x)
+        rstd = torch.rsqrt(centred.square().mean(_dims(norm), keepdim=True) + norm.eps)
+        ctx.save_for_backward(y if norm.memory_efficient else x, weight, bias, rstd)
         ctx.norm, ctx.x_dtype = norm, x.dtype
         return y
 
@@ -222,24 +220,36 @@ class NormFromOutput(torch.autograd.Function):
     def backward(  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Any
     ) -> Any:
-        y, weight, bias, rstd = ctx.saved_tensors
-        dims = _normalized_dims(ctx.norm)
-        dy, x_hat = grad_outputs[0].to(rstd.dtype), y.to(rstd.dtype)
+        kept, weight, bias, rstd = ctx.saved_tensors
+        norm, dims = ctx.norm, _dims(ctx.norm)
+        dy = grad_outputs[0].to(rstd.dtype)
+        if norm.memory_efficient:
+            x_hat = _hat_of_output(kept.to(rstd.dtype), weight, bias)
+        else:
+            x_hat = _centred(norm, kept) * rstd
         leading = list(range(dy.dim() - len(dims)))
         g, dw, db = dy, None, None
         if bias is not None:
-            x_hat = x_hat - bias
-            db = dy.sum(leading).to(bias.dtype) if leading else dy.to(bias.dtype)
+            db = (dy.sum(leading) if leading else dy).to(bias.dtype)
         if weight is not None:
-            x_hat = x_hat / torch.where(weight == 0, 1, weight)
             g = dy * weight
             dw = dy * x_hat
             dw = (dw.sum(leading) if leading else dw).to(weight.dtype)
         dx = g - x_hat * (g * x_hat).mean(dims, keepdim=True)
-        if ctx.norm.is_centred:
+        if norm.is_centred:
             dx = dx - g.mean(dims, keepdim=True)
         return None, (dx * rstd).to(ctx.x_dtype), dw, db
 
 
-def _normalized_dims(norm: Norm) -> list[int]:
+def _centred(norm: Norm, x: torch.Tensor) -> torch.Tensor:
+    wide = x.to(math_dtype(x.dtype))
+    return wide - wide.mean(_dims(norm), keepdim=True) if norm.is_centred else wide
+
+
+def _hat_of_output(y: Any, weight: Any, bias: Any) -> torch.Tensor:
+    without_bias = y if bias is None else y - bias
+    return without_bias if weight is None else without_bias / torch.where(weight == 0, 1, weight)
+
+
+def _dims(norm: Norm) -> list[int]:
     return list(range(-len(norm.shape), 0))

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The functions of ``torch.nn.functional``, by what happens to their arguments at O1 and O4."""
+
+import torch
+
+from preamp.compat.lists.names import banned_in, names_of
+
+MODULE = torch.nn.functional
+FP16_FUNCS = names_of("torch.nn.functional", "half")  # at O1
+BFLOAT16_FUNCS = names_of("torch.nn.functional", "half")  # at O4
+FP32_FUNCS = names_of("torch.nn.functional", "float")
+CASTS = names_of("torch.nn.functional", "promote")
+SEQUENCE_CASTS = names_of("torch.nn.functional", "sequence_promote")
+BANNED_FUNCS = banned_in("torch.nn.functional")  # with the reason of each

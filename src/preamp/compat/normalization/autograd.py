@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The ``autograd.Function`` classes of ``apex.normalization.fused_layer_norm``.
+
+Scripts call their ``apply`` with positional arguments, in the order of ``forward`` here. As in
+Apex nothing is cast under autocast, ``eps`` has no default, and gradients cannot be differentiated
+again; the functions of ``functions.py`` cast, and can.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from preamp.compat.normalization.functions import NormFunction, Shape, norm_of
+from preamp.core.dtypes import is_half, math_dtype
+
+
+def manual_rms_norm(
+    input: torch.Tensor, normalized_shape: Shape, weight: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """Return the RMS norm by plain operations, as Apex computed it without its extension.
+
+    Args:
+        input: Shape ``(…, *normalized_shape)``; the mean square is in float32.
+        normalized_shape: The dimensions to normalise over.
+        weight: Shape ``normalized_shape``; a half one sets the dtype of the result, ``None`` is
+            left out.
+        eps: Added to the mean square.
+    """
+    norm = norm_of(normalized_shape, eps, False, is_centred=False)
+    dims = list(range(-len(norm.shape), 0))
+    wide = input.to(math_dtype(input.dtype))
+    result = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + eps)
+    if weight is None:
+        return result
+    return weight * (result.to(weight.dtype) if is_half(weight) else result)
+
+
+def _forward(
+    ctx: Any, shape: Shape, eps: float, memory_efficient: bool, *tensors: Any, **kind: bool
+) -> torch.Tensor:
+    ctx.tensors = len(tensors)
+    norm = norm_of(shape, eps, memory_efficient, **kind)
+    return NormFunction.forward(ctx, norm, *tensors, *[None] * (3 - len(tensors)))
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Return the gradients of the tensors, and ``None`` for the other three arguments."""
+        grads = NormFunction.backward(ctx, *grad_outputs)[1:]
+        return (*grads[: ctx.tensors], None, None, None)
+
+
+class FusedLayerNormFunction(_Function):
+    """`fused_layer_norm` as ``apply(input, normalized_shape, eps, memory_efficient=False)``."""
+
+    @staticmethod
+    def forward(  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        input: torch.Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> torch.Tensor:
+        return _forward(ctx, normalized_shape, eps, memory_efficient, input, is_centred=True)
+
+
+class FusedRMSNormFunction(_Function):
+    """`fused_rms_norm` as ``apply(input, normalized_shape, eps, memory_efficient=False)``."""
+
+    @staticmethod
+    def forward(  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        input: torch.Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> torch.Tensor:
+        return _forward(ctx, normalized_shape, eps, memory_efficient, input, is_centred=False)
+
+
+class FusedLayerNormAffineFunction(_Function):
+    """`fused_layer_norm_affine`, called by ``apply``; the result has the input's dtype.
+
+    ``apply(input, weight, bias, normalized_shape, eps, memory_efficient=False)``.
+    """
+
+    @staticmethod
+    def forward(  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> torch.Tensor:
+        tensors = input, weight, bias
+        return _forward(ctx, normalized_shape, eps, memory_efficient, *tensors, is_centred=True)
+
+
+class FusedRMSNormAffineFunction(_Function):
+    """`fused_rms_norm_affine`, called by ``apply``; the result has the input's dtype.
+
+    ``apply(input, weight, normalized_shape, eps, memory_efficient=False)``.
+    """
+
+    @staticmethod
+    def forward(  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> torch.Tensor:
+        tensors = input, weight
+        return _forward(ctx, normalized_shape, eps, memory_efficient, *tensors, is_centred=False)
+
+
+class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
+    """`FusedLayerNormAffineFunction` whose result has the weight's dtype."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> torch.Tensor:
+        kind = {"is_centred": True, "is_mixed": True}
+        return _forward(ctx, normalized_shape, eps, memory_efficient, input, weight, bias, **kind)
+
+
+class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
+    """`FusedRMSNormAffineFunction` whose result has the weight's dtype."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> torch.Tensor:
+        kind = {"is_centred": False, "is_mixed": True}
+        return _forward(ctx, normalized_shape, eps, memory_efficient, input, weight, **kind)
