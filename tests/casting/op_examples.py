@@ -6,11 +6,13 @@ What holds for most functions is the default of the rule; the rest is listed by 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from preamp.casting.functions import namespace_owner
 from preamp.casting.op_lists import OpRow
 
 
@@ -143,6 +145,9 @@ _CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
         ["addcdiv", "addcmul", "addcdiv_", "addcmul_"], lambda: (_square(0), _square(1), _square(2))
     ),
     **dict.fromkeys(["dot", "vdot", "inner", "kron", "outer", "ger"], _vector_pair),
+    "index_copy": lambda: (_square(), 0, torch.tensor([2, 0]), _square(1)[:2]),
+    "index_put": lambda: (_square(), (torch.tensor([2, 0]),), _square(1)[:2]),
+    "scatter_add": lambda: (_square(), 0, torch.tensor([[0, 1, 2, 0]]), _square(1)[:1]),
     "cross": lambda: (_vector(1, 3), _vector(2, 3)),
     "bilinear": lambda: (_square(1), _square(2), _batch()),
     **dict.fromkeys(
@@ -150,6 +155,22 @@ _CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "where": lambda: (torch.tensor([True, False, True, False]), _vector(1), _vector(2)),
 }
+
+
+def has_function(row: OpRow) -> bool:
+    """Whether this torch has the function; some names remain that only raise (torch 2.15)."""
+    owner = namespace_owner(row.namespace)
+    if not hasattr(owner, row.name):
+        return False
+    if row.name not in ("cholesky", "qr") or "linalg" in row.namespace:
+        return True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # both are deprecated
+            getattr(owner, row.name)(*example(row), **options(row))
+    except RuntimeError as error:
+        return "is now removed" not in str(error)
+    return True
 
 
 def example(row: OpRow) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ def _line(marker: str) -> str:
 
 @pytest.mark.parametrize(("level", "half"), [("O1", "float16"), ("O4", "bfloat16")])
 def test_counts_bytes_and_lines(level: str, half: str) -> None:
-    model = preamp.initialize(nn.Linear(4, 2), opt_level=level, verbosity=0)
+    model = preamp.initialize(nn.Linear(4, 2), opt_level=level, scope="thread", verbosity=0)
     with preamp.audit_casts() as casts:
         for _ in range(3):
             out = model(torch.ones(5, 4))  # call of the model
@@ -40,7 +40,7 @@ def test_counts_bytes_and_lines(level: str, half: str) -> None:
 
 
 def test_nothing_is_counted_outside_or_without_casts() -> None:
-    model = preamp.initialize(nn.Linear(4, 2), opt_level="O1", verbosity=0)
+    model = preamp.initialize(nn.Linear(4, 2), opt_level="O1", scope="thread", verbosity=0)
     with preamp.audit_casts() as casts:
         with preamp.disable_casts():
             F.softmax(torch.ones(2, dtype=torch.half), -1)

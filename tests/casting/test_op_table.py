@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from casting.op_examples import example, options
+from casting.op_examples import example, has_function, options
 from casting.probe import held
 from op_table import render
 from preamp.casting.functions import (
@@ -38,7 +38,7 @@ def _rows(*rules: str) -> list[Any]:
     return [
         pytest.param(row, id=f"{row.namespace}.{row.name}".replace(" ", "_"))
         for row in OP_TABLE
-        if row.rule in rules and hasattr(namespace_owner(row.namespace), row.name)
+        if row.rule in rules and has_function(row)
     ]
 
 
@@ -337,19 +337,19 @@ def test_in_place_operators_with_float32_bind_a_new_tensor(name: str, casts: Non
     "10 A-27",
 )
 def test_zero_dim_float_promotes_half(casts: None) -> None:
-    product = torch.ones(3, dtype=torch.float16) * torch.tensor(2.0)
+    product = torch.ones(3, dtype=torch.bfloat16) * torch.tensor(2.0)
     two_halves = torch.ones(3, dtype=torch.float16) * torch.ones(3, dtype=torch.bfloat16)
     with_double = torch.ones(3, dtype=torch.float16) * torch.ones(3, dtype=torch.float64)
     two_wide = torch.ones(3) * torch.ones(3, dtype=torch.float64)
     with_bfloat16 = torch.ones(3) * torch.ones(3, dtype=torch.bfloat16)
-    target = total = torch.ones(3, dtype=torch.float16)
+    target = total = torch.ones(3, dtype=torch.bfloat16)
     total += torch.ones(3)
 
     assert product.dtype is two_halves.dtype is total.dtype is torch.float32
     assert with_double.dtype is two_wide.dtype is torch.float64
     assert with_bfloat16.dtype is torch.float32
-    assert target.dtype is torch.float16
-    assert torch.equal(target, torch.ones(3, dtype=torch.float16))
+    assert target.dtype is torch.bfloat16
+    assert torch.equal(target, torch.ones(3, dtype=torch.bfloat16))
 
 
 def test_out_argument_is_left_alone(casts: None) -> None:
@@ -359,10 +359,58 @@ def test_out_argument_is_left_alone(casts: None) -> None:
     assert out.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_native_rows_are_not_wrapped_here() -> None:
+def _outcome(row: OpRow, args: tuple[Any, ...]) -> list[torch.Tensor] | str:
+    """What the call gives, and what it leaves in its arguments; or its error."""
+    args = tuple(map_tensors(torch.clone, a) for a in args)
+    try:
+        return [*_tensors(_call(row, args)), *_tensors(args)]
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("row", _rows(*CAST_RULES, "no_half_in_place", "match_self", "banned"))
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_other_half_dtype_is_left_to_torch(row: OpRow, dtype: torch.dtype) -> None:
+    """Also where torch's autocast would cast it, or refuses it."""
+    args, _ = _arguments(row, dtype, "half")
+    expected = _outcome(row, args)
+
+    with casting(next(half for half in HALVES if half is not dtype)):
+        result = _outcome(row, args)
+
+    if isinstance(expected, str):
+        assert result == expected
+    else:
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_other_half_dtype_is_promoted_by_torch_alone(casts: None) -> None:
+    other = torch.ones(3, dtype=torch.float16)
+    assert (other * torch.tensor(2.0)).dtype is torch.float16
+    assert (other * torch.ones(3)).dtype is torch.float32
+    assert torch.cat([other, torch.ones(1, dtype=torch.bfloat16)]).dtype is torch.float32
+    assert torch.cat([other, torch.ones(1)]).dtype is torch.float32
+    target = other
+    target += torch.ones(3)
+    assert target is other
+
+
+def test_the_other_half_dtype_meets_float32_in_the_half_dtype_of_the_casts(casts: None) -> None:
+    """As inputs in float16 do in a model at O4."""
+    other = torch.ones(3, 3, dtype=torch.float16)
+    assert torch.mm(other, torch.ones(3, 3)).dtype is torch.bfloat16
+    assert torch.nn.functional.layer_norm(other, [3], torch.ones(3)).dtype is torch.float32
+
+
+def test_what_autocast_casts_natively_arrives_as_it_is() -> None:
+    """A weight that the wrapper had cast would not be found in autocast's cache."""
+    given = (torch.ones(2, 2), torch.ones(2, 2))
     for row in OP_TABLE:
-        if row.native >= {"cpu", "cuda"} and not torch.accelerator.is_available():
-            assert row_wrapper(row) is None
+        if row.rule == "half" and "cpu" in row.native and (wrap := row_wrapper(row)):
+            with casting(torch.bfloat16):
+                got = wrap(lambda *args: args)(*given)
+            assert got[0] is given[0]
+            assert got[1] is given[1]
 
 
 @pytest.mark.apex("4.2 not patched")

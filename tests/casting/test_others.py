@@ -19,9 +19,6 @@ from casting.probe import held
 from preamp.casting.functions import install_function_casts, install_wide_half
 from preamp.casting.registry import register_half_function
 
-# TorchScript is deprecated, and still what forward-mode derivatives are made of.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-
 
 @pytest.fixture(autouse=True)
 def wrapped() -> Iterator[None]:

@@ -130,13 +130,53 @@ def test_casts_of_another_thread_end_at_its_next_entrance(enter: Callable[[], No
         before = _state()
         handle = held(push_thread_casts, CPU, BF16)
         _on_another_thread(handle.remove)
-        seen.append(product())
+        seen.append(_state() == before)
         enter()
         seen.append(_state() == before)
 
     _on_another_thread(run)
 
-    assert seen == [BF16, True]
+    assert seen == [False, True]
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mm": lambda x: torch.mm(x, x),
+    "matmul": lambda x: x @ x,
+    "linear": lambda x: nn.functional.linear(x, x),
+    "exp": lambda x: x.half().exp(),
+    "exp_": lambda x: x.half().exp_(),
+    "cat": lambda x: torch.cat([x, x.half()]),
+    "layer": lambda x: nn.Linear(2, 2)(x),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_a_thread_whose_casts_were_ended_elsewhere_are_plain(name: str) -> None:
+    torch.manual_seed(0)
+    plain = FUNCTIONS[name](torch.ones(2, 2))
+    seen: list[torch.Tensor] = []
+
+    def run() -> None:
+        handles = [held(push_thread_casts, CPU, F16), held(functions.install_function_casts)]
+        _on_another_thread(lambda: [handle.remove() for handle in handles])
+        torch.manual_seed(0)
+        seen.append(FUNCTIONS[name](torch.ones(2, 2)))
+
+    _on_another_thread(run)
+
+    assert seen[0].dtype is plain.dtype
+    assert torch.equal(seen[0], plain)
+
+
+def test_functions_after_a_users_block_in_which_casts_ended_are_plain() -> None:
+    before = _state()
+    handle = held(push_thread_casts, CPU, BF16)
+    with torch.autocast("cpu", dtype=F16):
+        handle.remove()
+        inside = product()
+
+    assert (inside, product()) == (F16, F32)
+    assert _state() == before
 
 
 @pytest.mark.parametrize("enter", ENTRANCES)

@@ -21,8 +21,7 @@ from preamp.optimizers import FusedAdam
 
 # torch's compiler looks at the gradients of what it is given, and warns of it itself.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
-    "ignore:.*torch.jit.script_method:DeprecationWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 
 levels = pytest.mark.parametrize("level", BY_KIND)
@@ -91,7 +90,8 @@ class Training:
         self.model: nn.Module = make()
         self.optimizer = FusedAdam(self.model.parameters(), lr=0.01)
         self.loss: Any = self._loss
-        settings = {"opt_level": level, "verbosity": 0, **options}
+        # Casts that are on around the model are part of its graph.
+        settings = {"opt_level": level, "verbosity": 0, "scope": "thread", **options}
         preamp.initialize(self.model, self.optimizer, **settings)
 
     def _loss(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -156,14 +156,16 @@ def test_training_by_a_compiled_loss_is_the_same(make: Any, level: str) -> None:
 
 
 @levels
-def test_a_compiled_model_has_no_breaks(level: str) -> None:
+@pytest.mark.parametrize("scope", ["model", "thread"])
+def test_a_compiled_model_has_no_breaks(level: str, scope: str) -> None:
     """Torch runs the hooks of the outermost module outside; its forward is one graph."""
-    training = Training(Perceptron, level, loss_scale=64.0)
-    compiled = torch.compile(training.model, backend="aot_eager")
+    training = Training(Perceptron, level, loss_scale=64.0, scope=scope)
+    compiled = torch.compile(training.model, backend="aot_eager", fullgraph=True)
     training.loss = lambda x, target: F.mse_loss(compiled(x).float(), target)
     losses = training.run(3)
     assert graph_breaks() == {}
-    assert_same_training(training, losses, Training(Perceptron, level, loss_scale=64.0))
+    eager = Training(Perceptron, level, loss_scale=64.0, scope=scope)
+    assert_same_training(training, losses, eager)
 
 
 @pytest.mark.each

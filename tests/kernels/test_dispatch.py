@@ -119,6 +119,7 @@ def test_initialize_takes_the_back_end_by_name(name: str, monkeypatch: pytest.Mo
         return load(name)
 
     monkeypatch.setattr(dispatch, "_load", note)
+    backend.cache_clear()  # what was used before is loaded
     model = torch.nn.Linear(2, 1)
     optimizer = FusedAdam(model.parameters())
     preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, backend=name)

@@ -2,15 +2,21 @@
 """Casts: of functions (O1, O4), of whole models (O2, O3, O5), of what goes in and out."""
 
 from preamp.casting.audit import CastAudit as CastAudit
+from preamp.casting.functions import Edits as Edits
 from preamp.casting.functions import device_types_here as device_types_here
 from preamp.casting.functions import install_function_casts as install_function_casts
 from preamp.casting.functions import install_wide_half as install_wide_half
+from preamp.casting.functions import namespace_owner as namespace_owner
 from preamp.casting.io import attach_io_casts as attach_io_casts
 from preamp.casting.kept import changed_by_cast as changed_by_cast
 from preamp.casting.kept import find_kept as find_kept
 from preamp.casting.mixed import install_mixed_products as install_mixed_products
 from preamp.casting.modules import Conversion as Conversion
 from preamp.casting.modules import attach_layer_casts as attach_layer_casts
+from preamp.casting.op_lists import OP_TABLE as OP_TABLE
+from preamp.casting.op_lists import Namespace as Namespace
+from preamp.casting.op_lists import OpRow as OpRow
+from preamp.casting.op_lists import Rule as Rule
 from preamp.casting.patches import PATCH_LOCK as PATCH_LOCK
 from preamp.casting.regions import attach_cast_region as attach_cast_region
 from preamp.casting.regions import attach_plain_region as attach_plain_region

@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import inspect
-import os
-import sys
 from collections import Counter
 from dataclasses import dataclass
-from types import FrameType
 
 import torch
 
 from preamp.casting.functions import CAST_REPORTS
 from preamp.casting.reports import Cast, listen
+from preamp.core.program import line_of_program, shown
 from preamp.core.undo import UndoStack
 
 
@@ -66,26 +64,7 @@ class CastAudit:
         self._undo.unwind()
 
     def _count(self, made: Cast) -> None:
-        where = _line_of_program(inspect.currentframe())
+        where = shown(line_of_program(inspect.currentframe()))
         site = CastSite(made.function, made.source, made.target, where)
         self.calls[site] += 1
         self.elements[site] += made.elements
-
-
-_LIBRARIES = ("torch", "preamp")
-
-
-def _line_of_program(frame: FrameType | None) -> str:
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _LIBRARIES:
-            return f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "unknown"
-
-
-def _shown(path: str) -> str:
-    """Relative to the working directory or the import path where it lies below one of them."""
-    for folder in (os.getcwd(), *sys.path):
-        if folder and path.startswith(os.path.join(folder, "")):
-            return os.path.relpath(path, folder)
-    return path

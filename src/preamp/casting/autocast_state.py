@@ -15,6 +15,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
+from preamp.kernels.scripting import not_compiled_alone
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -69,6 +71,7 @@ def untraced(fn: Callable[P, R]) -> Callable[P, R]:
     """
     disabled: list[Callable[P, R]] = []
 
+    @not_compiled_alone
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not disabled:

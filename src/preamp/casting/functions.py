@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Install the op table over torch's functions, and take it off again.
 
-O1 is ``torch.autocast`` plus what it lacks. Rows of rule ``half`` are wrapped only where a device
-type of this machine does not cast them natively: a wrapper would cast the weight before autocast
-can cache it. All other rows are wrapped on every device, without probing what autocast does there:
+O1 is ``torch.autocast`` plus what it lacks. Where a device type casts a row of rule ``half``
+natively, the wrapper leaves that to it: casting the weight itself, it would come before autocast
+can cache it. All other rows are cast on every device, without probing what autocast does there:
 casting to float32 what autocast would cast to float32 changes nothing, and probing would have to
 run every function once on a device that the program may not even use.
 """
@@ -11,7 +11,7 @@ run every function once on a device that the program may not even use.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -19,11 +19,12 @@ import torch
 from torch.backends.mha import get_fastpath_enabled, set_fastpath_enabled
 
 from preamp.casting.op_lists import OP_TABLE, Namespace, OpRow
-from preamp.casting.patches import PATCHES, Builder, Rank, SharedInstall, Wrapper
+from preamp.casting.patches import PATCH_LOCK, PATCHES, Builder, Rank, SharedInstall, Wrapper
 from preamp.casting.reports import listen, say_cast, wrap_report
-from preamp.casting.thread_casts import autocast_off
+from preamp.casting.thread_casts import autocast_off, when_settled
 from preamp.casting.wrappers import (
     AnyFunction,
+    wrap_alone,
     wrap_banned,
     wrap_float,
     wrap_half,
@@ -32,6 +33,7 @@ from preamp.casting.wrappers import (
     wrap_sequence_promote,
 )
 from preamp.core.dtypes import HALF_DTYPES
+from preamp.core.errors import bad_state
 from preamp.core.undo import UndoStack
 from preamp.kernels.modules import recurrent_functions
 from preamp.kernels.wide_half import WIDE_FUNCTIONS, wide
@@ -62,9 +64,7 @@ def row_wrapper(row: OpRow) -> Wrapper | None:
     """What has to be put over the function of ``row`` on this machine; ``None`` for nothing."""
     match row.rule:
         case "half":
-            if row.native.issuperset(device_types_here()):
-                return None
-            return wrap_half(native=row.native)
+            return wrap_half(native=row.native, is_closed=row.is_closed)
         case "float":
             return wrap_float(is_closed=row.is_closed)
         case "promote":
@@ -72,13 +72,13 @@ def row_wrapper(row: OpRow) -> Wrapper | None:
         case "sequence_promote":
             return wrap_sequence_promote()
         case "banned":
-            return wrap_banned()
+            return wrap_banned(None if row in OP_TABLE else row.reason)
         case "no_half_in_place":
             return wrap_in_place(refuse_half=True)
         case "match_self":
             return wrap_in_place(refuse_half=False)
         case "leave":
-            return None
+            return wrap_alone() if row.is_closed else None
 
 
 def _without_casts(fn: AnyFunction) -> AnyFunction:
@@ -93,8 +93,48 @@ def _without_casts(fn: AnyFunction) -> AnyFunction:
     return backward_without_casts
 
 
+Edits = tuple[OpRow, ...]
+"""Rows that take the place of the op table's, or come to it."""
+
+
+class RulesInForce:
+    """The op table with the edits of those who cast functions now: all share the functions."""
+
+    def __init__(self) -> None:
+        """Start without edits."""
+        self._edits: Edits = ()
+
+    def rows(self) -> Iterator[OpRow]:
+        """Every row."""
+        edited = {(row.namespace, row.name): row for row in self._edits}
+        for row in OP_TABLE:
+            yield edited.pop((row.namespace, row.name), row)
+        yield from edited.values()
+
+    @PATCH_LOCK.held
+    def acquire(self, edits: Edits, undo: UndoStack) -> None:
+        """Install the table with ``edits``; `PreampStateError` if another one is installed."""
+        if not FUNCTION_CASTS.is_installed:
+            self._edits = edits
+        elif edits != self._edits:
+            names = sorted({row.name for row in {*edits} ^ {*self._edits}})
+            raise bad_state(
+                f"Functions are cast by other rules for {', '.join(names)} already than this "
+                "engine is to have",
+                "Functions are torch's, for the whole process, so engines that cast them at the "
+                "same time have the same amp.lists",
+                "Edit amp.lists before the first amp.initialize, or call close() of the engine "
+                "that was made before the edit",
+            )
+        FUNCTION_CASTS.acquire(undo)
+
+
+RULES: Final = RulesInForce()
+"""Process-wide, as the functions are."""
+
+
 def _install_table(undo: UndoStack) -> None:
-    for row in OP_TABLE:
+    for row in RULES.rows():
         owner = namespace_owner(row.namespace)
         wrap = row_wrapper(row)
         if wrap is not None and hasattr(owner, row.name):
@@ -117,7 +157,7 @@ def _switch_off_transformer_fast_path(undo: UndoStack) -> None:
 
 
 def _install_reports(undo: UndoStack) -> None:
-    for row in OP_TABLE:
+    for row in RULES.rows():
         owner = namespace_owner(row.namespace)
         # The rule names what is cast, whether a wrapper does it or torch's autocast.
         if row.rule in ("half", "float", "promote", "sequence_promote"):
@@ -157,25 +197,29 @@ WIDE_HALF: Final = {
 
 
 def install_function_casts(
-    undo: UndoStack, *, allow_banned: bool = False, verbose: bool = False
+    undo: UndoStack, *, allow_banned: bool = False, verbose: bool = False, edits: Edits = ()
 ) -> None:
     """Wrap the functions of the op table, process-wide, until ``undo``.
 
     The wrappers act only where torch's autocast is enabled on the calling thread for the device
     of the tensors, so threads and devices without casts are not affected. After the last ``undo``
-    every attribute is exactly what it was before the first call.
+    every attribute is exactly what it was before the first call: at once, or when a thread whose
+    casts could not end yet (see `push_thread_casts`) has taken them back or ended.
 
     Until ``undo``, ``allow_banned`` casts the arguments of banned functions to
-    float32 instead of refusing them, and ``verbose`` prints every cast; see `say_cast`.
+    float32 instead of refusing them, and ``verbose`` prints every cast; see `say_cast`. ``edits``
+    take the place of rows of the table; `PreampStateError` where others are in force.
 
     Mutates ``torch``, ``torch.Tensor``, ``torch.nn.functional``, ``torch.linalg``,
     ``torch.autograd`` and the namespace of the recurrent layers.
     """
-    FUNCTION_CASTS.acquire(undo)
+    installed = UndoStack()
+    undo.push(partial(when_settled, installed.unwind))
+    RULES.acquire(edits, installed)
     if verbose:
         CAST_LINES.acquire(undo)
     if allow_banned:
-        for row in OP_TABLE:
+        for row in RULES.rows():
             if row.rule == "banned":
                 owner, name = namespace_owner(row.namespace), row.name
                 # Rank REGISTERED takes the place of the table's rule.

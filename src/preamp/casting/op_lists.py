@@ -30,7 +30,8 @@ Rule = Literal[
 float32 is cast to float32, 0-dim tensors included. ``sequence_promote``: the same for the items of
 the first argument. ``banned``: a half argument is refused. ``no_half_in_place``: the in-place form
 of a float function refuses a half target. ``match_self``: the other arguments are cast to the
-dtype of the target. ``leave``: torch decides. float64 is never touched.
+dtype of the target. ``leave``: torch decides, and where the row ``is_closed`` casts are off inside.
+float64 is never touched.
 """
 
 Namespace = Literal[
@@ -47,7 +48,7 @@ class OpRow:
     rule: Rule
     reason: str
     native: frozenset[str] = frozenset()  # device types whose autocast needs no wrapper
-    is_closed: bool = False  # made of inner products that autocast must not see
+    is_closed: bool = False  # autocast must not see it, or the inner products it is made of
 
 
 F: Final = "torch.nn.functional"
@@ -113,7 +114,10 @@ _STATISTICS = "std var"
 _NORMS = "norm dist renorm"
 _SOLVERS = "cholesky det logdet slogdet inverse pinverse svd qr matrix_exp matrix_power"
 _COMPARE = "eq equal ge gt le lt ne"
-_ARITHMETIC = "addcdiv addcmul atan2 cross dot add div mul"
+_ARITHMETIC = "add div mul"
+# What torch's autocast promotes, on some device types, and refuses for the other half dtype.
+_PROMOTED = "addcdiv addcmul atan2 cross dot vdot"
+_SCATTER = "index_copy index_put scatter_add"
 _OPERATORS = (
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __div__ __truediv__ "
     "__eq__ __ge__ __gt__ __le__ __lt__ __ne__"
@@ -191,17 +195,19 @@ _FLOAT: Final = (
 )
 
 _PROMOTE: Final = (
-    *_rows("torch", f"{_ARITHMETIC} {_COMPARE} vdot kron", "promote", PROMOTE),
+    *_rows("torch", f"{_ARITHMETIC} {_COMPARE} kron", "promote", PROMOTE),
+    *_rows("torch", f"{_PROMOTED} {_SCATTER}", "promote", PROMOTE, is_closed=True),
     *_rows("torch", "bilinear inner", "promote", PROMOTE, is_closed=True),
     *_rows("torch", "outer ger sub where", "promote", PROMOTE),
-    *_rows("torch.Tensor", f"{_ARITHMETIC} {_COMPARE} sub vdot", "promote", PROMOTE),
-    *_rows("torch.Tensor", "inner", "promote", PROMOTE, is_closed=True),
+    *_rows("torch.Tensor", f"{_ARITHMETIC} {_COMPARE} sub", "promote", PROMOTE),
+    *_rows("torch.Tensor", f"inner {_PROMOTED} {_SCATTER}", "promote", PROMOTE, is_closed=True),
     *_rows("torch.Tensor", _OPERATORS, "promote", PROMOTE),
     *_rows("torch.Tensor", _IN_PLACE_OPERATORS, "promote", REBIND),
     *_rows(F, "bilinear", "promote", PROMOTE, is_closed=True),
-    *_rows("torch.linalg", "cross", "promote", PROMOTE),
+    *_rows("torch.linalg", "cross", "promote", PROMOTE, is_closed=True),
     *_rows("torch", "cat stack", "sequence_promote", JOIN),
-    *_rows("torch", "concat hstack vstack dstack", "sequence_promote", JOIN),
+    *_rows("torch", "concat concatenate hstack vstack dstack", "sequence_promote", JOIN),
+    *_rows("torch", "column_stack row_stack", "sequence_promote", JOIN),
 )
 
 _IN_PLACE_F32 = "acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_"

@@ -24,6 +24,7 @@ from preamp.casting.thread_casts import CASTS, FORWARDS_OPEN, open_bracket, unwi
 from preamp.core.link import EngineHook
 from preamp.core.undo import UndoStack
 from preamp.kernels.modules import add_hook
+from preamp.kernels.scripting import not_compiled_alone
 
 _COMMON = ("cpu", "cuda", "xpu", "mps")
 """Device types whose casts can be on while a forward is traced."""
@@ -66,6 +67,7 @@ class _EnterCasts(EngineHook):
     device_types: tuple[str, ...]  # no set: torch 2.6 cannot guard one while it traces
     dtype: torch.dtype
 
+    @not_compiled_alone
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() and self._are_on():
             return
@@ -84,6 +86,7 @@ class _EnterCasts(EngineHook):
 class _EnterPlain(EngineHook):
     """Forward pre-hook that takes a model out of the casts of other engines."""
 
+    @not_compiled_alone
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() and not any(map(torch.is_autocast_enabled, _COMMON)):
             return
@@ -94,6 +97,7 @@ class _EnterPlain(EngineHook):
 class _Leave(EngineHook):
     """Forward hook that closes what the pre-hook of the same module call opened."""
 
+    @not_compiled_alone
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() and not FORWARDS_OPEN:
             return

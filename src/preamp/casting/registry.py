@@ -38,16 +38,19 @@ def _is_c_function(fn: Any) -> bool:
 
 
 def _half(fn: AnyFunction) -> AnyFunction:
-    return wrap_half(is_closed=_is_c_function(fn))(fn)
+    is_closed = _is_c_function(fn)
+    return wrap_half(is_closed=is_closed, is_open=not is_closed)(fn)
 
 
 def _bfloat16(fn: AnyFunction) -> AnyFunction:
-    return wrap_half(is_closed=_is_c_function(fn), dtype=torch.bfloat16)(fn)
+    is_closed = _is_c_function(fn)
+    return wrap_half(is_closed=is_closed, is_open=not is_closed, dtype=torch.bfloat16)(fn)
 
 
 def _float(fn: AnyFunction) -> AnyFunction:
     is_banned = (getattr(fn, "__module__", None), getattr(fn, "__name__", None)) in _BANNED
-    return wrap_float(is_closed=is_banned or _is_c_function(fn))(fn)
+    is_closed = is_banned or _is_c_function(fn)
+    return wrap_float(is_closed=is_closed, is_open=not is_closed)(fn)
 
 
 def _promote(fn: AnyFunction) -> AnyFunction:

@@ -10,9 +10,8 @@ from typing import Any, Final, Literal
 
 import torch
 
-from preamp.casting.autocast_state import casting_device
 from preamp.casting.patches import PATCH_LOCK, Wrapper
-from preamp.casting.wrappers import CASTABLE, AnyFunction, is_mixed
+from preamp.casting.wrappers import CASTABLE, AnyFunction, device_to_cast_on, is_mixed, is_of_others
 from preamp.core.log import say
 from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
@@ -88,14 +87,14 @@ def _casts(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Iterator[Cast]:
-    device = casting_device(args, kwargs)
-    if device is None:
+    device = device_to_cast_on(args, kwargs)
+    values: Sequence[Any] = (*args, *kwargs.values())
+    if device is None or is_of_others(values, device):
         return
     if rule == "half":
         target = dtype or torch.get_autocast_dtype(device)
     else:
         target = torch.float32
-    values: Sequence[Any] = (*args, *kwargs.values())
     if rule == "sequence_promote":
         values = args[0] if args else kwargs.get("tensors", ())
     if rule in ("promote", "sequence_promote") and not is_mixed(values):

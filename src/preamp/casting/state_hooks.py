@@ -2,7 +2,8 @@
 """Checkpoints of half models hold float32: the masters' exact values, in and out.
 
 The hooks sit on every sub-module, so that ``model.backbone.state_dict()`` is exact too, and each
-looks at its module's own entries only.
+looks at its module's own entries only. Models of transformers write a configuration beside their
+weights, which is to name the same dtype.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MethodType
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from preamp.core.dtypes import is_half
+from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.errors import bad_state
 from preamp.core.link import EngineHook, Link
 from preamp.core.protocols import MasterLookup
-from preamp.core.undo import UndoStack
+from preamp.core.undo import UndoStack, set_attribute
 from preamp.kernels.modules import add_hook
 
 _WITHOUT_COPIES = ContextVar("state dicts have the masters themselves", default=False)
@@ -100,3 +102,28 @@ def attach_state_hooks(model: nn.Module, link: Link[MasterLookup], undo: UndoSta
     for module in cast("Iterable[Any]", model.modules()):  # torch leaves these two untyped
         add_hook(module, "register_state_dict_post_hook", SaveFloat32(link), undo)
         add_hook(module, "register_load_state_dict_pre_hook", LoadMasters(link), undo)
+        if hasattr(getattr(module, "config", None), "dtype") and hasattr(module, "save_pretrained"):
+            set_attribute(module, "save_pretrained", MethodType(save_pretrained, module), undo)
+
+
+def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Save a model of transformers; its configuration names the dtype that its weights are in.
+
+    transformers takes that of the parameters, and asks the configuration to save itself after.
+    """
+    config, kind = model.config, cast("Any", type(model))
+    own = cast("dict[str, Any]", vars(config))
+    values: list[torch.Tensor] = list((kwargs.get("state_dict") or model.state_dict()).values())
+    dtypes = [value.dtype for value in values if value.is_floating_point()]
+
+    def save_config(*own_args: Any, **options: Any) -> Any:
+        own.pop("save_pretrained", None)  # or it would be saved, too
+        config.dtype = dtype_name(dtypes[0])
+        return config.save_pretrained(*own_args, **options)
+
+    if dtypes:
+        config.save_pretrained = save_config
+    try:
+        return kind.save_pretrained(model, *args, **kwargs)
+    finally:
+        own.pop("save_pretrained", None)

@@ -8,7 +8,9 @@ backward passes) over the thread-wide casts of ``push_thread_casts``: the base.
 The base may have to change when it cannot: its engine is closed or collected on another thread, or
 inside a ``torch.autocast`` block of the user's own, which must not be flipped. The casts are then
 *stale*, and ``settle_thread`` brings the base in line as soon as this thread enters preamp again.
-The main thread, which Python can be asked to interrupt, does so at once.
+The main thread, which Python can be asked to interrupt, does so at once. While any thread's casts
+are stale the wrappers of functions stay where they are: they are entrances too, so what is cast no
+more is not cast by the next function either.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import functools
 import inspect
 import os
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from types import FrameType
@@ -29,6 +33,7 @@ from torch import nn
 
 from preamp.casting import autocast_state
 from preamp.casting.autocast_state import AutocastState, know_device_types, nesting, untraced
+from preamp.casting.patches import PATCH_LOCK
 from preamp.core.undo import UndoStack
 from preamp.kernels.modules import call_hooks_after_interrupts
 
@@ -55,14 +60,56 @@ def _is_main_thread() -> bool:
     return threading.get_ident() == threading.main_thread().ident
 
 
-class _Pushes(list[_Push]):
-    """The thread-wide casts of one thread; ``is_stale`` while the base does not follow them."""
+STALE: Final[list[object]] = []
+"""One entry for each thread whose base does not follow its thread-wide casts; wrappers, which
+``torch.compile`` traces, ask whether it is empty."""
 
-    is_stale = False
+_WAITING: Final[deque[Callable[[], None]]] = deque()
+
+
+def when_settled(job: Callable[[], None]) -> None:
+    """Run ``job``, which may run twice, as soon as no thread's casts are stale."""
+    _WAITING.append(job)
+    _run_waiting()
+
+
+def _run_waiting() -> None:
+    while _WAITING and not STALE:
+        job = _WAITING[0]
+        PATCH_LOCK.run_or_leave(job)
+        with contextlib.suppress(ValueError):  # another thread was faster
+            _WAITING.remove(job)  # not before, in case it is interrupted
+
+
+class _Pushes(list[_Push]):
+    """The thread-wide casts of one thread."""
 
     def __init__(self) -> None:
         super().__init__()
         self.is_main = _is_main_thread()
+        self.is_stale = False
+        self._entry = object()
+        # As a thread that ends is stale no more
+        weakref.finalize(self, _take_away, self._entry).atexit = False
+
+    def mark_stale(self) -> None:
+        """Note that the base does not follow these casts."""
+        self.is_stale = True
+        STALE.append(self._entry)
+
+    def mark_settled(self) -> None:
+        """Note that the base followed them, unless another thread has changed them since."""
+        if not self.is_stale:
+            _take_away(self._entry)
+            if self.is_stale:
+                STALE.append(self._entry)
+
+
+def _take_away(entry: object) -> None:
+    while entry in STALE:
+        with contextlib.suppress(ValueError):
+            STALE.remove(entry)
+    _run_waiting()
 
 
 class _Casts(threading.local):
@@ -208,7 +255,7 @@ class _PopPush:
     def __call__(self) -> None:
         if self.push in self.pushes:
             self.pushes.remove(self.push)
-        self.pushes.is_stale = True
+        self.pushes.mark_stale()
         if self.pushes is CASTS.pushes:
             _settle_if_unchanging()
         elif self.pushes.is_main and (ask := _ask_main_thread()) is not None:
@@ -293,8 +340,9 @@ def _settle_base() -> None:
         CASTS.pushes.is_stale = False
         _follow_pushes()
     except BaseException:
-        CASTS.pushes.is_stale = True
+        CASTS.pushes.mark_stale()
         raise
+    CASTS.pushes.mark_settled()
 
 
 def _follow_pushes() -> None:
@@ -313,7 +361,7 @@ def _follow_pushes() -> None:
     last = state if CASTS.is_setting else applied  # half-set where that was interrupted
     changing = [kind for kind in base.devices if base.devices[kind] != last.devices[kind]]
     if changing and (depth > CASTS.base_nesting or not state.is_ours(last, base, changing)):
-        CASTS.pushes.is_stale = True
+        CASTS.pushes.mark_stale()
         return
     CASTS.is_setting = True
     _set_base(state.taking(base, changing))
@@ -403,6 +451,7 @@ def _end_casts_in_fork() -> None:
     CASTS.pushes.is_main = True  # the only thread
     CASTS.disabled = None
     CASTS.pushes.clear()
+    STALE.clear()
     _settle_base()
 
 

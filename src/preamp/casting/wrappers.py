@@ -3,7 +3,9 @@
 
 All of them look at torch's autocast state when called and pass the call through where casts are not
 active. They are plain Python without thread-local look-ups, so ``torch.compile`` traces them.
-float64 is left alone everywhere, as autocast does: casts never reduce what the user widened.
+float64 is left alone everywhere, as autocast does: casts never reduce what the user widened. So is
+the other half dtype than the one that casts are on for: such tensors belong to another engine, or
+to nobody who asked for casts, and torch's own autocast would cast some and refuse others.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from typing import Any, Final, cast
 
 import torch
 
-from preamp.casting.autocast_state import casting_device, is_casting
+from preamp.casting.autocast_state import casting_device
 from preamp.casting.patches import Wrapper
+from preamp.casting.thread_casts import STALE, settle_thread
 from preamp.core.dtypes import HALF_DTYPES, dtype_name, is_half
 from preamp.core.errors import worded
 from preamp.core.pytree import map_tensors
+from preamp.kernels.wide_half import leaves
 
 AnyFunction = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -42,6 +46,15 @@ def cast_arguments(
     )
 
 
+def device_to_cast_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """`casting_device`, once casts that should have ended on this thread have done so."""
+    device = casting_device(args, kwargs)
+    if device is not None and STALE:
+        settle_thread()
+        device = casting_device(args, kwargs)
+    return device
+
+
 def _run(fn: AnyFunction, arguments: Arguments, closed_on: str | None) -> Any:
     """Call ``fn``, with autocast off on the device type ``closed_on`` if there is one."""
     args, kwargs = arguments
@@ -51,19 +64,46 @@ def _run(fn: AnyFunction, arguments: Arguments, closed_on: str | None) -> Any:
         return fn(*args, **kwargs)
 
 
+def _half_of_others(device_type: str) -> torch.dtype:
+    """The half dtype that casts on ``device_type`` are not on for."""
+    is_float16 = torch.get_autocast_dtype(device_type) is torch.float16
+    return torch.bfloat16 if is_float16 else torch.float16
+
+
+def is_of_others(values: Sequence[Any], device_type: str) -> bool:
+    """Whether what could be cast on ``device_type`` is all of the other half dtype."""
+    tensors = [t for t in leaves(values) if t.device.type == device_type]
+    return {t.dtype for t in tensors if t.dtype in CASTABLE} == {_half_of_others(device_type)}
+
+
+def _has_others(values: Iterable[Any], device_type: str) -> bool:
+    """Whether one of ``values`` is a tensor of the other half dtype on ``device_type``."""
+    other = _half_of_others(device_type)
+    return any([isinstance(value, torch.Tensor) and value.dtype is other for value in values])
+
+
 def wrap_half(
     *,
     native: frozenset[str] = frozenset(),
     is_closed: bool = False,
+    is_open: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Wrapper:
-    """Rule ``half``: leave ``native`` devices to autocast; ``dtype`` defaults to the active one."""
+    """Rule ``half``: leave ``native`` devices to autocast; ``dtype`` defaults to the active one.
+
+    What gets the other half dtype only runs without casts, unless the body ``is_open``: a Python
+    function of the user's, in which each call goes by its own rule.
+    """
 
     def wrap(fn: AnyFunction) -> AnyFunction:
         @functools.wraps(fn)
         def half(*args: Any, **kwargs: Any) -> Any:
-            device = casting_device(args, kwargs)
-            if device is None or device in native:
+            device = device_to_cast_on(args, kwargs)
+            if device is None:
+                return fn(*args, **kwargs)
+            if is_of_others((*args, *kwargs.values()), device):
+                return _run(fn, (args, kwargs), None if is_open else device)
+            if device in native:
                 return fn(*args, **kwargs)
             target = torch.get_autocast_dtype(device) if dtype is None else dtype
             arguments = cast_arguments(args, kwargs, target, device)
@@ -74,15 +114,17 @@ def wrap_half(
     return wrap
 
 
-def wrap_float(*, is_closed: bool = False) -> Wrapper:
-    """Rule ``float``."""
+def wrap_float(*, is_closed: bool = False, is_open: bool = False) -> Wrapper:
+    """Rule ``float``; ``is_open`` as for `wrap_half`."""
 
     def wrap(fn: AnyFunction) -> AnyFunction:
         @functools.wraps(fn)
         def float32(*args: Any, **kwargs: Any) -> Any:
-            device = casting_device(args, kwargs)
+            device = device_to_cast_on(args, kwargs)
             if device is None:
                 return fn(*args, **kwargs)
+            if is_of_others((*args, *kwargs.values()), device):
+                return _run(fn, (args, kwargs), None if is_open else device)
             arguments = cast_arguments(args, kwargs, torch.float32, device)
             return _run(fn, arguments, device if is_closed else None)
 
@@ -117,11 +159,13 @@ def wrap_promote(*, is_closed: bool = False) -> Wrapper:
             if not (is_mixed(args) or (kwargs and is_mixed((*args, *kwargs.values())))):
                 if not is_closed:
                     return fn(*args, **kwargs)
-            device = casting_device(args, kwargs)
+            device = device_to_cast_on(args, kwargs)
             if device is None:
                 return fn(*args, **kwargs)
+            values = (*args, *kwargs.values())
             arguments: Arguments = (args, kwargs)
-            if is_mixed((*args, *kwargs.values())):
+            # Where torch promotes by itself, it does so for the other half dtype.
+            if is_mixed(values) and (is_closed or not _has_others(values, device)):
                 arguments = cast_arguments(args, kwargs, torch.float32, device)
             return _run(fn, arguments, device if is_closed else None)
 
@@ -137,11 +181,13 @@ def wrap_sequence_promote() -> Wrapper:
         @functools.wraps(fn)
         def sequence_promote(*args: Any, **kwargs: Any) -> Any:
             items = args[0] if args else kwargs.get("tensors")
-            if not isinstance(items, (list, tuple)) or not is_mixed(cast("list[Any]", items)):
+            device = device_to_cast_on(args, kwargs)
+            if device is None or not isinstance(items, (list, tuple)):
                 return fn(*args, **kwargs)
-            device = casting_device(args, kwargs)
-            if device is None:
-                return fn(*args, **kwargs)
+            values = cast("list[Any]", items)
+            if not is_mixed(values):
+                # Without casts, under which the CPU's autocast refuses to join them.
+                return _run(fn, (args, kwargs), device if _has_others(values, device) else None)
             args, kwargs = cast_arguments(args, kwargs, torch.float32, device)
             return fn(*args, **kwargs)
 
@@ -150,18 +196,42 @@ def wrap_sequence_promote() -> Wrapper:
     return wrap
 
 
-def wrap_banned() -> Wrapper:
-    """Rule ``banned``; float32 arguments are fine, also where autocast itself would refuse."""
+def wrap_alone() -> Wrapper:
+    """Rule ``leave`` of a closed row: the function and what it calls run without casts."""
+
+    def wrap(fn: AnyFunction) -> AnyFunction:
+        @functools.wraps(fn)
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            return _run(fn, (args, kwargs), device_to_cast_on(args, kwargs))
+
+        return alone
+
+    return wrap
+
+
+def wrap_banned(reason: str | None = None) -> Wrapper:
+    """Rule ``banned``; float32 arguments are fine, also where autocast itself would refuse.
+
+    ``reason`` is a script's own, for a function that it has banned.
+    """
 
     def wrap(fn: AnyFunction) -> AnyFunction:
         @functools.wraps(fn)
         def banned(*args: Any, **kwargs: Any) -> Any:
-            device = casting_device(args, kwargs)
+            device = device_to_cast_on(args, kwargs)
             if device is None:
                 return fn(*args, **kwargs)
-            halves = [
-                a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and is_half(a)
-            ]
+            values = (*args, *kwargs.values())
+            halves = [a for a in values if isinstance(a, torch.Tensor) and is_half(a)]
+            halves = [] if is_of_others(values, device) else halves
+            if halves and reason is not None:
+                raise worded(
+                    NotImplementedError,
+                    f"{fn.__name__} got a {dtype_name(halves[0].dtype)} tensor while casts "
+                    f"are active: {reason.strip()}",
+                    "amp.lists has it among BANNED_FUNCS, so that it takes float32 here",
+                    "Pass it tensor.float(), or take it out of the list before amp.initialize",
+                )
             if halves:
                 raise worded(
                     NotImplementedError,
@@ -196,7 +266,9 @@ def wrap_in_place(*, refuse_half: bool) -> Wrapper:
             if not args and "input" in kwargs:  # as torch.exp_ calls its target
                 args = (kwargs.pop("input"),)
             target = args[0] if args else None
-            if not isinstance(target, torch.Tensor) or not is_casting(target.device.type):
+            if not isinstance(target, torch.Tensor) or not device_to_cast_on([target], {}):
+                return fn(*args, **kwargs)
+            if refuse_half and target.dtype is _half_of_others(target.device.type):
                 return fn(*args, **kwargs)
             if refuse_half and is_half(target):
                 name = fn.__name__

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What torch's ``fully_shard`` keeps beside the parameters it has sharded.
 
-Everything here is private to torch, the same in torch 2.6 and 2.13 but for one name.
+Everything here is private to torch, and works with torch 2.6, 2.13 and 2.15.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ def renew(model: nn.Module) -> None:
             param.all_gather_outputs = []
             if hasattr(param, "_unsharded_param"):
                 del param._unsharded_param
-        if hasattr(group, "_orig_dtype"):  # it ran already
+        if hasattr(group, "_reduce_dtype"):  # it ran already
             group._init_mp_dtypes()
+        if hasattr(group, "_reduce_scatter_param_indices"):  # by dtype, from torch 2.14 on
+            group._init_reduce_scatter_param_order()
 
 
 def dtypes_of_groups(model: nn.Module) -> Iterator[tuple[set[torch.dtype], list[str]]]:
@@ -69,8 +71,8 @@ def dtypes_of_groups(model: nn.Module) -> Iterator[tuple[set[torch.dtype], list[
 
 def gather_dtypes(model: nn.Module) -> set[torch.dtype]:
     """The dtypes that a ``MixedPrecisionPolicy`` has parameters gathered in."""
-    found = {group.mp_policy.param_dtype for group in _groups(model)}
-    return found - {None}
+    params = [param for group in _groups(model) for param in group.fsdp_params]
+    return {param.mp_policy.param_dtype for param in params} - {None}
 
 
 def holds_unreduced(model: nn.Module) -> bool:

@@ -7,7 +7,7 @@ import importlib
 import weakref
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from torch import nn
 
@@ -51,6 +51,38 @@ def add_hook(owner: Any, register: str, hook: object, undo: UndoStack, **options
 
     undo.push(remove)
     getattr(owner, register)(hook, **options)
+
+
+class _Replicate:
+    """``module._replicate_for_data_parallel``, whose replicas lack an attribute of the module."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self._name = name
+
+    def __call__(self) -> nn.Module:
+        module = cast("nn.Module", self._module())
+        replica = cast("nn.Module", getattr(type(module), _REPLICATE)(module))
+        for name in (self._name, _REPLICATE):
+            cast("dict[str, object]", vars(replica)).pop(name, None)
+        return replica
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Replicate, (self._module(), self._name)
+
+
+_REPLICATE: Final = "_replicate_for_data_parallel"
+
+
+def drop_in_replicas(module: nn.Module, name: str) -> None:
+    """Keep an attribute that knows its module out of DataParallel's replicas."""
+    vars(module)[_REPLICATE] = _Replicate(module, name)
+
+
+def keep_in_replicas(module: nn.Module) -> None:
+    """Take back `drop_in_replicas`, of a copy too."""
+    if isinstance(vars(module).get(_REPLICATE), _Replicate):
+        del vars(module)[_REPLICATE]
 
 
 def remove_hooks(owner: Any, is_meant: Callable[[object], bool]) -> None:

@@ -8,7 +8,12 @@ import importlib
 import sys
 import types
 import weakref
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
 def scriptable(replacement: types.FunctionType, original: Any) -> types.FunctionType:
@@ -55,6 +60,23 @@ def forget_traced_names() -> None:
     clear = getattr(rules, "clear_lru_cache", None)
     if clear is not None:
         clear()
+
+
+def not_compiled_alone(fn: Fn) -> Fn:
+    """Keep ``torch.compile`` from making a graph of ``fn`` alone; within others it is traced.
+
+    Where it compiles a model, torch calls the model's hooks outside of the graph, and compiles
+    each as if it were a program: with ``fullgraph=True`` one that sets state, which no graph can
+    do, is an error. Where this torch cannot be told, ``fn`` is left as it is.
+    """
+    frames = cast("Any", torch)._C._dynamo.eval_frame
+    code = cast("types.FunctionType", cast("object", fn)).__code__
+    if hasattr(frames, "skip_code"):  # until torch 2.6
+        frames.skip_code(code)
+    elif hasattr(frames, "set_code_exec_strategy"):
+        skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, default))
+    return fn
 
 
 def _builtin_table() -> dict[int, str]:

@@ -79,19 +79,20 @@ def cpu_lacks_matmul(half: torch.dtype) -> bool:
     return not supported()
 
 
-def _leaves(values: Sequence[Any]) -> list[torch.Tensor]:
+def leaves(values: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors among ``values`` and in nested lists and tuples; ``torch.compile`` traces it."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            found.extend(_leaves(cast("Sequence[Any]", value)))
+            found.extend(leaves(cast("Sequence[Any]", value)))
     return found
 
 
 def _runs_in(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], half: torch.dtype) -> bool:
     """Whether torch would compute this call in the dtype ``half`` on the CPU."""
-    tensors = _leaves((*args, *kwargs.values()))
+    tensors = leaves((*args, *kwargs.values()))
     dtypes = {t.dtype for t in tensors if t.is_floating_point()}
     if not dtypes or any(t.device.type != "cpu" for t in tensors):
         return False
