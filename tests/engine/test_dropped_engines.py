@@ -40,7 +40,8 @@ def _nesting() -> int:
 def _train_and_drop(level: str, door: Any) -> list[weakref.ref[Any]]:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     optimizer = torch.optim.Adam(model.parameters(), eps=1e-4)
-    model, optimizer = door.initialize(model, optimizer, opt_level=level, verbosity=0)
+    settings = {"opt_level": level, "scope": "thread", "verbosity": 0}
+    model, optimizer = door.initialize(model, optimizer, **settings)
     for _ in range(2):
         with door.scale_loss(model(torch.randn(8, 4)).pow(2).mean(), optimizer) as scaled:
             scaled.backward()
@@ -198,13 +199,215 @@ def test_collected_by_another_thread_than_its_own(entrance: Callable[[], Enter])
         enter = entrance()
         attributes, casts = _attributes(), _casts()
         _collected_by_another_thread()
-        seen.append(_attributes() == attributes)
         enter()
         gc.collect()
+        seen.append(_attributes() == attributes)
         seen.append(_casts() == casts)
 
     _on_another_thread(run)
     assert seen == [True, True]
+
+
+def _product() -> torch.dtype:
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+def test_the_next_function_on_its_own_thread_is_plain() -> None:
+    """Nothing of preamp is called by name, so it has to be the function that ends the casts."""
+    attributes = _attributes()
+    seen: list[object] = []
+
+    def run() -> None:
+        casts = _casts()
+        _collected_by_another_thread()
+        seen.extend([_product(), _casts() == casts, _attributes() == attributes])
+
+    _on_another_thread(run)
+    assert seen == [torch.float32, True, True]
+
+
+def test_a_thread_that_ends_with_its_casts_leaves_nothing() -> None:
+    attributes = _attributes()
+    _on_another_thread(_collected_by_another_thread)
+    gc.collect()
+    assert _attributes() == attributes
+    assert _product() is torch.float32
+
+
+def test_the_first_function_after_a_users_block_is_plain() -> None:
+    attributes, casts = _attributes(), _casts()
+    _train_and_drop("O1", preamp)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        gc.collect()
+        assert _product() is torch.bfloat16
+    assert _product() is torch.float32
+    assert _casts() == casts
+    assert _attributes() == attributes
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O4"])
+def test_a_dropped_engine_does_not_cast_around_the_next(level: str) -> None:
+    """As in a notebook cell that runs again at another level."""
+    gc.disable()
+    try:
+        _train_and_drop("O1", amp)
+        model, _ = _engine(opt_level=level)
+        assert _product() is torch.float32
+        preamp.engine_of(model).close()
+    finally:
+        gc.enable()
+
+
+class _Fault(Exception):
+    """What goes wrong in the functions below."""
+
+
+def _fail_in_forward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.register_forward_hook(_raise)
+    model(torch.randn(8, 4))
+
+
+def _fail_in_a_block(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with preamp.scale_loss(model(torch.randn(8, 4)).sum(), optimizer):
+        raise _Fault
+
+
+def _fail_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    out = model(torch.randn(8, 4))
+    out.register_hook(_raise)
+    with preamp.scale_loss(out.sum(), optimizer) as scaled:
+        scaled.backward()
+
+
+def _fail_in_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.register_step_pre_hook(_raise)
+    optimizer.step()
+
+
+def _fail_without_casts(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with preamp.disable_casts():
+        _raise()
+
+
+def _fail_in_between(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.nn.functional.mse_loss(model(torch.randn(8, 4)), torch.randn(3, 5))
+
+
+def _raise(*_: object) -> None:
+    raise _Fault
+
+
+FAILURES = [
+    _fail_in_forward,
+    _fail_in_a_block,
+    _fail_in_backward,
+    _fail_in_a_step,
+    _fail_without_casts,
+    _fail_in_between,
+]
+
+
+def _here(run: Callable[[], object]) -> None:
+    run()
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+@pytest.mark.parametrize("where", [_here, _on_another_thread])
+@pytest.mark.parametrize("door", [preamp, amp], ids=["preamp", "amp"])
+@pytest.mark.parametrize("fail", FAILURES)
+def test_casts_end_with_the_exception_of_the_function_that_began_them(
+    fail: Callable[..., None], door: Any, where: Callable[[Callable[[], object]], None]
+) -> None:
+    """As long as its traceback lives, so do the models in it."""
+    seen: list[object] = []
+
+    def train() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        door.initialize(model, optimizer, opt_level="O4", scope="thread", verbosity=0)
+        fail(model, optimizer)
+
+    def run() -> None:
+        casts = _casts()
+        try:
+            train()
+        except (_Fault, RuntimeError) as error:
+            kept = error
+        gc.collect()
+        seen.append(_product())
+        del kept
+        gc.collect()
+        seen.extend([_product(), _casts() == casts])
+
+    attributes = _attributes()
+    where(run)
+    assert seen == [torch.bfloat16, torch.float32, True]
+    assert _attributes() == attributes
+
+
+# -- a session whose cells fail ------------------------------------------------------------------
+
+
+CELLS = {
+    "forward": "model.register_forward_hook(fail); model(x)",
+    "block": "with preamp.scale_loss(model(x).sum(), optimizer): fail()",
+    "backward": """
+out = model(x)
+out.register_hook(fail)
+with preamp.scale_loss(out.sum(), optimizer) as scaled:
+    scaled.backward()
+""",
+    "loss": "F.mse_loss(model(x), torch.ones(3, 5))",
+    "step": "optimizer.register_step_pre_hook(fail); optimizer.step()",
+    "function": """
+def train():
+    net = nn.Linear(4, 2)
+    preamp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    net(x)
+    fail()
+train()
+""",
+    "initialize": "preamp.initialize(model, optimizer, opt_level=level, loss_scale=-1)",
+}
+OTHER = """
+torch.manual_seed(0)
+other = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
+steps = torch.optim.AdamW(other.parameters(), lr=0.1)
+for _ in range(3):
+    steps.zero_grad()
+    loss = F.cross_entropy(other(x), labels) + torch.cat([other(x), x @ x.T], 1).exp().mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+    steps.step()
+result = [loss.detach(), *[p.detach() for p in other.parameters()]]
+"""
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_float32_model_in_a_session_whose_cell_failed_is_plain_torch(
+    cell: str, level: str
+) -> None:
+    """The session keeps its variables and the latest traceback, and closes nothing."""
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    session: dict[str, Any] = {
+        **{"torch": torch, "nn": nn, "F": nn.functional, "preamp": preamp},
+        **{"level": level, "fail": _raise, "x": x, "labels": torch.tensor([0, 1, 1])},
+    }
+    exec(OTHER, session)
+    expected = session["result"]
+
+    exec("model = nn.Linear(4, 2); optimizer = torch.optim.SGD(model.parameters(), 0.1)", session)
+    exec("preamp.initialize(model, optimizer, opt_level=level, verbosity=0)", session)
+    with pytest.raises((_Fault, RuntimeError, ValueError)) as failed:
+        exec(CELLS[cell], session)
+    exec(OTHER, session)
+
+    for ours, plain in zip(session["result"], expected, strict=True):
+        assert ours.dtype is torch.float32
+        assert torch.equal(ours, plain)
+    assert failed.value.__traceback__ is not None
 
 
 # -- interrupted --------------------------------------------------------------------------------
@@ -270,7 +473,7 @@ class _Dtypes:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # newer Pythons, with threads
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_forked_worker_starts_without_casts(level: str) -> None:
-    model, _ = _engine(opt_level=level)
+    model, _ = _engine(opt_level=level, scope="thread")
     loader: Any = torch.utils.data.DataLoader(
         cast("Any", _Dtypes()), num_workers=1, multiprocessing_context="fork"
     )

@@ -517,7 +517,6 @@ def test_rotary_codes_are_as_exact_as_half_allows() -> None:
 
 @pytest.mark.each
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize("level", HALF_WEIGHTS)
 @pytest.mark.parametrize("kind", ["rotary, fused", "mask, by hand"])
 def test_compiled_models_mix_too(kind: str, level: str) -> None:

@@ -80,7 +80,7 @@ def test_an_optimizer_initialized_earlier_goes_on(level: str) -> None:
 def test_initializing_again_at_a_level_without_casts_ends_the_casts() -> None:
     """A-9: O1's casts stayed on for good."""
     model = Parts()
-    preamp.initialize(model, opt_level="O1", verbosity=0)
+    preamp.initialize(model, opt_level="O1", scope="thread", verbosity=0)
     assert torch.is_autocast_enabled("cpu")
     preamp.initialize(model, opt_level="O0", verbosity=0)
     assert not torch.is_autocast_enabled("cpu")

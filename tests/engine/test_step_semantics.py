@@ -976,7 +976,7 @@ def test_a_step_after_an_abandoned_delayed_accumulation_does_nothing(level: str)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_nested_blocks_of_one_optimizer_are_refused(level: str) -> None:
     pair = Pair(level)
-    text = "scale_loss was entered for a SGD that is in a scale_loss block already. "
+    text = "scale_loss was entered for an SGD that is in a scale_loss block already. "
     with preamp.scale_loss(pair.loss(0), pair.optimizer) as scaled:
         with (
             pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}"),

@@ -52,10 +52,11 @@ def alone(level: str, seed: int, optimizer: str, *, poison: bool) -> dict[str, A
 @pytest.mark.apex("1.1 another call with new objects")
 @pytest.mark.parametrize(("first", "second"), [*PAIRS, *((b, a) for a, b in PAIRS[:3])])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_interleaved(first: str, second: str, optimizer: str) -> None:
+@pytest.mark.parametrize("scope", ["model", "thread"])
+def test_interleaved(first: str, second: str, optimizer: str, scope: str) -> None:
     expected = (alone(first, 0, optimizer, poison=True), alone(second, 1, optimizer, poison=False))
-    one = started(first, 0, optimizer, loss_scale="dynamic")
-    two = started(second, 1, optimizer, loss_scale="dynamic")
+    one = started(first, 0, optimizer, loss_scale="dynamic", scope=scope)
+    two = started(second, 1, optimizer, loss_scale="dynamic", scope=scope)
     for step in range(STEPS):
         one_step(one, step, poison=step == POISONED)
         one_step(two, step, poison=False)
@@ -104,7 +105,7 @@ def test_models_that_are_cast_are_left_out_of_another_engines_function_casts(lev
     model, _ = started(level)
     x = torch.randn(6, 4)
     expected = model.eval()(x)
-    started("O1", 1)
+    started("O1", 1, scope="thread")
     assert same(model(x), expected)
 
 
@@ -138,7 +139,7 @@ def test_the_current_engine_is_the_latest_made_through_amp() -> None:
 def test_two_threads() -> None:
     """Function casts belong to the thread that initialized; the other computes as written."""
     seen: list[torch.dtype] = []
-    started("O1")
+    started("O1", scope="thread")
 
     def work() -> None:
         seen.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
@@ -165,9 +166,114 @@ def test_a_step_is_not_cast_by_another_engine(level: str) -> None:
         return result
 
     alone = train()
-    other = started("O1", 1, "sgd")
+    other = started("O1", 1, "sgd", scope="thread")
     assert same(train(), alone)
     assert preamp.engine_of(other[0]) is not None
+
+
+# -- half dtypes side by side ----------------------------------------------------------------
+
+
+HALF_PAIRS = [("O1", "O4"), ("O2", "O4"), ("O3", "O4"), ("O2", "O5"), ("O1", "O5")]
+
+
+def tensors_of(run: Run, half: torch.dtype) -> list[torch.Tensor]:
+    """Tensors of an engine's half dtype, as a forward and its backward make them."""
+    made = [param.detach().to(half) for param in run[0].parameters()]
+    return [tensor.reshape(-1) for tensor in made]
+
+
+def joined(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Joins, sums and norms of tensors, as code around models makes them."""
+    return [
+        torch.cat(tensors),
+        torch.stack([tensor[:2] for tensor in tensors]),
+        torch.hstack(tensors),
+        torch.column_stack([tensor[:2] for tensor in tensors]),
+        torch.nn.utils.parameters_to_vector(tensors),
+        torch.nn.utils.get_total_norm(tensors),
+        tensors[0].index_copy(0, torch.tensor([0]), tensors[1][:1]),
+    ]
+
+
+def clipped(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients after a clip, and their norm before it."""
+    params = [nn.Parameter(tensor.clone()) for tensor in tensors]
+    for param in params:
+        param.grad = param.detach() * 8
+    norm = torch.nn.utils.clip_grad_norm_(params, 0.5)
+    return [norm, *(param.grad for param in params if param.grad is not None)]
+
+
+@pytest.mark.parametrize(("first", "second"), [*HALF_PAIRS, *((b, a) for a, b in HALF_PAIRS)])
+@pytest.mark.parametrize("scope", ["model", "thread"])
+def test_tensors_of_another_half_dtype_are_plain(first: str, second: str, scope: str) -> None:
+    """Under the casts of neither engine, wherever they are on; nobody's tensors included."""
+    with_plain: dict[torch.dtype, list[torch.Tensor]] = {}
+    tensors: dict[torch.dtype, list[torch.Tensor]] = {}
+    for half in (torch.float16, torch.bfloat16):
+        tensors[half] = tensors_of(make(), half)
+        with_plain[half] = [*joined(tensors[half]), *clipped(tensors[half])]
+    runs = [started(level, seed, scope=scope) for seed, level in enumerate((first, second))]
+    active = {torch.get_autocast_dtype("cpu")} if torch.is_autocast_enabled("cpu") else set()
+    assert bool(active) is (scope == "thread" and bool({"O1", "O4"} & {first, second}))
+    for half in tensors.keys() - active:
+        assert same([*joined(tensors[half]), *clipped(tensors[half])], with_plain[half])
+    for half in active:  # whose norms are float32
+        assert same(joined(tensors[half])[:5], with_plain[half][:5])
+        clipped(tensors[half])
+    mixed = [*tensors[torch.float16], *tensors[torch.bfloat16]]
+    assert torch.cat(mixed).dtype is torch.float32
+    for run in runs:
+        one_step(run, 0, poison=False)
+
+
+@pytest.mark.parametrize(("first", "second"), [*HALF_PAIRS, *((b, a) for a, b in HALF_PAIRS)])
+@pytest.mark.parametrize("scope", ["model", "thread"])
+@pytest.mark.parametrize("clip", ["torch", "preamp"])
+def test_clipping_beside_another_half_dtype(first: str, second: str, scope: str, clip: str) -> None:
+    def step(run: Run, index: int) -> torch.Tensor:
+        model, optimizer = run
+        optimizer.zero_grad()
+        with preamp.scale_loss(loss_of(model, index), optimizer) as scaled:
+            scaled.backward()
+        if clip == "preamp":
+            norm = preamp.clip_grad_norm_(optimizer, 0.125)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(preamp.master_params(optimizer), 0.125)
+        optimizer.step()
+        return norm
+
+    def begin(level: str, seed: int) -> Run:
+        return started(level, seed, "adam", loss_scale=64.0, scope=scope)
+
+    expected: list[Any] = []
+    for seed, level in enumerate((first, second)):
+        run = begin(level, seed)
+        norms = [step(run, index) for index in range(STEPS)]
+        expected.append((norms, everything(*run)))
+        preamp.engine_of(run[0]).close()
+    runs = [begin(level, seed) for seed, level in enumerate((first, second))]
+    norms = [[step(run, index) for run in runs] for index in range(STEPS)]
+    for run, theirs, (ours, alone) in zip(runs, zip(*norms, strict=True), expected, strict=True):
+        assert same([norm.float() for norm in theirs], [norm.float() for norm in ours])
+        assert same(everything(*run), alone)
+
+
+def test_a_plain_half_model_beside_casts_of_the_whole_thread() -> None:
+    """Forward, loss and backward are torch's alone."""
+
+    def train() -> list[torch.Tensor]:
+        model = make(3)[0].half()
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).half()
+        out = model(x)
+        loss = nn.functional.cross_entropy(out, torch.arange(6) % 3) + out.softmax(-1).sum()
+        loss.backward()
+        return [out.detach(), loss.detach(), *[p.grad for p in model.parameters()]]
+
+    expected = train()
+    started("O4", scope="thread")
+    assert same(train(), expected)
 
 
 # -- shared sub-modules -------------------------------------------------------------------------

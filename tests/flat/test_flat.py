@@ -463,7 +463,7 @@ def test_an_optimizer_with_state_is_refused() -> None:
 
 def test_other_wrong_optimizers_are_refused() -> None:
     _, optimizer = wrapped()
-    with pytest.raises(PreampStateError, match="is a FP16_Optimizer already"):
+    with pytest.raises(PreampStateError, match="is an FP16_Optimizer already"):
         FP16_Optimizer(optimizer)
     with pytest.raises(TypeError, match="init_optimizer is of type int"):
         FP16_Optimizer(3)

@@ -55,7 +55,7 @@ def test_every_optimizer_has_numbers() -> None:
 @pytest.mark.parametrize("value", [-1, -0.5, float("nan")])
 def test_negative_numbers(name: str, number: str, value: float) -> None:
     needs = {"lr": 0.1} if name in ("FusedSGD", "FusedLARS") else {}
-    message = f"{name} got {number}={value!r}. {number} must be zero or larger. Pass a {number} >="
+    message = f"{name} got {number}={value!r}. {number} must be zero or larger. Pass a number >="
     with pytest.raises(ValueError, match=re.escape(message)):
         getattr(optimizers, name)([param()], **{**needs, number: value})
 
@@ -66,7 +66,7 @@ def test_negative_numbers(name: str, number: str, value: float) -> None:
 def test_what_is_no_number(name: str, number: str) -> None:
     """YAML reads ``1e-3``, without a point, as a string."""
     needs = {"lr": 0.1} if name in ("FusedSGD", "FusedLARS") else {}
-    message = f"{name} got {number}='1e-3'. {number} must be a number. Pass a {number} >= 0."
+    message = f"{name} got {number}='1e-3'. {number} must be a number. Pass a number >= 0."
     with pytest.raises(TypeError, match=re.escape(message)):
         getattr(optimizers, name)([param()], **{**needs, number: "1e-3"})
 

@@ -393,7 +393,7 @@ def test_switched_off() -> None:
 
 
 def test_not_initialized() -> None:
-    text = "scale_loss was given a SGD that was not initialized"
+    text = "scale_loss was given an SGD that was not initialized"
     with pytest.raises(preamp.PreampStateError, match=text):
         backward(Exact(), build(Exact()), 0)
 

@@ -12,19 +12,12 @@ from typing import Any, cast
 
 import torch
 
-from preamp.engine import refusals
 from preamp.engine.engine import Engine
 from preamp.engine.overflow import GradientNote
 from preamp.engine.session import Delayed, OptimizerSession, Stage
 from preamp.optim import Record, RowMemo, Twin, is_master, leaf_of
 
 Apply = Callable[[], None]
-
-
-def check_outside_blocks(engine: Engine, what: str) -> None:
-    """Raise `PreampStateError` inside of a ``scale_loss`` block, where gradients are incomplete."""
-    if any(session.gradients.is_open for session in engine.sessions.values()):
-        raise refusals.inside_block(what)
 
 
 def pending_state(engine: Engine) -> dict[str, Any]:
@@ -57,11 +50,12 @@ def _session_state(engine: Engine, session: OptimizerSession) -> dict[str, Any]:
                 table[id(factor)] = len(values)
                 values.append(float(factor))
     untouched, aside = books.direct.memo(params)
-    flag = None if session.found_inf is None else float(session.found_inf)
+    flag, heard = (None if f is None else float(f) for f in (session.found_inf, session.heard))
     places = {id(param): index for index, param in enumerate(_all_of_model(engine))}
     return {
         "stage": books.stage.value,
         "found_inf": flag,
+        "heard": heard,
         "may_be_local": books.may_be_local,
         "delayed": None if books.delayed is None else _delayed_state(engine, books.delayed),
         "norm": {"value": norm, "clips": clips, "clipped": clipped},
@@ -86,7 +80,7 @@ def _all_of_model(engine: Engine) -> list[torch.Tensor]:
 
 
 _ROW = ("is_raw", "is_open", "is_carried", "zeros_aside")
-_RECORD = ("is_plain", "is_alone", "is_spent", "is_zeroed")
+_RECORD = ("is_plain", "is_alone", "is_spent", "is_zeroed", "is_shown")
 
 
 def _memo_state(memo: RowMemo, table: Mapping[int, int]) -> dict[str, Any]:
@@ -162,7 +156,7 @@ def prepare_pending(engine: Engine, state: Mapping[str, Any]) -> Apply:
 
     def apply() -> None:
         for scaler, (found_inf, apply_late) in zip(engine.scalers, scalers, strict=True):
-            scaler.found_inf.fill_(found_inf)
+            scaler.record(torch.full_like(scaler.found_inf, found_inf), forgets=True)
             apply_late()
         for apply_one in applies:
             apply_one()
@@ -176,8 +170,11 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
     twins = _twins(params)
     if twins.keys() != state["twins"].keys():
         raise ValueError("other parameters have masters")
-    stage, flag = Stage(state["stage"]), state["found_inf"]
-    found_inf = None if flag is None else torch.tensor(float(flag), device=engine.device)
+    stage = Stage(state["stage"])
+    found_inf, heard = (
+        None if flag is None else torch.tensor(float(flag), device=engine.device)
+        for flag in (state["found_inf"], state.get("heard"))  # earlier files lack the second
+    )
     aside = cast("list[tuple[int, torch.Tensor, bool]]", state["aside"])
     aside = [(int(i), grad.to(params[i].device), bool(carried)) for i, grad, carried in aside]
     untouched = [int(index) for index in state["untouched"]]
@@ -202,7 +199,7 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
         if stage is not Stage.READY:
             engine.block_begins()
         books.resume(stage, delayed, may_be_local=may_be_local)
-        session.found_inf, session.notes = found_inf, notes
+        session.found_inf, session.heard, session.notes = found_inf, heard, notes
         books.direct.recall(params, (untouched, aside))
         for index, twin in twins.items():
             twin.recall(memos[index])
@@ -237,7 +234,8 @@ def _memo(state: Mapping[str, Any], factors: _Factors, twin: Twin) -> RowMemo:
         return RowMemo(None, is_raw, *where)
     both = (given["factor"], given.get("unclipped"))
     factor, unclipped = (None if i is None else factors.on(i, twin.half.device) for i in both)
-    record = Record(factor, *(bool(given[name]) for name in _RECORD), unclipped=unclipped)
+    flags = [bool(given.get(name, False)) for name in _RECORD]
+    record = Record(factor, *flags, unclipped=unclipped)
     return RowMemo(record, is_raw, *where)
 
 

@@ -45,7 +45,7 @@ from preamp.optim import (
     without_masters,
 )
 from preamp.scaling import LossScaler
-from preamp.scaling.scaler import Adjustments
+from preamp.scaling.scaler import Adjustments, larger
 
 NameOf = Callable[[torch.Tensor], str]
 _NOTES_KEPT = 256  # backwards between two steps that an overflow message can still look back on
@@ -194,6 +194,7 @@ class GradientBooks:
         self.stage = Stage.READY
         self.is_open = False  # whether a ``scale_loss`` block is under way
         self.known_norm = KnownNorm()  # what a census found, if clipping wants it
+        self.splits = reductions.splits
         self._reductions = reductions
         self._reduced_at = reductions.unreduced
         self._optimizer = optimizer
@@ -357,17 +358,28 @@ class GradientBooks:
         if has_sharded(leaves):
             place_gradients(leaves)
         if not scaler.is_dynamic:
+            if note.watched is not None:
+                self.look(leaves, scaler.device, note, is_joint=False)
             return None
         wants_norm = self.known_norm.is_wanted
-        grads, census = self._look(leaves, scaler.device, note, with_norm=wants_norm)
+        grads, census = self.look(leaves, scaler.device, note, with_norm=wants_norm)
         if census.norm is not None and not self._holds_earlier():
             self.known_norm.note(census.norm, grads)
         return census.found_inf
 
-    def _look(
-        self, leaves: list[Any], device: torch.device, note: GradientNote, *, with_norm: bool
+    def look(
+        self,
+        leaves: list[Any],
+        device: torch.device,
+        note: GradientNote,
+        *,
+        with_norm: bool = False,
+        is_joint: bool = True,
     ) -> tuple[list[torch.Tensor], Census]:
-        """Read the gradients of ``leaves`` once; what all ranks found is returned and noted."""
+        """Read the gradients of ``leaves`` once; what all ranks found is returned and noted.
+
+        Unless it ``is_joint`` what this rank has found, who may be the only one to look.
+        """
         grads: list[Any] = list(map(grad_of, leaves))
         params = leaves
         if any(map(is_, grads, repeat(None))):
@@ -376,8 +388,8 @@ class GradientBooks:
         census = self._ops.census(grads, device, with_norm=with_norm, with_max_abs=False)
         if census.max_abs is not None:
             note.add(params, grads, census)
-        if has_sharded(leaves) or self._reductions.splits.given:
-            census = of_all_ranks(census, leaves, params, self._reductions.splits)
+        if is_joint and (has_sharded(leaves) or self.splits.given):
+            census = of_all_ranks(census, leaves, params, self.splits)
         note.found_inf.append(census.found_inf)
         return grads, census
 
@@ -398,6 +410,11 @@ class GradientBooks:
         """What differs once gradients are no longer those that the latest backward has left."""
         grads = [param.grad for param in self._direct_params]
         return [(id(t), t.changes) for t in self.tables], grads, versions_of(grads)
+
+    def show(self) -> None:
+        """Let half gradients be the unscaled ones, for a script; see `WeightTable.show`."""
+        for table in self.tables:
+            table.show()
 
     def release_params(self) -> None:
         """Hold no parameters or masters any more; they are looked up anew where needed."""
@@ -428,6 +445,7 @@ class GradientBooks:
 
         for table in self.tables:
             table.collect(on, is_plain=factor is None)
+            table.make_at_once()
         is_reduced = is_reduced or self.known_norm.is_of_sharded
         self.known_norm.commit(factor, self.marks, is_reduced=is_reduced)
         self.is_open = False
@@ -543,6 +561,8 @@ class OptimizerSession:
         self.gradients = GradientBooks(optimizer, masters, ops, reductions)
         # What the backwards since the last step found, for overflow messages
         self.notes: list[GradientNote] = []
+        # The same where nobody acts on it, but the modules are watched
+        self.watched: list[GradientNote] = []
         self.backwards = 0
         self.steps_applied = 0  # steps that updated the weights
         self.steps_skipped = 0  # steps not taken because of overflow
@@ -551,7 +571,9 @@ class OptimizerSession:
         self._name_of = name_of
         # Not zero if the next step must be skipped; ``None`` if nobody looked
         self.found_inf: torch.Tensor | None = None
-        self._heard: torch.Tensor | None = None  # an overflow that the loss scale knows of
+        # Ends a backward that a `GradScaler` has left open; ``None`` if none is
+        self.end_backward: Callable[[], None] | None = None
+        self.heard: torch.Tensor | None = None  # an overflow that the loss scale knows of
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -636,24 +658,25 @@ class OptimizerSession:
     def begin_backward(self, plan: Plan, claimed: set[int]) -> None:
         """Set earlier gradients aside. Mutates the parameters' ``grad``. Arguments as `settle`."""
         if (
-            self.found_inf is not None
+            (self.found_inf is not None or self.watched)
             and self.gradients.delayed is None
             and not self.gradients.holds_any()
         ):
             self._forget_overflow()
         if self.gradients.delayed is None:
             # Left scaled, they are joined by earlier ones in place, whose overflow is told.
-            self._heard = self.found_inf if plan.will_delay else None
+            self.heard = self.found_inf if plan.will_delay else None
         self.gradients.begin(plan, claimed)
 
     def _forget_overflow(self) -> None:
         """The gradients that overflowed were dropped or zeroed: a fresh start."""
-        self.found_inf = self._heard = None
+        self.found_inf = self.heard = None
         self.notes.clear()
+        self.watched.clear()
 
     def unheard(self, found_inf: torch.Tensor) -> torch.Tensor:
         """What the loss scale has yet to learn of ``found_inf``; nothing twice."""
-        heard = self._heard
+        heard = self.heard
         if heard is None:
             return found_inf
         return found_inf * (heard.to(found_inf.device) == 0)
@@ -671,14 +694,16 @@ class OptimizerSession:
 
     def remember(self, found_inf: torch.Tensor, note: GradientNote) -> None:
         """Keep an overflow until the next step, whichever optimizer's gradients showed it."""
-        if self.found_inf is not None:
-            found_inf = torch.maximum(self.found_inf.to(found_inf.device), found_inf)
-        self.found_inf = found_inf
+        self.found_inf = found_inf = larger(found_inf, self.found_inf)
         # The first backward that overflowed is told; where the host is near, it is known by now.
         if host_reaches(found_inf) and (self.notes or not bool(found_inf != 0)):
             return
         if not self.notes or self.notes[-1] is not note:
             self.notes = [*self.notes[-_NOTES_KEPT + 1 :], note]
+
+    def remember_watched(self, note: GradientNote) -> None:
+        """Keep what a backward has found, of which nothing follows, until the next step."""
+        self.watched = [*self.watched[-_NOTES_KEPT + 1 :], note]
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -690,6 +715,8 @@ class OptimizerSession:
         found_inf = self.found_inf
         if found_inf is None or host_reaches(found_inf):
             return None
+        if any([table.is_showing for table in self.gradients.tables]):
+            return None  # the host will read what a script has done to gradients anyway
         return found_inf if self.obeys_on_device else None
 
     @property
@@ -704,8 +731,17 @@ class OptimizerSession:
         self.found_inf = None  # known to be clean: not asked for again
         return False
 
+    def end_left_open(self) -> None:
+        """Let gradients be unscaled now, if a `GradScaler` would do so later."""
+        if self.gradients.is_open and self.end_backward is not None:
+            self.end_backward()
+
     def check_unscaled(self) -> None:
         """Refuse to step with gradients that still carry the loss scale."""
+        if self.gradients.is_open and self.end_backward is not None:
+            if self.gradients.holds_raw():
+                raise refusals.passes_by_scaler()
+            self.end_backward()
         if self.gradients.is_open:
             raise refusals.inside_block("optimizer.step()")
         self._forget_abandoned()
@@ -713,8 +749,9 @@ class OptimizerSession:
             raise refusals.still_scaled()
 
     def prepare_step(self) -> None:
-        """Bring masters up to date with what the user did to the half weights."""
+        """Bring masters up to date with what the user did to half weights and gradients."""
         self.check_unscaled()
+        self.take_in_shown()
         if self.masters is not None:
             self.masters.adopt()
             # No block may have come yet; more may be written before it if there are no gradients.
@@ -724,6 +761,17 @@ class OptimizerSession:
                 self.compare_weights()
             for table in self.masters.tables:
                 table.absorb()
+
+    def take_in_shown(self) -> None:
+        """Take in what a script did to gradients after ``unscale_``; all ranks call it."""
+        tables = [table for table in self.gradients.tables if table.is_showing]
+        splits, is_lost = self.gradients.splits, bool(tables) and self.overflowed()
+        for table in tables:
+            if is_lost:
+                table.overlook()
+            else:
+                agree = splits.agree if splits.concern(table.halves) else None
+                table.reconcile(agree, looks=True)
 
     def write_halves(self) -> None:
         """Round the masters into the half weights."""
@@ -746,6 +794,7 @@ class OptimizerSession:
         self.gradients.reset()
         self.found_inf = None
         self.notes.clear()
+        self.watched.clear()
 
     # -- zero_grad ---------------------------------------------------------------------------
 
@@ -767,9 +816,10 @@ def make_sessions(
     reductions: Reductions,
     *,
     has_masters: bool,
+    ignores_rewriting: bool = False,
 ) -> dict[int, OptimizerSession]:
     """One session for each optimizer, by its ``id``; a weight in two of them has one master."""
-    weights = Weights(ops, name_of)
+    weights = Weights(ops, name_of, ignores_rewriting=ignores_rewriting)
     sessions: dict[int, OptimizerSession] = {}
     for optimizer in optimizers:
         masters = Masters(optimizer, weights) if has_masters else None

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from preamp.casting.io import CastInputs
+from preamp.casting.io import CastInputs, remove_forward
 from preamp.casting.modules import Conversion
 from preamp.core.dtypes import is_half
 from preamp.core.errors import PreampStateError
 from preamp.core.link import EngineHook, Link
 from preamp.core.tensors import stored_grad
 from preamp.core.undo import UndoStack
-from preamp.engine import refusals
 from preamp.engine.params import twin_of
 from preamp.engine.session import OptimizerSession
 from preamp.kernels.modules import add_hook, remove_hooks
@@ -86,8 +85,7 @@ def exact_weights(self: EngineCore) -> Generator[None]:
     Mutates:
         The models' parameters, until the end of the block.
     """
-    if any([session.gradients.is_open for session in self.sessions.values()]):
-        raise refusals.inside_block("exact_weights()")
+    self.check_outside_blocks("exact_weights()")
     twins = {id(t.half): t for s in self.sessions.values() for t in s.masters or ()}.values()
     values = [(twin, twin.held.value()) for twin in twins]  # refuses parts
     tables = {id(twin.table): twin.table for twin in twins}.values()
@@ -167,6 +165,7 @@ class CopyExact:
         if engine is not None:
             for part in made.modules():
                 remove_hooks(part, lambda hook: isinstance(hook, EngineHook))
+                remove_forward(part)
         return made
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.core.errors import bad_state, bad_type
+from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.splits import Splits
 from preamp.core.tensors import local_of
 from preamp.kernels.shards import place_gradients
@@ -60,7 +60,7 @@ class LARC:
         """
         if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise bad_type(
-                f"LARC was given a {type(optimizer).__name__}",
+                f"LARC was given {with_article(type(optimizer).__name__)}",
                 "It wraps a torch.optim.Optimizer",
                 "Pass the optimizer itself; wrap it before preamp.initialize",
             )

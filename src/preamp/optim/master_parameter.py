@@ -33,7 +33,7 @@ class MasterParameter(torch.nn.Parameter):
             return stored_grad(self)
         table, row, now = twin.table, twin.row, stored_grad(twin.half)
         # Most reads find nothing new, and an optimizer reads this several times for each weight.
-        if now is table.grads[row] and not table.has_parts and type(self) is MasterParameter:
+        if now is table.seen[row] and not table.has_parts and type(self) is MasterParameter:
             if now is None:
                 return stored_grad(self)
             record = table.records[row]

@@ -12,7 +12,7 @@ import torch
 from preamp.core.dtypes import is_half
 from preamp.kernels import Ops
 from preamp.optim.master_parameter import MasterParameter, is_master
-from preamp.optim.table import Twin, WeightTable
+from preamp.optim.table import Rewriting, Twin, WeightTable
 
 Group = dict[str, Any]
 NameOf = Callable[[torch.Tensor], str]
@@ -21,9 +21,10 @@ NameOf = Callable[[torch.Tensor], str]
 class Weights:
     """Half weights, in a table for each set of optimizers that share them: one master each."""
 
-    def __init__(self, ops: Ops, name_of: NameOf) -> None:
-        """Start without weights."""
+    def __init__(self, ops: Ops, name_of: NameOf, *, ignores_rewriting: bool = False) -> None:
+        """Start without weights; see `Rewriting`."""
         self._ops = ops
+        self._rewriting = Rewriting(is_ignored=ignores_rewriting)
         self._name_of = name_of
         self._twins: dict[int, Twin] = {}  # by id of the half parameter
         self._tables: dict[frozenset[int], WeightTable] = {}
@@ -48,14 +49,14 @@ class Weights:
     def clear(self) -> None:
         """Hold nothing any more, rows and tables not each other."""
         for table in self._tables.values():
-            for column in (table.twins, table.halves, table.masters, table.grads):
+            for column in (table.twins, table.halves, table.masters, table.grads, table.seen):
                 column.clear()
         self._twins.clear()
         self._tables.clear()
 
     def _table(self, owners: frozenset[int]) -> WeightTable:
         if owners not in self._tables:
-            self._tables[owners] = WeightTable(self._ops, owners)
+            self._tables[owners] = WeightTable(self._ops, owners, self._rewriting)
         return self._tables[owners]
 
 

@@ -16,7 +16,8 @@ loss scale is on them, since clipping a scaled gradient would be wrong without a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import is_
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from preamp.core.dtypes import dtype_name, is_half
-from preamp.core.errors import PreampStateError, bad_state
+from preamp.core.errors import PreampStateError, bad_state, message
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import (
     WeightMarks,
@@ -46,6 +47,7 @@ from preamp.kernels.shards import set_data
 from preamp.optim.direct import Placeholders, is_zeroed
 from preamp.optim.master_parameter import master_parameter
 from preamp.optim.part import Holding, Part
+from preamp.optim.rewritten import Agree, common_factors, likely_factor, rewritten_in_half
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -62,6 +64,7 @@ class Record:
     is_alone: bool = True  # whether the master's gradient, if there is one, was made of it alone
     is_spent: bool = False  # whether a step has used it up
     is_zeroed: bool = False  # whether the script zeroed it
+    is_shown: bool = False  # whether the script sees it unscaled; see `WeightTable.show`
     unclipped: torch.Tensor | None = None  # the factor that it had before it was clipped, if it was
 
     @property
@@ -70,6 +73,7 @@ class Record:
         return self.factor if self.unclipped is None else self.unclipped
 
 
+_STEPS_WATCHED = 10  # a script that writes to gradients does so from its first steps on
 _SAMPLED = 32  # values of a gradient that are looked at again
 _SPENT = {is_plain: Record(None, is_plain=is_plain, is_spent=True) for is_plain in (False, True)}
 
@@ -83,6 +87,19 @@ class RowMemo:
     is_open: bool  # whether a backward is under way
     is_carried: bool  # whether the half gradient holds the earlier one too
     zeros_aside: bool  # whether zeros are away meanwhile
+
+
+@dataclass(slots=True, eq=False)
+class Rewriting:
+    """What comes of writing to scaled half gradients, for all tables of an engine.
+
+    It is refused, or, as in Apex, has no effect. What was written over is lost, so for that the
+    gradients of masters are made as soon as a backward has ended: while it is not known whether the
+    script writes, and from then on if it does.
+    """
+
+    is_ignored: bool = False
+    was_seen: bool = False  # and warned of
 
 
 class Twin:
@@ -132,6 +149,11 @@ class Twin:
         return grad, record.factor
 
     @property
+    def is_shown(self) -> bool:
+        """Whether the half gradient is shown unscaled; see `WeightTable.show`."""
+        return _is_shown(self.table.records[self.row])
+
+    @property
     def unscales(self) -> torch.Tensor | None:
         """What takes the loss scale from a pending gradient, without what clips it."""
         record = self.table.records[self.row]
@@ -164,6 +186,8 @@ class Twin:
         table, row = self.table, self.row
         if not table.is_open:
             table.reconcile()
+            if _is_shown(table.records[row]) and not _is_made(table.records[row]):
+                table.materialize([row])  # what the script sees is less than there is
         raw = None if table.raw is None else table.raw[row]
         now = self.half.grad
         is_raw = None if raw is None else now is not None and version_of(now) == raw
@@ -337,14 +361,21 @@ class WeightTable(WeightPairs):
     leaves its gradients scaled). Between backwards `reconcile` takes in what the script has done.
     """
 
-    def __init__(self, ops: Ops, owners: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, ops: Ops, owners: frozenset[int] = frozenset(), rewriting: Rewriting | None = None
+    ) -> None:
         """Start without rows."""
         super().__init__(ops)
         self.owners = owners  # of which optimizers
+        self._rewriting = rewriting or Rewriting()
+        self._steps = 0  # with them watched
+        self._is_rewriting = False  # whether the script wrote other things than zeros
         self.twins: list[Twin] = []  # the rows as objects
         # Half gradients as they were last seen, and their versions then
-        self.grads: list[torch.Tensor | None] = []
+        self.seen: list[torch.Tensor | None] = []
         self.versions: list[int] = []
+        # What masters take: these very lists, but for gradients that are shown unscaled
+        self.grads = self.seen
         # What is known of these; ``None`` where there was none
         self.records: list[Record | None] = []
         # Whether a backward is under way. Its half gradients are scaled and incomplete.
@@ -364,6 +395,8 @@ class WeightTable(WeightPairs):
         self._placeholders = Placeholders()
         self._plain: dict[torch.device, Record] = {}
         self._sample: dict[int, torch.Tensor] = {}  # values of a few rows
+        self._base_versions: dict[int, int] = {}  # of masters' gradients, of rows that are shown
+        self._has_warned = False  # of gradients taken as a script has written them
 
     def add(self, twin: Twin) -> None:
         """Add a row whose half weight is its rounded master."""
@@ -371,7 +404,8 @@ class WeightTable(WeightPairs):
         self.may_have_bases |= twin.held.gradient is not None
         self.add_row(twin.half, twin.master)
         self.twins.append(twin)
-        self.grads.append(None)
+        for column in self._gradient_columns():
+            column.append(None)
         self.versions.append(-1)
         self.records.append(None)
         if self.raw is not None:
@@ -380,7 +414,7 @@ class WeightTable(WeightPairs):
     def remove(self, twin: Twin) -> None:
         """Let another table have the row; between two steps only."""
         self.remove_row(twin.row)
-        for column in (self.twins, self.grads, self.versions, self.records):
+        for column in (self.twins, *self._gradient_columns(), self.versions, self.records):
             del column[twin.row]
         self.raw = None
         for row, other in enumerate(self.twins):
@@ -388,11 +422,15 @@ class WeightTable(WeightPairs):
 
     # -- gradients: what the script sees and does -----------------------------------------------
 
+    def _gradient_columns(self) -> list[list[torch.Tensor | None]]:
+        return [self.seen, self.grads] if self.is_showing else [self.seen]
+
     def note(self, row: int, grad: torch.Tensor | None, record: Record | None = None) -> None:
         """Note the half gradient of one row."""
         self._sample.pop(row, None)
         self.changes += 1
-        self.grads[row], self.records[row] = grad, record
+        self.seen[row] = self.grads[row] = grad
+        self.records[row] = record
         self.versions[row] = -1 if grad is None else version_of(grad)
 
     @property
@@ -413,24 +451,41 @@ class WeightTable(WeightPairs):
         """The record of zeros that are the gradient."""
         return replace(self.plain(grad), is_zeroed=True)
 
-    def reconcile(self) -> None:
+    def reconcile(self, agree: Agree | None = None, *, looks: bool = False) -> None:
         """Take in what the script did to half gradients since they were last looked at.
 
         Raises `PreampStateError` if it rewrote one that has a loss scale on it, or that is only a
-        part of what was accumulated. Nothing of that row was taken in then.
+        part of what was accumulated. Nothing of that row was taken in then. With ``looks`` the
+        values of all that are shown are looked at: writes through ``grad.data``, a collective, and
+        torch's foreach functions on a ``DTensor`` leave no trace. ``agree`` is for gradients that
+        ranks have parts of, all of which call this then; see `common_factors`.
         """
         now = list(map(grad_of, self.halves))
-        are_same = all(map(is_, now, self.grads))
+        are_same = all(map(is_, now, self.seen))
         if are_same and all(map(is_, now, repeat(None))):
             return
         versions = self._versions_of(now)
-        if are_same and versions == self.versions:
+        looks = looks and self.is_showing
+        if are_same and versions == self.versions and not looks:
             return
         for row in self._multiplied_by_one(now, versions):
             self.versions[row] = versions[row]
             self.changes += 1  # more may have changed than the sample tells
-        seen = zip(now, self.grads, versions, self.versions, strict=True)
-        for row in [row for row, (a, b, v, w) in enumerate(seen) if a is not b or v != w]:
+        seen = zip(now, self.seen, versions, self.versions, strict=True)
+        changed = [row for row, (a, b, v, w) in enumerate(seen) if a is not b or v != w]
+        shown = range(len(self)) if looks else changed
+        shown = [row for row in shown if _is_shown(self.records[row]) and now[row] is not None]
+        if shown or (looks and agree is not None):
+            changed = [row for row in changed if row not in shown]
+            self._take_in_shown({row: now[row] for row in shown}, agree)
+        # Zeros are a clip's if it left other rows something, else a script's.
+        self._is_rewriting = self._rewriting.is_ignored and any(
+            self._is_without_effect(self.records[row])
+            and (grad := now[row]) is not None
+            and not is_zeroed(grad)
+            for row in changed
+        )
+        for row in changed:
             self._take_in(row, now[row])
 
     def _multiplied_by_one(
@@ -441,8 +496,12 @@ class WeightTable(WeightPairs):
         So it is after ``torch.nn.utils.clip_grad_norm_`` with a norm that no gradient exceeds,
         which multiplies by one. Synchronises, where they were written to at all.
         """
-        pairs = enumerate(zip(now, self.grads, versions, self.versions, strict=True))
-        writes = {row: v - w for row, (a, b, v, w) in pairs if a is not None and a is b}
+        pairs = enumerate(zip(now, self.seen, versions, self.versions, strict=True))
+        writes = {
+            row: v - w
+            for row, (a, b, v, w) in pairs
+            if a is not None and a is b and not _is_shown(self.records[row])
+        }
         least = min(writes.values(), default=0)
         if least == 0:
             return []
@@ -458,7 +517,7 @@ class WeightTable(WeightPairs):
 
     def _take_sample(self) -> None:
         """Remember a few values, to tell later whether a write to all gradients changed any."""
-        seen = [(row, grad) for row, grad in enumerate(self.grads) if grad is not None]
+        seen = [(row, grad) for row, grad in enumerate(self.seen) if grad is not None]
         self._sample = {row: _few_of(grad) for row, grad in seen[:: max(1, len(seen) // 4)][:4]}
 
     def _take_in(self, row: int, now: torch.Tensor | None) -> None:
@@ -468,12 +527,16 @@ class WeightTable(WeightPairs):
             self.note(row, None)
         elif record is None:  # a backward outside scale_loss
             self.note(row, now, self.plain(now))
-        elif now is not self.grads[row] and record.is_spent:  # the same, after a step
+        elif now is not self.seen[row] and record.is_spent:  # the same, after a step
             self.note(row, now, self.plain(now))
         elif self._is_moved(row, now):
             self.note(row, now, record)
         else:
             self._take_in_rewritten(row, now, record)
+
+    def _is_without_effect(self, record: Record | None) -> bool:
+        """Whether writing to a half gradient changes nothing, as its master's is made."""
+        return self._rewriting.is_ignored and record is not None and record.factor is None
 
     def _take_in_rewritten(self, row: int, now: torch.Tensor, record: Record) -> None:
         is_all = self.base(row) is None or (record.factor is None and record.is_alone)
@@ -483,7 +546,14 @@ class WeightTable(WeightPairs):
             stays_zero = record.is_zeroed and is_zeroed(now)
             self.note(row, now, self.zeroed(now) if stays_zero else self.plain(now))
             return
-        if now is not self.grads[row] or not is_zeroed(now):
+        is_other = now is not self.seen[row] or not is_zeroed(now)
+        if (is_other or self._is_rewriting) and self._is_without_effect(record):
+            if not self._rewriting.was_seen:
+                self._rewriting.was_seen = True
+                warnings.warn(_without_effect(now, self.twins[row].name), stacklevel=2)
+            self.note(row, now, record)
+            return
+        if is_other:
             raise _changed_in_place(now, self.twins[row].name, is_plain=record.is_plain)
         # Zeros are a gradient, as in plain torch: momentum and weight decay stay in effect.
         self.keep(row, None)
@@ -496,7 +566,7 @@ class WeightTable(WeightPairs):
         when it rebuilds its buckets, and nobody else replaces them by copies. Synchronises, but
         only where there is a process group and the tensor is another one.
         """
-        seen = self.grads[row]
+        seen = self.seen[row]
         if seen is None or now is seen or now.dtype is not seen.dtype or not has_process_group():
             return False
         if version_of(seen) != self.versions[row]:
@@ -505,6 +575,163 @@ class WeightTable(WeightPairs):
 
     def _versions_of(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
         return versions_of(grads) if self.has_sharded else plain_versions(grads)
+
+    # -- gradients: shown unscaled ---------------------------------------------------------------
+
+    @property
+    def is_showing(self) -> bool:
+        """Whether half gradients are shown unscaled, those that have been scaled being kept."""
+        return self.grads is not self.seen
+
+    def show(self) -> None:
+        """Let the half gradients be what masters get, rounded, for a script to read and change.
+
+        Called again after a clip, it shows the clipped ones. Scaled half gradients are kept apart
+        meanwhile: unscaled, what is small becomes zero in float16. What the script does counts; see
+        `_take_in_shown`.
+        """
+        self.complete()
+        bases = self.bases()
+        if not self.is_showing:
+            self.grads = [
+                grad.clone() if grad is not None and _has_scale(record) else grad
+                for grad, record in zip(self.seen, self.records, strict=True)
+            ]
+        targets: dict[int, Any] = {}
+        shown: dict[Record, Record] = {}
+        for row, record in enumerate(self.records):
+            grad = self.seen[row]
+            if grad is None or record is None:
+                continue
+            if _has_scale(record) or (_is_made(record) and bases[row] is not None):
+                targets[row] = grad
+                if record not in shown:
+                    shown[record] = replace(record, is_shown=True)
+                self.records[row] = shown[record]
+        self._round_into(targets)
+        self.versions = self._versions_of(self.seen)
+        self._base_versions.clear()
+        self._note_bases(targets)
+        self._take_sample()
+
+    @torch.no_grad()
+    def _round_into(self, targets: Mapping[int, Any]) -> None:
+        """Write what masters get, rounded, to half ``targets`` by row."""
+        bases = self.bases()
+        scaled: dict[Record, list[int]] = {}
+        made: list[int] = []
+        for row in targets:
+            record = cast("Record", self.records[row])
+            (made if _is_made(record) else scaled.setdefault(record, [])).append(row)
+        for record, rows in scaled.items():
+            grads: list[Any] = [self.grads[row] for row in rows]
+            to, factor = [targets[row] for row in rows], cast("torch.Tensor", record.factor)
+            self.ops.axpby_(to, factor, grads, 0.0, [None] * len(rows))
+        wide: list[Any] = [bases[row] for row in made]
+        self.ops.cast_copy_(wide, [targets[row] for row in made])
+
+    @torch.no_grad()
+    def _take_in_shown(self, now: Mapping[int, Any], agree: Agree | None) -> None:
+        """Take in what the script has made of gradients that it was shown unscaled, by row.
+
+        One factor on all of a gradient, as clipping has, is applied to what masters get, so that
+        nothing is lost that the half gradient cannot hold. Anything else is taken as written.
+        """
+        now = {row: grad for row, grad in now.items() if not self._trusts_master(row, grad)}
+        factors = self._multiplied(now) if agree is None else {}
+        rest = [row for row in now if row not in factors]
+        if rest or agree is not None:
+            before = {row: torch.empty_like(now[row]) for row in rest}
+            self._round_into(before)
+            # Ranks tell each other of the same rows, whichever have a gradient.
+            asked = rest if agree is None else range(len(self))
+            old, new = [before.get(row) for row in asked], [now.get(row) for row in asked]
+            found = common_factors(old, new, [self.halves[row] for row in asked], agree)
+            factors |= zip(asked, found, strict=True)
+        together: dict[float, list[int]] = {}
+        for row, grad in now.items():
+            factor = factors[row]
+            if factor == 0.0 and not is_zeroed(grad):
+                raise _clipped_to_zero(grad, self.twins[row].name)
+            if factor is None or factor == 0.0:
+                self.keep(row, None)
+                is_zero = factor is not None
+                self.note(row, grad, (self.zeroed if is_zero else self.plain)(grad))
+                self._warn_rewritten(row, is_zero=is_zero)
+                continue
+            self.seen[row], self.versions[row] = grad, version_of(grad)
+            if row in self._sample:
+                self._sample[row] = _few_of(grad)
+            together.setdefault(factor, []).append(row)
+        for factor, same in together.items():
+            self._multiply(same, factor)
+
+    def _trusts_master(self, row: int, now: torch.Tensor) -> bool:
+        """Whether a script has written to the master's gradient since `show`: that one counts."""
+        base = self.base(row)
+        if base is None or self._base_versions.get(row) in (None, version_of(base)):
+            return False
+        record = cast("Record", self.records[row])
+        if now is not self.seen[row] or version_of(now) != self.versions[row]:
+            raise _changed_in_place(now, self.twins[row].name, is_plain=True)
+        self.records[row] = replace(record, is_shown=False)
+        return True
+
+    def _note_bases(self, rows: Iterable[int]) -> None:
+        """Remember the masters' gradients of shown rows as they are."""
+        for row in rows:
+            base = self.base(row)
+            if base is not None:
+                self._base_versions[row] = version_of(base)
+
+    def overlook(self) -> None:
+        """Take for nothing what the script did to shown gradients that no step will use."""
+        now = list(map(grad_of, self.halves))
+        for row, (grad, version) in enumerate(zip(now, self._versions_of(now), strict=True)):
+            if _is_shown(self.records[row]):
+                self.seen[row], self.versions[row] = grad, version
+
+    def _multiplied(self, now: Mapping[int, Any]) -> dict[int, float | None]:
+        """The rows that were multiplied by a half number, as a clip by torch does, and that.
+
+        A few values tell which it might be; all are compared, in a few operations on all rows.
+        """
+        sampled = {row: self._sample[row] for row in self._sample if row in now}
+        kinds = {(few.dtype, few.device) for few in sampled.values()}
+        if len(kinds) != 1:
+            return {}
+        factor = likely_factor([*sampled.values()], [_few_of(now[row]) for row in sampled])
+        if not factor:
+            return {}
+        given = {row: torch.empty_like(now[row]) for row in now}
+        self._round_into(given)
+        before, after, none = list(given.values()), list(now.values()), [None] * len(now)
+        self.ops.scale_add_(before, factor, none)
+        self.ops.axpby_(before, 1.0, before, -1.0, after)
+        census = self.ops.census(before, before[0].device, with_norm=False)
+        if census.max_abs is None:
+            return {}
+        differ = cast("list[float]", cast("Any", census.max_abs).tolist())
+        return {row: factor for row, by in zip(now, differ, strict=True) if by == 0.0}
+
+    def _multiply(self, rows: Sequence[int], factor: float) -> None:
+        """Multiply what masters get."""
+        if factor == 1.0:
+            return
+        self.changes += 1
+        made = [row for row in rows if _is_made(self.records[row])]
+        one: Any = self.seen[rows[0]]
+        by, bases = torch.tensor(factor, device=one.device), self.bases()
+        self.replace_factors([row for row in rows if row not in made], by)
+        wide: list[Any] = [bases[row] for row in made]
+        self.ops.scale_add_(wide, by, [None] * len(wide))
+        self._note_bases(made)
+
+    def _warn_rewritten(self, row: int, *, is_zero: bool) -> None:
+        if is_zero or self._has_warned or self.halves[row].dtype is not torch.float16:
+            return
+        self._has_warned = True
+        warnings.warn(rewritten_in_half(self.twins[row].name), stacklevel=2)
 
     # -- gradients: the masters' side -----------------------------------------------------------
 
@@ -563,8 +790,10 @@ class WeightTable(WeightPairs):
     def bring_up_to_date(self) -> None:
         """Make the masters' gradients: ``grad += float32(half.grad) * factor``, all in one op."""
         if not self.is_open:
-            self.reconcile()
+            self.reconcile(looks=self.has_sharded)
             self.materialize(self.pending_rows())
+            if self.has_sharded and self.is_showing:  # a write to masters' may leave no trace
+                self.records = [r and replace(r, is_shown=False) for r in self.records]
 
     def complete(self) -> None:
         """Do so for rows whose master has an earlier gradient; the others stay half."""
@@ -572,6 +801,12 @@ class WeightTable(WeightPairs):
         if self.may_have_bases:
             bases = self.bases()
             self.materialize([row for row in self.pending_rows() if bases[row] is not None])
+
+    def make_at_once(self) -> None:
+        """Make the masters' gradients where the script may write over what they are made of."""
+        watch = self._rewriting
+        if watch.is_ignored and (watch.was_seen or self._steps < _STEPS_WATCHED):
+            self.materialize([row for row in self.pending_rows() if _has_scale(self.records[row])])
 
     def materialize(self, rows: Sequence[int]) -> None:
         """Bring the masters' gradients of some pending rows up to date."""
@@ -602,6 +837,8 @@ class WeightTable(WeightPairs):
                 self.keep(row, wide)
             elif is_alone:
                 store_grad(self.masters[row], wide)
+        if self.is_showing:
+            self._note_bases([row for row in rows if _is_shown(self.records[row])])
 
     def replace_factors(self, rows: Sequence[int], clip: torch.Tensor) -> None:
         """Multiply what unscales some pending rows by ``clip``; touches no memory."""
@@ -667,8 +904,8 @@ class WeightTable(WeightPairs):
             half.grad = grad
         self._sample, self._arrived = {}, None
         self.changes += 1
-        self.grads, self.records = [None] * len(self), [None] * len(self)
-        self.versions = [-1] * len(self)
+        self.records = [None] * len(self)
+        self._see([None] * len(self))
 
     def arrive(self) -> None:
         """Read the half gradients that a backward has left, for `collect`; refuse a sparse one."""
@@ -733,8 +970,7 @@ class WeightTable(WeightPairs):
         self.end()
         # Sharded ones may have been placed anew since they arrived.
         arrived, self._arrived = None if self.has_sharded else self._arrived, None
-        self.grads = list(map(grad_of, self.halves)) if arrived is None else arrived
-        self.versions = self._versions_of(self.grads)
+        self._see(list(map(grad_of, self.halves)) if arrived is None else arrived)
         devices = devices_of(self.grads)
         made = {device: Record(factors(device), is_plain=is_plain) for device in devices}
         if len(made) == 1:
@@ -745,6 +981,10 @@ class WeightTable(WeightPairs):
         self._sample = {}
         if not is_plain or self.has_bases:
             self._take_sample()
+
+    def _see(self, grads: list[torch.Tensor | None]) -> None:
+        self.grads = self.seen = grads
+        self.versions = self._versions_of(grads)
 
     def end(self) -> None:
         """No backward is under way any more."""
@@ -789,10 +1029,14 @@ class WeightTable(WeightPairs):
 
         Not where another optimizer has yet to use them; there they stay until zeroed, as in torch.
         """
+        self._steps = min(self._steps + 1, _STEPS_WATCHED)
         if len(self.owners) > 1:
             return
         self._drop_bases()
         self._sample = {}
+        if self.is_showing:
+            self.overlook()
+            self.grads = self.seen
         if (record := self.shared_record) is not None:
             self.records = [_SPENT[record.is_plain]] * len(self)
             return
@@ -849,8 +1093,8 @@ class WeightTable(WeightPairs):
                 self.halves[row].grad = grad
                 if grad.device not in made:
                     made[grad.device] = self.zeroed(grad)
-                self.grads[row], self.records[row] = grad, made[grad.device]
-        self.versions = self._versions_of(self.grads)
+                self.seen[row], self.records[row] = grad, made[grad.device]
+        self._see(self.seen)
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -926,6 +1170,20 @@ class WeightTable(WeightPairs):
             self.round(rows)
 
 
+def _is_shown(record: Record | None) -> bool:
+    return record is not None and record.is_shown
+
+
+def _is_made(record: Record | None) -> bool:
+    """Whether the master's gradient has all that the half one had."""
+    return record is not None and record.factor is None
+
+
+def _has_scale(record: Record | None) -> bool:
+    """Whether masters have yet to take a half gradient, which has a loss scale on it."""
+    return record is not None and record.factor is not None and not record.is_plain
+
+
 def _has_any(column: Sequence[object]) -> bool:
     # A list, since a generator costs a call for each element.
     return any([value is not None for value in column])
@@ -941,6 +1199,27 @@ def _sparse(name: str) -> PreampStateError:
         f"The gradient of {name!r} is sparse and the parameter has a float32 master",
         "Masters take dense gradients; sparse ones work at O0, O1 and O4",
         "Build the embedding with sparse=False, or choose O1 (O4 for bfloat16)",
+    )
+
+
+def _without_effect(tensor: torch.Tensor, name: str) -> str:
+    """Warning: a script writes to half gradients from which the masters' are made already."""
+    return message(
+        f"The {dtype_name(tensor.dtype)} gradient of {name!r} was changed after scale_loss, while "
+        "it was still multiplied by the loss scale; as with Apex that has no effect, here and in "
+        "later steps",
+        "The step takes the unscaled float32 gradients, those of amp.master_params(optimizer)",
+        "Clip with torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)",
+    )
+
+
+def _clipped_to_zero(grad: torch.Tensor, name: str) -> PreampStateError:
+    """Return the error for a clip whose norm had overflowed: it multiplies by zero."""
+    return bad_state(
+        f"The {dtype_name(grad.dtype)} gradient of {name!r} was multiplied by zero, as a clip does "
+        "whose norm is infinite",
+        "The norm of half gradients is a half number in torch, and 65504 the largest in float16",
+        "Clip with preamp.clip_grad_norm_(optimizer, max_norm), which needs no unscale_",
     )
 
 

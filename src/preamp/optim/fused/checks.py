@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import required
 
 from preamp.core.dtypes import HALF_DTYPES, dtype_name
-from preamp.core.errors import bad_type, bad_value, message
+from preamp.core.errors import bad_type, bad_value, message, with_article
 from preamp.core.tensors import dtype_of, kinds_of, layout_of
 
 DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
@@ -44,7 +44,7 @@ def check_numbers(kind: str, **values: Any) -> None:
     for name, value in values.items():
         if isinstance(value, torch.Tensor) or value is required:
             continue
-        got, do = f"{kind} got {name}={value!r}", f"Pass a {name} >= 0"
+        got, do = f"{kind} got {name}={value!r}", "Pass a number >= 0"
         try:
             is_valid = bool(value >= 0)
         except TypeError as error:
@@ -111,7 +111,7 @@ def _check_gradient(kind: str, param: torch.Tensor, grad: torch.Tensor) -> None:
     for tensor in (param, grad):
         if tensor.dtype not in DTYPES:
             raise refusal(
-                f"{kind} got a {dtype_name(tensor.dtype)} tensor",
+                f"{kind} got {with_article(dtype_name(tensor.dtype))} tensor",
                 f"It updates {', '.join(map(dtype_name, DTYPES))}",
                 "Give this parameter to an optimizer of torch.optim",
             )

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Telling from values what a script has done to half gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cases.selection import examples
+from preamp.core.splits import Splits
+from preamp.optim.rewritten import common_factors
+
+HALVES = (torch.float16, torch.bfloat16)
+factors = st.floats(2.0**-6, 64.0) | st.sampled_from([1.0, 0.5, 2.0**-7])
+
+
+def _gradients(seed: int, dtype: torch.dtype, sizes: list[int]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+
+def _found(before: Any, after: Any) -> list[float | None]:
+    return common_factors(before, after, before)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@settings(max_examples=examples(150), deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    factor=factors,
+    sign=st.sampled_from([1.0, -1.0]),
+    sizes=st.lists(st.integers(0, 200), min_size=1, max_size=5),
+    times=st.integers(1, 2),
+)
+def test_a_factor_is_found(
+    dtype: torch.dtype, seed: int, factor: float, sign: float, sizes: list[int], times: int
+) -> None:
+    """It explains what is there: to a rounding, and better the more values there are."""
+    before = _gradients(seed, dtype, sizes)
+    after = [grad.clone() for grad in before]
+    for _ in range(times):
+        for grad in after:
+            grad.mul_(sign * factor)
+    found = _found(before, after)
+    wanted = (sign * factor) ** times
+    for one, grad in zip(found, before, strict=True):
+        if grad.numel():
+            assert one is not None
+            assert abs(one / wanted - 1) <= 2.0 * torch.finfo(dtype).eps
+    told = [one for one, grad in zip(found, before, strict=True) if grad.numel()]
+    assert len(set(told)) <= 1  # one for all
+    if times == 2 or told[:1] in ([], [None]):
+        return
+    kind = torch.finfo(dtype)
+    for one, two in zip(before, after, strict=True):
+        rounding = 0.5 * (two.double().abs() * kind.eps + kind.smallest_normal * kind.eps)
+        assert torch.all((one.double() * told[0] - two.double()).abs() <= 1.01 * rounding)
+    if sum(sizes) > 300:  # some factors cannot be told better by any number of values
+        assert abs(told[0] / wanted - 1) <= 2**-2 * kind.eps
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@given(seed=st.integers(0, 99), factor=factors)
+def test_a_factor_that_is_half_is_found_exactly(
+    dtype: torch.dtype, seed: int, factor: float
+) -> None:
+    """As of ``clip_grad_norm_``, which makes it of a half norm."""
+    half = torch.tensor(factor).to(dtype)
+    before = _gradients(seed, dtype, [500, 1, 30])
+    assert _found(before, [grad * half for grad in before]) == [half.item()] * 3
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda grad: grad.clamp(-0.5, 0.5),
+        lambda grad: grad + 0.125,
+        lambda grad: grad.sign(),
+        lambda grad: grad.abs(),
+        lambda grad: torch.where(grad.abs() < 0.1, 0, grad),
+        lambda grad: grad * torch.linspace(0.9, 1.1, grad.numel()).to(grad),
+        lambda grad: grad.flip(0),
+    ],
+)
+def test_anything_else_is_no_factor(dtype: torch.dtype, change: Any) -> None:
+    before = _gradients(0, dtype, [100, 80])
+    assert _found(before, [change(before[0]), before[1]]) == [None, 1.0]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gradients_may_have_factors_of_their_own(dtype: torch.dtype) -> None:
+    before = _gradients(0, dtype, [100, 80, 60, 40])
+    after = [before[0] * 0.5, before[1] * 2, before[2] * 0, before[3]]
+    assert _found(before, after) == [0.5, 2.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_zeros_have_the_factor_of_the_others(dtype: torch.dtype) -> None:
+    """Underflowed gradients tell nothing; a clip has multiplied them like all."""
+    before = [*_gradients(0, dtype, [100]), torch.zeros(7, dtype=dtype)]
+    assert _found(before, [before[0] * 0.25, before[1] * 0.25]) == [0.25, 0.25]
+    assert _found(before[1:], [before[1] * 0.25]) == [1.0]
+    assert _found(before, [before[0] * 0.25, before[1] + 1]) == [0.25, None]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_infinities_tell_nothing(dtype: torch.dtype) -> None:
+    (before,) = _gradients(0, dtype, [100])
+    before[3], before[5] = torch.inf, torch.nan
+    after = (before * 0.5).nan_to_num(0.0, 0.0, 0.0)
+    assert _found([before], [after]) == [0.5]
+
+
+def test_large_gradients_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("preamp.optim.rewritten._CACHED", 64)
+    (before,) = _gradients(0, torch.float16, [1000])
+    after = before * 0.5
+    assert _found([before], [after]) == [0.5]
+    after[900] *= 2
+    assert _found([before], [after]) == [None]
+
+
+def test_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another rank has found in its part decides here as well."""
+    (before,) = _gradients(0, torch.float16, [100])
+    other: list[torch.Tensor] = []
+
+    def exchange(vectors: list[torch.Tensor], over: Any) -> None:
+        for vector, theirs in zip(vectors, other, strict=True):
+            vector.copy_(torch.maximum(vector, theirs))
+
+    splits = Splits()
+    monkeypatch.setattr(splits, "max_", exchange)
+    (mine,) = _gradients(1, torch.float16, [50])
+
+    def their(after: torch.Tensor) -> None:
+        def keep(vectors: list[torch.Tensor], params: Any) -> None:
+            other[:] = [vector.clone() for vector in vectors]
+
+        common_factors([mine], [after], [mine], keep)
+
+    their(mine * 0.5)
+    assert common_factors([before], [before * 0.5], [before], splits.agree) == [0.5]
+    their(mine.clamp(-0.5, 0.5))
+    assert common_factors([before], [before * 0.5], [before], splits.agree) == [None]
