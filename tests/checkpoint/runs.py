@@ -154,7 +154,7 @@ class Run:
                 [_copied(stored_grad(p)) for p in (*m.parameters(), *params_of(o))]
                 for m, o in zip(self.models, self.optimizers, strict=True)
             ],
-            "schedulers": [s.state_dict() for s in self.schedulers],
+            "schedulers": [copy.deepcopy(s.state_dict()) for s in self.schedulers],
             "engine": engine.state_dict(),
             "flags": [float(scaler.found_inf) for scaler in engine.scalers],
             "last_skipped": engine.last_step_skipped,

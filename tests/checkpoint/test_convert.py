@@ -313,7 +313,9 @@ def test_the_command_converts(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_explains(run: Path, tmp_path: Path) -> None:
-    done = invoke(run, tmp_path / "plain.pt", "--explain")
+    arguments = [str(run), str(tmp_path / "plain.pt"), "--explain"]
+    wide = {"COLUMNS": "200"}
+    done = CliRunner().invoke(app, ["convert-checkpoint", *arguments], env=wide)
     assert done.exit_code == 0, done.output
     for text in ("run.pt", "['optimizer']", "FP16_Optimizer", "amp.state_dict()", "epoch"):
         assert text in done.output

@@ -466,7 +466,6 @@ def hostile_files(mark: Path) -> Iterator[tuple[str, Callable[[Path], object]]]:
     yield "script", lambda path: torch.jit.script(nn.ReLU()).save(path)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_hostile_and_foreign_files(tmp_path: Path) -> None:
     mark = tmp_path / "executed"
     run = Run("O1")

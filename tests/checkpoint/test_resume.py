@@ -136,6 +136,26 @@ def test_two_models_and_optimizers(level: str, stop: int, tmp_path: Path) -> Non
     check_resume(tmp_path, TWO, stop, level=level, names=("FusedAdam", "sgd"), arguments=arguments)
 
 
+KNOWN: list[Event] = [
+    Backward(members=(0, 1), poison=True),
+    Backward(loss_id=1, members=(1,), delay_unscale=True),
+    Backward(loss_id=1, members=(1,)),
+    Step(1),
+]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_that_one_loss_scale_knows_of_lowers_no_other(
+    level: str, stop: int, tmp_path: Path
+) -> None:
+    """Gradients left scaled are joined in place by earlier ones, which overflowed."""
+    arguments = {"num_losses": 2, "loss_scale": "dynamic"}
+    check_resume(
+        tmp_path, KNOWN, stop, level=level, names=("FusedAdam", "sgd"), arguments=arguments
+    )
+
+
 def test_the_check_can_fail(tmp_path: Path) -> None:
     """Without the pending gradients the run is another one."""
     whole = Run("O2")

@@ -12,7 +12,7 @@ from preamp.checkpoint.random_states import random_states
 from preamp.checkpoint.subjects import MasterShards, Subjects, check_reduced, class_name, params_of
 from preamp.core.dtypes import dtype_name
 from preamp.engine import Engine
-from preamp.engine.pending import check_outside_blocks, pending_state
+from preamp.engine.pending import pending_state
 from preamp.kernels import fsdp
 from preamp.optim import leaf_of
 
@@ -26,7 +26,7 @@ def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
     unreduced inside of ``fully_shard``.
     """
     for engine in subjects.engines:
-        check_outside_blocks(engine, "save_checkpoint")
+        engine.check_outside_blocks("save_checkpoint")
     check_reduced(subjects.models)
     fsdp.reshard(subjects.models)
     shares = MasterShards(subjects)

@@ -22,7 +22,7 @@ import torch
 from preamp.checkpoint.formats import DTYPES, bytes_of
 from preamp.checkpoint.shards import Box, Shard, describe_frame, saved_shards, shard_of
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import bad_type, bad_value
+from preamp.core.errors import bad_type, bad_value, with_article
 from preamp.core.tensors import is_sharded
 from preamp.kernels.sparse import stored_parts
 
@@ -78,8 +78,15 @@ def check_storable(tensor: torch.Tensor, place: str) -> None:
         if tensor.device.type != "meta":
             return
     kind = type(tensor).__name__ if not is_ordinary else f"{tensor.layout} tensor"
+    if hasattr(tensor, "dequantize") and not is_ordinary:
+        raise bad_type(
+            f"{place} is a {kind}, a quantized tensor of {type(tensor).__module__}",
+            "Ordinary tensors are saved, so that files load without running foreign code",
+            "Save model.state_dict(), optimizer.state_dict() and preamp.state_dict(optimizer) by "
+            "torch.save; they resume to the bit",
+        )
     raise bad_type(
-        f"{place} is a {kind} on {tensor.device}",
+        f"{place} is {with_article(kind)} on {tensor.device}",
         "Ordinary dense tensors are saved, and sparse ones in the coordinate format",
         "Save what it is made of, such as tensor.to_dense() or tensor.to_local()",
     )
@@ -286,7 +293,7 @@ class _Encoder:
     def _refused(self, value: Any, path: tuple[Any, ...]) -> TypeError:
         kind = cast("type[Any]", type(value))
         return bad_type(
-            f"{self._place(path)} is a {kind.__module__}.{kind.__qualname__}",
+            f"{self._place(path)} is {with_article(f'{kind.__module__}.{kind.__qualname__}')}",
             _ALLOWED,
             "Save what it is made of, such as vars(options), array.tolist() or "
             "torch.from_numpy(array), and make it again after loading",

@@ -19,11 +19,11 @@ from preamp.checkpoint.ranks import together
 from preamp.checkpoint.storage import taken_apart
 from preamp.checkpoint.subjects import MasterShards, Subjects, class_name, params_of
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import bad_value
+from preamp.core.errors import bad_value, with_article
 from preamp.core.pytree import map_plain
 from preamp.core.tensors import is_sharded, store_grad
 from preamp.core.undo import UndoStack
-from preamp.engine.pending import check_outside_blocks, drop_pending, is_idle, prepare_pending
+from preamp.engine.pending import drop_pending, is_idle, prepare_pending
 from preamp.engine.state import read_scalers
 from preamp.optim import pair_of
 
@@ -129,7 +129,10 @@ def _form(value: Any) -> str:
 
 def _check_class(place: str, own: object, saved: str) -> None:
     if class_name(own) != saved:
-        raise _unfit(f"has a {saved} as {place}, which is a {class_name(own)}", "the same class")
+        raise _unfit(
+            f"has {with_article(saved)} as {place}, which is {with_article(class_name(own))}",
+            "the same class",
+        )
 
 
 def _check_optimizer(
@@ -218,7 +221,7 @@ def restore(
     ``scale_loss`` block, and what a ``load_state_dict`` raised.
     """
     for engine in subjects.engines:
-        check_outside_blocks(engine, "load_checkpoint")
+        engine.check_outside_blocks("load_checkpoint")
         engine.ledger.settle(wait=True, gives_up=False)
         for session in engine.sessions.values():
             session.adopt()

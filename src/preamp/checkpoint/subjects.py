@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from preamp.casting.state_hooks import without_copies
 from preamp.checkpoint.shards import Box, Frame, Shard
-from preamp.core.errors import bad_state, bad_type
+from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.tensors import stored_grad
 from preamp.engine import Engine, find_engine
 from preamp.engine.loop import bare
@@ -130,7 +130,7 @@ def _checked(item: Any, kind: type[Any], what: str) -> Any:
 
 def _wrong_kind(item: object, what: str) -> TypeError:
     return bad_type(
-        f"{what} got a {type(item).__name__}",
+        f"{what} got {with_article(type(item).__name__)}",
         f"{what} are one object or a list of them: torch.nn.Module as models, "
         "torch.optim.Optimizer as optimizers, objects with state_dict and load_state_dict as "
         "schedulers",
