@@ -21,6 +21,7 @@ from preamp.core.errors import (
     PreampStateError,
     PreampUnavailableError,
     message,
+    with_article,
 )
 from preamp.core.link import Link
 from preamp.core.undo import UndoStack, set_attribute
@@ -38,6 +39,18 @@ def test_errors_are_runtime_errors(error: type[Exception]) -> None:
 
 def test_message_has_three_sentences() -> None:
     assert message("got x", " allowed is y. ", "do z.") == "got x. allowed is y. do z."
+
+
+@pytest.mark.parametrize(
+    ("article", "nouns"),
+    [
+        ("an", "AdamW Adam ASGD SGD LBFGS RMSprop NAdam FP16_Optimizer int OrderedDict Unflatten"),
+        ("a", "FusedAdam LARC LAMB NoneType list Tensor str float16 UnitNorm uint8 UserList"),
+    ],
+)
+def test_names_get_the_article_that_is_spoken(article: str, nouns: str) -> None:
+    for noun in nouns.split():
+        assert with_article(noun) == f"{article} {noun}"
 
 
 # -- links -----------------------------------------------------------------------------------

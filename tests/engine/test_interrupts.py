@@ -58,6 +58,8 @@ def lines_of(call: Callable[[], object]) -> list[Line]:
                 # Python handles no signal between the end of a block and its ``__exit__``.
                 if blocks[id(frame), frame.f_lineno] % 2 == 0:
                     return in_frame
+            if _begins_finally(frame):
+                return in_frame
             lines.append(Line(*place, seen[place]))
         return in_frame
 
@@ -68,8 +70,13 @@ def lines_of(call: Callable[[], object]) -> list[Line]:
     return lines
 
 
-def _text(frame: FrameType) -> str:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+def _text(frame: FrameType, before: int = 0) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno - before).strip()
+
+
+def _begins_finally(frame: FrameType) -> bool:
+    """Whether Python handles no signal before the line: it does so after calls and jumps back."""
+    return _text(frame, 2 if _text(frame, 1) == "try:" else 1) == "finally:"
 
 
 def interrupt(call: Callable[[], object], line: Line) -> bool:

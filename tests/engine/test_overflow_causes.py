@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -25,7 +25,6 @@ from cases.selection import examples
 from preamp.engine import Engine, ledger
 from preamp.engine.overflow import read_again
 from preamp.numerics import OverflowRecord, from_json, to_json
-from preamp.optim import is_master
 from preamp.optimizers import FusedAdam
 
 levels = pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
@@ -336,87 +335,103 @@ def test_several_losses_and_optimizers(level: str) -> None:
     assert [cause.parameters for cause in last] == [("1.first.weight", "0.last.weight")] * 2
 
 
-def test_a_parameter_outside_of_the_usual_backward_is_learned_after_its_overflow() -> None:
-    """At first its place is unknown, and such come last; from then on it is known."""
-    run = Run()
+@levels
+@pytest.mark.parametrize("names", list(itertools.combinations(BACKWARD, 2)))
+def test_the_order_is_that_of_the_very_backward(level: str, names: Sequence[str]) -> None:
+    """Whatever the layers' order was in the steps before, and in which group they are."""
+    run = Run(level)
     head = nn.Parameter(torch.ones(1))
+    run.step()
     run.optimizer.add_param_group({"params": [head]})
-    run.backward()  # the hooks were asked for by the new group
-    assert hooks_on(run.model) == 0
-
-    def step() -> tuple[str, ...]:
-        Damage(head, math.inf).armed = True
-        run.damage("last.weight")
-        with preamp.scale_loss((run.loss() * head).sum(), run.optimizer) as scaled:
+    run.model.forward = lambda words: run.model.first(
+        run.model.last.weight * run.model.middle.weight
+    )
+    made: list[str] = []
+    for _ in range(2):
+        for param in (head, *map(run.model.get_parameter, names)):
+            Damage(param, math.inf).armed = True
+        loss = (run.model(torch.arange(3)).float() * head).sum()
+        made.clear()
+        hooks = [
+            param.register_post_accumulate_grad_hook(lambda p: made.append(run.engine.names.of(p)))
+            for param in (head, *run.model.parameters())
+        ]
+        with preamp.scale_loss(loss, run.optimizer) as scaled:
             scaled.backward()
+        for hook in hooks:
+            hook.remove()
         run.optimizer.step()
         run.optimizer.zero_grad()
-        return run.cause.parameters
-
-    own = "optimizers[0].param_groups[1][0]"
-    assert step() == ("last.weight", own)
-    assert step() == (own, "last.weight")
+        own = {*names, "optimizers[0].param_groups[1][0]"}
+        assert run.cause.parameters == tuple(name for name in made if name in own)
+        assert run.cause.candidates == 1
 
 
-# -- the hooks that learn the order ------------------------------------------------------------
+# -- where the order is not known --------------------------------------------------------------
 
 
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Counts the hooks put on the model's parameters; masters have one from the beginning."""
-    counts: list[int] = []
-    register = torch.Tensor.register_post_accumulate_grad_hook
+def test_gradients_that_a_script_sets_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(verbosity=1)
 
-    def counting(self: torch.Tensor, hook: Any) -> Any:
-        if not is_master(self):
-            counts.append(id(self))
-        return register(self, hook)
+    def step(*bad: str) -> preamp.OverflowCause:
+        with preamp.scale_loss(run.loss(), run.optimizer):
+            for name, param in run.model.named_parameters():
+                param.grad = torch.full_like(param, math.inf if name in bad else 1.0)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        return run.cause
 
-    monkeypatch.setattr(torch.Tensor, "register_post_accumulate_grad_hook", counting)
-    return iter([counts])
+    assert step("middle.weight").candidates == 1
+    capsys.readouterr()
+    with preamp.scale_loss(torch.ones(1), run.optimizer):  # there was no graph at all
+        for param in run.model.parameters():
+            param.grad = torch.full_like(param, math.inf)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    assert run.cause.candidates == 4
+    assert (
+        "in 'words.weight', 'first.weight', 'middle.weight', 'last.weight', all of which may have "
+        "been the first;" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("retains", [False, True])
+def test_a_graph_that_is_not_freed_is_not_kept(
+    retains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the host learns of an overflow later, the activations would stay alive until then."""
+    far_from_the_host(monkeypatch)
+    run = Run(make=FusedAdam)
+    run.damage("first.weight")
+    run.damage("last.weight")
+    with preamp.scale_loss(run.loss(), run.optimizer) as scaled:
+        scaled.backward(retain_graph=retains)
+    run.optimizer.step()
+    assert run.cause.candidates == (2 if retains else 1)
+    if not retains:
+        assert run.cause.parameters == ("last.weight", "first.weight")
 
 
 @levels
-def test_only_the_first_backward_has_hooks(level: str, registered: Iterator[list[int]]) -> None:
-    counts = next(registered)
+def test_no_hook_is_put_on_parameters(level: str) -> None:
     run = Run(level)
     with preamp.scale_loss(run.loss(), run.optimizer) as scaled:
-        assert hooks_on(run.model) == 4
+        assert hooks_on(run.model) == 0
         scaled.backward()
-    assert hooks_on(run.model) == 0
-    assert len(counts) == 4
-    for _ in range(3):
-        run.step()
-    run.damage("first.weight")
-    run.step()
-    assert len(counts) == 4
 
 
-def test_gradients_that_no_backward_makes_are_watched_once(registered: Iterator[list[int]]) -> None:
-    """Hooks for every block of a script that sets gradients itself would cost more than it."""
-    counts = next(registered)
+@pytest.mark.parametrize("keeps_loss", [False, True])
+def test_a_grad_scaler_knows_the_order_too(keeps_loss: bool) -> None:
     run = Run()
-
-    def step(bad: str | None = None) -> None:
-        with preamp.scale_loss(run.loss(), run.optimizer):
-            for name, param in run.model.named_parameters():
-                param.grad = torch.full_like(param, math.inf if name == bad else 1.0)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-    for _ in range(3):
-        step()
-    assert len(counts) == 4
-    step("middle.weight")
-    assert run.cause.parameters == ("middle.weight",)
-    step()
-    assert len(counts) == 8  # its place is unknown, so the next backward is watched again
-
-
-def test_a_static_scale_needs_no_order(registered: Iterator[list[int]]) -> None:
-    run = Run("O2", loss_scale=128.0)
-    run.step()
-    assert next(registered) == []
+    scaler = preamp.GradScaler(run.optimizer)
+    run.damage("first.weight")
+    run.damage("middle.weight")
+    loss = run.loss()
+    scaler.scale(loss).backward()
+    if not keeps_loss:
+        del loss
+    scaler.step(run.optimizer)
+    assert (run.cause.parameters, run.cause.candidates) == (("middle.weight", "first.weight"), 1)
 
 
 def test_a_backward_that_fails_teaches_nothing() -> None:
@@ -450,6 +465,11 @@ def test_activation_checkpoints(reentrant: bool) -> None:
         run.damage(name)
     run.step()
     assert run.cause.parameters == ("last.weight", "middle.weight", "words.weight")
+    assert run.cause.candidates == 1
+    run.damage("middle.weight")
+    run.damage("first.weight")
+    run.step()
+    assert run.cause.candidates == 1  # after the function that it was made in, but before others
 
 
 # -- what is made of a cause -------------------------------------------------------------------

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
+import inspect
 import io
 import math
 import re
@@ -88,7 +90,8 @@ class Run:
         settings: dict[str, Any] = {"loss_scale": "dynamic", "verbosity": 0, **options}
         preamp.initialize(self.model, self.optimizer, opt_level=level, **settings)
         self.engine: Engine = preamp.engine_of(self.model)
-        self.engine.scaler(0).set_scale(2.0)
+        if self.engine.policy.is_dynamic:
+            self.engine.scaler(0).set_scale(2.0)
         self.forward: Callable[[torch.Tensor], torch.Tensor] = self.model
 
     def step(self, index: int = 0, *, factor: float = 1.0) -> torch.Tensor:
@@ -178,14 +181,16 @@ def test_a_float16_overflow_in_the_forward() -> None:
         run.model.first.bias.fill_(0.0)
     run.forward = lambda x: run.model(torch.full_like(x, 2.0))
     run.step()
-    assert run.trace == TraceRecord(
+    assert dataclasses.replace(run.trace, frames=[], where="") == TraceRecord(
         module="first",
         type="Linear",
         phase="forward",
         input_max_abs=2.0,
         output_found="inf",
         dtype="float16",
+        operation="linear",
     )
+    assert re.search(r"test_trace\.py:\d+$", run.trace.where)
 
 
 def test_a_float16_overflow_in_the_backward() -> None:
@@ -209,7 +214,7 @@ def test_a_float16_overflow_in_the_backward() -> None:
 
 def test_the_loss_function() -> None:
     """The gradient of the loss is too large for the half output of the last layer."""
-    run = Run("O1", nn.Linear(4, 2))
+    run = Run("O1", nn.Linear(4, 2), scope="thread")  # else the output is float32
     run.engine.scaler(0).set_scale(2.0**15)
     run.engine.trace_overflow()
     run.forward = lambda x: run.model(torch.full_like(x, 4.0)) * 64.0
@@ -238,7 +243,10 @@ def test_data_that_is_not_finite(level: str, value: float) -> None:
     run.forward = lambda x: run.model(x * value)
     run.step()
     (cause,) = run.engine.overflow_causes
-    assert (cause.was_watched, cause.loss_was_finite, cause.trace) == (True, False, None)
+    assert (cause.was_watched, cause.loss_was_finite) == (True, False)
+    assert cause.trace is not None
+    assert (cause.trace.module, cause.trace.type, cause.trace.phase) == ("", "Model", "data")
+    assert cause.trace.output_found == ("nan" if math.isnan(value) else "inf")
 
 
 class Masked(nn.Module):
@@ -354,6 +362,115 @@ def test_recurrent_and_embedding_layers(sparse: bool) -> None:
     assert run.where == ("words", "forward")
 
 
+# -- tensors that a program names ------------------------------------------------------------------
+
+
+class Scores(nn.Module):
+    """A product that overflows, forward or backward, and is made finite again or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.forward_by = self.backward_by = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = preamp.detect_overflow(self.first(x) * 1.0, "before")
+        y = preamp.detect_overflow(x * self.forward_by, "scores")
+        if self.backward_by != 1.0:
+            y.grad_fn.register_prehook(lambda got: (got[0] * self.backward_by,))  # type: ignore[union-attr]
+        return self.last(y)
+
+
+@levels
+def test_a_named_tensor(level: str) -> None:
+    run = Run(level, nn.Sequential(Scores(), nn.ReLU()), overflow="trace")
+    run.step()
+    assert not run.engine.overflow_causes
+    run.model[0].forward_by = math.inf
+    run.step()
+    trace = run.trace
+    assert (trace.module, trace.type, trace.phase) == ("0.scores", "a tensor", "forward")
+    assert trace.operation == "mul"
+    lines = inspect.getsourcelines(Scores.forward)
+    assert trace.where.endswith(f"test_trace.py:{lines[1] + 2}")
+    assert [frame.module for frame in trace.frames][-2:] == ["0.first", "0.before"]
+    ((low, high), _) = trace.frames[-2].weights
+    assert -0.5 <= low < 0 < high <= 0.5
+
+
+def test_a_named_tensor_of_a_loss_function() -> None:
+    run = Run(overflow="trace")
+    run.forward = lambda x: preamp.detect_overflow(run.model(x) * math.inf, "my loss")
+    run.step()
+    assert (run.trace.module, run.trace.phase) == ("my loss", "forward")
+
+
+def test_a_tensor_is_named_in_vain_where_nobody_watches() -> None:
+    run = Run("O2", nn.Sequential(Scores(), nn.ReLU()))
+    x = torch.ones(2)
+    assert preamp.detect_overflow(x, "x") is x
+    run.model[0].forward_by = math.inf
+    run.step()
+    assert run.engine.overflow_causes[0].trace is None
+
+
+# -- operations ------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """Functions of torch, one to a line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+        self.limit = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.last(x)
+        y = x.abs() + self.limit
+        return torch.sqrt(y)
+
+
+@levels
+def test_an_operation_in_the_backward(level: str) -> None:
+    """The square root of zero has an infinite slope, though its value is fine."""
+    run = Run(level, Plain(), overflow="trace")
+    run.step()
+    run.model.limit = 0.0
+    with torch.no_grad():
+        run.model.last.weight.fill_(0.0)
+        run.model.last.bias.fill_(0.0)
+    run.step()
+    line = inspect.getsourcelines(Plain.forward)[1] + 3
+    trace = run.trace
+    assert (trace.module, trace.type, trace.phase) == ("", "Plain", "backward")
+    assert trace.operation == "sqrt"
+    assert trace.where.endswith(f"test_trace.py:{line}")
+
+
+class Masking(nn.Module):
+    """A mask, what it is for, and a product behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 4)
+        self.by = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.last(x)
+        x = x.masked_fill(torch.ones_like(x).triu(1).bool(), -math.inf)
+        x = torch.softmax(x, -1)
+        return x * self.by
+
+
+@levels
+def test_an_operation_that_makes_a_mask_is_not_the_one(level: str) -> None:
+    run = Run(level, Masking(), overflow="trace")
+    run.model.by = math.nan
+    run.step()
+    assert (run.trace.type, run.trace.phase, run.trace.operation) == ("Masking", "forward", "mul")
+
+
 # -- the message -------------------------------------------------------------------------------
 
 
@@ -366,7 +483,8 @@ def test_the_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert out.startswith("Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to")
     assert re.search(
-        r"\)\. The first to go wrong was the forward of 'spoil' \(Spoil\): \w+ in its float16 "
+        r"\)\. The first to go wrong was the forward of 'spoil' \(Spoil\), in mul at "
+        r"\S*test_trace.py:\d+: \w+ in its float16 "
         r"output, from an input up to \S+\.\n$",
         out,
     )
@@ -381,7 +499,7 @@ def test_hooks_go_after_an_overflow(level: str) -> None:
     before = hooks_of(run.model)
     run.engine.trace_overflow()
     run.engine.trace_overflow()
-    assert hooks_of(run.model) == [count + 2 for count in before]
+    assert all(now > then for now, then in zip(hooks_of(run.model), before, strict=True))
     run.step()
     run.model.spoil.forward_by = math.inf
     run.step()
@@ -434,25 +552,59 @@ def test_a_model_that_changes_engines_is_let_go() -> None:
     assert set(hooks_of(run.model)) == {0}
 
 
-def test_static_scales_are_refused() -> None:
-    run = Run(loss_scale=128.0)
-    text = (
-        "trace_overflow was called, and no loss has a dynamic scale. Overflows are looked for with "
-        "a dynamic loss scale only. Pass loss_scale='dynamic' to preamp.initialize."
-    )
-    with pytest.raises(preamp.PreampStateError, match=f"^{re.escape(text)}$"):
-        run.engine.trace_overflow()
+@pytest.mark.parametrize("scales", [True, False])
+@pytest.mark.parametrize(("level", "scale"), [("O2", 128.0), *((n, 1.0) for n in LEVEL_NAMES)])
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_static_scales(level: str, scale: float, way: str, scales: bool) -> None:
+    """The step is taken, and told all the same; also of a loop without `scale_loss`."""
+    run = Run(level, loss_scale=scale, overflow="trace")
+    setattr(run.model.spoil, f"{way}_by", math.inf)
+    if scales:
+        run.step()
+    elif scale == 1.0 and level not in ("O2", "O5"):  # else nobody would unscale the gradients
+        run.model(torch.ones(3, 4)).float().square().mean().backward()
+        run.optimizer.step()
+    else:
+        return
+    (cause,) = run.engine.overflow_causes
+    assert not cause.was_skipped
+    assert (cause.step, cause.old_scale, cause.new_scale) == (1, scale, scale)
+    assert run.trace.phase == way
+    assert cause.candidates == (1 if scales else len(cause.parameters))
+    assert (run.engine.steps_applied, run.engine.steps_skipped) == (1, 0)
 
 
-def test_static_scales_are_refused_by_initialize() -> None:
-    text = (
-        "overflow='trace' with the static loss scale 1.0. Overflows are looked for with a dynamic "
-        "loss scale only. Pass loss_scale='dynamic', or leave overflow out."
+@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+@pytest.mark.parametrize("what", ["loss", "norm", "history"])
+def test_static_scales_say_once_that_something_is_not_finite(
+    level: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numerics = "light" if what == "history" else "off"
+    run = Run(level, loss_scale=1.0, verbosity=1, numerics=numerics, numerics_every=1)
+    run.step()
+    capsys.readouterr()
+    for _ in range(3):
+        loss = run.model(torch.ones(3, 4)).float().sum()
+        if what == "loss":
+            with preamp.scale_loss(loss * math.nan, run.optimizer) as scaled:
+                scaled.backward()
+        else:
+            loss.backward()
+            run.model.last.bias.grad.fill_(math.inf)
+        if what == "norm":
+            preamp.clip_grad_norm_(run.optimizer, 1.0)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        assert run.engine.history is not None
+    out = capsys.readouterr().out
+    assert out.count("The loss scale is static, so the step is taken") == 1
+    assert out.startswith(
+        {
+            "loss": "The loss is infinite or nan.",
+            "norm": "The norm of the gradients is infinite or nan.",
+            "history": "A gradient or weight of 'last.bias' is infinite or nan.",
+        }[what]
     )
-    model = Model()
-    with pytest.raises(preamp.PreampPolicyError, match=f"^{re.escape(text)}$"):
-        preamp.initialize(model, opt_level="O5", overflow="trace")
-    assert set(hooks_of(model)) == {0}
 
 
 @pytest.mark.parametrize("value", ["stop", True, []])
@@ -507,14 +659,14 @@ def test_nobody_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @levels
-def test_evaluations_are_not_kept(level: str) -> None:
+def test_evaluations_are_told_apart(level: str) -> None:
     run = Run(level, overflow="trace")
     run.step()
     with torch.no_grad():
         run.model(torch.ones(3, 4))
-    assert len(run.engine.tracer.observation._calls) == 0
+    assert not any(call.has_grad for call in run.engine.tracer.observation._calls)
     run.model(torch.ones(3, 4))
-    assert len(run.engine.tracer.observation._calls) > 0
+    assert any(call.has_grad for call in run.engine.tracer.observation._calls)
 
 
 def test_no_activation_is_kept() -> None:
@@ -577,14 +729,11 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
-    "ignore:.*torch.jit.script_method:DeprecationWarning",
-)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_part_is_seen_from_outside() -> None:
     """And watching does not break its graph."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Spoil()), nn.Linear(4, 2))
-    run = Run("O1", model, overflow="trace")
+    run = Run("O1", model, overflow="trace", scope="thread")
     model[1].compile(backend="aot_eager", fullgraph=True)
     loss_of = torch.compile(lambda x: F.relu(model(x)), backend="aot_eager", fullgraph=True)
     loss_of(torch.ones(3, 4)).float().sum().backward()
@@ -601,10 +750,7 @@ def test_a_compiled_part_is_seen_from_outside() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
-    "ignore:.*torch.jit.script_method:DeprecationWarning",
-)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("way", ["in place", "function"])
 def test_a_model_that_is_compiled_as_a_whole_says_so(
     way: str, capsys: pytest.CaptureFixture[str]
@@ -633,12 +779,10 @@ def test_a_model_that_is_compiled_as_a_whole_says_so(
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
-    "ignore:.*torch.jit.script_method:DeprecationWarning",
-)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_what_a_compiled_models_loss_does_is_seen_from_the_first_step_on() -> None:
-    run = Run("O1", nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    run = Run("O1", model, scope="thread")  # else the output is float32
     run.forward = torch.compile(run.model, backend="aot_eager")
     run.engine.trace_overflow()
     run.engine.scaler(0).set_scale(2.0**24)
@@ -650,7 +794,6 @@ def test_what_a_compiled_models_loss_does_is_seen_from_the_first_step_on() -> No
     assert (cause.trace.type, cause.trace.dtype) == ("", "float16")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_scripted_part() -> None:
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4))))
     run = Run("O1", model, overflow="trace")

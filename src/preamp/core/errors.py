@@ -51,6 +51,14 @@ def message(got: str, allowed: str, do: str) -> str:
     return " ".join(f"{part.strip().rstrip('.')}." for part in (got, allowed, do))
 
 
+def with_article(noun: str) -> str:
+    """Put ``"a"`` or ``"an"`` before a name, as it is spoken: an AdamW, an SGD, a UserList."""
+    spelled = noun[:2].isupper() and noun[:2] != "LA"  # LARC and LAMB are words
+    vowels = "AEFHILMNORSX" if spelled else "AEIOaeio"
+    sounds_open = noun[:1] in vowels or (noun[:2].lower() in ("un", "up") and noun[2:3] != "i")
+    return f"{'an' if sounds_open else 'a'} {noun}"
+
+
 def system_error(error: OSError, got: str, allowed: str, do: str) -> OSError:
     """Return an error of the same class in three parts; the system's reason is added to ``got``."""
     reason = error.strerror or str(error) or type(error).__name__

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 import torch.distributed as dist
 
-from preamp.core.errors import bad_type, bad_value
+from preamp.core.errors import bad_type, bad_value, with_article
 from preamp.core.tensors import has_sharded, is_sharded
 
 Group = Any  # dist.ProcessGroup, a name that builds of torch without torch.distributed lack
@@ -97,6 +97,10 @@ class Splits:
         """Take the largest value of each place instead; see `sum_`."""
         self._reduce_(vectors, over, dist.ReduceOp.MAX)
 
+    def agree(self, vectors: list[torch.Tensor], params: Sequence[torch.Tensor]) -> None:
+        """`max_` of vectors that were found in the parts of ``params``, one for each."""
+        self.max_(vectors, [self.of(param) for param in params])
+
     def _reduce_(self, vectors: Sequence[torch.Tensor], over: Sequence[Groups], op: Any) -> None:
         places: dict[Group, list[int]] = {}
         for place, groups in enumerate(over):
@@ -154,7 +158,7 @@ def _check_group(group: Group, kind: Any) -> None:
         )
     if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
         raise bad_type(
-            f"process_groups has a {type(group).__name__}",
+            f"process_groups has {with_article(type(group).__name__)}",
             "Allowed are a torch.distributed.ProcessGroup, a list of them, or a mapping from "
             "each to 'tensor' or 'pipeline'",
             "Pass what torch.distributed.new_group or mesh.get_group() returned",

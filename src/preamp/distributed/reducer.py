@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from preamp.core.errors import bad_type
+from preamp.core.errors import bad_type, with_article
 from preamp.distributed.groups import collectives, require_group
 from preamp.engine import find_engine
 
@@ -122,7 +122,7 @@ def _gradients_in(nested: Any) -> Iterator[torch.Tensor]:
             yield from _gradients_in(item)
     else:
         raise bad_type(
-            f"Reducer was given a {type(nested).__name__} among the gradients",
+            f"Reducer was given {with_article(type(nested).__name__)} among the gradients",
             "Allowed is a module, or gradient tensors in any nesting of iterables",
             "Pass the module itself, or [p.grad for p in parameters] after a backward",
         )

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import torch
+
 from preamp.core.dtypes import dtype_name
 from preamp.kernels import explain
 from preamp.policy import describe_overrides
@@ -46,6 +48,17 @@ def explain_engine(engine: EngineCore) -> str:
         lines.append(f"loss {index}: {kind} scale, now {scaler.value()}")
     lines.append(explain(engine.ops.name, engine.device))
     return "\n".join(lines)
+
+
+def summary_of(engine: EngineCore) -> str:
+    """The decisions in one line, as ``preamp.initialize`` prints them. Does not synchronise."""
+    policy = engine.policy
+    half = dtype_name(policy.half_dtype or torch.float32)
+    masters = sum(len(session.masters or ()) for session in engine.sessions.values())
+    return (
+        f"preamp: {policy.opt_level} in {half}, {masters or 'no'} float32 masters, "
+        f"loss scale {policy.loss_scale}, back end {engine.ops.name}"
+    )
 
 
 def _casts(engine: EngineCore) -> str:

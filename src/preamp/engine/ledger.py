@@ -8,24 +8,30 @@ not counted: its replays obey overflow and adjust the scale, but the host does n
 
 from __future__ import annotations
 
-from collections import deque
+import functools
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from threading import RLock
+from typing import TYPE_CHECKING
 
 import torch
 
 from preamp.core.errors import LossScaleError
 from preamp.core.log import say
-from preamp.core.tensors import is_capturing
-from preamp.engine.order import BackwardOrder
+from preamp.core.tensors import host_reaches, is_capturing
 from preamp.engine.overflow import GradientNote, OverflowCause, find_cause
-from preamp.engine.overflow_messages import check_limits, skip_message
+from preamp.engine.overflow_messages import check_limits, overflow_message, unnoticed_message
 from preamp.engine.session import OptimizerSession
 from preamp.scaling import LossScaler
 
+if TYPE_CHECKING:
+    from preamp.numerics import Record
+
 _CAUSES_KEPT = 256
+_LOOKS = 100  # losses of which one is looked at where the host would have to wait
 
 OnCall = Callable[[OptimizerSession], None]
 OnSkip = Callable[[OptimizerSession, OverflowCause], None]
@@ -65,7 +71,8 @@ class _Open:
     session: OptimizerSession
     flag: _Flag | None  # not zero if it was skipped; ``None`` if it was certainly not
     notes: tuple[GradientNote, ...]  # what the backwards before it found
-    scales: tuple[torch.Tensor, ...]  # the loss scales after it
+    scales: tuple[Callable[[], float], ...]  # tell the loss scales after it
+    was_taken: bool = False  # whatever the flag says, since the loss scale is static
 
 
 class Ledger:
@@ -78,7 +85,6 @@ class Ledger:
         *,
         limit: int | None,
         verbosity: int,
-        order: BackwardOrder | None = None,
     ) -> None:
         """Start without steps; after ``limit`` skipped ones in a row training stops."""
         # The latest skipped steps with their causes, oldest first; bounded
@@ -90,6 +96,8 @@ class Ledger:
         self._name_of = name_of
         self._limit = limit
         self.verbosity = verbosity  # 0 tells nothing
+        # Called with the session and the cause of each overflow, also of steps that were taken
+        self.on_overflow: list[OnSkip] = []
         # Called with the session of each step that is over, its outcome perhaps not known
         self.on_call: list[OnCall] = []
         # Called with the session and the cause of each skipped step, before `on_step`
@@ -97,8 +105,11 @@ class Ledger:
         # Called with the session, the number of the step among its own, counted from 1, and whether
         # it was skipped: once for each step, in order, when its outcome is known
         self.on_step: list[OnStep] = []
-        self._order = order
         self._open: deque[_Open] = deque()
+        self._has_told = False  # of any overflow
+        self._has_looked = False  # and seen something that is not finite
+        self._looks = Counter[str]()  # by what was looked at
+        self._coming: dict[str, _Flag] = {}
 
     def applied(self, session: OptimizerSession) -> None:
         """Count a step that updated the weights, or will in a CUDA graph's replays."""
@@ -109,11 +120,27 @@ class Ledger:
             try:
                 self._tell_call(session)
             finally:  # the weights are updated, whatever becomes of a listener
+                notes = tuple(session.watched)
                 session.finish_step()
-                if self._open:  # steps are counted in their order
-                    self._open.append(_Open(session, None, (), ()))
+                step = self._taken(session, notes)
+                if self._open or (notes and not host_reaches(notes[0].scale)):
+                    self._open.append(step)  # steps are counted in their order
                 else:
-                    self._count(session, skipped=False)
+                    self._count_taken(step)
+
+    def _taken(self, session: OptimizerSession, notes: tuple[GradientNote, ...]) -> _Open:
+        flags = [flag for note in notes for flag in note.found_inf]
+        flag = _Flag(functools.reduce(torch.maximum, flags)) if flags else None
+        return _Open(session, flag, notes, (), was_taken=True)
+
+    def _count_taken(self, step: _Open) -> None:
+        """Count a step that was taken, and tell of an overflow before it, if there was one."""
+        try:
+            if step.flag is not None and step.flag.read():
+                scales = [scaler.value() for scaler in self._scalers]
+                self._tell(step.session, step.notes, scales, was_skipped=False)
+        finally:
+            self._count(step.session, skipped=False)
 
     def skipped(self, session: OptimizerSession) -> OverflowCause:
         """Count a step not taken, tell why; raises `LossScaleError` where scaling cannot go on."""
@@ -122,7 +149,8 @@ class Ledger:
                 self._tell_call(session)
                 self.settle(wait=True)  # the host has waited for this step's outcome anyway
             finally:
-                notes, scales = tuple(session.notes), [scaler.value() for scaler in self._scalers]
+                notes = tuple(session.notes)
+                scales = [scaler.coming_scale()() for scaler in self._scalers]
                 session.finish_step()
                 cause = self._skip(session, notes, scales)
             return cause
@@ -132,7 +160,7 @@ class Ledger:
         if is_capturing(found_inf.device):
             session.finish_step()
             return
-        scales = tuple(scaler.scale.clone() for scaler in self._scalers)
+        scales = tuple(scaler.coming_scale() for scaler in self._scalers)
         flag, notes = _Flag(found_inf), tuple(session.notes)
         with self.lock:
             self._open.append(_Open(session, flag, notes, scales))
@@ -161,8 +189,10 @@ class Ledger:
                 if not self._open or not (wait or flag is None or flag.has_come()):
                     return
                 step = self._open.popleft()
-                if flag is not None and flag.read():
-                    scales = [float(scale.item()) for scale in step.scales]
+                if step.was_taken:
+                    self._count_taken(step)
+                elif flag is not None and flag.read():
+                    scales = [read() for read in step.scales]
                     with nullcontext() if gives_up else suppress(LossScaleError):
                         self._skip(step.session, step.notes, scales)
                 else:
@@ -182,19 +212,67 @@ class Ledger:
     def _skip(
         self, session: OptimizerSession, notes: Sequence[GradientNote], scales: Sequence[float]
     ) -> OverflowCause:
-        step = session.steps_applied + session.steps_skipped + 1
-        cause = find_cause(notes, step, scales, self._name_of, self._order)
-        self.causes.append(cause)
         try:
-            if self.verbosity > 0:
-                say(skip_message(cause), every_rank=True)
-            for tell in tuple(self.on_skip):
-                tell(session, cause)
+            cause = self._tell(session, notes, scales)
         finally:
             self._count(session, skipped=True)
         rule = self._scalers[cause.loss_id].rule
         check_limits(cause, session.skips_in_row, self._limit, rule)
         return cause
+
+    def _tell(
+        self,
+        session: OptimizerSession,
+        notes: Sequence[GradientNote],
+        scales: Sequence[float],
+        *,
+        was_skipped: bool = True,
+    ) -> OverflowCause:
+        step = session.steps_applied + session.steps_skipped + 1
+        cause = find_cause(notes, step, scales, self._name_of, was_skipped=was_skipped)
+        self.causes.append(cause)
+        if self.verbosity > 0 and (was_skipped or not self._has_told):
+            say(overflow_message(cause))
+        self._has_told = self._has_looked = True
+        for tell in (*self.on_overflow, *(self.on_skip if was_skipped else ())):
+            tell(session, cause)
+        return cause
+
+    # -- where nobody acts on an overflow -----------------------------------------------------
+
+    def look(self, is_finite: torch.Tensor, what: str) -> None:
+        """Tell, once, that a loss or norm is not finite though no loss scale reacts to that.
+
+        On devices that the host would have to wait for, of every hundredth only.
+        """
+        if self._has_looked:
+            return
+        if host_reaches(is_finite):
+            self._tell_once(what, bool(is_finite))
+            return
+        if what in self._coming and self._coming[what].has_come():
+            self._tell_once(what, not self._coming.pop(what).read())
+        self._looks[what] += 1
+        if self._looks[what] % _LOOKS == 1 and not is_capturing(is_finite.device):
+            self._coming[what] = _Flag(1.0 - is_finite.float())
+
+    def read_record(self, record: Record) -> None:
+        """Look at what is recorded anyway. A listener of the history."""
+        kind = record.kind
+        if kind == "step":
+            values = [*getattr(record, "losses", {}).values(), getattr(record, "norm", None) or 0.0]
+            self._tell_once(
+                "the loss or the norm of the gradients", all(map(math.isfinite, values))
+            )
+        elif kind == "numerics":
+            bad = next((one.name for one in getattr(record, "tensors", ()) if one.nonfinite), None)
+            self._tell_once(f"a gradient or weight of {bad!r}", bad is None)
+
+    def _tell_once(self, what: str, is_finite: bool) -> None:
+        if not is_finite and not self._has_looked:
+            self._has_looked = True
+            if self.verbosity > 0:
+                say(unnoticed_message(what))
 
     def _tell_call(self, session: OptimizerSession) -> None:
         for tell in tuple(self.on_call):

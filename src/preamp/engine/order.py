@@ -1,89 +1,73 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which parameter's gradient a backward makes first, learned by watching one of them."""
+"""Which gradient was made first, by the graphs of the very backwards that made them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
-from torch.utils.hooks import RemovableHandle
+from torch.autograd.graph import Node
+
+from preamp.kernels.autograd import BackwardOrder, backward_order, is_freed
 
 T = TypeVar("T")
 
+Graph = Node | BackwardOrder | None
+"""The root of a backward's graph, or the order that it was followed to; ``None`` if not known."""
 
-class Watch:
-    """The hooks on the parameters during one backward."""
-
-    def __init__(self, handles: Sequence[RemovableHandle], learned: Callable[[], None]) -> None:
-        """Keep ``handles`` until `end`."""
-        self._handles = handles
-        self._learned = learned
-
-    def end(self, *, has_failed: bool = False) -> None:
-        """Take the hooks off and keep what they saw unless the backward ``has_failed``; once."""
-        handles, self._handles = self._handles, ()
-        for handle in handles:
-            handle.remove()
-        if handles and not has_failed:
-            self._learned()
+_KEPT = 64  # graphs: of longer accumulations whose gradients were left scaled nobody knows
 
 
-_NOTHING = Watch((), lambda: None)
+def followed(graphs: Sequence[Graph]) -> list[Graph]:
+    """Find the orders now, when something has overflowed and the graphs are still there."""
+    return [backward_order(graph) if isinstance(graph, Node) else graph for graph in graphs]
 
 
-class BackwardOrder:
-    """The order in which each loss's first backward made gradients; learned again for new ones."""
+def released(graphs: Sequence[Graph]) -> list[Graph]:
+    """Keep for later what keeps no activations alive: graphs that a backward has freed."""
+    kept = [None if isinstance(g, Node) and not is_freed(g) else g for g in graphs[:_KEPT]]
+    return [*kept, None] if len(graphs) > _KEPT else kept
 
-    def __init__(self) -> None:
-        """Start without knowledge."""
-        self._places: dict[int, dict[int, int]] = {}
-        self.known: set[int] = set()  # losses whose order is known
 
-    def watch(self, loss_id: int, params: Callable[[], Iterable[torch.Tensor]]) -> Watch:
-        """Learn from the coming backward, if needed; what is returned must be ended after it."""
-        if loss_id in self.known:
-            return _NOTHING
-        seen: dict[int, int] = {}
+def sort(
+    graphs: Sequence[Graph], items: Sequence[T], param_of: Callable[[T], torch.Tensor]
+) -> tuple[list[T], int]:
+    """Sort ``items`` by when one of the backwards has made the gradients of their parameters.
 
-        def note(param: torch.Tensor) -> None:
-            seen.setdefault(id(param), len(seen))
+    Returns them, and how many of them, from the first on, may have been the first.
+    """
+    orders = [graph for graph in followed(graphs) if isinstance(graph, BackwardOrder)]
+    if not orders or len(orders) < len(graphs):
+        return list(items), len(items)
+    # Whichever of several has made all of them explains them all.
+    ids = [id(param_of(item)) for item in items]
+    whole = [order for order in orders if all(key in order.places for key in ids)]
+    likely = whole or orders
+    qualify = {place for order in likely for place in _earliest(order, ids)}
+    when = _times(likely[0], ids)
+    by_time = sorted(range(len(items)), key=lambda place: (place not in qualify, when[place]))
+    return [items[place] for place in by_time], len(qualify)
 
-        def learned() -> None:
-            earlier = self._places.get(loss_id, {})
-            late = [key for key in earlier if key not in seen]
-            self._places[loss_id] = {key: place for place, key in enumerate((*seen, *late))}
-            # Also if nothing was seen, as where a script sets gradients itself: hooks on every
-            # parameter cost more than the rest of a block's books.
-            self.known.add(loss_id)
 
-        handles: list[RemovableHandle] = [
-            cast("Any", param).register_post_accumulate_grad_hook(note)
-            for param in params()
-            if param.requires_grad and param.is_leaf
-        ]
-        return Watch(handles, learned)
+def _times(order: BackwardOrder, ids: Sequence[int]) -> list[float]:
+    """When each gradient was made at the earliest, if by a backward inside of another's node."""
+    inside = order.opaque[0] if order.opaque else math.inf
+    return [order.places.get(key, inside) for key in ids]
 
-    def learn_again(self) -> None:
-        """There are new parameters: watch the next backward of each loss."""
-        self.known.clear()
 
-    def sort(
-        self, loss_id: int, items: Iterable[T], param_of: Callable[[T], torch.Tensor]
-    ) -> list[T]:
-        """Sort ``items`` by when the backward of a loss makes their parameters' gradients.
-
-        Those of unknown place come last, in the order given, and the next backward is watched.
-        """
-        places = self._places.get(loss_id, {})
-        known: list[tuple[int, T]] = []
-        unknown: list[T] = []
-        for item in items:
-            place = places.get(id(param_of(item)))
-            if place is None:
-                unknown.append(item)
-            else:
-                known.append((place, item))
-        if unknown:
-            self.known.discard(loss_id)
-        return [item for _, item in sorted(known, key=lambda pair: pair[0])] + unknown
+def _earliest(order: BackwardOrder, ids: Sequence[int]) -> list[int]:
+    """Which gradients may have been made first."""
+    times = _times(order, ids)
+    known = [time for key, time in zip(ids, times, strict=True) if key in order.places]
+    first = min(known, default=math.inf)
+    early = [place for place, key in enumerate(ids) if key not in order.places]
+    if order.opaque and order.opaque[0] > first:
+        early.clear()
+    # What was made inside of the only node that can have made it was made before all later ones.
+    if len(order.opaque) == 1 and early:
+        return early
+    return early + [
+        place for place, time in enumerate(times) if time == first and place not in early
+    ]

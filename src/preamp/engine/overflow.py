@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from preamp.core.tensors import host_reaches, locals_of
-from preamp.engine.order import BackwardOrder
+from preamp.engine.order import Graph, followed, released, sort
 from preamp.kernels import Census
 
 if TYPE_CHECKING:
@@ -20,19 +20,21 @@ if TYPE_CHECKING:
 
 Kind = Literal["inf", "nan"]
 _BLOCK = 1 << 20  # elements: temporaries of a large gradient stay small
+_NAMED = 16  # parameters in one line
 NOT_HERE = "a gradient that another rank has a part of, and not in the part of this rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverflowCause:
-    """Why one step was skipped.
+    """What overflowed before one step, which was skipped unless the loss scale is static.
 
     Attributes:
         step: Number of the ``optimizer.step`` call, counted from 1, skipped ones included.
         loss_id: Which loss's backward overflowed.
-        parameters: Qualified names of the parameters with infinite or nan gradients. The one
-            whose gradient the backward makes first comes first; those whose place in the
-            backward is not known come last, in the order of the optimizer's groups.
+        parameters: Qualified names of the parameters with infinite or nan gradients, in the order
+            in which that backward made them.
+        candidates: How many of them, from the first on, may have been the first: 1 where the order
+            is known, all of them where it is not. 0 without parameters.
         largest: For each of them the largest finite magnitude in its gradient, loss scale
             included, and 0 if nothing in it is finite; ``None`` where it is not known: on
             devices other than the CPU only the Triton back end takes it along.
@@ -45,6 +47,7 @@ class OverflowCause:
         trace: The first module whose values became infinite or nan, if that was found.
         is_blind: Whether they were watched in vain: no forward of a module could be seen, as
             where the whole model is compiled or scripted.
+        was_skipped: Whether the step was skipped; with a static loss scale it was taken.
         was_elsewhere: Whether other ranks saw it, in their parts of the gradients, and this one
             did not.
     """
@@ -55,19 +58,28 @@ class OverflowCause:
     loss_was_finite: bool
     old_scale: float
     new_scale: float
+    candidates: int = 1
     largest: tuple[float | None, ...] = ()
     kinds: tuple[Kind, ...] = ()
     was_watched: bool = False
     trace: TraceRecord | None = None
     is_blind: bool = False
     was_elsewhere: bool = False
+    was_skipped: bool = True
 
     def named(self) -> str:
-        """The overflowing parameters in words: the first one, and how many more."""
+        """The overflowing parameters in words: those that may be the first, and how many more."""
         if not self.parameters:
             return NOT_HERE if self.was_elsewhere else "no gradient of this optimizer"
-        more = len(self.parameters) - 1
-        return f"{self.parameters[0]!r}" + (f" and {more} more" if more else "")
+        first = self.parameters[: min(self.candidates, _NAMED)]
+        more = len(self.parameters) - len(first)
+        text = ", ".join(map(repr, first)) + (f" and {more} more" if more else "")
+        if self.candidates <= 1:
+            return text
+        which = "all of which" if self.candidates == len(self.parameters) else "of which the named"
+        if self.candidates > len(first):
+            which = f"of which {self.candidates}"
+        return f"{text}, {which} may have been the first"
 
     def to_record(self) -> OverflowRecord:
         """Return it as a line of a run's history."""
@@ -77,12 +89,14 @@ class OverflowCause:
             step=self.step,
             loss_id=self.loss_id,
             parameters=list(self.parameters),
+            candidates=self.candidates,
             largest=list(self.largest),
             loss_was_finite=self.loss_was_finite,
             old_scale=self.old_scale,
             new_scale=self.new_scale,
             trace=self.trace,
             kinds=list(self.kinds),
+            was_skipped=self.was_skipped,
         )
 
 
@@ -104,6 +118,8 @@ class GradientNote:
     # were left scaled
     loss_finite: torch.Tensor
     scale: torch.Tensor  # float32 scalar tensor, the scale it was multiplied by
+    # Of the backwards that made the gradients; they tell which was made first
+    graphs: list[Graph] = field(default_factory=list[Graph])
     # See `Observation.find`; given whether the loss was finite. ``None`` if nobody watched
     watched: Callable[[bool], Finding] | None = None
     # Per optimizer, float32 scalar, not zero if a gradient overflowed on any rank
@@ -118,6 +134,7 @@ class GradientNote:
         """This backward adds to the gradients of an ``earlier`` one that were left scaled."""
         finite = earlier.loss_finite.to(self.loss_finite.device)
         self.loss_finite = torch.logical_and(self.loss_finite, finite)
+        self.graphs = [*earlier.graphs, *self.graphs]
 
     def add(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], census: Census
@@ -126,8 +143,12 @@ class GradientNote:
         max_abs, max_finite = census.max_abs, census.max_finite
         if max_abs is None:
             return
-        if max_finite is None and host_reaches(census.found_inf) and bool(census.found_inf != 0):
-            max_abs, max_finite = read_again(locals_of(grads), max_abs)
+        if not host_reaches(census.found_inf):
+            self.graphs = released(self.graphs)
+        elif bool(census.found_inf != 0):
+            self.graphs = followed(self.graphs)
+            if max_finite is None:
+                max_abs, max_finite = read_again(locals_of(grads), max_abs)
         self.found.append((params, max_abs, max_finite))
 
     def overflowing(self) -> Iterator[Overflowing]:
@@ -152,7 +173,8 @@ def find_cause(
     step: int,
     scales: Sequence[float],
     name_of: Callable[[torch.Tensor], str],
-    order: BackwardOrder | None = None,
+    *,
+    was_skipped: bool = True,
 ) -> OverflowCause:
     """Return the cause of a skipped step: the first overflowing backward. Synchronises.
 
@@ -176,14 +198,14 @@ def find_cause(
             break
     else:  # so many backwards ago that its note is gone
         note, found = notes[0], []
-    if order is not None:
-        found = order.sort(note.loss_id, found, lambda item: item.param)
+    found, candidates = sort(note.graphs, found, lambda item: item.param)
     loss_was_finite = bool(note.loss_finite.item())
     finding = None if note.watched is None else note.watched(loss_was_finite)
     return OverflowCause(
         step=step,
         loss_id=note.loss_id,
         parameters=tuple(name_of(item.param) for item in found),
+        candidates=candidates,
         largest=tuple(item.largest for item in found),
         kinds=tuple(item.kind for item in found),
         loss_was_finite=loss_was_finite,
@@ -193,6 +215,7 @@ def find_cause(
         is_blind=finding is not None and finding.is_blind,
         trace=None if finding is None else finding.trace,
         was_elsewhere=was_elsewhere,
+        was_skipped=was_skipped,
     )
 
 

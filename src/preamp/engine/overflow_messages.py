@@ -19,14 +19,30 @@ _BLIND = (
 )
 
 
-def skip_message(cause: OverflowCause) -> str:
-    """The line printed for a skipped step; its first sentences are the ones Apex printed."""
-    loss = "" if cause.loss_was_finite else "the loss itself is not finite; "
-    text = (
-        f"Gradient overflow.  Skipping step, loss scaler {cause.loss_id} reducing loss scale to "
-        f"{cause.new_scale} (step {cause.step}: {loss}{_where(cause)}; loss scale "
-        f"{cause.old_scale} to {cause.new_scale})"
+def unnoticed_message(what: str) -> str:
+    """The line printed once where a static scale lets nobody look for overflows."""
+    return (
+        f"{what[0].upper()}{what[1:]} is infinite or nan. The loss scale is static, so the step is "
+        "taken, and the weights may be lost. To learn where it begins, call "
+        "preamp.engine_of(optimizer).trace_overflow() or pass overflow='trace' to "
+        "preamp.initialize; loss_scale='dynamic' skips such steps."
     )
+
+
+def overflow_message(cause: OverflowCause) -> str:
+    """The line printed for an overflow; of a skipped step Apex's sentences come first."""
+    loss = "" if cause.loss_was_finite else "the loss itself is not finite; "
+    if cause.was_skipped:
+        text = (
+            f"Gradient overflow.  Skipping step, loss scaler {cause.loss_id} reducing loss scale "
+            f"to {cause.new_scale} (step {cause.step}: {loss}{_where(cause)}; loss scale "
+            f"{cause.old_scale} to {cause.new_scale})"
+        )
+    else:
+        text = (
+            "Gradient overflow.  The step is taken, since the loss scale is static "
+            f"(step {cause.step}: {loss}{_where(cause)}; loss scale {cause.old_scale})"
+        )
     if cause.is_blind and cause.trace is None:
         return f"{text}. {_BLIND}"
     return f"{text}. {_traced(cause.trace)}" if cause.was_watched else text
@@ -36,6 +52,8 @@ def _where(cause: OverflowCause) -> str:
     if not cause.parameters:
         return f"in {cause.named()}"
     kind = cause.kinds[0] if cause.kinds else "inf or nan"
+    if cause.candidates > 1:
+        return f"in {cause.named()}"
     text = f"{kind} first in {cause.parameters[0]!r}"
     if cause.largest and cause.largest[0]:
         text += f", largest finite value {cause.largest[0]:.4g},"
@@ -46,22 +64,11 @@ def _where(cause: OverflowCause) -> str:
 def _traced(trace: TraceRecord | None) -> str:
     if trace is None:
         return (
-            "No module was seen to turn finite values into others: they came in with the data, or "
-            "it happened in a forward outside of the modules, in compiled code, or where gradients "
-            "are added up."
+            "No module was seen to turn finite values into others: it happened in a forward "
+            "outside of the modules, in compiled code, or where gradients are added up, or a "
+            "parameter's gradient was changed."
         )
-    where = f"{trace.module!r} ({trace.type})" if trace.module else f"the {trace.type} itself"
-    if not trace.type:
-        where = "what runs outside of the modules, such as the loss function"
-    if trace.phase == "forward":
-        return (
-            f"The first to go wrong was the forward of {where}: {trace.output_found} in its "
-            f"{trace.dtype} output, from an input up to {trace.input_max_abs:.4g}."
-        )
-    return (
-        f"The first to go wrong was the backward of {where}: {trace.output_found} in a "
-        f"{trace.dtype} gradient, from an incoming one up to {trace.input_max_abs:.4g}."
-    )
+    return trace.told()
 
 
 def scaling_gave_up(cause: OverflowCause, why: str) -> LossScaleError:

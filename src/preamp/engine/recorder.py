@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -103,7 +103,7 @@ class Recorder:
 
     def listen(self, events: Events, ledger: Ledger) -> None:
         """Subscribe to what is needed for the records that are made."""
-        ledger.on_skip.append(self.step_skipped)
+        ledger.on_overflow.append(self.overflow_told)
         if self.recording.takes_steps:
             events.block_begins.append(self._block_begins)
             events.gradients_made.append(self._gradients_made)
@@ -212,8 +212,8 @@ class Recorder:
             self._note_casts(number)
         self.flush(late=(number - 1) % self.recording.every == 0)
 
-    def step_skipped(self, session: OptimizerSession, cause: OverflowCause) -> None:
-        """It is known that a step was not taken, and why."""
+    def overflow_told(self, session: OptimizerSession, cause: OverflowCause) -> None:
+        """It is known what overflowed before a step, which was mostly not taken."""
         self._place()
         optimizer = self._optimizers[id(session)]
         self.history.add(dataclasses.replace(cause.to_record(), optimizer=optimizer.index))
@@ -323,4 +323,15 @@ def run_record(engine: EngineCore) -> RunRecord:
         parameters={name: 0 if is_lazy(p) else p.numel() for name, p in params.items()},
         dtypes={name: dtype_name(param.dtype) for name, param in params.items()},
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        optimizers=[_options_of(session.optimizer) for session in engine.sessions.values()],
     )
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    groups: list[dict[str, object]] = optimizer.param_groups
+    plain = {
+        option: str(cast("object", value))
+        for option, value in (groups[0].items() if groups else ())
+        if isinstance(value, (str, bool, int, float, tuple))
+    }
+    return {"class": type(optimizer).__name__, **plain}

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 
@@ -42,3 +45,174 @@ def leaves_through(roots: Iterable[torch.Tensor], dtype: torch.dtype) -> set[int
             found.add(id(leaf))
         pending += [(after, is_through) for after, _ in node.next_functions if after is not None]
     return found
+
+
+_PASSED = ("Add", "Sub", "Mul", "Div", "Sum", "Mean", "Stack", "ToCopy", "Clone", "Squeeze", "View")
+_FEW = 64
+
+
+def terms_of(root: torch.Tensor, stop: Container[Node]) -> list[Node]:
+    """What ``root`` is added up from: nodes of ``stop``, or those that are no plain arithmetic.
+
+    At most 64 nodes are looked at. Nothing is changed, and nothing synchronises.
+    """
+    found: list[Node] = []
+    pending = [] if root.grad_fn is None else [root.grad_fn]
+    for node in pending:  # which grows
+        if node in stop or not node.name().startswith(_PASSED):
+            found.append(node)
+        elif len(pending) < _FEW:
+            pending += [after for after, _ in node.next_functions if after is not None]
+    return found
+
+
+def constant_factor(loss: torch.Tensor) -> float:
+    """The number that made ``loss`` as the last thing that was done to it; 1 if none did.
+
+    Synchronises where the number is on another device.
+    """
+    node = loss.grad_fn
+    if node is None or not node.name().startswith("MulBackward"):
+        return 1.0
+    kept = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
+    numbers = [k for k in kept if isinstance(k, torch.Tensor) and k.numel() == 1]
+    numbers = [k for k in numbers if not k.requires_grad]
+    if not numbers:
+        return 1.0
+    # Below a dispatch mode a number by itself is no tensor to read from.
+    return float(torch.zeros((), dtype=torch.float64, device=numbers[0].device) + numbers[0])
+
+
+def is_mean(loss: torch.Tensor) -> bool:
+    """Whether ``loss`` is a mean, or one and something added, which nobody has divided since."""
+    pending = [] if loss.grad_fn is None else [loss.grad_fn]
+    for node in pending:  # which grows
+        if node.name().startswith("Mean") or getattr(node, "_saved_reduction", 0) == 1:
+            return True
+        if node.name().startswith(("Add", "ToCopy", "Clone")) and len(pending) < _FEW:
+            pending += [after for after, _ in node.next_functions if after is not None]
+    return False
+
+
+def has_hooks(leaf: torch.Tensor) -> bool:
+    """Whether the script has hooks on the gradient of ``leaf``."""
+    hooks = (getattr(leaf, f"_{kind}_hooks", None) for kind in ("backward", "post_accumulate_grad"))
+    return any(map(bool, hooks))
+
+
+def is_freed(root: Node) -> bool:
+    """Whether a backward has freed what the graph above ``root`` kept for it.
+
+    Such a graph costs next to nothing to hold, but for attributes of Python's functions. Also true
+    of one that had kept nothing; false where only such functions could tell.
+    """
+    pending, seen = deque([root]), {root}
+    while pending:
+        node = pending.popleft()  # nearest first: what is kept by hooks may be costly to look at
+        if isinstance(node, BackwardCFunction):
+            return False
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                try:
+                    saved = getattr(node, name)
+                except RuntimeError:
+                    return True
+                if isinstance(saved, torch.Tensor):
+                    return False
+        following = [after for after, _ in node.next_functions if after is not None]
+        pending += [after for after in following if after not in seen]
+        seen.update(following)
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardOrder:
+    """In which order a backward has made the gradients of leaves."""
+
+    # When, by ``id`` of the leaf. Equal for those that one function of Python's has made at a time,
+    # as that of a compiled graph does.
+    places: dict[int, int]
+    # When functions of Python's ran: they may have run a backward of their own inside, and so made
+    # gradients of other leaves
+    opaque: list[int]
+
+
+def backward_order(root: Node) -> BackwardOrder:
+    """Follow a backward from ``root``, which may be over, as torch's engine schedules it.
+
+    Of the nodes whose gradients have all come the one that was made last runs first. What runs on
+    several devices at a time is told in the order in which it would run on one.
+    """
+    waits_for: Counter[Node] = Counter()
+    seen, pending = {root}, [root]
+    while pending:
+        for after in _following(pending.pop()):
+            waits_for[after] += 1
+            if after not in seen:
+                seen.add(after)
+                pending.append(after)
+    ready, places, opaque = _ReadyQueue(), dict[int, int](), list[int]()
+    ready.push(root, 0)
+    now = 0
+    while ready.heap:
+        node, together = ready.pop()
+        now += 1
+        leaf = _leaf_of(node)
+        if leaf is not None:
+            places[id(leaf)] = together or now
+        is_of_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+        if is_of_python:
+            opaque.append(now)
+        for after in _following(node):
+            waits_for[after] -= 1
+            if not waits_for[after]:
+                ready.push(after, now if is_of_python else 0)
+    return BackwardOrder(places, opaque)
+
+
+def _following(node: Node) -> list[Node]:
+    return [after for after, _ in node.next_functions if after is not None]
+
+
+def _leaf_of(node: Node) -> torch.Tensor | None:
+    leaf = getattr(node, "variable", None)
+    return leaf if isinstance(leaf, torch.Tensor) else None
+
+
+class _ReadyQueue:
+    """The heap of torch's engine: ``std::priority_queue`` as libstdc++ has it.
+
+    Step by step, since nodes that collect gradients are all of one priority, and which of them is
+    first depends on where the heap has put them.
+    """
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[int, Node, int]] = []
+
+    def push(self, node: Node, mark: int) -> None:
+        """Add a node, with a mark that `pop` returns."""
+        self.heap.append((0, node, mark))
+        number = cast("Any", node)._sequence_nr()  # of when it was made, on its thread
+        self._rise(len(self.heap) - 1, (number, node, mark))
+
+    def _rise(self, hole: int, entry: tuple[int, Node, int]) -> None:
+        while hole and self.heap[(hole - 1) // 2][0] < entry[0]:
+            self.heap[hole] = self.heap[(hole - 1) // 2]
+            hole = (hole - 1) // 2
+        self.heap[hole] = entry
+
+    def pop(self) -> tuple[Node, int]:
+        """Take out the node that runs next."""
+        heap = self.heap
+        (_, node, mark), last = heap[0], heap.pop()
+        hole, size = 0, len(heap)
+        while (right := 2 * hole + 2) < size:
+            child = right - 1 if heap[right][0] < heap[right - 1][0] else right
+            heap[hole] = heap[child]
+            hole = child
+        if right == size:
+            heap[hole] = heap[right - 1]
+            hole = right - 1
+        if heap:
+            self._rise(hole, last)
+        return node, mark

@@ -38,6 +38,8 @@ class RunRecord:
         parameters: Elements per parameter, by qualified name, in the models' order.
         dtypes: dtype per parameter, by qualified name.
         started: Date and time, ISO 8601 in UTC.
+        optimizers: For each optimizer its class as ``"class"``, and the options of its first
+            parameter group that are words or numbers; empty in older files.
     """
 
     kind: ClassVar[str] = "run"
@@ -50,6 +52,7 @@ class RunRecord:
     parameters: dict[str, int]
     dtypes: dict[str, str]
     started: str
+    optimizers: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,38 +103,102 @@ class StepRecord:
     optimizer: int = 0
 
 
+Range = list[float]
+"""Smallest and largest value of a tensor; both nan if it has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameRecord:
+    """What went through a module, forward or backward, before a value became infinite or nan.
+
+    Attributes:
+        module: Qualified name; empty for the model itself.
+        type: Class of the module; empty for what runs outside of all modules.
+        phase: ``"forward"`` or ``"backward"``.
+        inputs: Of its arguments, or of the gradients that came.
+        outputs: Of its results, or of the gradients that it made.
+        weights: Of its own parameters, of a forward; those of modules inside are left out.
+    """
+
+    module: str
+    type: str
+    phase: str
+    inputs: list[Range]
+    outputs: list[Range]
+    weights: list[Range] = field(default_factory=list[Range])
+
+
+Phase = Literal["forward", "backward", "data", "input cast", "output cast", "output cast backward"]
+"""Where a value became infinite or nan; see `TraceRecord`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRecord:
-    """The first module whose values became infinite or nan, found by watching all of them.
+    """Where values became infinite or nan first, found by watching all modules.
 
     Attributes:
         module: Qualified name; empty for the model itself.
         type: Class of the module; empty for what runs outside of all modules, as loss functions do.
         phase: ``"forward"``: its output; ``"backward"``: the gradient of its input or of one of
-            its parameters.
+            its parameters; ``"data"``: it was given such values, which no module has made;
+            ``"input cast"``, ``"output cast"``: the cast of what went in or came out;
+            ``"output cast backward"``: the cast of the gradient of its output.
         input_max_abs: Largest finite magnitude that went in: forward input, or gradient of output.
         output_found: ``"inf"`` or ``"nan"``.
         dtype: Of what became non-finite.
+        operation: The operation that did, such as ``"matmul"``; empty where that is not known.
+        where: Its line of the program, such as ``"model.py:12"``; empty where that is not known.
+        frames: What was seen before, the latest last; at most 8.
     """
 
     kind: ClassVar[str] = "trace"
     module: str
     type: str
-    phase: Literal["forward", "backward"]
+    phase: Phase
     input_max_abs: float
     output_found: Literal["inf", "nan"]
     dtype: str
+    operation: str = ""
+    where: str = ""
+    frames: list[FrameRecord] = field(default_factory=list[FrameRecord])
+
+    def told(self) -> str:
+        """Return it as a sentence."""
+        made = f"{self.output_found} in its {self.dtype}"
+        where = f"{self.module!r} ({self.type})" if self.module else f"the {self.type} itself"
+        if not self.type:
+            where = "what runs outside of the modules, such as the loss function"
+        by = f", in {self.operation}" if self.operation else ""
+        by += f" at {self.where}" if self.where else ""
+        most = f"up to {self.input_max_abs:.4g}"
+        return {
+            "forward": f"The first to go wrong was the forward of {where}{by}: {made} output, from "
+            f"an input {most}.",
+            "backward": f"The first to go wrong was the backward of {where}{by}: "
+            f"{self.output_found} in a {self.dtype} gradient, from an incoming one {most}.",
+            "data": f"No module has made it: {where} was given {self.output_found} in a "
+            f"{self.dtype} argument. It came in with the data.",
+            "input cast": f"The first to go wrong was the cast to {self.dtype} of what {where} was "
+            f"given, {most}.",
+            "output cast": f"The first to go wrong was the cast to {self.dtype} of the output of "
+            f"{where}, {most}.",
+            "output cast backward": f"The first to go wrong was the cast to {self.dtype} of the "
+            f"gradient of the output of {where}, {most}: it begins too large in the loss.",
+        }[self.phase]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverflowRecord:
-    """Why a step was skipped.
+    """What overflowed before a step, which was skipped unless the loss scale is static.
 
     Attributes:
         step: Number of the call of ``optimizer.step``.
         loss_id: Which loss's backward overflowed.
-        parameters: Qualified names of parameters with non-finite gradients, the first in backward
-            order first.
+        parameters: Qualified names of parameters with non-finite gradients, in the order in which
+            the backward made them.
+        candidates: How many of them, from the first on, may have been the first: 1 where the order
+            is known.
+        was_skipped: Whether the step was.
         largest: For each of them the largest finite magnitude in its gradient, scale included;
             ``None`` where it is not known.
         loss_was_finite: Whether the loss was finite before scaling.
@@ -154,6 +221,8 @@ class OverflowRecord:
     trace: TraceRecord | None = None
     kinds: list[Literal["inf", "nan"]] = field(default_factory=list[Literal["inf", "nan"]])
     optimizer: int = 0
+    candidates: int = 1
+    was_skipped: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, cast
 
-from preamp.core.errors import bad_type, unavailable
+from preamp.core.errors import bad_type, unavailable, with_article
 from preamp.numerics.records import (
     NumericsRecord,
     OverflowRecord,
@@ -46,7 +46,7 @@ class TensorBoardWriter:
             self._writer = _summary_writer(os.fspath(cast("str | os.PathLike[str]", target)))
         elif not all(hasattr(target, name) for name in ("add_scalar", "add_histogram_raw")):
             raise bad_type(
-                f"TensorBoardWriter was given a {type(target).__name__}",
+                f"TensorBoardWriter was given {with_article(type(target).__name__)}",
                 "Allowed are the path of a folder and a torch.utils.tensorboard.SummaryWriter",
                 "Pass for example TensorBoardWriter('runs/1')",
             )
