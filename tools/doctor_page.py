@@ -13,6 +13,7 @@ FAMILIES = {
     "PA3": "Computations in half",
     "PA4": "Parameters and optimizers",
     "PA5": "Speed",
+    "PA6": "Destroyed runs",
 }
 
 PAGE = Path(__file__).parents[1] / "docs" / "doctor.md"

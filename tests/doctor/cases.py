@@ -42,6 +42,21 @@ for step in range(4):
 """
 )
 
+GRAD_SCALER_O2 = GRAD_SCALER.replace(
+    'scaler = torch.amp.GradScaler("cpu", ',
+    """import preamp
+preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+scaler = preamp.GradScaler(optimizer, """,
+).replace(
+    """    with torch.autocast("cpu", torch.float16):
+        output = model(x)
+        loss = F.cross_entropy(output, y)
+""",
+    """    output = model(x)
+    loss = F.cross_entropy(output, y)
+""",
+)
+
 SCALE_LOSS = (
     "from apex import amp\n"
     + START
@@ -171,6 +186,7 @@ for step in range(2):
 
 HEALTHY = {
     "GradScaler": GRAD_SCALER,
+    "preamp.GradScaler": GRAD_SCALER_O2,
     "O1": O1,
     "O2": O2,
     "bfloat16": BF16,
@@ -254,6 +270,13 @@ BUGS = {
         numbers={"loss_scale": 1024.0, "scaled_gradients": 6, "gradients": 6},
         says="the loss scale on them is 1024",
     ),
+    "clipping without unscale_, O2": Bug(
+        rule="PA101",
+        healthy=GRAD_SCALER_O2,
+        edits=(("    scaler.unscale_(optimizer)\n", ""), (CLIP, f"{CLIP}  # <-")),
+        numbers={"loss_scale": 1024.0, "scaled_gradients": 6, "gradients": 6},
+        says="before scaler.unscale_(optimizer)",
+    ),
     "clipping values without unscale_": Bug(
         rule="PA101",
         healthy=GRAD_SCALER,
@@ -278,7 +301,6 @@ BUGS = {
             ("clip_grad_norm_(params, 1.0)", "clip_grad_norm_(model.parameters(), 1.0)  # <-"),
         ),
         says="not those of the masters",
-        raises=RuntimeError,
     ),
     "autocast without a scaler": Bug(
         rule="PA102",
@@ -311,12 +333,14 @@ BUGS = {
             ("    before = scaler.get_scale()\n    scaler.update()\n", "    before = 0\n"),
         ),
         numbers={"loss_scale": 1024.0, "scaled_gradients": 6},
+        also=("PA602",),
     ),
     "a step past the overflow check": Bug(
         rule="PA103",
         healthy=GRAD_SCALER,
         edits=(("    scaler.step(optimizer)\n", "    optimizer.step()  # <-\n"),),
         numbers={"steps": 4, "overflows_applied": 2},
+        also=("PA602",),
     ),
     "a schedule on a skipped step, GradScaler": Bug(
         rule="PA104",
@@ -354,6 +378,7 @@ BUGS = {
             ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
         ),
         numbers={"eps": 1e-8, "smallest_positive": 2.0**-24, "weights": 16 * 32 + 32 + 132},
+        also=("PA602", "PA603"),
     ),
     "eps at O3": Bug(
         rule="PA201",
@@ -364,7 +389,7 @@ BUGS = {
             ("eps=1e-4", "eps=1e-8"),
             ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
         ),
-        also=("PA104",),  # the weights become nan
+        also=("PA104", "PA602", "PA603"),  # the weights become nan
     ),
     "a small learning rate": Bug(
         rule="PA202",
@@ -395,6 +420,7 @@ BUGS = {
             ("    optimizer.step()\n", "    optimizer.step()  # <-\n"),
         ),
         numbers={"weights": 16 * 64 + 64 * 64 + 64 * 4},
+        also=("PA109",),
     ),
     "bfloat16 weights cast to half": Bug(
         rule="PA203",
@@ -410,6 +436,7 @@ BUGS = {
             ),
         ),
         says="through a cast",
+        also=("PA602", "PA603"),
     ),
     "batch norm in half by hand": Bug(
         rule="PA301",
@@ -477,6 +504,7 @@ BUGS = {
         rule="PA401",
         healthy=GRAD_SCALER,
         edits=(("Adam(model.parameters(), lr=1e-3)", "Adam(model[:3].parameters())  # <-"),),
+        also=("PA101", "PA602"),
     ),
     "a missing layer, O2": Bug(
         rule="PA401",

@@ -52,7 +52,7 @@ def test_selecting() -> None:
 
     assert ids() == list(RULES)
     assert ids(["PA101"]) == ["PA101"]
-    assert ids(["PA1", "PA502"], ["PA102"]) == ["PA101", "PA103", "PA104", "PA502"]
+    assert ids(["PA3", "PA502"], ["PA302"]) == ["PA301", "PA303", "PA502"]
     with pytest.raises(ValueError, match="There is no rule ''"):
         select_rules([""])
 

@@ -49,7 +49,9 @@ def test_a_report_and_its_file(doctor: Doctor, tmp_path: Path) -> None:
     assert done.returncode == 0
     assert done.stdout == "done\n"
     line = BUG.splitlines().index(next(x for x in BUG.splitlines() if "# <-" in x)) + 3
-    assert done.stderr.startswith("\npreamp doctor: 1 error in 4 optimizer steps\n\n")
+    assert done.stderr.startswith(
+        "\npreamp doctor: 1 error in 4 optimizer steps, 1 of them skipped\n\n"
+    )
     assert f"train.py:{line}: PA101 error: Gradients are clipped while they" in done.stderr
     assert "the loss scale on them is 1024." in done.stderr.replace("\n  ", " ")
     report = json.loads((tmp_path / "out.json").read_text("utf-8"))
@@ -68,9 +70,20 @@ def test_strict(doctor: Doctor, text: str, status: int) -> None:
     assert doctor(text, "--strict").returncode == status
 
 
+IN_A_HOOK = """import torch
+x = torch.ones(1, requires_grad=True)
+x.register_hook(lambda grad: 1 / 0)
+x.sum().backward()
+"""
+
+
 @pytest.mark.full
-def test_the_traceback_is_that_of_python(doctor: Doctor, tmp_path: Path) -> None:
-    done = doctor(BUG + "def f():\n    raise ValueError('oh')\nf()\n")
+@pytest.mark.parametrize(
+    "end", ["def f():\n    raise ValueError('oh')\nf()\n", IN_A_HOOK], ids=["raised", "in a hook"]
+)
+def test_the_traceback_is_that_of_python(doctor: Doctor, tmp_path: Path, end: str) -> None:
+    """Also where the doctor's own frames stand between those of the script."""
+    done = doctor(BUG + end)
     plain = run_python(("train.py",), tmp_path)
     assert done.returncode == plain.returncode == 1
     assert done.stderr.startswith(plain.stderr)

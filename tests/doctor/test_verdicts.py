@@ -85,6 +85,13 @@ RIGHT = {
         unscale="nn.utils.clip_grad_norm_(model.parameters(), torch.inf)\n"
         f"    scaler.unscale_(optimizer)\n    {CLIP}"
     ),
+    "gradients unscaled through their data": FLOAT32.replace("range(4)", "range(20)").replace(
+        "    F.cross_entropy(model(x), y).backward()\n",
+        "    with torch.autocast('cpu', torch.float16):\n"
+        "        loss = F.cross_entropy(model(x), y)\n"
+        "    (loss * 1024.0).backward()\n"
+        "    for p in model.parameters():\n        p.grad.data.div_(1024.0)\n",
+    ),
     "parameters added late, in a function": FLOAT32.replace(
         "model.parameters()", "model[:3].parameters()"
     )
@@ -98,9 +105,14 @@ RIGHT = {
 }
 
 
+CAUSES = ("PA1", "PA2", "PA3", "PA4", "PA5")
+"""All rules but those of runs that have come to nothing, which some of these bugs lead to."""
+
+
 @pytest.mark.parametrize("text", RIGHT.values(), ids=RIGHT)
 def test_a_right_script_is_clean(text: str, tmp_path: Path) -> None:
-    examination, _ = examine(text, tmp_path)
+    # At its eps float16's smallest number is enough for PA201, and too little for the weights.
+    examination, _ = examine(text, tmp_path, select=CAUSES if "eps=5e-8" in text else ())
     assert examination.findings == []
     assert examination.notes == []
 
@@ -151,7 +163,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("rule", "text"), WRONG.values(), ids=WRONG)
 def test_its_wrong_twin_is_not(rule: str, text: str, tmp_path: Path) -> None:
-    examination, _ = examine(text, tmp_path)
+    examination, _ = examine(text, tmp_path, select=CAUSES)
     assert [finding.rule.id for finding in examination.findings] == [rule]
     assert where(examination.findings[0]) == ("script.py", marked_line(text))
 
@@ -163,7 +175,7 @@ def test_a_step_after_unscale(scale: float, severity: Severity, tmp_path: Path) 
         "scaler.step(", "torch.optim.SGD.step("
     )
     text = text.replace("init_scale=1024.0", f"init_scale={scale}")
-    [finding] = examine(text, tmp_path)[0].findings
+    [finding] = examine(text, tmp_path, select=CAUSES)[0].findings
     assert (finding.rule.id, finding.severity) == ("PA103", severity)
     assert finding.numbers["steps"] == 4
     looks = text.replace("torch.optim.SGD.step(optimizer)", FINITE.strip())

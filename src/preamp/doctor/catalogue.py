@@ -9,24 +9,36 @@ from typing import Final
 from preamp.core.errors import bad_value
 from preamp.doctor.detector import Detector
 from preamp.doctor.rule import Rule
-from preamp.doctor.rules.half_compute import BatchNorm, HalfLoss
-from preamp.doctor.rules.half_weights import BFloat16Weights, Eps, LostUpdates
+from preamp.doctor.rules.half_compute import Autocast, BatchNorm, HalfLoss
+from preamp.doctor.rules.half_weights import Averages, BFloat16Weights, Eps, LostUpdates
 from preamp.doctor.rules.loss_scale import Clipping, Scheduling, Stepping
-from preamp.doctor.rules.parameters import Membership
+from preamp.doctor.rules.outcome import Losses, Outcome
+from preamp.doctor.rules.parameters import Accumulation, Masters, Membership, Unserved
+from preamp.doctor.rules.scaler import LeftOn, Saving, ScalerUse
 from preamp.doctor.rules.speed import Casts, TensorCores
 
 DETECTORS: Final[tuple[type[Detector], ...]] = (
     Clipping,
     Stepping,
     Scheduling,
+    ScalerUse,
+    LeftOn,
+    Saving,
     Eps,
     LostUpdates,
     BFloat16Weights,
+    Averages,
     BatchNorm,
     HalfLoss,
+    Autocast,
     Membership,
+    Accumulation,
+    Masters,
+    Unserved,
     TensorCores,
     Casts,
+    Outcome,
+    Losses,
 )
 
 RULES: Final[dict[str, Rule]] = {

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from preamp.doctor.rule import Finding, Place, Rule, Severity, current_place
-from preamp.doctor.seen import Seen
+from preamp.doctor.seen import Seen, Source
 
 _HERE = Place("", 0)
 
@@ -34,6 +34,8 @@ class CastCount:
     moved: int  # bytes read and written by all operations
     # Bytes read and written by casts, by line of the script and kind of cast.
     casts: Mapping[tuple[Place | None, str], int]
+    has_half: bool  # whether anything at all was computed in half
+    autocasts: Place | None  # where an autocast region was entered meanwhile, if one was
 
 
 class Findings:
@@ -109,23 +111,60 @@ class Detector:
     def module_called(self, call: ModuleCall) -> None:
         """A module has returned; told for the first few steps only."""
 
+    def model_called(self, module: nn.Module, output: Any) -> None:
+        """A module that the script called, with gradients on, has returned."""
+
+    def average_updated(self, model: nn.Module) -> None:
+        """``AveragedModel.update_parameters(model)`` is about to run."""
+
+    def written(self, target: torch.Tensor) -> None:
+        """The script has computed in place on a half tensor; told for one step only."""
+
+    def saved(self, content: object) -> None:
+        """``torch.save(content, …)`` is about to run."""
+
     def module_cast(self, module: nn.Module, dtype: torch.dtype) -> None:
         """``module.to(dtype)`` or ``module.half()`` is about to run."""
 
     def loss_made(self, loss: torch.Tensor) -> None:
         """A backward from ``loss`` is about to run; it carries no loss scale."""
 
+    def loss_read(self, loss: torch.Tensor) -> None:
+        """The script is about to read a scalar that has a graph."""
+
+    def backward_is_near(self, of_engine: bool) -> None:
+        """A backward is about to run, or an engine to take its gradients away for one."""
+
     def gradients_clipped(self, params: Sequence[torch.Tensor], name: str) -> None:
         """The clipping function ``name`` is about to run."""
 
-    def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """``GradScaler.step(optimizer)`` is about to run; it may leave the step out or raise."""
+    def scaled_backward_begins(
+        self, scaler: torch.amp.GradScaler, roots: Sequence[torch.Tensor]
+    ) -> None:
+        """A backward from ``roots``, a loss that ``scaler`` has scaled, is about to run."""
+
+    def backward_ended(self, source: Source, was_half: Container[int]) -> None:
+        """A backward has run; the gradients have been marked."""
+
+    def gradients_unscaled(
+        self, params: Sequence[torch.Tensor], scale: Callable[[], float]
+    ) -> None:
+        """A scaler is about to unscale the gradients of ``params``; ``scale`` synchronises."""
+
+    def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
+        """A ``GradScaler`` has been built."""
+
+    def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """``scaler.step(optimizer)`` is about to run; it may leave the step out or raise."""
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` is about to update weights."""
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has updated weights."""
+
+    def step_over(self) -> None:
+        """A step of an optimizer was counted, or that a ``GradScaler`` has left it out."""
 
     def schedule_stepped(self, scheduler: Any) -> None:
         """A learning-rate scheduler is about to step."""

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import textwrap
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
+
+import torch
 
 from preamp.core.pytree import plain
 from preamp.core.undo import UndoStack
@@ -45,13 +48,16 @@ class Examination:
         self._process: int | None = None
         self._failed: set[int] = set()
         self._looking = 0
-        self._modules: ModuleProbes | None = None
         self._casts: CastProbes | None = None
 
     @property
     def is_active(self) -> bool:
-        """Whether the calling process is the examined one; a fork of it is not."""
-        return self._process == os.getpid()
+        """Whether the calling process is the examined one, no fork of it, and not in a capture.
+
+        What is captured into a CUDA graph may not be looked at: the host must not wait there.
+        """
+        captures = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return self._process == os.getpid() and not captures
 
     @contextmanager
     def watching(self) -> Generator[None]:
@@ -64,9 +70,9 @@ class Examination:
         try:
             TrainingProbes(self, self._undo)
             ScalerProbes(self, self._undo)
-            self._modules = ModuleProbes(self, self._undo)
+            modules = ModuleProbes(self, self._undo)
             self._casts = CastProbes(self, self._undo)
-            CompileProbe(self, self._undo, self._modules, self._casts)
+            CompileProbe(self, self._undo, modules, self._casts)
             yield
         except EnoughSteps:
             if not self.is_active:
@@ -123,8 +129,8 @@ class Examination:
     def step_taken(self) -> None:
         """Count an optimizer step; raises `EnoughSteps` at the last one wanted, and after it."""
         self.seen.steps += 1
-        if self._modules is not None and self._casts is not None:
-            self._modules.step_taken()
+        self.tell("step_over")
+        if self._casts is not None:
             self._casts.step_taken()
         if self._steps is not None and self.seen.steps >= self._steps:
             raise EnoughSteps
@@ -140,7 +146,7 @@ class Examination:
         return list(self.seen.notes)
 
 
-WIDTH = 96
+_WIDEST = 96  # columns of a paragraph on a wide terminal
 _VERSION = 1
 
 
@@ -148,7 +154,8 @@ def report_text(examination: Examination) -> str:
     """The report of a run, ending in a line break."""
     seen, findings = examination.seen, examination.findings
     steps = f"{seen.steps} optimizer step{'' if seen.steps == 1 else 's'}"
-    lines = [f"preamp doctor: {_count(findings)} in {steps}"]
+    skipped = f", {seen.skipped} of them skipped" if seen.skipped else ""
+    lines = [f"preamp doctor: {_count(findings)} in {steps}{skipped}"]
     if not seen.steps:
         lines.append("  The script took no optimizer step, so most rules had nothing to look at.")
     for finding in findings:
@@ -184,7 +191,7 @@ def _finding_lines(finding: Finding) -> list[str]:
 def _paragraph(text: str, *, indent: str = "") -> list[str]:
     return textwrap.wrap(
         text,
-        WIDTH,
+        min(_WIDEST, shutil.get_terminal_size().columns),
         initial_indent=indent,
         subsequent_indent=indent,
         break_long_words=False,
@@ -198,6 +205,7 @@ def report_json(examination: Examination) -> dict[str, Any]:
         {
             "version": _VERSION,
             "steps": examination.seen.steps,
+            "skipped": examination.seen.skipped,
             "findings": [finding.to_json() for finding in examination.findings],
             "notes": examination.notes,
         }

@@ -100,15 +100,23 @@ _LIBRARIES = tuple(
 def current_place() -> Place | None:
     """The innermost line on the stack, the script's own rather than a library's, or ``None``."""
     nearest: Place | None = None
-    for frame in _frames():
-        code = frame.f_code
-        if code.co_filename.startswith("<") or _is_below(frame):
-            continue
-        place = _shown(code, frame.f_lineno)
-        if not code.co_filename.startswith(_LIBRARIES):
+    for place, is_library in _places():
+        if not is_library:
             return place
         nearest = nearest or place
     return nearest
+
+
+def current_places() -> tuple[Place, ...]:
+    """The script's own lines on the stack, the innermost first."""
+    return tuple(place for place, is_library in _places() if not is_library)
+
+
+def _places() -> Iterator[tuple[Place, bool]]:
+    for frame in _frames():
+        code = frame.f_code
+        if not code.co_filename.startswith("<") and not _is_below(frame):
+            yield _shown(code, frame.f_lineno), code.co_filename.startswith(_LIBRARIES)
 
 
 def _frames() -> Iterator[FrameType]:

@@ -6,6 +6,7 @@ Nothing here keeps a model, an optimizer or a gradient alive.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,27 +15,81 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.autograd.graph import Node
 
-from preamp.core.tensors import stored_grad, version_of
+from preamp.core.dtypes import is_half
+from preamp.core.tensors import host_reaches, local_of, stored_grad, version_of
 from preamp.doctor.rule import Place
 from preamp.engine import Engine, find_engine
+from preamp.kernels.autograd import terms_of
 
 
 class Origin(Enum):
-    """The backward that made a gradient."""
+    """What a gradient is, by the backward that made it and what was done to it since."""
 
     PLAIN = "plain"
-    GRAD_SCALER = "grad scaler"
+    GRAD_SCALER = "scaled by a grad scaler"
+    ENGINE = "of a scaled loss of an engine"
+    UNSCALED = "unscaled by a grad scaler"
+    MIXED = "a sum of gradients with different scales"
+    USED = "used by a step"
     OTHER = "other"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Mark:
+_SUMS: dict[frozenset[Origin], Origin] = {
+    frozenset((Origin.PLAIN, Origin.GRAD_SCALER)): Origin.MIXED,
+    frozenset((Origin.UNSCALED, Origin.GRAD_SCALER)): Origin.MIXED,
+    frozenset((Origin.PLAIN, Origin.ENGINE)): Origin.MIXED,
+    frozenset((Origin.PLAIN, Origin.UNSCALED)): Origin.UNSCALED,
+}
+"""What gradients become that a backward of another kind adds to."""
+
+State = tuple[int, int, str]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Source:
+    """A backward."""
+
     origin: Origin
-    state: tuple[int, int]
-    scaler: weakref.ref[Any] | None
-    was_half: bool
+    scaler: weakref.ref[Any] | None = None  # the ``GradScaler`` of its loss
+    updates: int = 0  # how often that one was updated before
+    factor: float = 1.0  # what the script multiplied the loss by
+    is_mean: bool = False  # whether the loss is a mean that nobody divided
+    lines: tuple[Place, ...] = ()  # of the script, the innermost first; left out if not known
+    forwards: int = 0  # calls of models before it
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Mark:
+    """One parameter's gradient, as the latest backward or step has left it."""
+
+    source: Source  # of the latest backward
+    origin: Origin
+    state: State
+    was_half: bool = False  # whether it was float16 on its way, or a part of it
+    backwards: int = 1  # how many have added to it
+    is_alike: bool = True  # whether all of those were of one line and undivided means
+    is_carried: bool = False  # whether it has in it what an earlier step has used
+
+    def added_to(self, known: Mark) -> Mark:
+        """The mark of the sum with an earlier gradient."""
+        origin = _SUMS.get(frozenset((self.origin, known.origin)), Origin.OTHER)
+        if known.origin is Origin.USED:
+            return replace(self, is_carried=True)
+        one, other = self.source, known.source
+        if self.origin is known.origin:
+            was_updated = one.scaler == other.scaler and one.updates != other.updates
+            origin = Origin.MIXED if was_updated else self.origin
+        is_alike = known.is_alike and one.lines == other.lines and one.forwards != other.forwards
+        return replace(
+            self,
+            origin=origin,
+            was_half=self.was_half or known.was_half,
+            backwards=known.backwards + 1,
+            is_alike=is_alike and one.is_mean and other.is_mean,
+            is_carried=known.is_carried,
+        )
 
 
 class Gradients:
@@ -47,43 +102,61 @@ class Gradients:
     def __init__(self) -> None:
         # By id: a thousand parameters are looked up in every step. One that takes a dead one's id
         # has another gradient.
-        self._marks: dict[int, _Mark] = {}
-        self._before: dict[int, tuple[int, int]] = {}
+        self._marks: dict[int, Mark] = {}
+        self._before: dict[int, State] = {}
+        self._aside: dict[int, Mark] = {}
 
     def backward_begins(self, params: Iterable[torch.Tensor]) -> None:
         """Remember the gradients of ``params``, to see which ones the backward writes."""
         self._before = {id(p): state for p in params if (state := _state(p)) is not None}
 
     def backward_ends(
-        self,
-        params: Iterable[torch.Tensor],
-        origin: Origin,
-        scaler: object = None,
-        was_half: Container[int] = (),
+        self, params: Iterable[torch.Tensor], source: Source, was_half: Container[int] = ()
     ) -> None:
         """Mark what the backward has written to the ``params`` given to `backward_begins`.
 
-        ``scaler`` is the ``GradScaler`` of its loss, if one was used; ``was_half`` has the ``id``
-        of each parameter whose gradient was float16 on its way.
+        ``was_half`` has the ``id`` of each parameter whose gradient was float16 on its way.
         """
-        reference = None if scaler is None else weakref.ref(scaler)
         for param in params:
             key, state = id(param), _state(param)
             before = self._before.get(key)
             if state is None or state == before:
                 continue
-            known = self._marks.get(key) if before is not None else None
-            half = key in was_half or (known is not None and known.was_half)
-            if known is not None and known.origin is not origin:
-                # Added to gradients of another kind: the sum is neither.
-                self._marks[key] = _Mark(Origin.OTHER, state, None, half)
-            else:
-                self._marks[key] = _Mark(origin, state, reference, half)
+            half = key in was_half
+            mark = Mark(source=source, origin=source.origin, state=state, was_half=half)
+            known = self._marks.get(key)
+            # What a script has written to since is new: most scripts set it to zero.
+            if known is not None and before is not None and known.state == before:
+                mark = mark.added_to(known)
+            self._marks[key] = mark
         self._before = {}
+
+    def block_begins(self, params: Iterable[torch.Tensor]) -> None:
+        """An engine is about to take the gradients of ``params`` away until `block_ends`."""
+        self._aside = {id(p): mark for p in params if (mark := self.live(p)) is not None}
+
+    def block_ends(self, params: Iterable[torch.Tensor]) -> None:
+        """The engine has unscaled new gradients of ``params``, and added the earlier ones."""
+        for param in params:
+            mark, state = self._marks.get(id(param)), _state(param)
+            if mark is None or state is None or mark.origin is not Origin.ENGINE:
+                continue
+            mark, known = replace(mark, state=state), self._aside.get(id(param))
+            self._marks[id(param)] = mark if known is None else mark.added_to(known)
+        self._aside = {}
+
+    def live(self, param: torch.Tensor) -> Mark | None:
+        """The mark of a gradient that nobody has written to."""
+        mark = self._marks.get(id(param))
+        return mark if mark is not None and mark.state == _state(param) else None
+
+    def last(self, param: torch.Tensor) -> Mark | None:
+        """The mark that the latest backward has left, or the step that used its gradient."""
+        return self._marks.get(id(param))
 
     def marked(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those of ``params`` whose gradient is as a backward has left it."""
-        return [param for param in params if self._origin(param) is not None]
+        return [param for param in params if self.live(param) is not None]
 
     def clipped(self, params: Iterable[torch.Tensor]) -> None:
         """Take clipping of `marked` gradients for no change of where they come from."""
@@ -92,14 +165,17 @@ class Gradients:
             if mark is not None and state is not None:
                 self._marks[id(param)] = replace(mark, state=state)
 
-    def forget(self, params: Iterable[torch.Tensor]) -> None:
-        """Know nothing of the gradients of ``params`` any more."""
+    def become(self, params: Iterable[torch.Tensor], origin: Origin) -> None:
+        """The gradients of ``params`` are from now on of this kind."""
         for param in params:
-            self._marks.pop(id(param), None)
+            mark, state = self._marks.pop(id(param), None), _state(param)
+            if state is not None:
+                mark = mark or Mark(source=Source(origin=origin), origin=origin, state=state)
+                self._marks[id(param)] = replace(mark, origin=origin, state=state)
 
     def of(self, params: Iterable[torch.Tensor], origin: Origin) -> list[torch.Tensor]:
-        """Those of ``params`` whose gradient comes from such a backward and is as it left it."""
-        return [param for param in params if self._origin(param) is origin]
+        """Those of ``params`` whose gradient is of this kind, and nobody has written to it."""
+        return [p for p in params if (mark := self.live(p)) is not None and mark.origin is origin]
 
     def was_half(self, param: torch.Tensor) -> bool:
         """Whether the gradient of ``param``, or a part of it, was float16 on its way."""
@@ -109,19 +185,79 @@ class Gradients:
     def scaler_of(self, param: torch.Tensor) -> Any:
         """The ``GradScaler`` whose scale the gradient of ``param`` carries, or ``None``."""
         mark = self._marks.get(id(param))
-        return None if mark is None or mark.scaler is None else mark.scaler()
-
-    def _origin(self, param: torch.Tensor) -> Origin | None:
-        mark = self._marks.get(id(param))
-        return mark.origin if mark is not None and mark.state == _state(param) else None
+        return None if mark is None or mark.source.scaler is None else mark.source.scaler()
 
 
-def _state(param: torch.Tensor) -> tuple[int, int] | None:
+def _state(param: torch.Tensor) -> State | None:
     """What changes when the gradient is replaced or written to; ``None`` without a dense one."""
     grad = stored_grad(param)
     if grad is None or grad.layout is not torch.strided:
         return None
-    return grad.data_ptr(), version_of(grad)
+    return grad.data_ptr(), version_of(grad), _digest(grad)
+
+
+def _digest(grad: torch.Tensor) -> str:
+    """Of some values, since writes through ``grad.data`` raise no version; on CPUs only."""
+    grad = local_of(grad.detach())
+    if not host_reaches(grad) or not grad.numel():
+        return ""
+    flat = grad.flatten() if grad.is_contiguous() else grad[0].flatten()
+    return str(flat[:: max(1, flat.numel() // 256)].double().abs().sum().item())
+
+
+@torch.no_grad()
+def largest(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """The largest magnitude in dense floating ``tensors``, on the first one's device.
+
+    nan if any is; ``None`` if there is none. Does not synchronise.
+    """
+    dense = [
+        local_of(tensor.detach())
+        for tensor in tensors
+        if tensor is not None and tensor.layout is torch.strided and tensor.is_floating_point()
+        if tensor.numel() and tensor.device.type != "meta"
+    ]
+    return nn.utils.get_total_norm(dense, math.inf) if dense else None
+
+
+def sample_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the first few thousand values, in one row."""
+    return tensor.detach().reshape(-1)[:4096].clone()
+
+
+_PENDING = 64
+
+
+class Streak:
+    """How many of the latest events were bad; counted where the flags are, so nobody waits."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._latest: torch.Tensor | int = 0
+
+    def add(self, is_bad: torch.Tensor, step: int) -> None:
+        """Count an event of this step; the flag is a boolean scalar on any device."""
+        self._steps.append(step)
+        self._latest = (self._latest + 1) * is_bad
+
+    def end(self) -> None:
+        """The latest event was not bad after all."""
+        self._latest = 0
+
+    @property
+    def total(self) -> int:
+        """How many events there were."""
+        return len(self._steps)
+
+    @property
+    def latest(self) -> int:
+        """How many bad ones came last without a good one between. Synchronises."""
+        return int(self._latest)
+
+    @property
+    def began(self) -> int:
+        """The step of the first of them, or else 0. Synchronises."""
+        return self._steps[-self.latest] if self.latest else 0
 
 
 @dataclass(slots=True)
@@ -133,9 +269,9 @@ class OptimizerFacts:
     applied: int = 0  # those of them that updated weights
     skipped: int = 0  # calls that a ``GradScaler`` kept from it, or that it skipped by itself
     is_inside: bool = False  # whether a step is under way
-    has_schedule: bool = False  # whether a scheduler has its learning rate
     # Whether a ``GradScaler`` has unscaled its gradients and not stepped yet.
     unscaled: bool = False
+    by_scaler: bool = False  # whether its latest step was one of ``GradScaler.step``
 
 
 class Seen:
@@ -151,9 +287,15 @@ class Seen:
         # The ``id`` of leaves whose gradient was float16 on its way in one of the first backwards.
         self.through_half: set[int] = set()
         self.gradients = Gradients()  # where gradients come from
-        self.scaled: Any = WeakIdKeyDictionary()  # losses whose backward has not run, with scaler
+        # The latest scaled losses whose backward has not run, by their node in the graph, since
+        # a loss that is added to another one does not live on: scaler, whether an undivided mean.
+        self.scaled: dict[Node, tuple[Any, bool]] = {}
+        # How often each ``GradScaler`` was updated.
+        self.updates: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.forwards = 0  # calls of models by the script
         self.stepping: list[torch.optim.Optimizer] = []  # those inside ``GradScaler.step``
         self.steps = 0  # of optimizers so far; those that an engine skips are not among them
+        self.skipped = 0  # those of them that were left out
         self.compiles = False  # whether the script has called ``torch.compile``
         self.notes: list[str] = []  # what could not be looked at, in sentences
 
@@ -173,30 +315,74 @@ class Seen:
         for group in optimizer.param_groups:
             yield from group["params"]
 
+    def behind(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
+        """The half parameters of a model that the script has made copies of for ``optimizer``."""
+        own = [param for group in optimizer.param_groups for param in group["params"]]
+        if find_engine(optimizer) is not None or not self.roots:
+            return []
+        owned = {id(p) for other in tuple(self.optimizers) for p in self.params(other)}
+        for root in tuple(self.roots):
+            params = [p for p in root.parameters() if p.requires_grad]
+            if not {id(p) for p in own}.isdisjoint(map(id, params)):
+                return []
+            halves = [p for p in params if is_half(p) and id(p) not in owned]
+            shapes = {p.shape for p in halves}
+            is_total = sum(p.numel() for p in own) == sum(p.numel() for p in halves)
+            if halves and (is_total or all(p.shape in shapes for p in own)):
+                return halves
+        return []
+
+    def use(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step has used the gradients that ``optimizer`` has, or has copies of."""
+        used = [*self.params(optimizer), *self.behind(optimizer)]
+        self.gradients.become(used, Origin.USED)
+
     def all_params(self) -> list[torch.Tensor]:
-        """The parameters of all optimizers, each once."""
+        """The parameters of all optimizers and of the models that were called, each once."""
         found = {
             id(param): param
             for optimizer in tuple(self.optimizers)
             if hasattr(optimizer, "param_groups")
             for param in self.params(optimizer)
         }
+        found |= {id(param): param for root in tuple(self.roots) for param in root.parameters()}
         return list(found.values())
 
-    def take_scaler(self, roots: Sequence[torch.Tensor]) -> object:
+    def counts(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+        """How many steps of ``optimizer`` were applied so far, and how many skipped."""
+        engine = find_engine(optimizer)
+        session = None if engine is None else engine.sessions.get(id(optimizer))
+        if session is not None:
+            return session.steps_applied, session.steps_skipped
+        facts = self.facts(optimizer)
+        return facts.applied, facts.skipped
+
+    def step(self) -> int:
+        """The number of the step under way, from 1; those that were skipped count."""
+        counts = (sum(self.counts(optimizer)) for optimizer in tuple(self.optimizers))
+        return max(counts, default=0) + 1
+
+    def take_scaler(self, roots: Sequence[torch.Tensor]) -> tuple[Any, bool, bool]:
         """The scaler of the loss that a backward from ``roots`` starts from; asked for once.
 
-        A script may add up scaled losses or divide one. So if none of ``roots`` is a scaled loss,
-        one that was scaled since the last backward is taken to be part of them.
+        Scripts add up scaled losses or divide one, so the graph below ``roots`` is looked at.
+        Further, whether the loss is a mean that nobody divided, and whether something was added
+        that is not scaled. The scaler is ``None`` if there is none.
         """
-        known = [root for root in roots if root in self.scaled]
-        scalers = [self.scaled[root] for root in known] or list(self.scaled.values())
-        if known:
-            for root in known:
-                del self.scaled[root]
-        else:
-            self.scaled.clear()
-        return scalers[0] if scalers else None
+        terms = [node for root in roots for node in terms_of(root, self.scaled)]
+        known = [self.scaled.pop(node) for node in terms if node in self.scaled]
+        if not known:
+            return None, False, False
+        is_whole = all(root.grad_fn in terms for root in roots)
+        return known[0][0], is_whole and all(mean for _, mean in known), len(known) < len(terms)
+
+    def note_scaled(self, loss: torch.Tensor, scaler: Any, *, mean: bool) -> None:
+        """``scaler`` has made ``loss``, perhaps of an undivided mean."""
+        # A loss that is not in the graph is scaled for its value only.
+        if loss.grad_fn is not None:
+            self.scaled[loss.grad_fn] = scaler, mean
+            if len(self.scaled) > _PENDING:  # those that no backward ever starts from
+                del self.scaled[next(iter(self.scaled))]
 
     def engines(self) -> list[Engine]:
         """The open engines of all optimizers."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.swa_utils import AveragedModel
 
+from preamp.core.dtypes import is_half
 from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
 from preamp.doctor.detector import CastCount, ModuleCall
@@ -38,13 +41,14 @@ class ModuleProbes:
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         )
+        for name in ("item", "__float__"):
+            around(torch.Tensor, name, self._read, self._hooks)
+        for name in ("isnan", "isinf", "isfinite"):
+            around(torch, name, self._read, self._hooks)
         around(nn.Module, "to", self._to, undo)
         around(nn.Module, "half", self._half, undo)
-
-    def step_taken(self) -> None:
-        """Leave modules alone once enough steps have been seen."""
-        if self._watch.seen.steps >= STEPS:
-            self.leave_alone()
+        around(AveragedModel, "update_parameters", self._average, undo)
+        around(torch, "save", self._save, undo)
 
     def leave_alone(self) -> None:
         """Look at no calls any more."""
@@ -61,13 +65,25 @@ class ModuleProbes:
     def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling() or not self._watch.is_active:
             return
-        self._depth.value = max(getattr(self._depth, "value", 1) - 1, 0)
+        depth = self._depth.value = max(getattr(self._depth, "value", 1) - 1, 0)
+        if not torch.is_grad_enabled():
+            return
+        if depth == 0:
+            self._watch.seen.forwards += 1
+            self._watch.tell("model_called", module, output)
         first = next(tensors_in(output), None)
-        if first is None or not torch.is_grad_enabled():
+        if first is None or self._watch.seen.steps >= STEPS:
             return
         device = first.device.type
         autocast = torch.get_autocast_dtype(device) if _casts(device) else None
         self._watch.tell("module_called", ModuleCall(module, inputs, output, autocast))
+
+    def _read(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tensor = args[0] if args else None
+        is_loss = isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.numel() == 1
+        if is_loss and self._watch.is_active and not self._watch.is_looking:
+            self._watch.tell("loss_read", tensor)
+        return function(*args, **kwargs)
 
     def _to(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._watch.is_active:
@@ -82,6 +98,16 @@ class ModuleProbes:
             self._watch.tell("module_cast", args[0], torch.float16)
         return function(*args, **kwargs)
 
+    def _average(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._watch.is_active and len(args) > 1:
+            self._watch.tell("average_updated", args[1])
+        return function(*args, **kwargs)
+
+    def _save(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._watch.is_active and args:
+            self._watch.tell("saved", args[0])
+        return function(*args, **kwargs)
+
 
 def _casts(device: str) -> bool:
     try:
@@ -90,6 +116,7 @@ def _casts(device: str) -> bool:
         return False
 
 
+_IN_PLACE: Final = ("add_", "sub_", "lerp_", "addcmul_", "addcdiv_", "copy_")
 _CASTS: Final = ("aten._to_copy.default", "aten.copy_.default")
 
 
@@ -104,7 +131,15 @@ class CastProbes:
         self._is_over = False
         self._moved = 0
         self._casts: Counter[tuple[Place | None, str]] = Counter()
+        self._has_half = False
+        self._autocasts: Place | None = None
         undo.push(self._stop)
+        # Those that are not on have been switched off by torch where the device is missing.
+        self._regions: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._patches = UndoStack()
+        undo.push(self._patches.unwind)
+        around(torch.autocast, "__init__", self._make_region, self._patches)
+        around(torch.autocast, "__enter__", self._autocast, self._patches)
 
     def step_taken(self) -> None:
         """Start after the first step, and stop after the second."""
@@ -116,7 +151,8 @@ class CastProbes:
             self._mode.start()
         elif steps == 2 and self._is_counting:
             self._stop()
-            self._watch.tell("casts_counted", CastCount(self._moved, self._casts))
+            count = CastCount(self._moved, self._casts, self._has_half, self._autocasts)
+            self._watch.tell("casts_counted", count)
         elif self._mode is not None:
             self._stop()
 
@@ -126,9 +162,23 @@ class CastProbes:
         if self._mode is not None and threading.get_ident() == self._thread and self._mode.stop():
             self._mode = None
 
+    def _make_region(
+        self, function: Callable[..., Any], region: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        function(region, *args, **kwargs)
+        if args[2] if len(args) > 2 else kwargs.get("enabled", True):
+            self._regions.add(region)
+
+    def _autocast(self, function: Callable[..., Any], region: Any) -> Any:
+        result = function(region)
+        if self._is_counting and torch.is_grad_enabled() and region in self._regions:
+            self._autocasts = self._autocasts or self._watch.attempt(current_place)
+        return result
+
     def leave_alone(self) -> None:
         """Count nothing any more."""
         self._is_over = True
+        self._patches.unwind()
         self._stop()
 
     def _count(
@@ -136,13 +186,22 @@ class CastProbes:
     ) -> None:
         if not self._is_counting or self._watch.is_looking or getattr(func, "is_view", False):
             return
+        self._note_average(str(func), [*read] if "foreach" in str(func) else written)
         if not written:
             return
+        self._has_half = self._has_half or any(is_half(tensor) for tensor in written)
         size = sum(tensor.nbytes for tensor in (*read, *written))
         self._moved += size
         source, target = _cast_of(func, read, written[0])
         if source is not target:
             self._casts[current_place(), kind_of_cast(source, target)] += size
+
+    def _note_average(self, function: str, targets: Sequence[torch.Tensor]) -> None:
+        """Tell of half tensors outside of steps that the script has computed in place."""
+        name = function.removeprefix("aten.").removeprefix("_foreach_").partition(".")[0]
+        if name in _IN_PLACE and not any(f.is_inside for f in self._watch.seen.optimizers.values()):
+            for target in filter(is_half, targets):
+                self._watch.tell("written", target)
 
 
 def _cast_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,9 +19,10 @@ from torch.optim.optimizer import (
 from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
 from preamp.doctor.probes.watch import around
-from preamp.doctor.rule import current_place
-from preamp.doctor.seen import Origin
-from preamp.kernels.autograd import leaves_through
+from preamp.doctor.rule import current_place, current_places
+from preamp.doctor.seen import Origin, Source
+from preamp.engine.loop import Block
+from preamp.kernels.autograd import constant_factor, is_mean, leaves_through
 from preamp.scaling import LossScaler
 
 if TYPE_CHECKING:
@@ -92,19 +94,18 @@ class TrainingProbes:
         if not facts.is_inside:
             return
         facts.is_inside = facts.unscaled = False
-        # Asked for only where it matters to a schedule, since it waits for the device.
-        if facts.has_schedule and self._watch.attempt(_skipped_by_itself, optimizer):
-            facts.skipped += 1
-        else:
-            facts.applied += 1
+        seen = self._watch.seen
+        is_skipped = bool(self._watch.attempt(_skipped_by_itself, optimizer))
+        facts.skipped += is_skipped
+        facts.applied += not is_skipped
+        seen.skipped += is_skipped
+        facts.by_scaler = any(optimizer is other for other in seen.stepping)
         self._watch.tell("step_ended", optimizer)
+        self._watch.attempt(seen.use, optimizer)
         self._watch.step_taken()
 
     def _step_schedule(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         if self._watch.is_active:
-            optimizer = getattr(args[0], "optimizer", None)
-            if isinstance(optimizer, torch.optim.Optimizer):
-                self._watch.seen.facts(optimizer).has_schedule = True
             self._watch.tell("schedule_stepped", args[0])
         return function(*args, **kwargs)
 
@@ -140,33 +141,62 @@ class TrainingProbes:
         if known is not None:
             seen = self._watch.seen
             self._watch.attempt(seen.gradients.backward_ends, seen.all_params(), *known)
+            self._watch.tell("backward_ended", known[0], known[1])
         return result
 
     def _before_backward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Origin, object, set[int]]:
-        """The kind of backward, its ``GradScaler`` if any, and what is reached through float16."""
+    ) -> tuple[Source, set[int]]:
+        """The kind of backward, and what is reached through float16."""
         seen = self._watch.seen
         given = args[0] if args else kwargs.get("tensors")
         seed = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
         roots = [given] if isinstance(given, torch.Tensor) else list(_tensors(given))
+        self._watch.tell("backward_is_near", False)
         seen.gradients.backward_begins(seen.all_params())
         half: set[int] = set()
+        factor = 1.0
         if self._read < _READ:
             self._read += 1
             half = leaves_through(roots, torch.float16)
             seen.through_half |= half
-        scaler = seen.take_scaler(roots)
-        if scaler is not None:
-            is_torchs = isinstance(scaler, torch.amp.GradScaler)
-            return (Origin.GRAD_SCALER, scaler, half) if is_torchs else (Origin.OTHER, None, half)
+            factors = [*map(constant_factor, roots), *map(_single, tensors_in(seed))]
+            factor = math.prod(factors)
+        lines, forwards = current_places(), seen.forwards
+        scaler, mean, is_mixed = seen.take_scaler(roots)
+        if scaler is None:
+            return Source(
+                origin=self._plain(roots, seed),
+                factor=factor,
+                is_mean=seed is None and all(map(is_mean, roots)),
+                lines=lines,
+                forwards=forwards,
+            ), half
+        origin = Origin.ENGINE
+        if isinstance(scaler, torch.amp.GradScaler):
+            origin = Origin.MIXED if is_mixed else Origin.GRAD_SCALER
+            self._watch.tell("scaled_backward_begins", scaler, roots)
+        return Source(
+            origin=origin,
+            scaler=weakref.ref(scaler),
+            updates=seen.updates.get(scaler, 0),
+            is_mean=mean,
+            lines=lines,
+            forwards=forwards,
+        ), half
+
+    def _plain(self, roots: list[torch.Tensor], seed: Any) -> Origin:
+        """Tell of losses without a loss scale; those multiplied by hand are of another kind."""
         for root in roots:
             self._watch.tell("loss_made", root)
         # The last thing done to a loss that was scaled by hand is a product.
         last = (root.grad_fn.name() for root in roots if root.grad_fn is not None)
-        if seed is not None or any(name.startswith("MulBackward") for name in last):
-            return Origin.OTHER, None, half
-        return Origin.PLAIN, None, half
+        is_multiplied = seed is not None or any(name.startswith("MulBackward") for name in last)
+        return Origin.OTHER if is_multiplied else Origin.PLAIN
+
+
+def _single(seed: torch.Tensor) -> float:
+    return float(seed) if seed.numel() == 1 else 1.0
 
 
 def _skipped_by_itself(optimizer: torch.optim.Optimizer) -> bool:
@@ -200,6 +230,10 @@ class ScalerProbes:
         around(torch.amp.GradScaler, "scale", self._scale, undo)
         around(torch.amp.GradScaler, "unscale_", self._unscale, undo)
         around(torch.amp.GradScaler, "step", self._step, undo)
+        around(torch.amp.GradScaler, "update", self._update, undo)
+        around(torch.amp.GradScaler, "__init__", self._make, undo)
+        around(Block, "begin", self._begin_block, undo)
+        around(Block, "finish", self._finish_block, undo)
         around(LossScaler, "scale_loss", self._scale, undo)
 
     def _scale(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -208,34 +242,81 @@ class ScalerProbes:
         if self._watch.is_active and (isinstance(scaler, LossScaler) or scaler.is_enabled()):
             for loss in tensors_in(losses):
                 self._watch.tell("loss_made", loss)
-            for scaled in tensors_in(result):
-                # A loss that is not in the graph is scaled for its value only.
-                if scaled.requires_grad:
-                    self._watch.seen.scaled[scaled] = scaler
+            self._watch.attempt(self._note_scaled, scaler, losses, result)
         return result
+
+    def _note_scaled(self, scaler: Any, losses: Any, scaled: Any) -> None:
+        mean = all(map(is_mean, tensors_in(losses)))
+        for loss in tensors_in(scaled):
+            self._watch.seen.note_scaled(loss, scaler, mean=mean)
+
+    def _make(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(scaler, *args, **kwargs)
+        if self._watch.is_active:
+            self._watch.tell("scaler_made", scaler)
+        return result
+
+    def _update(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        result, updates = function(scaler, *args, **kwargs), self._watch.seen.updates
+        if self._watch.is_active:
+            updates[scaler] = updates.get(scaler, 0) + 1
+            self._watch.seen.scaled.clear()  # a backward that has not run yet never will
+        return result
+
+    def _begin_block(self, function: Function, block: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._watch.is_active:
+            self._watch.tell("backward_is_near", True)
+            self._watch.attempt(self._mark_block, block, self._watch.seen.gradients.block_begins)
+        return function(block, *args, **kwargs)
+
+    def _finish_block(self, function: Function, block: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._watch.is_active:
+            return function(block, *args, **kwargs)
+        if not block.scaler.is_identity:
+            self._watch.attempt(self._mark_block, block, self._tell_unscaled, block.scaler.value)
+        result = function(block, *args, **kwargs)
+        self._watch.attempt(self._mark_block, block, self._watch.seen.gradients.block_ends)
+        return result
+
+    def _mark_block(self, block: Any, mark: Function, *more: Any) -> None:
+        mark([p for session in block.sessions for p in session.model_params()], *more)
+
+    def _tell_unscaled(self, params: list[torch.Tensor], scale: Callable[[], float]) -> None:
+        self._watch.tell("gradients_unscaled", params, scale)
 
     def _unscale(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = self._optimizer_in(scaler, args, kwargs)
+        if optimizer is None:
+            return function(scaler, *args, **kwargs)
+        seen = self._watch.seen
+        if not any(optimizer is other for other in seen.stepping):
+            self._watch.attempt(self._look_at_scaled, optimizer, scaler)
+        marked = self._watch.attempt(seen.gradients.marked, seen.params(optimizer))
         result = function(scaler, *args, **kwargs)
-        optimizer = args[0] if args else kwargs.get("optimizer")
-        if self._watch.is_active and isinstance(optimizer, torch.optim.Optimizer):
-            if scaler.is_enabled():
-                seen = self._watch.seen
-                self._watch.attempt(seen.gradients.forget, seen.params(optimizer))
-                seen.facts(optimizer).unscaled = True
+        self._watch.attempt(seen.gradients.become, marked or (), Origin.UNSCALED)
+        seen.facts(optimizer).unscaled = True
         return result
 
-    def _step(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+    def _optimizer_in(
+        self, scaler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.optim.Optimizer | None:
+        """The optimizer of a call that is to be looked at."""
         optimizer = args[0] if args else kwargs.get("optimizer")
-        if (
-            not self._watch.is_active
-            or not isinstance(optimizer, torch.optim.Optimizer)
-            or not scaler.is_enabled()
-        ):
+        is_seen = self._watch.is_active and isinstance(optimizer, torch.optim.Optimizer)
+        return cast("torch.optim.Optimizer", optimizer) if is_seen and scaler.is_enabled() else None
+
+    def _look_at_scaled(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+        self._tell_unscaled(list(self._watch.seen.params(optimizer)), scaler.get_scale)
+
+    def _step(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = self._optimizer_in(scaler, args, kwargs)
+        if optimizer is None:
             return function(scaler, *args, **kwargs)
         seen = self._watch.seen
         facts = seen.facts(optimizer)
         begun = facts.begun
-        self._watch.tell("scaler_steps", optimizer)
+        self._watch.attempt(self._look_at_scaled, optimizer, scaler)
+        self._watch.tell("scaler_steps", optimizer, scaler)
         seen.stepping.append(optimizer)
         try:
             result = function(scaler, *args, **kwargs)
@@ -244,6 +325,9 @@ class ScalerProbes:
             facts.unscaled = False
         if facts.begun == begun:
             # A compiled step is not seen to begin, and was perhaps taken.
-            facts.skipped += bool(begun or not seen.compiles)
+            is_skipped = bool(begun or not seen.compiles)
+            facts.skipped += is_skipped
+            seen.skipped += is_skipped
+            self._watch.attempt(seen.use, optimizer)
             self._watch.step_taken()
         return result

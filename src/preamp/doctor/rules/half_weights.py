@@ -14,8 +14,9 @@ from torch import nn
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.tensors import stored_grad
 from preamp.doctor.detector import Detector, Findings
-from preamp.doctor.rule import Place, Severity, define_rule
-from preamp.doctor.seen import Seen
+from preamp.doctor.rule import Place, Severity, current_place, define_rule
+from preamp.doctor.rules.scaler import is_known
+from preamp.doctor.seen import Seen, sample_of
 from preamp.numerics import FORMATS
 
 _SAMPLE = 4096
@@ -88,7 +89,7 @@ EPS_IS_ZERO = define_rule(
 )
 UPDATE_IS_LOST = define_rule(
     id="PA202",
-    severity=Severity.WARNING,
+    severity=Severity.ERROR,
     title="Updates are below the resolution of half weights",
     why="""A half weight can change only in steps of its last digit: about 1/2000 of itself in
     float16, 1/256 in bfloat16. An update of less than half of that rounds away, every time anew,
@@ -96,8 +97,9 @@ UPDATE_IS_LOST = define_rule(
     how="""Up to a million half weights without a master are compared before and after steps 1, 2,
     4, 8 and so on. Reported if in the majority of these steps, and in the last of them, more than
     half of the weights with a gradient stayed bit for bit what they were, at a learning rate that
-    is not zero. Optimizers whose step is not torch's or preamp's own may keep what is rounded away,
-    and are left out.""",
+    is not zero; up to nine tenths are a warning. The report says as well how many have not moved
+    since the first step. Optimizers whose step is not torch's or preamp's own may keep what is
+    rounded away, and are left out.""",
     do="""Update float32 masters (preamp's O2, or O5 for bfloat16), or keep the weights in float32
     and use autocast. A larger learning rate helps only while training can bear it.""",
 )
@@ -115,6 +117,19 @@ BFLOAT16_WEIGHTS = define_rule(
     do="Train in bfloat16: preamp's O4 or O5, or autocast with dtype=torch.bfloat16.",
 )
 
+HALF_AVERAGE = define_rule(
+    id="PA204",
+    severity=Severity.WARNING,
+    title="An average of weights is kept in half, and stands still",
+    why="""An average moves by a small share of a small difference. In half that is less than the
+    last digit and rounds away: the average stays where it started, however far the model moves.""",
+    how="""Half tensors of the shapes of parameters, computed in place in the second step (add_,
+    lerp_, copy_ and the like) outside of optimizers. Reported if most of their values stay bit for
+    bit what they were between steps 4, 8, 16 and so on, while the model's move. Averages that are
+    new tensors in every step are not seen.""",
+    do="Average in float32: copy.deepcopy(model).float(), or a deep copy of a model at O2 or O5.",
+)
+
 _DIVIDE_BY_ROOT = (
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -128,6 +143,8 @@ _DIVIDE_BY_ROOT = (
 _LARGE = 1024.0
 _VANISHING_SHARE = 1e-3
 _SAMPLED = 1 << 20
+_AVERAGES = 16
+_WRITES = 128  # in the second step, which averages are at the beginning of
 
 
 class Eps(Detector):
@@ -137,7 +154,7 @@ class Eps(Detector):
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at the groups; their options may change between steps."""
-        if not isinstance(optimizer, _DIVIDE_BY_ROOT) or not _is_known(optimizer):
+        if not isinstance(optimizer, _DIVIDE_BY_ROOT) or not is_known(optimizer):
             return
         if not self.is_new(EPS_IS_ZERO, id(optimizer)):
             return
@@ -170,6 +187,9 @@ class _Watched:
         default_factory=list[tuple[torch.Tensor, torch.Tensor, float]]
     )
     shares: list[float] = field(default_factory=list[float])
+    # The weights before the first step that was looked at, and how many are still the same.
+    first: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    unmoved: float = 1.0
     largest_lr: float = 0.0
     weights: int = 0
     dtype: torch.dtype = torch.float16
@@ -188,7 +208,7 @@ class LostUpdates(Detector):
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy some half weights, at steps that are powers of two."""
         number = self.seen.facts(optimizer).begun
-        if number & (number - 1) or not _is_known(optimizer):
+        if number & (number - 1) or not is_known(optimizer):
             return
         made = self.seen.facts(optimizer).made  # by the end the optimizer may be gone
         watched = self._watched.setdefault(id(optimizer), _Watched(made=made))
@@ -205,13 +225,14 @@ class LostUpdates(Detector):
                 sample = param.detach().view(-1)[:room].clone()
                 room -= sample.numel()
                 watched.before.append((param, sample, rate))
+                watched.first.setdefault(id(param), sample)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the weights that stayed what they were."""
         watched = self._watched.get(id(optimizer))
         if watched is None or not watched.before:
             return
-        moved_by = stayed = 0
+        moved_by = stayed = still = 0
         for param, sample, rate in watched.before:
             grad = stored_grad(param)
             if grad is None or grad.shape != param.shape:
@@ -220,11 +241,14 @@ class LostUpdates(Detector):
             same = param.detach().view(-1)[: sample.numel()] == sample
             moved_by += int(has_gradient.sum())
             stayed += int((has_gradient & same).sum())
+            current = param.detach().view(-1)[: sample.numel()]
+            still += int((has_gradient & (current == watched.first[id(param)])).sum())
             watched.largest_lr = max(watched.largest_lr, rate)
             watched.dtype = param.dtype
         watched.before.clear()
         if moved_by:
             watched.shares.append(stayed / moved_by)
+            watched.unmoved = still / moved_by
             watched.weights = max(watched.weights, moved_by)
 
     def run_ended(self) -> None:
@@ -239,19 +263,16 @@ class LostUpdates(Detector):
                 key,
                 f"{share:.0%} of {watched.weights:,} {dtype_name(watched.dtype)} weights with a "
                 f"gradient did not change in a step, at learning rates up to "
-                f"{watched.largest_lr:g}; median of {len(shares)} steps.",
+                f"{watched.largest_lr:g}; median of {len(shares)} steps. {watched.unmoved:.0%} "
+                "have not moved since the first.",
                 where=watched.made,
+                severity=None if share >= _MOST else Severity.WARNING,
                 stalled_share=share,
+                unmoved_share=watched.unmoved,
                 weights=watched.weights,
                 lr=watched.largest_lr,
                 steps_looked_at=len(shares),
             )
-
-
-def _is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's update is torch's or preamp's; subclasses may have their own."""
-    owner = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
-    return owner.__module__.partition(".")[0] in ("torch", "preamp")
 
 
 class BFloat16Weights(Detector):
@@ -297,3 +318,71 @@ class BFloat16Weights(Detector):
             max_abs=found.max_abs,
             vanishing_share=vanishing,
         )
+
+
+@dataclass(slots=True)
+class _Average:
+    """A tensor that may be an average, and parameters that it may be one of."""
+
+    tensor: torch.Tensor  # an alias, so the average lives until the run ends
+    values: torch.Tensor  # a sample of it at the last look
+    where: Place | None
+    params: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    looks: int = 0
+    still: int = 0  # looks at which it had not moved while the model had
+
+
+class Averages(Detector):
+    """Finds PA204."""
+
+    RULES = (HALF_AVERAGE,)
+
+    def __init__(self, seen: Seen, findings: Findings) -> None:
+        super().__init__(seen, findings)
+        self._found: dict[int, _Average] = {}
+        self._looked_at = 0
+
+    def written(self, target: torch.Tensor) -> None:
+        """Keep a few tensors that may be averages."""
+        self._looked_at += 1
+        if self._looked_at > _WRITES:
+            return
+        params, key = self.seen.all_params(), target.data_ptr()
+        if key in self._found or len(self._found) >= _AVERAGES or target.numel() < _FEWEST:
+            return
+        grads = (stored_grad(param) for param in params)
+        taken = {t.data_ptr() for t in (*params, *grads) if t is not None}
+        alike = [param for param in params if param.shape == target.shape]
+        if key not in taken and alike:
+            average = _Average(target.detach(), sample_of(target), current_place())
+            average.params = {id(param): sample_of(param) for param in alike}
+            self._found[key] = average
+
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare at some steps, when the average of the step before is there."""
+        number = self.seen.steps + 1
+        if number < 4 or number & (number - 1):
+            return
+        params = {id(param): param for param in self.seen.all_params()} if self._found else {}
+        for average in self._found.values():
+            now = sample_of(average.tensor)
+            models = [(sample_of(params[k]), v) for k, v in average.params.items() if k in params]
+            moved = any(2 * int((new != old).sum()) > new.numel() for new, old in models)
+            stays = 2 * int((now == average.values).sum()) > now.numel()
+            differs = all(
+                2 * int((now != new.to(now.dtype)).sum()) > now.numel() for new, _ in models
+            )
+            average.looks += 1
+            average.still += moved and stays and differs
+            average.values = now
+            average.params |= {k: sample_of(params[k]) for k in average.params if k in params}
+
+    def run_ended(self) -> None:
+        """Report averages that stood still from look to look."""
+        still = [a for a in self._found.values() if a.still >= 2 and a.still >= a.looks - 1]
+        if still:
+            dtype = dtype_name(still[0].tensor.dtype)
+            count = sum(average.tensor.numel() for average in still)
+            what = f"{len(still)} {dtype} tensors with {count:,} values stand still."
+            self.report(HALF_AVERAGE, "averages", what, where=still[0].where, tensors=len(still))
+        self._found.clear()

@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 
-from preamp.core.tensors import stored_grad
+from preamp.core.tensors import local_of, stored_grad
 from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.seen import Origin, Seen
 from preamp.engine import find_engine
+from preamp.kernels.autograd import has_hooks
 
 CLIPPED_SCALED = define_rule(
     id="PA101",
@@ -26,8 +30,10 @@ CLIPPED_SCALED = define_rule(
     how="""The gradients given to a clipping function of torch.nn.utils are the ones that a backward
     from a scaled loss has left, and nobody but clipping has written to them since. An infinite
     limit only asks for the norm and is left out. Inside a scale_loss block, and for half gradients
-    whose float32 masters carry the unscaled values, the engine is asked. Clipping written by hand
-    is not seen.""",
+    whose float32 masters carry the unscaled values, the engine is asked. Clipping by hand is told
+    from the values just before they are unscaled: one in a hundred is exactly the largest
+    magnitude, or their norm is the same in three steps. The script must have written to them or
+    have hooks on them, or half of all tensors have that magnitude in them.""",
     do="""With torch.amp call scaler.unscale_(optimizer) before clipping. With scale_loss clip after
     the block: preamp.clip_grad_norm_(optimizer, max_norm), or torch's function on
     master_params(optimizer).""",
@@ -41,6 +47,7 @@ NOT_SCALED = define_rule(
     them.""",
     how="""An optimizer step used gradients as a backward without a loss scale had left them,
     clipped or not, and they are float16 or were on their way through the graph, as under autocast.
+    So it is where a GradScaler begins with a scale of 1 or less and grows by the hundreds of steps.
     The graphs of the first 64 backwards are read. A loss that the script multiplies by hand, or
     gradients that it changes afterwards, are left out, and so is the inside of what is
     compiled.""",
@@ -54,11 +61,33 @@ BYPASSED = define_rule(
     why="""GradScaler.step unscales the gradients and leaves the step out if they overflowed. A
     direct call of optimizer.step does neither: weights move by an update that is as many times too
     large as the loss scale says, or become infinite with the first overflow.""",
-    how="""optimizer.step ran outside scaler.step on gradients that carry the scale, or that
-    scaler.unscale_ had unscaled for a step that was to follow. The latter is an info where no
-    gradient overflowed, since the script may look for that by itself.""",
+    how="""optimizer.step ran outside scaler.step on gradients that carry the scale, that
+    scaler.step had used already, or that scaler.unscale_ had unscaled for a step that was to
+    follow. The last is an info where no gradient overflowed, since the script may look for that by
+    itself.""",
     do="Call scaler.step(optimizer) and then scaler.update() in place of optimizer.step().",
 )
+OUTSIDE = define_rule(
+    id="PA112",
+    severity=Severity.WARNING,
+    title="A step at a dynamic loss scale without scale_loss",
+    why="""Overflow is looked for where a scale_loss block ends. Outside of one an infinite gradient
+    is applied, and the loss scale never hears of it.""",
+    how="""Gradients of a step, or a part of them, came from a backward outside scale_loss, and a
+    loss scale of the engine is dynamic. Where they pass float16 this is PA102.""",
+    do="Call backward inside preamp.scale_loss(loss, optimizer), or use a static loss scale.",
+)
+
+
+_BEFORE_UNSCALE = "before scaler.unscale_(optimizer)"
+_SOON = 100  # steps; a scale that grows this often is found before it matters
+
+
+_LIMITED = 0.01  # share of clamped values that are the limit
+_FEWEST_LIMITED = 8
+_NORMS = 3
+_EARLY = 32  # steps
+_SAMPLE = 4096
 
 
 class Clipping(Detector):
@@ -66,13 +95,60 @@ class Clipping(Detector):
 
     RULES = (CLIPPED_SCALED,)
 
+    def __init__(self, seen: Seen, findings: Findings) -> None:
+        super().__init__(seen, findings)
+        # How many norms in a row were alike, the last one, and a part of its gradients.
+        self._norms: dict[tuple[int, ...], tuple[int, float, torch.Tensor]] = {}
+
+    def gradients_unscaled(
+        self, params: Sequence[torch.Tensor], scale: Callable[[], float]
+    ) -> None:
+        """Look whether what the script did to scaled gradients was clipping."""
+        if self.seen.steps >= _EARLY:  # all gradients are read
+            return
+        gradients = self.seen.gradients
+        changed = [
+            (param, grad.detach())
+            for param in params
+            if (mark := gradients.last(param)) is not None
+            and mark.origin in (Origin.GRAD_SCALER, Origin.ENGINE)
+            and (grad := stored_grad(param)) is not None
+            and grad.layout is torch.strided
+        ]
+        if not changed or not self.is_new(CLIPPED_SCALED, id(changed[0][0])):
+            return
+        own, grads = zip(*changed, strict=True)
+        values = [local_of(grad).reshape(-1).float().abs() for grad in grads if grad.numel()]
+        sizes = torch.stack([value.max() for value in values])
+        limited = sum(int((value == sizes.max()).sum()) for value in values)
+        nonzero = sum(int((value != 0).sum()) for value in values)
+        norm = float(nn.utils.get_total_norm(values))
+        # What is written through .data shows nowhere but in the values.
+        is_written = any(gradients.live(param) is None or has_hooks(param) for param in own)
+        is_written |= 2 * int((sizes == sizes.max()).sum()) >= max(len(sizes), 3)
+        is_limited = is_written and _FEWEST_LIMITED <= limited >= _LIMITED * nonzero
+        is_normed = self._repeats(tuple(map(id, own)), norm, max(values, key=len)[:_SAMPLE])
+        if math.isfinite(norm) and norm and (is_limited or is_normed):
+            how = f"at {float(sizes.max()):.4g}" if is_limited else f"to a norm of {norm:.4g}"
+            how = f"{how}, {_BEFORE_UNSCALE}"
+            self._report("The script", own, params, scale(), how, key=id(own[0]))
+
+    def _repeats(self, key: tuple[int, ...], norm: float, values: torch.Tensor) -> bool:
+        """Whether the norm was the same in three steps, of gradients that were not."""
+        count, last, before = self._norms.get(key, (0, 0.0, values))
+        is_same = abs(last - norm) <= 1e-3 * norm
+        is_new = float((values - before).square().sum()) > 0.0025 * float(values.square().sum())
+        count = 1 + count * is_same if is_new or not count else count
+        self._norms[key] = count, norm, values.clone()
+        return count >= _NORMS
+
     def gradients_clipped(self, params: Sequence[torch.Tensor], name: str) -> None:
         """Look whether any of the gradients is scaled."""
         scaled = self.seen.gradients.of(params, Origin.GRAD_SCALER)
         if scaled:
             scaler = self.seen.gradients.scaler_of(scaled[0])
             scale = float(scaler.get_scale()) if scaler is not None else float("nan")
-            self._report(name, scaled, params, scale, "before scaler.unscale_(optimizer)")
+            self._report(name, scaled, params, scale, _BEFORE_UNSCALE)
             return
         present = [param for param in params if stored_grad(param) is not None]
         for engine in self.seen.engines() if present else ():
@@ -82,13 +158,15 @@ class Clipping(Detector):
                 books, masters = session.gradients, session.masters
                 own = {id(param) for param in books.params()}
                 direct = [param for param in present if id(param) in own]
-                halves = [p for p in present if masters and masters.of_half(p) is not None]
-                scale = engine.loss_scale()
-                if books.is_open and (direct or halves):
-                    self._report(name, direct or halves, params, scale, "inside a scale_loss block")
-                elif books.delayed is not None and (direct or halves):
-                    what = "left scaled by delay_unscale=True"
-                    self._report(name, direct or halves, params, scale, what)
+                twins = [masters.of_half(param) for param in present] if masters else []
+                halves = [twin.half for twin in twins if twin is not None and not twin.is_shown]
+                both, scale = [*direct, *halves], engine.loss_scale()
+                if both and books.is_open:
+                    is_left_open = session.end_backward is not None
+                    what = _BEFORE_UNSCALE if is_left_open else "inside a scale_loss block"
+                    self._report(name, both, params, scale, what)
+                elif both and books.delayed is not None:
+                    self._report(name, both, params, scale, "left scaled by delay_unscale=True")
                 elif halves:
                     what = "that are the model's half ones, not those of the masters"
                     self._report(name, halves, params, scale, what)
@@ -100,11 +178,12 @@ class Clipping(Detector):
         params: Sequence[torch.Tensor],
         scale: float,
         how: str,
+        key: int | None = None,
     ) -> None:
         place = current_place()
         self.report(
             CLIPPED_SCALED,
-            place,
+            place if key is None else key,
             f"{name} clips {len(scaled)} of {len(params)} gradients {how}; "
             f"the loss scale on them is {scale:g}.",
             where=place,
@@ -127,11 +206,27 @@ class _UnscaledSteps:
 class Stepping(Detector):
     """Finds PA102 and PA103."""
 
-    RULES = (NOT_SCALED, BYPASSED)
+    RULES = (NOT_SCALED, BYPASSED, OUTSIDE)
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
         self._unscaled: dict[int, _UnscaledSteps] = {}
+
+    def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """Look at the scale at the first step."""
+        facts = self.seen.facts(optimizer)
+        if facts.begun + facts.skipped or scaler.get_growth_interval() < _SOON:
+            return
+        params = [p for p in self.seen.params(optimizer) if self.seen.gradients.was_half(p)]
+        if params and scaler.get_scale() <= 1.0:
+            self.report(
+                NOT_SCALED,
+                id(optimizer),
+                f"The GradScaler of {type(optimizer).__name__} begins with a scale of "
+                f"{scaler.get_scale():g}, and grows in {scaler.get_growth_interval()} steps first.",
+                gradients_through_float16=len(params),
+                loss_scale=scaler.get_scale(),
+            )
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at where the gradients of this step come from."""
@@ -154,6 +249,9 @@ class Stepping(Detector):
             what = f"{name}.step used {len(scaled)} gradients that carry the scale {scale:g}."
             count = len(scaled)
             self.report(BYPASSED, id(optimizer), what, loss_scale=scale, scaled_gradients=count)
+        elif self.seen.facts(optimizer).by_scaler and gradients.of(params, Origin.USED):
+            what = f"{name}.step used gradients that scaler.step had used already."
+            self.report(BYPASSED, id(optimizer), what)
         elif self.seen.facts(optimizer).unscaled:
             self._note_unscaled(optimizer, params)
 
@@ -194,9 +292,14 @@ class Stepping(Detector):
         if engine is not None and not engine.scales_losses:
             return  # asked for: the policy's loss scale is 1
         plain = self.seen.gradients.of(params, Origin.PLAIN)
+        if engine is not None and not plain:
+            plain = self.seen.gradients.of(params, Origin.MIXED)
         half = [param for param in plain if param.dtype is torch.float16]
         were_half = [param for param in plain if self.seen.gradients.was_half(param)]
         if not half and not were_half:
+            if engine is not None and plain and any(scaler.is_dynamic for scaler in engine.scalers):
+                what = f"{type(optimizer).__name__}.step used {len(plain)} gradients from outside."
+                self.report(OUTSIDE, id(optimizer), what, gradients=len(plain))
             return
         how = (
             f"{len(half)} float16 gradients"
@@ -221,8 +324,9 @@ SCHEDULED_SKIP = define_rule(
     why="""After an overflow the optimizer's step is left out, and the first steps of a dynamic loss
     scale often are. A schedule that goes on all the same runs ahead of the training: warm-up ends
     too early, and its first, smallest rates are never used.""",
-    how="""scheduler.step was called when since its last call the optimizer had skipped steps and
-    applied none. Steps that an FP16_Optimizer leaves out are not seen.""",
+    how="""scheduler.step was called when since its last call the optimizer had skipped its step. A
+    schedule that is mostly called after several steps, as once in an epoch, is left out. Steps that
+    an FP16_Optimizer leaves out are not seen.""",
     do="""Step the schedule only if the optimizer stepped. With torch.amp the scale has shrunk after
     a skip: compare scaler.get_scale() before and after scaler.update(). With preamp call
     preamp.step_scheduler(scheduler, optimizer).""",
@@ -233,6 +337,7 @@ SCHEDULED_SKIP = define_rule(
 class _Schedule:
     name: str
     counted: tuple[int, int]
+    steps: list[int] = field(default_factory=list[int])  # between its calls
     calls: int = 0
     after_skips: int = 0
     where: Place | None = None
@@ -253,7 +358,7 @@ class Scheduling(Detector):
         optimizer = getattr(scheduler, "optimizer", None)
         if not isinstance(optimizer, torch.optim.Optimizer):
             return
-        counts = self._counts(optimizer)
+        counts = self.seen.counts(optimizer)
         schedule = self._known.get(scheduler)
         if schedule is None:  # its constructor, which sets the first learning rate
             schedule = _Schedule(type(scheduler).__name__, counts)
@@ -264,22 +369,15 @@ class Scheduling(Detector):
         before_applied, before_skipped = schedule.counted
         schedule.counted = applied, skipped
         schedule.calls += 1
+        schedule.steps.append(applied + skipped - before_applied - before_skipped)
         if skipped > before_skipped and applied == before_applied:
             schedule.after_skips += 1
             schedule.where = schedule.where or current_place()
 
-    def _counts(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-        engine = find_engine(optimizer)
-        session = None if engine is None else engine.sessions.get(id(optimizer))
-        if session is not None:
-            return session.steps_applied, session.steps_skipped
-        facts = self.seen.facts(optimizer)
-        return facts.applied, facts.skipped
-
     def run_ended(self) -> None:
         """Report every schedule that ran ahead."""
         for schedule in self._schedules:
-            if schedule.after_skips:
+            if schedule.after_skips and median(schedule.steps) <= 1:
                 self.report(
                     SCHEDULED_SKIP,
                     schedule.where,

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import nn
 
-from preamp.core.tensors import stored_grad
+from preamp.core.dtypes import is_half
+from preamp.core.tensors import stored_grad, version_of
 from preamp.doctor.detector import Detector, Findings
-from preamp.doctor.rule import Place, Severity, define_rule
-from preamp.doctor.seen import Seen
+from preamp.doctor.rule import Place, Severity, current_place, define_rule
+from preamp.doctor.seen import Origin, Seen, largest, sample_of
 from preamp.engine import find_engine
 
 MISSING = define_rule(
@@ -41,8 +44,63 @@ REPLACED = define_rule(
     do="Build the optimizer after the model has its final device, dtype and layers.",
 )
 
+DROPPED = define_rule(
+    id="PA403",
+    severity=Severity.ERROR,
+    title="Gradients are dropped between backward and step",
+    why="""The step finds no gradients, or zeros. Nothing is learned, while momentum and weight
+    decay go on moving the weights.""",
+    how="""A backward gave gradients to the optimizer's parameters, or to half ones that it has
+    copies of, and in most steps all were gone or zero when the step began.""",
+    do="Call zero_grad before the backward or after the step.",
+)
+NEVER_ZEROED = define_rule(
+    id="PA404",
+    severity=Severity.ERROR,
+    title="Gradients are never set to zero",
+    why="""backward adds to what is there. Without zero_grad each step gets the sum of all gradients
+    so far, most of them of weights of long ago.""",
+    how="""In three steps or more, and nearly all, the gradients still had in them what the step
+    before had used, and that was not zero.""",
+    do="Call optimizer.zero_grad() once for each step.",
+)
+NOT_COPIED = define_rule(
+    id="PA405",
+    severity=Severity.ERROR,
+    title="Masters are never copied back to the model",
+    why="""The optimizer updates float32 copies of half weights. If they are not copied back after
+    the step, the model computes with its first weights for ever.""",
+    how="""An optimizer's parameters have the shapes, or the number of elements, of half parameters
+    that are in no optimizer. Looked at in steps 2, 4, 8 and so on: those have not moved in any bit,
+    and are not the rounded values of the copies, or the copies have been set back to them.""",
+    do="After the step call p.copy_(master) under torch.no_grad(), or let preamp's O2 do it.",
+)
+NOT_DIVIDED = define_rule(
+    id="PA406",
+    severity=Severity.INFO,
+    title="Accumulated losses are added up, not averaged",
+    why="""The sum of the gradients of k batches is k times that of one large batch. The learning
+    rate is k times what it seems, and overflow is nearer.""",
+    how="""In most steps the gradients are sums of several backwards of one line, each with a
+    forward of its own and a loss that is a mean, and neither losses nor gradients were divided.""",
+    do="Divide the loss by the number of backwards, or the gradients once before the step.",
+)
+UNSERVED = define_rule(
+    id="PA407",
+    severity=Severity.WARNING,
+    title="Weights are averaged or moved past their masters",
+    why="""At O2 and O5 a model's weights are float32 masters, rounded. Their average lacks the
+    digits, and what is written to masters through .data leaves no trace in torch: the next forward
+    computes with the old weights, so a climb of SAM or a step of Lookahead does nothing to it.""",
+    how="""AveragedModel.update_parameters was called with half parameters that have masters; or
+    values of masters changed between two steps while torch counted no write. The first 64 steps are
+    looked at.""",
+    do="Average inside engine.exact_weights(), and write p.copy_(...) under torch.no_grad().",
+)
+
 _STEPS = 3
 _NAMED = 3
+_SAM_STEPS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +129,7 @@ class Membership(Detector):
         """Note what it was given."""
         self._owned.update(id(param) for param in self.seen.params(optimizer))
 
-    def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
+    def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Look before the first step: a ``GradScaler`` refuses one without gradients."""
         if self.seen.facts(optimizer).begun == 0:
             self._note_owned()
@@ -187,3 +245,172 @@ class Membership(Detector):
             if own & {id(param) for param in self.seen.params(optimizer)}:
                 return facts.made
         return None
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What the gradients of one optimizer's steps were."""
+
+    name: str
+    steps: int = 0  # before which a backward had made gradients
+    dropped: int = 0  # those in which there were none any more
+    carried: int = 0  # those in which the gradients of the step before were in them
+    summed: int = 0  # those of several backwards, undivided
+    backwards: int = 0  # the most of those in a step
+    kept: bool = False  # whether the last step has left what it used, and it is not zero
+    where: Place | None = None
+
+
+class Accumulation(Detector):
+    """Finds PA403, PA404 and PA406."""
+
+    RULES = (DROPPED, NEVER_ZEROED, NOT_DIVIDED)
+
+    def __init__(self, seen: Seen, findings: Findings) -> None:
+        super().__init__(seen, findings)
+        self._sums: dict[int, _Sums] = {}  # by ``id``: an optimizer may be gone when the run ends
+
+    def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """Look before the scaler refuses a step without gradients."""
+        self._look(optimizer)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the gradients, unless that was done."""
+        if not any(optimizer is other for other in self.seen.stepping):
+            self._look(optimizer)
+
+    def _look(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients, behind = self.seen.gradients, self.seen.behind(optimizer)
+        params = behind or list(self.seen.params(optimizer))
+        known = self._sums.setdefault(id(optimizer), _Sums(type(optimizer).__name__))
+        last = [(p, m) for p in params if (m := gradients.last(p)) is not None]
+        made = [(p, m) for p, m in last if m.origin is not Origin.USED]
+        if not made:
+            return
+        known.steps += 1
+        known.where = known.where or current_place()
+        live = [m for p, m in made if gradients.live(p) is not None]
+        own = [param for group in optimizer.param_groups for param in group["params"]]
+        size = None if live and not behind else largest(map(stored_grad, own if behind else params))
+        there = [m.is_carried for p, m in made if stored_grad(p) is not None]
+        if (behind or not live) and (size is None or float(size) == 0):
+            known.dropped += 1
+        elif known.kept and there and all(there):
+            known.carried += 1
+        if live and all(m.is_alike and not m.is_carried and m.backwards > 1 for m in live):
+            known.summed += 1
+            known.backwards = max(known.backwards, *(mark.backwards for mark in live))
+
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look what gradients are left, where nobody has zeroed them so far."""
+        known = self._sums.get(id(optimizer))
+        if known is not None and known.steps <= known.carried + 2:
+            known.kept = self._has_gradients(optimizer) is True
+
+    def backward_is_near(self, of_engine: bool) -> None:
+        """Look again: what is zeroed through .data shows nowhere else."""
+        for optimizer in tuple(self.seen.optimizers):
+            known = self._sums.get(id(optimizer))
+            has_engine = find_engine(optimizer) is not None
+            if known is not None and known.kept and has_engine == of_engine:
+                known.kept = self._has_gradients(optimizer) is not False
+
+    def _has_gradients(self, optimizer: torch.optim.Optimizer) -> bool | None:
+        """Whether any is not zero; ``None`` if there are none."""
+        params = self.seen.behind(optimizer) or self.seen.params(optimizer)
+        size = largest(map(stored_grad, params))
+        return None if size is None else float(size) != 0
+
+    def run_ended(self) -> None:
+        """Report optimizers whose steps got something else than they should."""
+        for key, known in self._sums.items():
+            name, steps, where = known.name, known.steps, known.where
+            if 2 * known.dropped > steps:
+                what = f"{name} had lost all gradients before {known.dropped} of {steps} steps."
+                self.report(DROPPED, key, what, where=where, steps=steps, dropped=known.dropped)
+            if known.carried >= _STEPS and known.carried >= steps - 2:
+                what = f"{known.carried} of {name}'s {steps} steps had earlier gradients in theirs."
+                self.report(NEVER_ZEROED, key, what, where=where, steps=steps)
+            if known.summed >= 2 and 2 * known.summed > steps:
+                what = f"{known.summed} of {steps} steps used sums of {known.backwards} backwards."
+                self.report(NOT_DIVIDED, key, what, where=where, backwards=known.backwards)
+
+
+class Masters(Detector):
+    """Finds PA405."""
+
+    RULES = (NOT_COPIED,)
+
+    def __init__(self, seen: Seen, findings: Findings) -> None:
+        super().__init__(seen, findings)
+        self._known: dict[int, torch.Tensor] = {}
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare the model with what it was at the last look, and with the masters."""
+        begun = self.seen.facts(optimizer).begun
+        halves = () if begun & (begun - 1) else self.seen.behind(optimizer)
+        own: list[torch.Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
+        size = largest(map(stored_grad, own)) if halves else None
+        if size is None or not any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+            return
+        now, masters = torch.cat([*map(sample_of, halves)]), torch.cat([*map(sample_of, own)])
+        before = self._known.get(id(optimizer))
+        self._known[id(optimizer)] = now
+        if begun <= _STEPS or before is None or not torch.equal(now, before) or float(size) == 0:
+            return
+        if now.shape != masters.shape:  # one long tensor, of which there is less
+            now = now[: len(masters)]
+        # Where they were copied, masters are the same when rounded, and have more digits.
+        if torch.equal(masters.to(now.dtype), now) and not torch.equal(masters, now.float()):
+            return
+        name = type(optimizer).__name__
+        what = f"At step {begun} of {name} {len(halves)} half parameters have not moved for long."
+        self.report(NOT_COPIED, id(optimizer), what, steps=begun, parameters=len(halves))
+
+
+class Unserved(Detector):
+    """Finds PA407."""
+
+    RULES = (UNSERVED,)
+
+    def __init__(self, seen: Seen, findings: Findings) -> None:
+        super().__init__(seen, findings)
+        # Some masters of each optimizer, a part of their values, torch's count of writes to them.
+        self._known: weakref.WeakKeyDictionary[
+            torch.optim.Optimizer, list[tuple[torch.Tensor, torch.Tensor, int]]
+        ] = weakref.WeakKeyDictionary()
+
+    def average_updated(self, model: nn.Module) -> None:
+        """Look whether the model's parameters are rounded masters."""
+        masters = [session.masters for e in self.seen.engines() for session in e.sessions.values()]
+        count = sum(
+            any(m is not None and m.of_half(param) is not None for m in masters)
+            for param in model.parameters()
+            if is_half(param)
+        )
+        if count:
+            what = f"AveragedModel averages {count} half parameters in place of their masters."
+            self.report(UNSERVED, "average", what, parameters=count)
+
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep a part of some masters."""
+        engine = find_engine(optimizer)
+        session = None if engine is None else engine.sessions.get(id(optimizer))
+        if session is not None and session.masters is not None and self.seen.steps < _SAM_STEPS:
+            some = [twin.master for twin in islice(session.masters, _NAMED)]
+            self._known[optimizer] = [(m, sample_of(m), version_of(m)) for m in some]
+        else:
+            self._known.pop(optimizer, None)
+
+    def loss_made(self, loss: torch.Tensor) -> None:
+        """Look whether they were changed behind torch's back before this forward."""
+        for masters in tuple(self._known.values()):
+            changed = [
+                master
+                for master, values, version in masters
+                if version_of(master) == version
+                and not torch.allclose(sample_of(master), values, rtol=0, atol=0, equal_nan=True)
+            ]
+            if changed:
+                what = f"{len(changed)} of {len(masters)} masters were written through .data."
+                self.report(UNSERVED, "data", what, masters=len(changed))

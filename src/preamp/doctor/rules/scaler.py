@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""PA105 to PA111: a ``GradScaler``, or a scale by hand, that is not used as a whole."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from preamp.core.tensors import stored_grad
+from preamp.doctor.detector import Detector, Findings
+from preamp.doctor.rule import Place, Severity, current_place, define_rule
+from preamp.doctor.seen import Origin, Seen
+from preamp.kernels.autograd import has_hooks, leaves_through
+
+NEVER_SCALED = define_rule(
+    id="PA105",
+    severity=Severity.ERROR,
+    title="A GradScaler unscales gradients that were never scaled",
+    why="""A GradScaler divides by the scale whether or not the loss was multiplied by it. Every
+    update is then too small by that factor, 65,536 at the beginning.""",
+    how="""scaler.unscale_ or scaler.step was called while the gradients were as a backward without
+    a loss scale had left them. A scale of 1 is left out.""",
+    do="Call scaler.scale(loss).backward() in place of loss.backward().",
+)
+MIXED = define_rule(
+    id="PA106",
+    severity=Severity.ERROR,
+    title="Gradients with different scales are added up",
+    why="""A gradient that carries the loss scale is many thousand times one that does not: nothing
+    of the other loss is left in the sum.""",
+    how="""A scaler was about to unscale sums of gradients from scaled and unscaled losses, or from
+    scaled losses with an update of the scaler between them; or an unscaled loss was added to a
+    scaled one.""",
+    do="""Scale every loss of a step, call unscale_ after its last backward, and update once after
+    it.""",
+)
+SCALE_CHANGED = define_rule(
+    id="PA107",
+    severity=Severity.ERROR,
+    title="The loss scale changes between backward and step",
+    why="""A scaler unscales by the scale that it has then. After an update that is another number
+    than the one the loss was multiplied by.""",
+    how="""scaler.unscale_ or scaler.step was called on gradients from before the latest
+    scaler.update.""",
+    do="Call scaler.update() once, after the last scaler.step of the iteration.",
+)
+NEW_SCALER = define_rule(
+    id="PA108",
+    severity=Severity.WARNING,
+    title="The GradScaler is made anew again and again",
+    why="""What was learned about the scale is forgotten each time. If the scale to begin with
+    overflows, steps are skipped again and again; if it is too small, it never grows.""",
+    how="""Three scalers made at one line followed each other in the steps of one optimizer, and
+    none of them was used again.""",
+    do="Make one GradScaler before the loop.",
+)
+LEFT_ON = define_rule(
+    id="PA109",
+    severity=Severity.ERROR,
+    title="A loss scale by hand is never undone",
+    why="""Updates are as many times too large as the loss was multiplied by. Adam hides it, but not
+    from its eps, from clipping and from weight decay.""",
+    how="""A loss that reaches its parameters through float16 was multiplied by a power of two from
+    64 on, and a step used its gradients, or float32 copies of them, as they came, clipped or not.
+    Left out are gradients with hooks, optimizers with a step of their own, and learning rates that
+    are round numbers only after multiplying by that factor.""",
+    do="Divide the gradients by the scale before they are clipped and used, or use a GradScaler.",
+)
+NOT_SAVED = define_rule(
+    id="PA110",
+    severity=Severity.WARNING,
+    title="A checkpoint has the optimizer's state and no loss scale",
+    why="""A run that goes on from it starts with the scale of a new run: steps are skipped, or
+    small gradients are lost until the scale has grown back.""",
+    how="""torch.save was given the state of an optimizer, there is a GradScaler or an engine with a
+    dynamic loss scale, and no file of the run got the scaler's state. Other ways to save are not
+    seen.""",
+    do="""Save scaler.state_dict(), amp.state_dict() or engine.state_dict() too, or use
+    preamp.save_checkpoint.""",
+)
+BFLOAT16_SCALER = define_rule(
+    id="PA111",
+    severity=Severity.INFO,
+    title="A GradScaler for bfloat16",
+    why="""bfloat16 has the range of float32, so nothing needs scaling. The scaler still reads all
+    gradients, and the host waits for it.""",
+    how="""A loss scaled by torch's GradScaler reaches parameters through bfloat16, and none through
+    float16.""",
+    do="Leave the scaler out, or pass enabled=False.",
+)
+
+_SCALER_WORDS = ("scaler", "loss_scale", "_growth_tracker")
+_NEW = 3
+_LEAST_FACTOR = 64.0
+_LOOKED_AT = 4
+
+
+@dataclass(slots=True)
+class _Chain:
+    """The scalers of one optimizer's steps, one after the other."""
+
+    made: Place | None = None
+    scalers: list[weakref.ref[Any]] = field(default_factory=list[weakref.ref[Any]])
+
+
+class ScalerUse(Detector):
+    """Finds PA105 to PA108, and PA111."""
+
+    RULES = (NEVER_SCALED, MIXED, SCALE_CHANGED, NEW_SCALER, BFLOAT16_SCALER)
+
+    def __init__(self, seen: Seen, findings: Findings) -> None:
+        super().__init__(seen, findings)
+        self._made: weakref.WeakKeyDictionary[Any, Place | None] = weakref.WeakKeyDictionary()
+        self._chains: dict[int, _Chain] = {}
+        self._looked_at = 0
+
+    def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
+        """Note the line."""
+        self._made[scaler] = current_place()
+
+    def scaled_backward_begins(
+        self, scaler: torch.amp.GradScaler, roots: Sequence[torch.Tensor]
+    ) -> None:
+        """Look for bfloat16 in the first few graphs."""
+        self._looked_at += 1
+        if self._looked_at > _LOOKED_AT or type(scaler).__module__.partition(".")[0] == "preamp":
+            return
+        count = len(leaves_through(roots, torch.bfloat16))
+        if count and not leaves_through(roots, torch.float16):
+            what = f"{count} gradients come through bfloat16, and none through float16."
+            self.report(BFLOAT16_SCALER, "scaler", what, parameters=count)
+
+    def gradients_unscaled(
+        self, params: Sequence[torch.Tensor], scale: Callable[[], float]
+    ) -> None:
+        """Look at what the gradients are that are about to be unscaled."""
+        marks = [mark for p in params if (mark := self.seen.gradients.live(p)) is not None]
+        plain = sum(mark.origin is Origin.PLAIN for mark in marks)
+        mixed = [mark for mark in marks if mark.origin is Origin.MIXED]
+        place = current_place()
+        if plain == len(marks) > 0 and scale() != 1.0:
+            what = f"{plain} gradients are about to be divided by {scale():g}."
+            self.report(NEVER_SCALED, place, what, loss_scale=scale(), gradients=plain)
+        if any(
+            mark.source.scaler is not None or mark.source.origin is Origin.PLAIN for mark in mixed
+        ):
+            what = (
+                f"{len(mixed)} of {len(marks)} gradients are sums of several backwards with "
+                f"different scales; the loss scale is now {scale():g}."
+            )
+            self.report(MIXED, place, what, gradients=len(mixed), loss_scale=scale())
+        late = [
+            mark
+            for mark in marks
+            if mark.origin in (Origin.GRAD_SCALER, Origin.UNSCALED) and mark.source.scaler
+            if mark.source.updates != self.seen.updates.get(mark.source.scaler(), 0)
+        ]
+        if late:
+            what = f"{len(late)} gradients are from before scaler.update; the scale is {scale():g}."
+            self.report(SCALE_CHANGED, place, what, gradients=len(late), loss_scale=scale())
+
+    def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """Count the scalers that took over from each other."""
+        made = self._made.get(scaler)
+        chain = self._chains.setdefault(id(optimizer), _Chain(made))
+        if made is None or (chain.scalers and chain.scalers[-1]() is scaler):
+            return
+        if made != chain.made or any(known() is scaler for known in chain.scalers):
+            chain = self._chains[id(optimizer)] = _Chain(made)
+        chain.scalers.append(weakref.ref(scaler))
+        if len(chain.scalers) >= _NEW:
+            what = f"{_NEW} scalers were made here for steps of one {type(optimizer).__name__}."
+            self.report(NEW_SCALER, made, what, where=made, scalers=_NEW)
+
+
+class LeftOn(Detector):
+    """Finds PA109."""
+
+    RULES = (LEFT_ON,)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look whether the gradients carry what the script multiplied the loss by."""
+        if not self.is_new(LEFT_ON, id(optimizer)) or not is_known(optimizer):
+            return
+        own = list(self.seen.params(optimizer))
+        behind = self.seen.behind(optimizer)
+        sources = behind if len(behind) == len(own) else own
+        found = (self._factor_in(*pair) for pair in zip(own, sources, strict=True))
+        factors = [factor for factor in found if factor is not None]
+        if not factors or len(factors) < sum(stored_grad(param) is not None for param in own):
+            return
+        factor = factors[0]
+        rates = {float(group.get("lr", 0.0)) for group in optimizer.param_groups}
+        if all(_is_round(rate * factor) and not _is_round(rate) for rate in rates):
+            return
+        name, count = type(optimizer).__name__, len(factors)
+        what = f"{name}.step used {count} gradients that carry the factor {factor:g}."
+        self.report(LEFT_ON, id(optimizer), what, factor=factor, gradients=count)
+
+    def _factor_in(self, param: torch.Tensor, source: torch.Tensor) -> float | None:
+        """The scale by hand in the gradient of ``param``, which may be a copy of ``source``'s."""
+        mark = self.seen.gradients.live(source)
+        if mark is None or mark.origin is not Origin.OTHER or has_hooks(source):
+            return None
+        factor, is_power = mark.source.factor, math.frexp(mark.source.factor)[0] == 0.5
+        if not mark.was_half or not is_power or factor < _LEAST_FACTOR:
+            return None
+        grad, made = stored_grad(param), stored_grad(source)
+        if param is source or grad is None or made is None:
+            return factor if param is source else None
+        is_copy = grad.shape == made.shape and torch.equal(made.to(grad.dtype), grad)
+        return factor if is_copy else None
+
+
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's update is torch's or preamp's; subclasses may have their own."""
+    owner = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
+    return owner.__module__.partition(".")[0] in ("torch", "preamp")
+
+
+def _is_round(rate: float) -> bool:
+    """Whether two digits are enough for it."""
+    return rate == float(f"{rate:.1e}")
+
+
+class Saving(Detector):
+    """Finds PA110."""
+
+    RULES = (NOT_SAVED,)
+
+    def __init__(self, seen: Seen, findings: Findings) -> None:
+        super().__init__(seen, findings)
+        self._where: Place | None = None
+        self._lacks = self._has_scaler = self._is_used = False
+
+    def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """Note that there is a state to be saved."""
+        self._is_used = True
+
+    def saved(self, content: object) -> None:
+        """Look for the states of optimizers and of loss scales."""
+        self._is_used |= any(s.is_dynamic for e in self.seen.engines() for s in e.scalers)
+        kinds = set(_kinds_in(content))
+        self._has_scaler |= "scaler" in kinds
+        if "optimizer" in kinds and self._is_used and not self._lacks:
+            self._lacks, self._where = True, current_place()
+
+    def run_ended(self) -> None:
+        """Report if there was no scaler's state in any file."""
+        if self._lacks and not self._has_scaler:
+            what = "It has the optimizer's state; no file of this run has the scaler's."
+            self.report(NOT_SAVED, "checkpoint", what, where=self._where)
+
+
+def _kinds_in(content: object, depth: int = 0) -> Sequence[str]:
+    """What states are in something that is saved, nested six deep at most."""
+    if isinstance(content, torch.amp.GradScaler):
+        return ["scaler"]
+    if isinstance(content, torch.optim.Optimizer):
+        return ["optimizer"]
+    if isinstance(content, Mapping):
+        mapping = cast("Mapping[Any, Any]", content)
+        if "state" in mapping and "param_groups" in mapping:
+            return ["optimizer"]
+        if any(word in str(key) for key in mapping for word in _SCALER_WORDS):
+            return ["scaler", *_kinds_in(list(mapping.values()), depth)]
+        return _kinds_in(list(mapping.values()), depth)
+    if isinstance(content, list | tuple) and depth <= 6:
+        items = cast("Sequence[Any]", content)
+        return [kind for item in items for kind in _kinds_in(item, depth + 1)]
+    return []
