@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import preamp
@@ -61,13 +63,14 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     (tmp_path / "helper.py").write_text("OUT = 3\n", encoding="utf-8")
     path = tmp_path / "train.py"
     path.write_text(SCRIPT, encoding="utf-8")
-    return str(path)
+    yield str(path)
+    preamp.remove_apex_alias()
 
 
 def invoke(*arguments: str) -> Result:
@@ -100,19 +103,6 @@ def test_estimate_of_a_very_large_model_fits_its_columns() -> None:
     done = invoke("estimate", "--params", "1e18", "--levels", "O2")
     assert "13.88 EiB" in done.output
     assert "…" not in done.output
-
-
-@pytest.mark.parametrize("columns", [60, 80])
-def test_no_digit_is_left_out_on_a_narrow_terminal(
-    columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def narrow() -> Console:
-        return Console(width=columns)
-
-    monkeypatch.setattr("preamp.cli.estimate.make_console", narrow)
-    monkeypatch.setattr("preamp.cli.app.make_console", narrow)
-    assert "…" not in invoke("estimate", "--params", "7e9").output
-    assert "…" not in invoke("levels").output
 
 
 def test_estimate_without_an_optimizer() -> None:
@@ -151,7 +141,7 @@ def test_estimate_refuses(options: tuple[str, ...], part: str) -> None:
     assert part in done.output
 
 
-QUICK = ("--levels", "O5", "--steps", "1", "--verify-steps", "1")
+QUICK = ("--levels", "O5", "--steps", "1", "--verify", "1")
 
 
 def test_plan_runs_make(script: str) -> None:
@@ -177,11 +167,96 @@ def test_plan_looks_at_levels_whose_names_have_spaces(script: str) -> None:
     assert list(json.loads(done.stdout)["levels"]) == ["O2", "O4", "O5 without masters"]
 
 
+def test_plan_supplies_apex(script: str) -> None:
+    first = "from apex.optimizers import FusedAdam\nfrom apex import amp\n"
+    source = (
+        Path(script).read_text(encoding="utf-8").replace("import torch\n", f"{first}import torch\n")
+    )
+    last = "model, loss_fn, data, FusedAdam(model.parameters(), lr=0.1)"
+    Path(script).write_text(f"{source}\ndef fused():\n    return {last}\n", encoding="utf-8")
+    done = invoke("plan", script, "--names", "fused", *QUICK, "--json")
+    assert done.exit_code == 0, done.output
+    memory = json.loads(done.stdout)["levels"]["O5"]["memory"]
+    assert memory["optimizer"] == "FusedAdam"
+
+
+def test_plan_of_a_script_that_does_without_apex_needs_no_alias(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))  # in the way of the alias
+    done = invoke("plan", script, *QUICK)
+    assert done.exit_code == 0, done.output
+
+
+def test_plan_trains_every_level_as_long_as_asked_and_writes_a_page(
+    script: str, tmp_path: Path
+) -> None:
+    page = tmp_path / "plan.html"
+    options = ("--levels", "O2,O5", "--verify", "5", "-o", str(page))
+    done = invoke("plan", script, *options)
+    assert done.exit_code == 0, done.output
+    assert done.output.count("  5 steps") == 2
+    assert "Loss by step" in page.read_text(encoding="utf-8")
+    page.unlink()
+    done = invoke("plan", script, *options[:-1], str(tmp_path / "train.py" / "plan.html"))
+    assert done.exit_code == 2
+    assert "Recommended: " in done.stdout  # the answer comes before the page
+    assert "Error: " in done.stderr
+
+
 def test_plan_of_a_case() -> None:
     done = invoke("plan", "--case", "attention-logits", "--levels", "O2,O5", "--verify-steps", "1")
     assert done.exit_code == 0, done.output
     assert "Recommended: O5" in done.output
     assert "O2 does not fit" in done.output
+
+
+BUGS = {
+    "an import": ("import no_such_module", "", ["<module>"]),
+    "the module": ("1 / 0", "", ["<module>"]),
+    "its own function": ("", "def make():\n    return helper()", ["make", "helper"]),
+    "the loss": ("", "def loss_fn(model, batch):\n    return helper()", ["loss_fn", "helper"]),
+    "initialize": ("import preamp; preamp.initialize(None, opt_level='bf16')", "", ["<module>"]),
+    "its syntax": ("def f(:", "", []),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_traceback_of_a_script_begins_in_the_script(bug: str, tmp_path: Path) -> None:
+    first, last, functions = BUGS[bug]
+    path = tmp_path / "broken.py"
+    path.write_text(f"{first}\n{BROKEN}\n{last}\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "preamp", "plan", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("  File ")]
+    own = [line for line in lines if f'"{path}"' in line]
+    assert len(own) == max(len(functions), 1)
+    assert lines[: len(own)] == own
+    for line, function in zip(own, functions, strict=False):
+        assert line.endswith(f"in {function}")
+    assert len(done.stderr.splitlines()) < 20
+    assert not any("cli" in line or "typer" in line for line in lines)
+
+
+BROKEN = """
+from torch import nn, ones
+
+def helper():
+    raise KeyError("here")
+
+def loss_fn(model, batch):
+    return model(batch).sum()
+
+def make():
+    return nn.Linear(4, 4), loss_fn, ones(2, 4)
+"""
 
 
 def test_errors_of_the_script_keep_their_traceback(script: str) -> None:

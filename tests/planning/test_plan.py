@@ -287,12 +287,13 @@ def test_a_level_at_which_the_forward_raises_does_not_end_the_plan() -> None:
 
 
 def test_an_operation_that_takes_float16_only_is_no_refusal() -> None:
-    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        out = F.linear(model(batch), torch.ones(4, 4))
-        assert out.dtype is not torch.bfloat16, "no kernel"
-        return out.float().square().mean()
+    class Inner(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert x.dtype is not torch.bfloat16, "no kernel"
+            return x
 
-    report = preamp.plan(nn.Linear(4, 4), loss_fn, torch.randn(8, 4), verify_steps=2)
+    model = nn.Sequential(nn.Linear(4, 4), Inner())
+    report = preamp.plan(model, mean_square, torch.randn(8, 4), verify_steps=2)
     assert report.levels["O1"].fits
     assert report.levels["O1"].tensors
     assert report.levels["O4"].problems[0].text == "AssertionError: no kernel"

@@ -3,22 +3,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Annotated, Any, TypeVar
 
 import typer
 from torch import nn
 
 import preamp
-from preamp.cli.console import only_answer_on_stdout, refused
-from preamp.core.errors import PreampError, bad_value
+from preamp.cli.console import (
+    make_console,
+    only_answer_on_stdout,
+    print_table,
+    print_wrapped,
+    refused,
+)
+from preamp.cli.tracebacks import begin_tracebacks, is_foreign
+from preamp.core.errors import PreampError, PreampStateError, bad_value
 from preamp.planning.cases import CASES, case_named
+from preamp.planning.page import write
 from preamp.planning.planner import POLICIES, why_not_called
+from preamp.planning.report import COLUMNS, advice_lines, cells_of, misfit_lines
 
 _MODULE = "preamp_planned_script"
 T = TypeVar("T")
@@ -34,7 +45,15 @@ def plan(
     ] = None,
     levels: Annotated[str | None, typer.Option(help="Opt levels to look at.")] = None,
     steps: Annotated[int, typer.Option(help="Float32 steps to watch.")] = 4,
-    verify_steps: Annotated[int, typer.Option(help="Steps to try levels with; 0 for none.")] = 8,
+    verify: Annotated[
+        int,
+        typer.Option(
+            "--verify", "--verify-steps", help="Steps to train each level with; 0 for none."
+        ),
+    ] = 8,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="HTML page with the losses.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Recommend an opt level and a loss scale, by watching float32 steps and trying.
@@ -46,15 +65,38 @@ def plan(
         with only_answer_on_stdout(is_wanted=as_json):
             parts = _parts(script, names, case)
             wanted = None if levels is None else _levels(levels)
-            report = preamp.plan(*parts, levels=wanted, steps=steps, verify_steps=verify_steps)
+            report = preamp.plan(*parts, levels=wanted, steps=steps, verify_steps=verify)
     except (ValueError, TypeError, PreampError) as error:
-        if not _is_ours(error):  # a bug in the script: its traceback tells more
+        if _is_of_script(error):  # its traceback tells more
+            begin_tracebacks(is_foreign)
             raise
         raise refused(error) from None
+    except Exception:
+        begin_tracebacks(is_foreign)
+        raise
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
     else:
-        typer.echo(str(report))
+        console = make_console()
+        print_wrapped(console, [*advice_lines(report), ""])
+        rows = [cells_of(level) for level in report.levels.values()]
+        print_table(console, COLUMNS, rows, left=len(COLUMNS))
+        print_wrapped(console, misfit_lines(report)[1:])
+    if output is not None:  # last, so that the answer is there whatever happens to the page
+        try:
+            write(report, output)
+        except (OSError, PreampError) as error:
+            raise refused(error) from None
+
+
+def _is_of_script(error: BaseException) -> bool:
+    """Whether a bug of the script, or preamp where the script called it, raised the error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(map(is_foreign, frames)) or not _is_ours(frames[-1])
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("preamp.")
 
 
 def _levels(text: str) -> list[str]:
@@ -123,7 +165,10 @@ def _without_exit(call: Callable[[], T], script: Path) -> T:
 
 
 def _run(script: Path) -> ModuleType:
-    """Run a script under a name of its own, so that its ``__main__`` part stays out."""
+    """Run a script under a name of its own, so that its ``__main__`` part stays out.
+
+    ``import apex`` means preamp from here on, as under ``preamp run``.
+    """
     if not script.is_file():
         raise bad_value(
             f"There is no file {str(script)!r}", "It runs one Python file", "Check the path"
@@ -131,6 +176,8 @@ def _run(script: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(_MODULE, script)
     if spec is None or spec.loader is None:
         raise bad_value(f"{str(script)!r} is no Python file", "Its name ends in .py", "Rename it")
+    with contextlib.suppress(PreampStateError):  # an installed Apex serves the script itself
+        preamp.install_apex_alias()
     sys.path.insert(0, str(script.resolve().parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[_MODULE] = module  # dataclasses look their module up
@@ -141,14 +188,6 @@ def _run(script: Path) -> ModuleType:
     finally:
         sys.argv = arguments
     return module
-
-
-def _is_ours(error: BaseException) -> bool:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    name = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
-    return name.startswith("preamp.")
 
 
 def _attribute(module: ModuleType, script: Path, name: str) -> Any:

@@ -27,6 +27,9 @@ class Range:
     what: What  # ``"gradient"``, ``"weight"`` (buffers too), ``"update"``, ``"activation"``
     counts: tuple[int, ...]  # elements by exponent, as of `preamp.numerics.count_exponents`
     max_abs: float  # largest finite magnitude
+    # Of gradients, the elements that do something, by exponent: of a parameter, those whose update
+    # is at least a tenth of the root mean square; of an output, those that are so themselves.
+    acting: tuple[int, ...] = ()
     # Of updates: by half format, elements that would not have changed a half weight.
     stalled: tuple[tuple[str, int], ...] = ()
 
@@ -59,6 +62,9 @@ class TensorForecast:
             the largest value of the format; negative: it overflows. ``None`` for zeros.
         lost: Not zero, and below the smallest positive value of the format with the scale on.
         lost_unscaled: The same without a loss scale.
+        acting: Of a gradient: elements that do something. Those of a parameter have an update, as
+            its optimizer makes it, of at least a tenth of the tensor's root mean square.
+        acting_lost: Those of them that are lost.
         below_normal: Below the smallest normal value with the scale on: digits are lost.
         stalled: Of updates that no master takes: elements that leave a half weight as it was.
     """
@@ -72,6 +78,8 @@ class TensorForecast:
     lost: int
     lost_unscaled: int
     below_normal: int
+    acting: int = 0
+    acting_lost: int = 0
     stalled: int | None = None
 
     @property
@@ -81,8 +89,8 @@ class TensorForecast:
 
     @property
     def lost_share(self) -> float:
-        """``lost`` as a share of ``nonzero``."""
-        return self.lost / self.nonzero if self.nonzero else 0.0
+        """``acting_lost`` as a share of ``acting``."""
+        return self.acting_lost / self.acting if self.acting else 0.0
 
     @property
     def stalled_share(self) -> float:
@@ -104,6 +112,8 @@ def forecast(values: Range, form: NumberFormat, scale: float) -> TensorForecast:
         lost=values.below(form.subnormal_exponent - shift),
         lost_unscaled=values.below(form.subnormal_exponent),
         below_normal=values.below(form.min_exponent - shift),
+        acting=sum(values.acting[BELOW:]),
+        acting_lost=below(values.acting, form.subnormal_exponent - shift) if values.acting else 0,
         stalled=stalled if values.what == "update" else None,
     )
 

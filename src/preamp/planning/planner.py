@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from preamp.core.dtypes import dtype_name
-from preamp.core.errors import PreampError, bad_state, bad_type, bad_value
+from preamp.core.errors import PreampError, bad_state, bad_type, bad_value, with_article
 from preamp.engine.loop import bare, find_engine
 from preamp.kernels.wide_half import native_products
 from preamp.numerics import FORMATS
@@ -29,13 +29,14 @@ from preamp.planning.ranges import (
     Places,
     Recording,
     check_finite,
+    find_noise,
     find_places,
     in_bfloat16,
     record_ranges,
 )
 from preamp.planning.recommend import candidates, reasons_for
 from preamp.planning.report import LevelPlan, PlanProblem, PlanReport
-from preamp.planning.verify import TOLERANCE, Verification, compare, train_at
+from preamp.planning.verify import Trained, compare, train_at
 from preamp.policy import OPT_LEVELS, Policy, level_defaults
 
 
@@ -55,7 +56,8 @@ def check_model(model: object) -> nn.Module:
         )
     if not any(slot.is_parameter and slot.is_trainable for slot in slots_of(model)):
         raise bad_value(
-            f"The model, a {type(model).__name__}, has no parameter that requires a gradient",
+            f"The model, {with_article(type(model).__name__)}, has no parameter that requires a "
+            "gradient",
             "A plan follows from gradients and updates",
             "Pass the model that is trained, with its parameters thawed",
         )
@@ -132,8 +134,6 @@ POLICIES = {
 }
 """What is planned by default."""
 
-_VERIFIED = 2  # the recommended level and the runner-up
-
 
 @dataclass(frozen=True, slots=True)
 class _Task:
@@ -163,9 +163,9 @@ def plan(
     Some float32 steps on a copy record the magnitudes of module outputs, of what operations inside
     of modules compute, of gradients, weights, buffers and updates. From these follows what would
     overflow, vanish or stall at each level, since one forward at the level shows what is half
-    there. The best two levels are then tried on further copies and their losses compared with
-    float32's. Nothing of the caller's changes: model, optimizer, buffers and random states are as
-    before, also if the call raises.
+    there. Each level is then trained on further copies, and its losses and weights compared with
+    float32's; what was tried decides over what was forecast. Nothing of the caller's changes:
+    model, optimizer, buffers and random states are as before, also if the call raises.
 
     Args:
         model: A float32 module as it is before `initialize`, in training mode, on its device.
@@ -175,7 +175,7 @@ def plan(
             own state, learning rate included, is where the steps start.
         levels: Which to look at; O1 to O5 and `PURE_BFLOAT16` if left out.
         steps: float32 steps to watch.
-        verify_steps: Steps to try levels with; 0 tries none.
+        verify_steps: Steps to train each level and float32 with; 0 leaves it at the forecast.
 
     Returns:
         The report; ``print`` shows it.
@@ -201,10 +201,16 @@ def plan(
     task = _Task(model, optimizer, loss_fn, batch)
     with torch.enable_grad():
         with untouched_random():
-            recording = record_ranges(*task.copies(), loss_fn, batch, steps)
+            ranges = record_ranges(*task.copies(), loss_fn, batch, steps)
+        recording = Recording(ranges, find_noise(task.copies()[0], loss_fn, batch))
         found = {name: _look_at(task, name, p, recording) for name, p in policies.items()}
-        expected = _expected(task, verify_steps)
-        found = _verify(task, policies, found, expected)
+        losses: tuple[float, ...] = ()
+        if verify_steps:
+            expected = _expected(task, verify_steps)
+            losses = expected.losses
+            for name, level in found.items():
+                if not any(problem.kind == "refused" for problem in level.problems):
+                    found[name] = _try(task, policies[name], level, expected, recording.noise)
     order = candidates(found)
     recommended = order[0] if order else "O0"
     return PlanReport(
@@ -213,7 +219,7 @@ def plan(
         reasons=reasons_for(recommended, found, order),
         levels=found,
         runner_up=order[1] if len(order) > 1 else None,
-        fp32_losses=expected,
+        fp32_losses=losses,
         steps=steps,
     )
 
@@ -254,8 +260,12 @@ def _look_at(task: _Task, name: str, policy: Policy, recording: Recording) -> Le
         level=name,
         half=form.name,
         loss_scale=scale,
-        problems=refused or recommend.problems_of(tensors, form, scale),
-        is_tight=recommend.is_tight(tensors, form),
+        problems=refused
+        or (
+            *recommend.problems_of(tensors, form, scale, recording.noise),
+            *recommend.eps_problem(task.optimizer, policy),
+        ),
+        is_tight=recommend.is_tight(tensors, form, recording.noise),
         tensors=tensors,
         memory=memory,
         moved_by_passes=None if traced is None else traced.moved,
@@ -293,51 +303,26 @@ def _traced(task: _Task, policy: Policy) -> Pass | None:
         return None
 
 
-def _expected(task: _Task, steps: int) -> tuple[float, ...]:
-    losses, _ = train_at(task.copies(), OPT_LEVELS["O0"], task.loss_fn, task.batch, steps=steps)
-    for loss in losses:
+def _expected(task: _Task, steps: int) -> Trained:
+    trained = train_at(task.copies(), OPT_LEVELS["O0"], task.loss_fn, task.batch, steps=steps)
+    for loss in trained.losses if trained.is_finite else (math.nan,):
         check_finite(loss)
-    return losses
+    return trained
 
 
-def _verify(
-    task: _Task, policies: dict[str, Policy], found: dict[str, LevelPlan], expected: Sequence[float]
-) -> dict[str, LevelPlan]:
-    """Try the best levels until two of them hold, or none is left."""
-    found = dict(found)
-    for name in candidates(found) if expected else ():
-        if sum(p.fits and p.verification is not None for p in found.values()) == _VERIFIED:
-            break
-        before = found[name]
-        try:
-            losses, skipped = train_at(
-                task.copies(),
-                policies[name],
-                task.loss_fn,
-                task.batch,
-                steps=len(expected),
-                scale=before.loss_scale,
-            )
-        except Exception as error:  # float32 has taken these steps without one
-            found[name] = dataclasses.replace(before, problems=(_refused(error),))
-            continue
-        result = compare(losses, skipped, expected)
-        problems = () if result.holds else (_departure(result, before.loss_scale),)
-        found[name] = dataclasses.replace(before, verification=result, problems=problems)
-    return found
-
-
-def _departure(result: Verification, scale: float) -> PlanProblem:
-    if result.skipped == len(result.losses):
-        text = (
-            f"All {result.skipped} steps tried were skipped, from a loss scale of {scale:,.0f} on, "
-            "because gradients overflowed."
+def _try(
+    task: _Task, policy: Policy, plan: LevelPlan, expected: Trained, noise: frozenset[str]
+) -> LevelPlan:
+    """Train at a level, and judge it by that."""
+    try:
+        trained = train_at(
+            task.copies(),
+            policy,
+            task.loss_fn,
+            task.batch,
+            steps=len(expected.losses),
+            scale=plan.loss_scale,
         )
-    elif math.isfinite(result.deviation):
-        text = (
-            f"In {len(result.losses)} steps the loss came {result.deviation:.1%} of its first "
-            f"value away from float32's; {TOLERANCE:.0%} is allowed."
-        )
-    else:
-        text = f"In {len(result.losses)} steps the loss became infinite or nan."
-    return PlanProblem(kind="losses", name="", text=text)
+    except Exception as error:  # float32 has taken these steps without one
+        return dataclasses.replace(plan, problems=(_refused(error),))
+    return recommend.settle(plan, trained, compare(trained, expected, noise))

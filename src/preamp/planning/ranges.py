@@ -18,9 +18,11 @@ from preamp.core.pytree import map_leaves
 from preamp.core.tensors import storage_key
 from preamp.engine.initialize import create_engine
 from preamp.kernels.observe import ObservedOps
+from preamp.kernels.vectors import norm
 from preamp.numerics import count_exponents
 from preamp.numerics.records import What
 from preamp.planning.forecast import Range
+from preamp.planning.isolation import untouched_random
 from preamp.planning.layout import named_modules
 from preamp.planning.peak import LossFn
 from preamp.policy import Policy
@@ -163,6 +165,7 @@ class _Tally:
     what: What
     counts: torch.Tensor
     max_abs: torch.Tensor
+    acting: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +173,10 @@ class Recording:
     """What the float32 steps showed."""
 
     ranges: tuple[Range, ...]  # of every tensor
-    losses: tuple[float, ...]  # before each step
+    noise: frozenset[str]  # parameters whose gradients are rounding error
+
+
+ACTING = 0.1  # share of the root mean square from which an element counts as doing something
 
 
 class Recorder:
@@ -180,16 +186,25 @@ class Recorder:
         self._tallies: dict[tuple[str, What], _Tally] = {}
         self._stalled: dict[str, dict[str, torch.Tensor]] = {}
 
-    def add(self, name: str, what: What, values: torch.Tensor) -> None:
-        """Count the values of a tensor."""
+    def add(
+        self, name: str, what: What, values: torch.Tensor, effect: torch.Tensor | None = None
+    ) -> None:
+        """Count the values of a tensor; ``effect`` says which of a gradient's do something."""
         values = values.detach()
         finite = torch.where(torch.isfinite(values), values.abs(), 0).max()
+        acting = None
+        if effect is not None:
+            effect = effect.detach().abs()
+            is_acting = effect >= ACTING * effect.square().mean().sqrt()
+            acting = count_exponents(torch.where(is_acting, values, 0))
         tally = self._tallies.get((name, what))
         if tally is None:
-            self._tallies[name, what] = _Tally(what, count_exponents(values), finite)
+            self._tallies[name, what] = _Tally(what, count_exponents(values), finite, acting)
         else:
             tally.counts += count_exponents(values)
             tally.max_abs = torch.maximum(tally.max_abs, finite)
+            if tally.acting is not None and acting is not None:
+                tally.acting += acting
 
     def add_update(self, name: str, before: torch.Tensor, after: torch.Tensor) -> None:
         """Count an update, and how much of it a half weight would not have noticed."""
@@ -208,8 +223,9 @@ class Recorder:
             Range(
                 name=name,
                 what=what,
-                counts=tuple(cast("list[int]", cast("Any", tally.counts).tolist())),
+                counts=_as_ints(tally.counts),
                 max_abs=float(tally.max_abs.item()),
+                acting=() if tally.acting is None else _as_ints(tally.acting),
                 stalled=tuple(
                     (form, int(count.item()))
                     for form, count in self._stalled.get(name, {}).items()
@@ -220,17 +236,21 @@ class Recorder:
         )
 
 
+def _as_ints(counts: torch.Tensor) -> tuple[int, ...]:
+    return tuple(cast("list[int]", cast("Any", counts).tolist()))
+
+
 def record_ranges(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, steps: int
-) -> Recording:
+) -> tuple[Range, ...]:
     """Train ``steps`` steps and watch. Mutates model and optimizer, which are copies in float32."""
-    recorder, losses = Recorder(), list[float]()
+    recorder = Recorder()
 
     def watch_gradient(name: str, output: torch.Tensor) -> None:
         if output.requires_grad:
 
             def note(grad: torch.Tensor) -> None:
-                recorder.add(f"{name} output", "gradient", grad)
+                recorder.add(f"{name} output", "gradient", grad, effect=grad)
 
             cast("Any", output).register_hook(note)
 
@@ -241,7 +261,7 @@ def record_ranges(
             path.start()
             with path.observed(lambda name, values: recorder.add(name, "activation", values)):
                 loss = loss_fn(model, batch)
-            losses.append(checked_loss(loss))
+            checked_loss(loss)
             require_graph(loss)
             cast("Any", loss).backward()
             _record_step(model, optimizer, recorder)
@@ -249,7 +269,7 @@ def record_ranges(
         path.remove()
     ranges = recorder.read()
     _require_gradients(ranges, {name for name, _ in model.named_parameters()}, steps)
-    return Recording(ranges, tuple(losses))
+    return ranges
 
 
 def _require_gradients(ranges: Sequence[Range], params: set[str], steps: int) -> None:
@@ -277,16 +297,48 @@ def _record_step(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: R
         )
     for name, param in params.items():
         recorder.add(name, "weight", param)
-        if param.grad is not None and is_measurable(param.grad):
-            recorder.add(name, "gradient", param.grad)
     before = {name: param.detach().clone() for name, param in graded.items()}
     optimizer.step()
     for name, param in graded.items():
         recorder.add_update(name, before[name], param.detach())
+        grad = cast("torch.Tensor", param.grad).to_dense()  # as strided ones are already
+        if is_measurable(grad):
+            recorder.add(name, "gradient", grad, effect=param - before[name])
     for name, buffer in model.named_buffers():
         if is_measurable(buffer):
             recorder.add(name, "weight", buffer)
     optimizer.zero_grad()
+
+
+_NUDGE = 2.0**-20  # some units of the last digit of float32
+_SAME = 1e-3  # relative difference of losses that such a nudge does not make
+
+
+def find_noise(model: nn.Module, loss_fn: LossFn, batch: Any) -> frozenset[str]:
+    """Name the parameters whose gradients are rounding error, as of a bias before a batch norm.
+
+    Such a gradient changes by as much as itself when weights change in their last digits. Mutates
+    the model, which is a copy; the random state is put back.
+    """
+    found, losses = list[dict[str, torch.Tensor]](), list[float]()
+    for nudge in (0.0, _NUDGE):
+        with untouched_random():
+            for param in filter(is_measurable, model.parameters()):
+                param.data.mul_(1 + nudge * torch.randn_like(param))
+            loss = loss_fn(model, batch)
+            losses.append(float(loss.item()))
+            cast("Any", loss).backward()
+        grads = {name: param.grad for name, param in model.named_parameters()}
+        found.append({n: g.to_dense().clone() for n, g in grads.items() if g is not None})
+        model.zero_grad()
+    if not math.isclose(*losses, rel_tol=_SAME):
+        return frozenset()  # it draws random numbers of its own, which explain every difference
+    exact, nudged = found
+    return frozenset(
+        name
+        for name, grad in exact.items()
+        if name in nudged and bool(norm(grad) < 2 * norm(grad - nudged[name]))
+    )
 
 
 def in_bfloat16(policy: Policy) -> Policy:

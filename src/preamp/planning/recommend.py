@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
 
 from preamp.numerics import NumberFormat
+from preamp.optim.fused.base import FusedOptimizer
 from preamp.planning.forecast import MARGIN, Range, TensorForecast, forecast, starting_scale
 from preamp.planning.ranges import Places
-from preamp.planning.report import LevelPlan, PlanProblem, bytes_text, problem_lines
+from preamp.planning.report import LevelPlan, PlanProblem, ProblemKind, bytes_text, problem_lines
+from preamp.planning.verify import FOLLOWED, NEAR, SUNK, TOLERANCE, Trained, Verification
 from preamp.policy import OPT_LEVELS, Policy
 
-LOST_LIMIT = 0.1  # share of a gradient's elements that may vanish before it is a problem
+LOST_LIMIT = 0.1  # share of what does something in a gradient that may vanish
+TOO_FAR = 1.5  # movement along float32's, as a multiple of it, from which a level is tight
 STALL_LIMIT = 0.25  # share of all updates that may round to nothing before it is a problem
 
 
@@ -42,14 +49,14 @@ def forecasts(
 
 
 def problems_of(
-    tensors: Sequence[TensorForecast], form: NumberFormat, scale: float
+    tensors: Sequence[TensorForecast], form: NumberFormat, scale: float, noise: Collection[str] = ()
 ) -> tuple[PlanProblem, ...]:
-    """Say what is wrong, the worst first."""
+    """Say what is wrong, the worst first; ``noise`` names gradients that are rounding error."""
     found = [_overflow(t, form) for t in tensors if t.overflows]
     found += [
         _underflow(t, form, scale)
         for t in tensors
-        if t.what == "gradient" and t.lost_share > LOST_LIMIT and not _is_noise(t, tensors)
+        if t.what == "gradient" and t.lost_share > LOST_LIMIT and t.name not in noise
     ]
     updates = [t for t in tensors if t.what == "update"]
     stalled = sum(t.stalled or 0 for t in updates)
@@ -69,21 +76,35 @@ def problems_of(
     return tuple(found)
 
 
-def is_tight(tensors: Sequence[TensorForecast], form: NumberFormat) -> bool:
+def eps_problem(optimizer: torch.optim.Optimizer, policy: Policy) -> tuple[PlanProblem, ...]:
+    """Say where an optimizer that computes in half divides by a root plus an eps of zero."""
+    half = policy.cast_model_type
+    if half is None or policy.master_weights or isinstance(optimizer, FusedOptimizer):
+        return ()
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    for group in groups:
+        eps = group.get("eps")
+        if isinstance(eps, float) and not group.get("fused") and torch.tensor(eps).to(half) == 0:
+            name, form = type(optimizer).__name__, str(half).removeprefix("torch.")
+            text = (
+                f"{name}'s eps of {eps:g} is zero in {form}: a weight whose squared gradient "
+                "vanishes is divided by zero. Pass eps=1e-4, or keep float32 masters."
+            )
+            return (PlanProblem(kind="optimizer", name="", text=text),)
+    return ()
+
+
+def is_tight(
+    tensors: Sequence[TensorForecast], form: NumberFormat, noise: Collection[str] = ()
+) -> bool:
     """Whether float16 fits with little room; bfloat16 never is."""
     if form.name != "float16":
         return False
     little = any(t.headroom is not None and t.headroom < MARGIN for t in tensors)
     return little or any(
-        t.what == "gradient" and t.lost_share > LOST_LIMIT / 10 and not _is_noise(t, tensors)
+        t.what == "gradient" and t.lost_share > LOST_LIMIT / 10 and t.name not in noise
         for t in tensors
     )
-
-
-def _is_noise(tensor: TensorForecast, tensors: Sequence[TensorForecast]) -> bool:
-    """Whether a gradient is rounding error, as of a bias before a batch norm, which cancels."""
-    largest = max((t.max_abs for t in tensors if t.what == "gradient"), default=0.0)
-    return tensor.max_abs < largest * 2.0**-20
 
 
 def _overflow(tensor: TensorForecast, form: NumberFormat) -> PlanProblem:
@@ -99,12 +120,88 @@ def _overflow(tensor: TensorForecast, form: NumberFormat) -> PlanProblem:
     )
 
 
+def settle(plan: LevelPlan, trained: Trained, result: Verification) -> LevelPlan:
+    """Let what was tried decide about what was forecast, as far as it can.
+
+    ``result`` compares ``trained`` with float32. A forecast that did not come true in the steps
+    becomes a note, except those of what the steps do not use or do not reach.
+    """
+    plan = dataclasses.replace(plan, verification=result)
+    found = departures(result, plan)
+    if found is not None:
+        return dataclasses.replace(plan, problems=(*plan.problems, found))  # the cause first
+    stored = {t.name for t in plan.tensors if t.what == "weight"}
+    lasting = [
+        problem
+        for problem in plan.problems
+        if (problem.kind == "overflow" and problem.name in stored)
+        or (problem.kind == "optimizer" and trained.has_half_squares)
+    ]
+    steps = len(result.losses)
+    notes = [
+        f"Forecast, but without effect in {steps} steps: {problem.text}"
+        for problem in plan.problems
+        if problem not in lasting
+    ]
+    if result.is_near:
+        notes.append(f"Near the limit: {_distance(result)}")
+    if not FOLLOWED <= result.followed <= TOO_FAR:
+        notes.append(_way(result))
+    is_tight = plan.is_tight or bool(notes)
+    return dataclasses.replace(plan, problems=tuple(lasting), notes=tuple(notes), is_tight=is_tight)
+
+
+def departures(result: Verification, plan: LevelPlan) -> PlanProblem | None:
+    """Say how a training at a level did not follow float32's; ``None`` if it did."""
+    steps = len(result.losses)
+    if not all(map(math.isfinite, result.losses)) or not math.isfinite(result.deviation):
+        return _measured("losses", f"In {steps} steps the loss or a weight became infinite or nan.")
+    if result.skipped == steps:
+        return _measured(
+            "losses",
+            f"All {steps} steps tried were skipped, from a loss scale of {plan.loss_scale:,.0f} "
+            "on, because gradients overflowed.",
+        )
+    if not result.holds:
+        return _measured("losses", _distance(result))
+    # Half weights may stand still because their steps are small, not their gradients: in few
+    # parameters that does little harm, which is what ``followed`` weighs.
+    lost = {t.name for t in plan.tensors if t.what == "gradient" and t.lost_share > LOST_LIMIT}
+    frozen = [name for name in result.frozen if _has_float32_weights(plan) or name in lost]
+    if frozen:
+        more = f", and so did {len(frozen) - 1} more" if len(frozen) > 1 else ""
+        text = f"In {steps} steps {frozen[0]} moved less than half as far as in float32{more}."
+        return _measured("underflow", text, frozen[0])
+    # Float32 weights do not stand still: they went somewhere else, where the losses are as good.
+    if result.followed < FOLLOWED and not _has_float32_weights(plan):
+        return _measured("stall", _way(result))
+    return None
+
+
+def _way(result: Verification) -> str:
+    return f"In {len(result.losses)} steps the weights went {result.followed:.0%} of float32's way."
+
+
+def _measured(kind: ProblemKind, text: str, name: str = "") -> PlanProblem:
+    return PlanProblem(kind=kind, name=name, text=text, was_tried=True)
+
+
+def _distance(result: Verification) -> str:
+    text = (
+        f"In {len(result.losses)} steps the loss came {result.deviation:.1%} of its largest value "
+        "away from float32's; "
+    )
+    if result.sunk is None:
+        return text + f"{TOLERANCE:.0%} is expected, {NEAR * TOLERANCE:.0%} allowed."
+    return text + f"it fell {result.sunk:.0%} as far, and has to fall {SUNK:.0%}."
+
+
 def _underflow(tensor: TensorForecast, form: NumberFormat, scale: float) -> PlanProblem:
     return PlanProblem(
         kind="underflow",
         name=tensor.name,
         text=(
-            f"{tensor.lost_share:.0%} of the gradient of {tensor.name} lies below "
+            f"{tensor.lost_share:.0%} of what counts in the gradient of {tensor.name} lies below "
             f"{form.name}'s smallest value {form.smallest_subnormal:.2g} at loss scale "
             f"{scale:,.0f}."
         ),
@@ -118,19 +215,34 @@ def candidates(levels: Mapping[str, LevelPlan]) -> list[str]:
     """The opt levels that fit, best first.
 
     Those that update float32 weights come before those that do not, roomy ones before tight ones,
-    and then those that move clearly fewer bytes. Among equals float16 wins, which has 11
-    significant bits where bfloat16 has 8.
+    and then those that move clearly fewer bytes. Of those within `CLOSE` of the fewest, float16
+    wins, which has 11 significant bits where bfloat16 has 8.
     """
-    fitting = [p for name, p in levels.items() if p.fits and name in OPT_LEVELS]
-    least = min((plan.moved for plan in fitting), default=0)
+    rest = [plan for name, plan in levels.items() if plan.fits and name in OPT_LEVELS]
+    found: list[str] = []
+    while rest:
+        first = min(map(_rank, rest))
+        best = _cheapest([plan for plan in rest if _rank(plan) == first])
+        rest.remove(best)
+        found.append(best.level)
+    return found
 
-    def rank(plan: LevelPlan) -> tuple[bool, bool, int, bool, float]:
-        policy = OPT_LEVELS[plan.level]
-        keeps_digits = policy.master_weights or policy.cast_model_type is None
-        cost = math.floor(math.log(max(plan.moved, 1) / max(least, 1), CLOSE))
-        return not keeps_digits, plan.is_tight, cost, plan.half != "float16", plan.moved
 
-    return [plan.level for plan in sorted(fitting, key=rank)]
+def _has_float32_weights(plan: LevelPlan) -> bool:
+    policy = OPT_LEVELS.get(plan.level)
+    return policy is not None and (policy.master_weights or policy.cast_model_type is None)
+
+
+def _rank(plan: LevelPlan) -> tuple[bool, bool]:
+    return not _has_float32_weights(plan), plan.is_tight
+
+
+def _cheapest(plans: Sequence[LevelPlan]) -> LevelPlan:
+    # Compared with the cheapest one, not by classes of costs: two that hardly differ could lie on
+    # both sides of the border between two classes.
+    least = min(plan.moved for plan in plans)
+    close = (plan for plan in plans if plan.moved <= least * CLOSE)
+    return min(close, key=lambda plan: (plan.half != "float16", plan.moved))
 
 
 def reasons_for(
@@ -147,7 +259,7 @@ def reasons_for(
     if verification is not None:
         found.append(
             f"{len(verification.losses)} steps at {recommended} stayed within "
-            f"{verification.deviation:.2%} of float32's losses, relative to the first one; "
+            f"{verification.deviation:.2%} of float32's losses, relative to the largest one; "
             f"{verification.skipped} were skipped."
         )
     found += [_instead(plan, best) for plan in levels.values() if plan.level != recommended]
@@ -155,6 +267,12 @@ def reasons_for(
 
 
 def _fits(plan: LevelPlan) -> str:
+    overflowing = [t.name for t in plan.tensors if t.overflows]
+    if overflowing:
+        return (
+            f"Of what {plan.level} has in half, {len(overflowing)} overflow {plan.half}, such as "
+            f"{overflowing[0]}, without effect in the steps tried."
+        )
     room = [t.headroom for t in plan.tensors if t.headroom is not None and t.what != "update"]
     left = f"at least {min(room):.1f} powers of two above the largest value seen" if room else ""
     return f"In {plan.half} nothing that {plan.level} has in half overflows: {left or 'no value'}."
@@ -187,8 +305,10 @@ def _instead(plan: LevelPlan, best: LevelPlan) -> str:
     if plan.is_tight and not best.is_tight:
         return f"{plan.level} fits with little room."
     if plan.moved < best.moved * CLOSE:
-        exact = "has more digits" if best.half != plan.half else "moves fewer bytes"
-        return f"{plan.level} fits too; {best.level} {exact}."
+        if best.half == "float16" != plan.half:
+            return f"{plan.level} fits too; {best.level} has more digits."
+        fewer = "fewer" if best.moved < plan.moved else "no more"
+        return f"{plan.level} fits too; {best.level} moves {fewer} bytes."
     return f"{plan.level} fits too, but moves {bytes_text(plan.moved)} instead of " + (
         f"{bytes_text(best.moved)} in a step."
     )

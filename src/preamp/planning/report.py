@@ -14,7 +14,9 @@ from preamp.planning.forecast import TensorForecast
 from preamp.planning.memory import MemoryEstimate
 from preamp.planning.verify import Verification
 
-ProblemKind = Literal["overflow", "gradient overflow", "underflow", "stall", "losses", "refused"]
+ProblemKind = Literal[
+    "overflow", "gradient overflow", "underflow", "stall", "optimizer", "losses", "refused"
+]
 _SHOWN = 3  # problems of one kind that the text names
 
 
@@ -26,15 +28,19 @@ class PlanProblem:
         kind: ``"overflow"``: a value of the forward, a weight or a buffer is too large for the
             half format. ``"gradient overflow"``: a gradient is, even without a loss scale.
             ``"underflow"``: gradients vanish at the scale. ``"stall"``: updates round to nothing.
+            ``"optimizer"``: what it divides by is zero in the half format of its state.
             ``"losses"``: the steps taken at the level did not follow float32's. ``"refused"``:
             at the level the model, the loss or the optimizer raises what it does not in float32.
         name: The tensor, as in `TensorForecast`; empty for the model as a whole.
         text: One sentence with the number that led to it.
+        was_tried: Whether the steps trained at the level showed it; otherwise it is forecast, or
+            what was raised.
     """
 
     kind: ProblemKind
     name: str
     text: str
+    was_tried: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +52,16 @@ class LevelPlan:
         half: ``"float16"``, ``"bfloat16"``, or ``""`` where all is float32.
         loss_scale: The scale that gradients were forecast with.
         problems: Why it does not fit; empty if it does.
-        is_tight: float16 only: it fits, but less than 3 powers of two are left above some value,
-            or some gradients vanish at any scale that does not overflow.
+        is_tight: It fits with little room: in float16 less than 3 powers of two are left above
+            some value, or some gradients vanish at any scale that does not overflow; at any level
+            the steps tried were near the limit, or did not show a trouble that was forecast.
         tensors: What the level has in half, as it would be there.
         memory: By category.
         moved_by_passes: Bytes that operations of a forward and backward read and write; ``None``
             where these could not be traced without running them.
         moved_by_step: Bytes that the optimizer's side of a step moves.
         verification: The steps taken at it, if any were.
+        notes: What makes it tight, as far as the steps tried showed it; a sentence each.
     """
 
     level: str
@@ -66,6 +74,17 @@ class LevelPlan:
     moved_by_passes: int | None
     moved_by_step: int
     verification: Verification | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rests_on(self) -> str:
+        """What the verdict follows from: ``"an error"``, ``"a forecast"``, or ``"8 steps"``."""
+        if any(problem.kind == "refused" for problem in self.problems):
+            return "an error"
+        forecast = self.problems and not any(problem.was_tried for problem in self.problems)
+        if self.verification is None or forecast:
+            return "a forecast"
+        return f"{len(self.verification.losses)} steps"
 
     @property
     def fits(self) -> bool:
@@ -100,28 +119,61 @@ class PlanReport:
     fp32_losses: tuple[float, ...]
     steps: int
 
+    @property
+    def verify_steps(self) -> int:
+        """Steps that each level was trained."""
+        return len(self.fp32_losses)
+
     def to_json(self) -> dict[str, Any]:
         """Return all of it as what ``json.dumps(..., allow_nan=False)`` accepts."""
-        levels = {name: {**plain(plan), "fits": plan.fits} for name, plan in self.levels.items()}
+        levels = {
+            name: {**plain(plan), "fits": plan.fits, "rests_on": plan.rests_on}
+            for name, plan in self.levels.items()
+        }
         return {**plain(dataclasses.replace(self, levels={})), "levels": levels}
-
-    def _how(self) -> list[str]:
-        lines = [f'  preamp.initialize(model, optimizer, opt_level="{self.recommended}")']
-        if self.loss_scale != 1:
-            lines.append(f"  preamp.engine_of(optimizer).scaler(0).set_scale({self.loss_scale})")
-        return lines
 
     def __str__(self) -> str:
         """Several lines of text."""
-        scale = f" with loss scale {self.loss_scale:,.0f}" if self.loss_scale != 1 else ""
-        lines = [f"Recommended: {self.recommended}{scale}", *self._how(), ""]
-        lines += [f"- {reason}" for reason in self.reasons]
-        lines += ["", *_table(self.levels)]
-        for plan in self.levels.values():
-            if plan.problems:
-                lines += ["", f"{plan.level} does not fit:"]
-                lines += [f"- {text}" for text in problem_lines(plan.problems)]
-        return "\n".join(lines)
+        return "\n".join([*advice_lines(self), "", *_table(self.levels), *misfit_lines(self)])
+
+
+def advice_lines(report: PlanReport) -> list[str]:
+    """What to take, how to write it, and why: what stands above the table of levels."""
+    lines = [f"Recommended: {choice_of(report)}", *(f"  {line}" for line in code_lines(report))]
+    return [*lines, "", *(f"- {reason}" for reason in report.reasons)]
+
+
+def choice_of(report: PlanReport) -> str:
+    """The level to take, with its loss scale if it needs one."""
+    scale = f" with loss scale {report.loss_scale:,.0f}" if report.loss_scale != 1 else ""
+    return f"{report.recommended}{scale}"
+
+
+def code_lines(report: PlanReport) -> list[str]:
+    """How to write what is recommended."""
+    lines = [f'preamp.initialize(model, optimizer, opt_level="{report.recommended}")']
+    if report.loss_scale != 1:
+        lines.append(f"preamp.engine_of(optimizer).scaler(0).set_scale({report.loss_scale})")
+    return lines
+
+
+def misfit_lines(report: PlanReport) -> list[str]:
+    """What speaks against levels, a paragraph for each: what stands below the table."""
+    lines: list[str] = []
+    for heading, texts in misfits_of(report):
+        lines += ["", heading, *(f"- {text}" for text in texts)]
+    return lines
+
+
+def misfits_of(report: PlanReport) -> list[tuple[str, list[str]]]:
+    """Of each level that does not fit, or only just, a heading and what speaks against it."""
+    return [
+        (f"{plan.level} does not fit:", problem_lines(plan.problems))
+        if plan.problems
+        else (f"{plan.level} fits with little room:", list(plan.notes))
+        for plan in report.levels.values()
+        if plan.problems or plan.notes
+    ]
 
 
 def problem_lines(problems: Sequence[PlanProblem]) -> list[str]:
@@ -146,7 +198,7 @@ def bytes_text(count: int | None) -> str:
     return f"{count} B" if unit == "B" else f"{value:.2f} {unit}"
 
 
-COLUMNS = ("level", "fits", "kept", "peak", "moved per step", "loss against fp32")
+COLUMNS = ("level", "fits", "rests on", "kept", "peak", "moved/step", "loss to fp32")
 """Of the table of levels."""
 
 
@@ -160,7 +212,8 @@ def cells_of(plan: LevelPlan) -> tuple[str, ...]:
         deviation = f"{verified.deviation:.2%} off" if is_number else "not finite"
     moved = bytes_text(plan.moved) if plan.moved_by_passes is not None else "–"
     memory = plan.memory
-    return plan.level, fits, bytes_text(memory.total), bytes_text(memory.peak), moved, deviation
+    sizes = bytes_text(memory.total), bytes_text(memory.peak), moved
+    return plan.level, fits, plan.rests_on, *sizes, deviation
 
 
 def _table(levels: Mapping[str, LevelPlan]) -> list[str]:
