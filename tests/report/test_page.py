@@ -163,7 +163,8 @@ def test_everything_recorded_is_on_the_page() -> None:
     words = " ".join("".join(Outline(render(full())).words).split())
     assert "2¹⁶ → 2¹⁵" in words
     assert "and 2 more" in words
-    assert "forward: output in float16 became inf; what went in reached 7" in words
+    assert "): output in float16 became inf; what went in reached 7" in words
+    assert "forward of blocks.0.attention.weight (" in words
     assert "4 casts, 8.0 KiB read and written" in words
     assert "9 %" in words
     assert "Recorded by preamp blocks.0.att…tion.weight on torch" in words

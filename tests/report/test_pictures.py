@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from statistics import median_low
 
 import pytest
 from hypothesis import given
@@ -25,7 +26,7 @@ from preamp.report.chart import (
     linear,
     multiples,
     powers_of_two,
-    smooth,
+    running_median,
     thin,
     tick_step,
 )
@@ -103,11 +104,16 @@ def test_every_mark_has_a_column(steps: set[int]) -> None:
     assert 0 <= columns[0] <= columns[-1] < COLUMNS
 
 
-def test_smoothing_leaves_out_what_is_not_finite() -> None:
-    assert smooth([2.0, 2.0, 2.0], 3) == [2.0, 2.0, 2.0]
-    first, second, third = smooth([1.0, math.inf, 3.0], 1)
-    assert (first, second) == (1.0, math.inf)
-    assert 1.5 < third < 3.0
+@given(st.lists(st.integers(-5, 5).map(float), max_size=40), st.integers(1, 7))
+def test_a_running_median_is_that_of_the_values_around(values: list[float], reach: int) -> None:
+    around = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    assert running_median(values, reach) == [median_low(near) for near in around]
+
+
+def test_a_running_median_shows_a_jump_where_it_is_and_a_peak_nowhere() -> None:
+    assert running_median([1.0] * 9 + [7.0] * 9, 2) == [1.0] * 9 + [7.0] * 9
+    assert running_median([1.0] * 9 + [1e6] + [1.0] * 60, 3) == [1.0] * 70
+    assert running_median([1.0, math.inf, 3.0, 3.0], 1) == [1.0, math.inf, 3.0, 3.0]
 
 
 def chart(*points: tuple[float, float], xs: tuple[float, ...] = ()) -> str:

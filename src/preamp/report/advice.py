@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What to say about a run: a rule for each thing that is worth saying, and a verdict in brief.
 
-A rule has words, and a measurement from `evidence` that yields the numbers for them whenever there
-is something to say. A new rule is a row of `RULES` and a measurement.
+A rule has words, and a measurement from `evidence`, `course` or `collapse` that yields the numbers,
+step and place for them whenever there is something to say. A new rule is a row of `RULES` and a
+measurement.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Final, Literal
 
-from preamp.report import evidence, words
-from preamp.report.evidence import uses_half
+from preamp.report import collapse, course, evidence, words
+from preamp.report.evidence import Evidence
 from preamp.report.gather import Run
+
+Picture = Literal["loss", "scale", "tensor", "casts"]
 
 
 class Severity(IntEnum):
@@ -37,10 +40,13 @@ class Rule:
 
     id: str  # stable name
     severity: Severity  # how much it matters
-    measure: Callable[[Run], Iterable[evidence.Values]]  # yields the numbers, once for each finding
-    title: str  # what was found, as a format string
+    measure: Callable[[Run], Iterable[Evidence]]  # yields once for each finding
+    title: str  # what is wrong, as a format string
     number: str  # the numbers that led to it, as a format string
     do: str  # what can be done, as a format string
+    picture: Picture  # what shows it
+    when: str = "since step {step}"  # as a format string
+    hides: tuple[str, ...] = ()  # rules whose findings are consequences of this one's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,95 +55,145 @@ class Finding:
 
     id: str  # of the rule
     severity: Severity  # how much it matters
-    title: str  # what was found
+    title: str  # what is wrong
+    when: str  # since which step, or at which; empty where that means nothing
+    where: str  # parameters, module, operation or loss; empty where that means nothing
     number: str  # the numbers that led to it
     do: str  # what can be done
+    picture: Picture  # what shows it
+    evidence: Evidence  # for the picture
 
+    @property
+    def line(self) -> str:
+        """What is wrong, and since when."""
+        return f"{self.title}, {self.when}" if self.when else self.title
+
+
+_SKIPS = ("many-skips", "skips-in-a-row", "no-step-taken")
 
 RULES: Final = (
+    Rule(
+        id="eps-is-zero",
+        severity=Severity.WARNING,
+        measure=collapse.eps_is_zero,
+        title="The eps of {class} {fate}",
+        number="eps is {eps}, which float16 rounds to zero, so weights with a gradient of zero are"
+        " divided by zero.{what}",
+        do="Pass eps=1e-4 to {class}, or update float32 masters (O2), which keep small updates.",
+        picture="loss",
+        hides=("weights-not-finite",),
+    ),
+    Rule(
+        id="diverges",
+        severity=Severity.WARNING,
+        measure=collapse.diverges,
+        title="Training diverges",
+        number="Loss {loss} went from {first} to {last}{end}.{rate}",
+        do="{do} Then warm it up, or clip gradients.",
+        picture="loss",
+        hides=("weights-not-finite", "loss-jumps", *_SKIPS),
+    ),
+    Rule(
+        id="loss-not-finite",
+        severity=Severity.CRITICAL,
+        measure=collapse.loss_not_finite,
+        title="{title}",
+        number="{number}",
+        do="{do}",
+        picture="loss",
+        hides=("weights-not-finite",),
+    ),
     Rule(
         id="weights-not-finite",
         severity=Severity.CRITICAL,
         measure=evidence.weights_not_finite,
         title="Weights are infinite or nan",
         number="{values} at the latest look, the first in {name}.",
-        do="No step can repair them. Go back to a checkpoint from before, and look at the step and "
-        "the learning rate at which it happened.",
+        do="No step can repair them. Go back to a checkpoint from before, and look at the data and "
+        "the learning rate of the steps before this look.",
+        picture="loss",
     ),
     Rule(
-        id="loss-not-finite",
+        id="gradients-all-zero",
         severity=Severity.CRITICAL,
-        measure=evidence.losses_not_finite,
-        title="The loss itself was infinite or nan",
-        number="In {steps}, for the first time at step {first}.",
-        do="No loss scale can help, because the forward had failed already. Run with "
-        'loss_scale="dynamic", overflow="trace" to learn which module was the first.',
+        measure=evidence.gradients_all_zero,
+        title="All gradients are zero{form}",
+        number="{gradients} had no value other than zero in {looks}, the latest at step {last}, at"
+        " a loss scale of {scale}.",
+        do="{do}",
+        picture="tensor",
+        hides=("gradients-always-zero", "scale-at-ceiling"),
+    ),
+    Rule(
+        id="overflow-at-any-scale",
+        severity=Severity.CRITICAL,
+        measure=course.overflows_at_any_scale,
+        title="Gradients become {kind} at any scale",
+        number="In {count}, at {scales}.{input}",
+        do="{do}",
+        picture="scale",
+        hides=("overflow-in-one-place", *_SKIPS),
     ),
     Rule(
         id="no-step-taken",
         severity=Severity.CRITICAL,
-        measure=evidence.no_step_taken,
+        measure=course.no_step_taken,
         title="No step was taken",
-        number="{steps}{whose}, all of them skipped.",
-        do="The weights are as they were at the start. While a loss scale that begins too high "
-        "comes down, that takes a few more steps, or a lower scale to begin with; after that, the "
-        "skipped steps below tell where the overflows begin.",
+        number="{steps}{whose}, all of them skipped.{down}",
+        do="The loss scale begins too high for so few steps: train for longer, or begin with a "
+        "lower scale, by preamp.engine_of(optimizer).scaler(0).set_scale(...).",
+        picture="scale",
+        hides=("overflow-in-one-place",),
     ),
     Rule(
-        id="scale-at-floor",
-        severity=Severity.CRITICAL,
-        measure=evidence.scale_at_floor,
-        title="The loss scale has come down to its floor",
-        number="Loss {loss} ends at a scale of {scale}.",
-        do="Gradients overflow whatever the scale is. Lower the learning rate or clip, run the "
-        "layer that overflows first in float32, or train in bfloat16 (O4, O5).",
-    ),
-    Rule(
-        id="loss-risen",
+        id="loss-jumps",
         severity=Severity.WARNING,
-        measure=evidence.losses_risen,
-        title="The loss ends far above where it began",
-        number="Loss {loss} went from {first} to {last}.",
-        do="Unless it is meant to rise, the training has diverged: lower the learning rate, warm "
-        "it up, or clip, and compare with a run in float32 (O0).",
+        measure=course.losses_jump,
+        title="The loss jumps to {value}",
+        number="That is {times} the largest of the steps before{back}{more}.{rate}",
+        do="Look at the batch of step {step}: outliers, wrong labels, a sum in place of a mean. "
+        "If it is right, clip gradients or lower the learning rate.",
+        picture="loss",
+        when="at step {step}",
     ),
     Rule(
         id="overflow-in-one-place",
         severity=Severity.WARNING,
-        measure=evidence.overflows_in_one_place,
-        title="Overflows keep beginning in {name}",
-        number="It came first in {count} of {total}.",
-        do="Keep that module in float32, or look at what it computes: large logits, a division by "
-        "a small number, or an exponential.",
+        measure=course.overflows_in_one_place,
+        title="Overflows keep beginning in the {place}",
+        number="It came first in {count} of {total}, at loss scales of {scales}.{input}",
+        do="{do}",
+        picture="scale",
     ),
     Rule(
         id="many-skips",
         severity=Severity.WARNING,
-        measure=evidence.many_skips,
+        measure=course.many_skips,
         title="Many steps were skipped",
         number="{skipped} of {steps}{whose}{since}: {share}. Keeping a scale takes about one in "
         "2,000.",
         do="Gradients vary more than the scale can follow. Clip them, lower the learning rate, or "
         "train in bfloat16 (O4, O5).{schedule}",
+        picture="scale",
     ),
     Rule(
         id="skips-in-a-row",
         severity=Severity.WARNING,
-        measure=evidence.skips_in_a_row,
+        measure=course.skips_in_a_row,
         title="Many steps in a row were skipped",
         number="{row}{whose} in a row, up to step {end}.",
-        do="At the start of a run this is a loss scale that begins too high: begin with a lower "
-        "one, by preamp.engine_of(optimizer).scaler(0).set_scale(...). "
-        "Later it is a training that is about to diverge.{schedule}",
+        do="{do}{schedule}",
+        picture="scale",
     ),
     Rule(
         id="gradients-lost",
         severity=Severity.WARNING,
         measure=evidence.gradients_lost,
         title="Gradients vanish below the smallest {form} number",
-        number="{share} of the values that are not zero in {name} are lost at a loss scale of "
-        "{scale}{more}.",
+        number="{share} of the values in {name} are lost at a loss scale of {scale}{more}.",
         do="{room}",
+        picture="tensor",
+        hides=("gradients-always-zero",),
     ),
     Rule(
         id="updates-stalled",
@@ -147,6 +203,7 @@ RULES: Final = (
         number="{share} of the half weights stayed as they were although they have a gradient; "
         "{worst} in {name}.",
         do="Keep float32 masters (O2, O5), or float32 weights (O1, O4).",
+        picture="tensor",
     ),
     Rule(
         id="little-headroom",
@@ -156,24 +213,17 @@ RULES: Final = (
         number="The {what} {name} reaches {max}, {headroom} powers of two below it{more}.",
         do="A little growth overflows. Scale or normalise the values, keep the module in float32, "
         "or use bfloat16 (O4, O5).",
-    ),
-    Rule(
-        id="long-search",
-        severity=Severity.NOTE,
-        measure=evidence.long_search,
-        title="Finding a loss scale took most of the run",
-        number="The first {skipped} of {steps}{whose} were skipped.",
-        do="Let it train for longer before it is judged, or begin with a lower scale, by "
-        "preamp.engine_of(optimizer).scaler(0).set_scale(...).",
+        picture="tensor",
     ),
     Rule(
         id="scale-at-ceiling",
         severity=Severity.NOTE,
-        measure=evidence.scale_at_ceiling,
+        measure=course.scale_at_ceiling,
         title="The loss scale stays at its ceiling",
         number="Loss {loss} is at {scale} for {share} of the steps.",
         do="Gradients would bear a larger scale. That is harmless unless the heat map shows "
         "underflow; then raise max_loss_scale.",
+        picture="scale",
     ),
     Rule(
         id="gradients-always-zero",
@@ -182,6 +232,7 @@ RULES: Final = (
         title="A gradient is always zero",
         number="{name} had no value other than zero in {looks}{more}.",
         do="Check that it is used, and that what comes before it is not saturated.",
+        picture="tensor",
     ),
     Rule(
         id="casts-of-one-line",
@@ -190,24 +241,48 @@ RULES: Final = (
         title="One line of source does most of the casting",
         number="{where} has {bytes} cast: {share} of all.",
         do="Cast its input once, outside a loop, or run the module at the precision of its input.",
+        picture="casts",
+        when="",
     ),
 )
-"""All rules, the gravest first."""
+"""All rules; of findings that matter as much, the first come first."""
 
 
 def advise(run: Run) -> list[Finding]:
-    """Apply all rules; returns what was found, the gravest first."""
-    return [
-        Finding(
-            id=rule.id,
-            severity=rule.severity,
-            title=rule.title.format(**values),
-            number=rule.number.format(**values),
-            do=rule.do.format(**values),
-        )
-        for rule in RULES
-        for values in rule.measure(run)
-    ]
+    """Apply all rules; returns what was found, the gravest first, without mere consequences.
+
+    Of critical findings the earliest comes first.
+    """
+    found = [(rule, seen) for rule in RULES for seen in rule.measure(run)]
+    hidden = {
+        name for rule, seen in found if _severity(rule, seen) > Severity.NOTE for name in rule.hides
+    }
+    findings = [_finding(rule, seen) for rule, seen in found if rule.id not in hidden]
+    return sorted(findings, key=_rank)
+
+
+def _severity(rule: Rule, seen: Evidence) -> Severity:
+    return Severity.CRITICAL if seen.is_grave else rule.severity
+
+
+def _rank(finding: Finding) -> tuple[int, int]:
+    is_critical = finding.severity is Severity.CRITICAL
+    return -finding.severity, finding.evidence.step if is_critical else 0
+
+
+def _finding(rule: Rule, seen: Evidence) -> Finding:
+    values = {"step": f"{seen.step:,}", **seen.values}
+    return Finding(
+        id=rule.id,
+        severity=_severity(rule, seen),
+        title=rule.title.format(**values),
+        when=rule.when.format(**values) if seen.step else "",
+        where=seen.where,
+        number=rule.number.format(**values),
+        do=rule.do.format(**values),
+        picture=rule.picture,
+        evidence=seen,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,42 +292,46 @@ class Verdict:
     # ``"good"``, ``"note"``, ``"warning"``, ``"critical"``, or ``"empty"`` where too little is
     # recorded to say anything good.
     kind: str
-    title: str  # in a few words
-    text: str  # in a few sentences
+    title: str  # what is wrong and since when, in a few words
+    where: str  # a parameter, a module, an operation; may be empty
+    text: str  # what else to know of the run, in a few sentences
 
 
 def judge(run: Run, findings: Sequence[Finding]) -> Verdict:
-    """Sum up a run."""
-    if not run.steps:
+    """Sum up a run. ``findings`` are what `advise` returned."""
+    if not run.steps and not findings:
         return Verdict(
             kind="empty",
             title="No step is recorded",
+            where="",
             text="There is nothing to judge: no call of optimizer.step was recorded.",
         )
     unseen = _unseen(run)
-    text = " ".join(filter(None, [_skips(run), _loss(run), *unseen.values()]))
-    worst = max((finding.severity for finding in findings), default=None)
-    if worst is not None and worst > Severity.NOTE:
-        return Verdict(kind=worst.word.lower(), title=_trouble(findings, worst), text=text)
+    serious = [finding for finding in findings if finding.severity > Severity.NOTE]
+    facts = " ".join(filter(None, [_more(serious), _skips(run), _loss(run), *unseen.values()]))
+    if serious:
+        first = serious[0]
+        kind = first.severity.word.lower()
+        return Verdict(kind=kind, title=first.line, where=first.where, text=facts)
     notes = words.counted(len(findings), "note") if findings else ""
+    kind, title = "good", "Nothing to report"
     if unseen:
+        kind = "empty"
         title = f"{notes or 'Nothing found'}, but {' and '.join(unseen)} were not recorded"
-        return Verdict(kind="empty", title=title, text=text)
-    if notes:
-        return Verdict(kind="note", title=f"Nothing to worry about, {notes}", text=text)
-    return Verdict(kind="good", title="Nothing to report", text=text)
+    elif notes:
+        kind, title = "note", f"Nothing to worry about, {notes}"
+    return Verdict(kind=kind, title=title, where="", text=facts)
 
 
-def _trouble(findings: Sequence[Finding], worst: Severity) -> str:
-    if worst is Severity.CRITICAL:
-        title = findings[0].title
-        return f"Something went wrong: {title[:1].lower()}{title[1:]}"
-    count = sum(finding.severity > Severity.NOTE for finding in findings)
+def _more(serious: Sequence[Finding]) -> str:
+    count = len(serious) - 1
     verb = "deserves" if count == 1 else "deserve"
-    return f"{words.counted(count, 'thing')} {verb} attention"
+    return f"{words.counted(count, 'more thing')} {verb} attention." if count > 0 else ""
 
 
 def _skips(run: Run) -> str:
+    if not run.steps:
+        return ""
     skipped, steps = len(run.skipped), words.counted(len(run.steps), "step")
     if not skipped:
         return f"{steps}, none of them skipped."
@@ -286,7 +365,7 @@ def _unseen(run: Run) -> dict[str, str]:
     found: dict[str, str] = {}
     if not run.first_losses:
         found["losses"] = "No loss was recorded, so whether it fell is not judged."
-    if not run.numerics and uses_half(run):
+    if not run.numerics and run.half:
         found["tensors"] = (
             "The tensors themselves were not looked at, so under- and overflow in them is not "
             'judged; numerics="light" looks at them.'

@@ -78,11 +78,20 @@ class Missing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Advised:
+    """One finding, and what shows it."""
+
+    finding: Finding
+    figure: Figure | None  # the picture that shows it, unless it is somewhere else
+    see: tuple[str, str] | None  # id and name of that place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
     """What the rules found."""
 
     kind: ClassVar[str] = "advice"
-    findings: Sequence[Finding]
+    items: Sequence[Advised]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -147,21 +148,23 @@ def columns_hit(
     return sorted({column_of(x, first, last, columns) for x in xs})
 
 
-def smooth(values: Sequence[float], window: float) -> list[float]:
-    """Average each value with the ones before it, the nearer ones counting more.
+def running_median(values: Sequence[float], reach: int) -> list[float]:
+    """Replace each value by the median of itself and ``reach`` finite ones on either side.
 
-    A value ``window`` back counts 1/e of the latest one. Values that are not finite stay as they
-    are and count for nothing.
+    Fewer where there are fewer. A lone peak leaves no trace, and a jump stays at its step. Values
+    that are not finite stay as they are.
     """
-    fade = math.exp(-1 / max(window, 1e-9))
-    averaged: list[float] = []
-    mean, weight = 0.0, 0.0
-    for value in values:
-        if math.isfinite(value):
-            weight = fade * weight + 1
-            mean += (value - mean) / weight
-        averaged.append(mean if math.isfinite(value) else value)
-    return averaged
+    finite = [value for value in values if math.isfinite(value)]
+    window = sorted(finite[:reach])
+    medians: list[float] = []
+    for at in range(len(finite)):
+        if at + reach < len(finite):
+            insort(window, finite[at + reach])
+        if at > reach:
+            del window[bisect_left(window, finite[at - reach - 1])]
+        medians.append(window[(len(window) - 1) // 2])
+    rest = iter(medians)
+    return [next(rest) if math.isfinite(value) else value for value in values]
 
 
 STYLES = 8  # lines that differ in colour and dashes; further ones begin again

@@ -1,101 +1,202 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measurements that advice rests on: what is out of the ordinary in a run and its tensors."""
+"""Measurements that advice rests on: what is out of the ordinary in tensors and casts."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
-from statistics import median_low
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
-from preamp.numerics import StepRecord, TensorStatistics
+from preamp.numerics import TensorStatistics
 from preamp.report import words
 from preamp.report.gather import Run
-from preamp.report.layers import latest, stalls, total_stall
+from preamp.report.layers import gradients_of, latest, stalls, total_stall
 
-Values = dict[str, str]  # numbers and names for the words of a finding, already spelled
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A number over time that advice rests on."""
+
+    name: str  # what it is
+    points: Sequence[tuple[float, float]]  # step and number
+    is_share: bool = True  # whether it lies between 0 and 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a rule found, for its words and its picture."""
+
+    values: dict[str, str] = field(default_factory=dict[str, str])  # for the words of the rule
+    step: int = 0  # at which it began; 0 where that means nothing
+    where: str = ""  # parameters, module or operation that it happened in
+    curve: Curve | None = None  # the number by step, where the rule has no other picture
+    tensor: TensorStatistics | None = None  # whose exponents show it
+    is_grave: bool = False  # critical here, although the rule is not so as such
+
+
+LARGE_SCALE: Final = 2.0**15  # from which a scale is large enough for any loss of usual size
 LOST_SHARE: Final = 0.1  # part of a gradient's values that may be lost before it is told of
+SUBNORMAL_SHARE: Final = 0.5  # part below the normal range from which zeros beside it are lost
 STALLED_SHARE: Final = 0.3  # part of the weights that a step may leave as they were
 HEADROOM: Final = 2.0  # powers of two below the largest value of the format
 
 LINE_SHARE: Final = 0.5
 LINE_BYTES: Final = 2**20
 
+Number = Callable[[TensorStatistics], float]
 
-def weights_not_finite(run: Run) -> Iterator[Values]:
+
+def weights_not_finite(run: Run) -> Iterator[Evidence]:
     """Yield the weights that are infinite or nan at the end."""
     bad = [t for t in latest(run) if t.what == "weight" and t.nonfinite]
     if bad:
+        points = _totals(run, lambda t: t.nonfinite if t.what == "weight" else None)
         count = words.counted(sum(t.nonfinite for t in bad), "value")
-        yield {"values": count, "name": words.shown(bad[0].name)}
+        values = {"values": count, "name": words.shown(bad[0].name)}
+        yield Evidence(
+            values=values,
+            step=_since(points, lambda share: share > 0),
+            where=named([t.name for t in bad]),
+        )
 
 
-def little_headroom(run: Run) -> Iterator[Values]:
+def gradients_all_zero(run: Run) -> Iterator[Evidence]:
+    """Yield that nothing is left of any gradient, from some look to the last."""
+    points = _totals(run, lambda t: t.zeros if t.what == "gradient" else None)
+    if not points or points[-1][1] < 1:
+        return
+    step = _since(points, lambda share: share == 1)
+    tensors = gradients_of(r for r in run.numerics if r.step == step)
+    scale, gradients = tensors[0].scale, words.counted(len(tensors), "gradient")
+    yield Evidence(
+        values={
+            "form": f" in {run.half}" if _may_vanish(run, scale) else "",
+            "gradients": gradients,
+            "looks": words.counted(sum(at >= step for at, _ in points), "look"),
+            "last": f"{points[-1][0]:,.0f}",
+            "scale": words.scale(scale),
+            "do": _revive(run, scale),
+        },
+        step=step,
+        where=f"all {gradients}, {words.shown(tensors[0].name)} to {words.shown(tensors[-1].name)}",
+        curve=Curve(name="Part of all gradient values that is zero", points=points),
+    )
+
+
+def _revive(run: Run, scale: float) -> str:
+    check = (
+        "check that the loss depends on the parameters, and that no detach, no saturated function"
+        " and no factor of zero comes between."
+    )
+    if not _may_vanish(run, scale):
+        return f"No loss scale is to blame: {check}"
+    do = (
+        f"raise max_loss_scale, so that the scale may grow beyond {words.scale(scale)}"
+        if run.is_dynamic
+        else 'pass loss_scale="dynamic", which multiplies the loss by as much as gradients bear'
+    )
+    return (
+        "float16 rounds what is below 2⁻²⁵ to zero, so nothing is learnt:"
+        f" {do}, or train in bfloat16 (O4, O5). If they stay zero then, {check}"
+    )
+
+
+def _may_vanish(run: Run, scale: float) -> bool:
+    """Whether gradients that are not zero may become so: a dynamic scale would have grown."""
+    at_ceiling = scale >= (run.limit("max_loss_scale") or math.inf)
+    return run.half == "float16" and scale < LARGE_SCALE and (at_ceiling or not run.is_dynamic)
+
+
+def little_headroom(run: Run) -> Iterator[Evidence]:
     """Yield the tensor closest to overflow; no gradients, which a dynamic scale brings close."""
     near = [
         t
-        for t in (latest(run) if uses_half(run) else ())
+        for t in (latest(run) if run.half else ())
         if t.headroom is not None
         and t.headroom < HEADROOM
         and not (run.is_dynamic and t.what == "gradient")
     ]
     for tensor in sorted(near, key=_headroom)[:1]:
-        yield {
-            "name": words.shown(tensor.name),
-            "what": tensor.what,
-            "max": words.magnitude(tensor.max_abs),
-            "headroom": f"{_headroom(tensor):.1f}",
-            "form": tensor.form,
-            "more": _more(len(near) - 1),
-        }
+        points = _over_time(run, tensor, _headroom)
+        yield Evidence(
+            values={
+                "name": words.shown(tensor.name),
+                "what": tensor.what,
+                "max": words.magnitude(tensor.max_abs),
+                "headroom": f"{_headroom(tensor):.1f}",
+                "form": tensor.form,
+                "more": _more(len(near) - 1),
+            },
+            step=_since(points, lambda value: value < HEADROOM),
+            where=named([t.name for t in near]),
+            tensor=tensor,
+            curve=Curve(name="Headroom in powers of two", points=points, is_share=False),
+        )
 
 
-def gradients_lost(run: Run) -> Iterator[Values]:
+def gradients_lost(run: Run) -> Iterator[Evidence]:
     """Yield the gradient that loses the largest share of its values at the present scale."""
-    gradients = [t for t in latest(run) if t.what == "gradient" and uses_half(run)]
-    losing = [t for t in gradients if lost_share(t) > LOST_SHARE]
-    for tensor in sorted(losing, key=lost_share, reverse=True)[:1]:
+    gradients = [t for t in latest(run) if t.what == "gradient" and run.half]
+    if all(t.zeros == t.elements for t in gradients):
+        return  # nothing tells whether there was anything to lose
+    fades = any(_is_subnormal(t) for t in gradients)
+    lost: Number = _lost_beside_subnormal if fades else lost_share
+    losing = [t for t in gradients if lost(t) > LOST_SHARE]
+    for tensor in sorted(losing, key=lost, reverse=True)[:1]:
         room = min((_headroom(t) for t in gradients if t.headroom is not None), default=0.0)
-        yield {
-            "name": words.shown(tensor.name),
-            "share": words.share(lost_share(tensor)),
-            "form": tensor.form,
-            "scale": words.scale(tensor.scale),
-            "more": _more(len(losing) - 1),
-            "room": _room(room),
-        }
+        points = _over_time(run, tensor, lost)
+        yield Evidence(
+            values={
+                "name": words.shown(tensor.name),
+                "share": words.share(lost(tensor)),
+                "form": tensor.form,
+                "scale": words.scale(tensor.scale),
+                "more": _more(len(losing) - 1),
+                "room": _room(room, run),
+            },
+            step=_since(points, lambda share: share > LOST_SHARE),
+            where=named([t.name for t in losing]),
+            tensor=tensor,
+            curve=Curve(name="Part of the gradient that is lost", points=points),
+        )
 
 
-def updates_stalled(run: Run) -> Iterator[Values]:
+def updates_stalled(run: Run) -> Iterator[Evidence]:
     """Yield the share of the weights whose update rounded to nothing, and is kept nowhere else."""
     rows = [] if has_masters(run) else stalls(run)
     if rows and total_stall(rows).share > STALLED_SHARE:
-        yield {
-            "share": words.share(total_stall(rows).share),
-            "name": words.shown(rows[0].name),
-            "worst": words.share(rows[0].share),
-        }
+        points = _totals(run, lambda t: t.stalled)
+        yield Evidence(
+            values={
+                "share": words.share(total_stall(rows).share),
+                "name": words.shown(rows[0].name),
+                "worst": words.share(rows[0].share),
+            },
+            step=_since(points, lambda share: share > STALLED_SHARE),
+            where=named([row.name for row in rows if row.share > STALLED_SHARE]),
+            curve=Curve(name="Part of the half weights that a step left as is", points=points),
+        )
 
 
-def gradients_always_zero(run: Run) -> Iterator[Values]:
-    """Yield the parameters that never had a gradient other than zero."""
+def gradients_always_zero(run: Run) -> Iterator[Evidence]:
+    """Yield the parameters that never had a gradient other than zero, where others had."""
     alive: dict[str, bool] = {}
-    for record in run.numerics:
-        for tensor in record.tensors:
-            # A rank may have an empty part of a sharded tensor.
-            if tensor.what == "gradient" and tensor.elements:
-                was_alive = alive.get(tensor.name, False)
-                alive[tensor.name] = was_alive or tensor.zeros < tensor.elements
+    for tensor in gradients_of(run.numerics):
+        if tensor.elements:  # a rank may have an empty part of a sharded tensor
+            was_alive = alive.get(tensor.name, False)
+            alive[tensor.name] = was_alive or tensor.zeros < tensor.elements
     dead = [name for name, lives in alive.items() if not lives]
     if dead and len(run.numerics) > 1:
         looks = words.counted(len(run.numerics), "look")
-        yield {"name": words.shown(dead[0]), "more": _more(len(dead) - 1), "looks": looks}
+        values = {"name": words.shown(dead[0]), "more": _more(len(dead) - 1), "looks": looks}
+        points = [(float(r.step), 1.0) for r in run.numerics]
+        curve = Curve(name="Part of the gradient that is zero", points=points)
+        yield Evidence(values=values, step=run.numerics[0].step, where=named(dead), curve=curve)
 
 
-def casts_of_one_line(run: Run) -> Iterator[Values]:
+def casts_of_one_line(run: Run) -> Iterator[Evidence]:
     """Yield the line of source that most bytes are cast for."""
     by_line: Counter[str] = Counter()
     for cast in run.casts.casts if run.casts else ():
@@ -103,19 +204,27 @@ def casts_of_one_line(run: Run) -> Iterator[Values]:
     total = sum(by_line.values())
     for where, count in by_line.most_common(1):
         if len(by_line) > 1 and total >= LINE_BYTES and count > LINE_SHARE * total:
-            part = words.share(count / total)
-            yield {"where": words.shown(where), "bytes": words.size(count), "share": part}
+            place, part = words.shown(where), words.share(count / total)
+            values = {"where": place, "bytes": words.size(count), "share": part}
+            yield Evidence(values=values, where=place)
 
 
 def lost_share(tensor: TensorStatistics) -> float:
     """Part of the values that are not zero that lie below the smallest value of the format."""
+    return _share(tensor.below_subnormal, tensor.elements - tensor.zeros - tensor.nonfinite)
+
+
+def _lost_beside_subnormal(tensor: TensorStatistics) -> float:
+    """The same where gradients fade: what float16 stored as zero is lost as well."""
+    if tensor.zeros < tensor.elements and not _is_subnormal(tensor):
+        return lost_share(tensor)
+    return _share(tensor.zeros + tensor.below_subnormal, tensor.elements - tensor.nonfinite)
+
+
+def _is_subnormal(tensor: TensorStatistics) -> bool:
+    """Whether most of what is left of a gradient lies below the normal range."""
     nonzero = tensor.elements - tensor.zeros - tensor.nonfinite
-    return tensor.below_subnormal / nonzero if nonzero else 0.0
-
-
-def uses_half(run: Run) -> bool:
-    """Whether anything is in a half format, as far as the records tell."""
-    return run.start is None or run.start.opt_level != "O0"
+    return nonzero > 0 and tensor.below_normal > SUBNORMAL_SHARE * nonzero
 
 
 def has_masters(run: Run) -> bool:
@@ -123,176 +232,64 @@ def has_masters(run: Run) -> bool:
     return run.start is not None and run.start.policy.get("master_weights") == "True"
 
 
+def named(names: Sequence[str]) -> str:
+    """Name the first of several, and how many more there are."""
+    return words.shown(names[0]) + _more(len(names) - 1, "")
+
+
+def _totals(run: Run, part: Callable[[TensorStatistics], int | None]) -> list[tuple[float, float]]:
+    """The share by step of a part of all elements, of the tensors that have such a part."""
+    counts: dict[int, tuple[int, int]] = {}
+    for record in run.numerics:
+        for tensor in record.tensors:
+            if (found := part(tensor)) is not None:
+                parts, elements = counts.get(record.step, (0, 0))
+                counts[record.step] = parts + found, elements + tensor.elements
+    return [(float(step), _share(*both)) for step, both in sorted(counts.items())]
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _over_time(run: Run, tensor: TensorStatistics, number: Number) -> list[tuple[float, float]]:
+    """The number of a tensor in all looks."""
+    return [
+        (float(record.step), number(t))
+        for record in run.numerics
+        for t in record.tensors
+        if (t.what, t.name) == (tensor.what, tensor.name)
+    ]
+
+
+def _since(points: Sequence[tuple[float, float]], is_bad: Callable[[float], bool]) -> int:
+    """The first of the last looks that all were bad."""
+    first = points[-1][0]
+    for step, value in reversed(points):
+        if not is_bad(value):
+            break
+        first = step
+    return int(first)
+
+
 def _headroom(tensor: TensorStatistics) -> float:
     return math.inf if tensor.headroom is None else tensor.headroom
 
 
-def _more(count: int) -> str:
-    return f", and {count:,} more like it" if count > 0 else ""
+def _more(count: int, like: str = " like it") -> str:
+    return f", and {count:,} more{like}" if count > 0 else ""
 
 
-def _room(headroom: float) -> str:
+def _room(headroom: float, run: Run) -> str:
     """Say what a larger scale could do."""
     powers = math.floor(headroom - 1)
     if powers >= 1:
+        found = "" if run.is_dynamic else ' loss_scale="dynamic" finds and keeps such a scale.'
         return (
             f"The largest gradient has {headroom:.1f} powers of two of headroom, so the scale could"
-            f" be {2 ** min(powers, 60):,} times as large."
+            f" be {2 ** min(powers, 60):,} times as large.{found}"
         )
     return (
         f"The largest gradient has only {headroom:.1f} powers of two of headroom, so a larger scale"
         " would overflow; bfloat16 (O4, O5) has the range for both."
     )
-
-
-RISE: Final = 3.0  # how far a loss may end above where it began, in units of what it began with
-RISE_WINDOW: Final = 5  # losses at either end whose median is taken, where there are enough
-SAME_PARAMETER: Final = 3  # skipped steps that begin in one parameter before it is told of
-SKIPS_IN_ROW: Final = 12  # the default scale of 2**16 comes down to 16 in as many
-SKIPPED_SHARE: Final = 0.02  # part of the steps that may be skipped once a scale is found
-
-SKIPPED_SPARE: Final = 2
-"""As many may be skipped in any run, however short, unless they are half of its steps."""
-
-CEILING_SHARE: Final = 0.25
-FLOOR: Final = 1.0
-
-
-def losses_not_finite(run: Run) -> Iterator[Values]:
-    """Yield the number of steps whose loss was infinite or nan."""
-    bad = [s.step for s in run.steps if not all(map(math.isfinite, s.losses.values()))]
-    early = [o.step for o in run.overflows if not o.loss_was_finite]
-    steps = sorted({*bad, *early})
-    if steps:
-        yield {"steps": words.counted(len(steps), "step"), "first": f"{steps[0]:,}"}
-
-
-def overflows_in_one_place(run: Run) -> Iterator[Values]:
-    """Yield the parameter that most skipped steps begin in, if it is most of them.
-
-    Skips before the first step that was taken are left out: the scale is still being found.
-    """
-    found = min((step.step for step in run.steps if not step.skipped), default=0)
-    causes = [o for o in run.overflows if o.parameters and o.loss_was_finite and o.step > found]
-    first = Counter(overflow.parameters[0] for overflow in causes)
-    for name, count in first.most_common(1):
-        if count >= SAME_PARAMETER and 2 * count > sum(first.values()):
-            total = words.counted(sum(first.values()), "skipped step")
-            yield {"count": f"{count:,}", "total": total, "name": words.shown(name)}
-
-
-def no_step_taken(run: Run) -> Iterator[Values]:
-    """Yield the optimizers that skipped all of their steps."""
-    for steps, whose in _by_optimizer(run):
-        if _searching(steps) == len(steps):
-            yield {"steps": words.counted(len(steps), "step"), "whose": whose}
-
-
-def many_skips(run: Run) -> Iterator[Values]:
-    """Yield the share of skipped steps, beyond what finding a scale and keeping it takes.
-
-    Skips before the first step that was taken are left out: the scale is still being found.
-    """
-    for steps, whose in _by_optimizer(run):
-        rest = steps[_searching(steps) :]
-        skipped = sum(step.skipped for step in rest)
-        is_half = skipped >= SKIPPED_SPARE and 2 * skipped >= len(rest)
-        if is_half or skipped > max(SKIPPED_SPARE, SKIPPED_SHARE * len(rest)):
-            yield {
-                "skipped": f"{skipped:,}",
-                "steps": words.counted(len(rest), "step"),
-                "whose": whose,
-                "share": words.share(skipped / len(rest)),
-                "since": " from the first that was taken" if len(rest) < len(steps) else "",
-                "schedule": _schedule(steps),
-            }
-
-
-def skips_in_a_row(run: Run) -> Iterator[Values]:
-    """Yield the longest row of skipped steps of an optimizer that has taken others."""
-    for steps, whose in _by_optimizer(run):
-        rows = [list(row) for skipped, row in groupby(steps, lambda s: s.skipped) if skipped]
-        longest = max(rows, key=len, default=list[StepRecord]())
-        if SKIPS_IN_ROW <= len(longest) < len(steps):
-            yield {
-                "row": words.counted(len(longest), "step"),
-                "end": f"{longest[-1].step:,}",
-                "whose": whose,
-                "schedule": _schedule(steps),
-            }
-
-
-def long_search(run: Run) -> Iterator[Values]:
-    """Yield the skips that a short run began with, where they are most of it."""
-    for steps, whose in _by_optimizer(run):
-        count = _searching(steps)
-        if 1 < count < min(len(steps), SKIPS_IN_ROW) and 2 * count >= len(steps):
-            yield {
-                "skipped": f"{count:,}",
-                "steps": words.counted(len(steps), "step"),
-                "whose": whose,
-            }
-
-
-def losses_risen(run: Run) -> Iterator[Values]:
-    """Yield the losses that end far above where they began."""
-    for loss_id, points in run.losses().items():
-        finite = [loss for _, loss in points if math.isfinite(loss)]
-        width = max(1, min(RISE_WINDOW, len(finite) // 4))
-        first, last = finite[:width], finite[-width:]
-        unit = max(map(abs, first), default=0.0)
-        if unit and median_low(last) - median_low(first) > RISE * unit:
-            begun, ended = map(words.magnitude, (median_low(first), median_low(last)))
-            yield {"loss": str(loss_id), "first": begun, "last": ended}
-
-
-def scale_at_floor(run: Run) -> Iterator[Values]:
-    """Yield a dynamic scale that has come down to nothing, or to its floor."""
-    floor = max(FLOOR, _limit(run, "min_loss_scale") or 0.0)
-    for loss_id, points in run.scales().items() if run.is_dynamic else ():
-        low = min(value for _, value in points)
-        if low <= floor and points[-1][1] <= 4 * floor and points[0][1] > floor:
-            yield {"loss": str(loss_id), "scale": words.scale(points[-1][1])}
-
-
-def scale_at_ceiling(run: Run) -> Iterator[Values]:
-    """Yield a dynamic scale that spends much of the run at its ceiling."""
-    ceiling = _limit(run, "max_loss_scale")
-    for loss_id, points in run.scales().items() if run.is_dynamic and ceiling else ():
-        at = sum(value == ceiling for _, value in points)
-        if at > CEILING_SHARE * len(points):
-            part = words.share(at / len(points))
-            yield {"loss": str(loss_id), "scale": words.scale(points[-1][1]), "share": part}
-
-
-def _limit(run: Run, name: str) -> float | None:
-    try:
-        return float(run.start.policy[name]) if run.start else None
-    except (KeyError, ValueError):
-        return None
-
-
-def _by_optimizer(run: Run) -> Iterator[tuple[list[StepRecord], str]]:
-    """Yield the steps of each optimizer, and how to tell it from others."""
-    found: dict[int, list[StepRecord]] = {}
-    for step in run.steps:
-        found.setdefault(step.optimizer, []).append(step)
-    for optimizer, steps in sorted(found.items()):
-        yield steps, f" of optimizer {optimizer}" if len(found) > 1 else ""
-
-
-def _searching(steps: Sequence[StepRecord]) -> int:
-    """How many steps were skipped before the first that was taken."""
-    return next((i for i, step in enumerate(steps) if not step.skipped), len(steps))
-
-
-def _schedule(steps: Sequence[StepRecord]) -> str:
-    """Say how to keep a schedule of the learning rate from counting skipped steps, if it does."""
-    do = "preamp.step_scheduler(scheduler, optimizer) in place of scheduler.step()"
-    if any(step.lr is None for step in steps):
-        return f" If a schedule of the learning rate goes on at each step, call {do}."
-    went_on = sum(a.skipped and a.lr != b.lr for a, b in pairwise(steps))
-    if not went_on:
-        return ""
-    times = words.counted(went_on, "skipped step")
-    return f" The schedule of the learning rate went on after {times}: call {do}."

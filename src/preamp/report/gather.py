@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from preamp.numerics import (
@@ -19,6 +19,8 @@ from preamp.numerics import (
     RunRecord,
     StepRecord,
 )
+
+_HALF_OF = {"O0": "", "O4": "bfloat16", "O5": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,42 @@ class Run:
         if self.start is not None and "loss_scale" in self.start.policy:
             return self.start.policy["loss_scale"] == "dynamic"
         return len({value for step in self.steps for value in step.scales.values()}) > 1
+
+    @property
+    def half(self) -> str:
+        """The half format that it computes in, ``"float16"`` as a rule; empty in float32."""
+        if self.start is None:
+            return "float16"
+        policy = self.start.policy
+        for name in ("patch_torch_functions_type", "cast_model_type"):
+            if policy.get(name) in ("float16", "bfloat16"):
+                return policy[name]
+        return _HALF_OF.get(self.start.opt_level, "float16")
+
+    @property
+    def static_scale(self) -> float | None:
+        """The constant loss scale; ``None`` where it is dynamic or not known."""
+        return None if self.is_dynamic else self.limit("loss_scale")
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the modules were watched all the time."""
+        return self.start is not None and self.start.policy.get("overflow") == "trace"
+
+    def limit(self, name: str) -> float | None:
+        """A number among the decisions; ``None`` where there is none."""
+        try:
+            return float(self.start.policy[name]) if self.start else None
+        except (KeyError, ValueError):
+            return None
+
+    def by_optimizer(self) -> Iterator[tuple[list[StepRecord], str]]:
+        """Yield the steps of each optimizer, and how to tell it from others."""
+        found: dict[int, list[StepRecord]] = {}
+        for step in self.steps:
+            found.setdefault(step.optimizer, []).append(step)
+        for optimizer, steps in sorted(found.items()):
+            yield steps, f" of optimizer {optimizer}" if len(found) > 1 else ""
 
     @property
     def first_losses(self) -> list[tuple[int, float]]:

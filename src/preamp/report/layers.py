@@ -30,7 +30,7 @@ class Underflow:
 
     @property
     def share(self) -> float:
-        """Part of the values that are not zero that lose digits, or all; nan if none is finite."""
+        """Part of the finite values that are not zero that lose digits, or all; nan if none is."""
         return self._part(self.below_normal)
 
     @property
@@ -46,7 +46,7 @@ class Underflow:
     def _part(self, count: int) -> float:
         if self.nonzero:
             return count / self.nonzero
-        return 0.0 if self.exact_zeros == self.elements else math.nan
+        return math.nan if self.elements else 0.0
 
     def add(self, tensor: TensorStatistics) -> None:
         """Count one more tensor."""
@@ -62,10 +62,10 @@ class Layer:
     """One row of the heat map."""
 
     name: str  # qualified name of the module
-    # Share of underflow by column, the worst of what falls into it; ``None`` where nothing finite
-    # does.
+    # Share of underflow by column, the worst of what falls into it; ``None`` where nothing does
+    # that is finite and not zero.
     cells: tuple[float | None, ...]
-    worst: float  # the highest share; nan if no gradient was finite
+    worst: float  # the highest share; nan if no gradient was finite and other than zero
     worst_step: int  # its step
     latest: Underflow  # the counts at the end
 
@@ -210,7 +210,7 @@ def strip(layer: Layer, heat: HeatMap, name: str) -> Html:
     """Draw one row."""
     title = f"Underflow in {words.shown(layer.name)}"
     steps = f"From step {heat.first:,} to step {heat.last:,}"
-    description = f"{steps} no gradient was finite."
+    description = f"{steps} no gradient was finite and other than zero."
     if not math.isnan(layer.worst):
         description = (
             f"{steps}; at most {words.share(layer.worst)}, at step {layer.worst_step:,}; at the"

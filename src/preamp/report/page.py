@@ -11,7 +11,7 @@ from preamp.core.errors import bad_value, unavailable
 from preamp.core.files import replace_text
 from preamp.numerics import History, Record
 from preamp.report import memory, timeline, words
-from preamp.report.advice import advise, judge
+from preamp.report.advice import Finding, advise, judge
 from preamp.report.blocks import Block, Chapter, Figure, Page, Section
 from preamp.report.gather import Run, gather
 from preamp.report.sections import comparison, memory_section, sections_of
@@ -71,22 +71,23 @@ def render(
         PreampUnavailableError: jinja2 is missing.
     """
     runs = _runs(records)
+    findings = [advise(run) for run in runs]
     verdicts = [
-        (f"run{i}", words.shown(run.name), judge(run, advise(run))) for i, run in enumerate(runs)
+        (f"run{i}", words.shown(run.name), judge(run, findings[i])) for i, run in enumerate(runs)
     ]
     if len(runs) == 1:
-        sections, chapters = [*before, *sections_of(runs[0], "")], list[Chapter]()
+        sections, chapters = [*before, *sections_of(runs[0], "", findings[0])], list[Chapter]()
     else:
-        sections = [*before, *_comparison(runs)]
+        sections = [*before, *_comparison(runs, findings)]
         chapters = [
             Chapter(
                 name=name,
                 title=words.shown(run.name),
                 verdict=verdict,
                 facts=_facts(run),
-                sections=sections_of(run, f"{name}-", with_memory=False),
+                sections=sections_of(run, f"{name}-", found, with_memory=False),
             )
-            for run, (name, _, verdict) in zip(runs, verdicts, strict=True)
+            for run, (name, _, verdict), found in zip(runs, verdicts, findings, strict=True)
         ]
     page = Page(
         title=title,
@@ -131,13 +132,13 @@ def _runs(records: Runs) -> list[Run]:
     return [gather(one, name) for name, one in named.items()]
 
 
-def _comparison(runs: Sequence[Run]) -> list[Section]:
-    blocks: list[Block] = [comparison(runs, "compare")]
+def _comparison(runs: Sequence[Run], findings: Sequence[Sequence[Finding]]) -> list[Section]:
+    blocks: list[Block] = [comparison(runs, findings, "compare")]
     loss = timeline.loss_comparison(runs, "compare-loss")
     scale = timeline.scale_comparison(runs, "compare-scale")
     if loss is not None:
-        mean = "Running means. " if any(map(timeline.is_smoothed, runs)) else ""
-        text = f"{mean}Lines that lie on each other train equally well."
+        median = "Running medians. " if any(map(timeline.is_smoothed, runs)) else ""
+        text = f"{median}Lines that lie on each other train equally well."
         blocks.append(Figure(title="Loss by step", body=loss, caption=text))
     if scale is not None:
         text = "Marks at the top are steps that were skipped, a row for each run that has any."

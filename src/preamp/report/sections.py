@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from preamp.numerics import OverflowRecord, TraceRecord
-from preamp.report import exponents, layers, memory, timeline, words
-from preamp.report.advice import advise, judge
+from preamp.report import exponents, layers, memory, pictures, timeline, words
+from preamp.report.advice import Finding, judge
 from preamp.report.blocks import (
     Advice,
     Block,
@@ -21,7 +21,8 @@ from preamp.report.blocks import (
     Text,
     columns,
 )
-from preamp.report.evidence import has_masters, uses_half
+from preamp.report.course import first_parameters, place_of
+from preamp.report.evidence import has_masters
 from preamp.report.gather import Run
 from preamp.report.layers import DETAILS, ROWS, HeatMap, heat_map, stalls, total_stall, worst_of
 from preamp.report.svg import Html, breakable, joined, tag
@@ -31,6 +32,7 @@ FIRST, LAST = 20, 30
 """Skipped steps that are listed one by one: from the start, and from the end."""
 
 CAUSES = 40  # parameters that the others are summed up by
+PLACE_LIMIT = 240  # characters of a module, its class, operation and line
 OTHERS = 20  # parameters of one overflow that are named
 CASTS = 40  # lines of the cast audit; the rest is summed up
 
@@ -47,9 +49,10 @@ def skips(run: Run, prefix: str) -> list[Table]:
     if not steps:
         return []
     listed = steps if len(steps) <= FIRST + LAST else [*steps[:FIRST], *steps[-LAST:]]
-    caption = f"All {len(steps):,} skipped steps" if len(steps) > 1 else "The skipped step"
+    what = _what(run)
+    caption = f"All {words.counted(len(steps), what)}" if len(steps) > 1 else f"The {what}"
     if len(listed) < len(steps):
-        caption = f"The first {FIRST} and the last {LAST} of {len(steps):,} skipped steps"
+        caption = f"The first {FIRST} and the last {LAST} of {words.counted(len(steps), what)}"
     # Each optimizer counts its own steps.
     has_several = any(step.optimizer for step in run.steps) or any(index for _, index in steps)
     numbers = ("step", *(["optimizer"] if has_several else []), "loss scale")
@@ -65,6 +68,11 @@ def skips(run: Run, prefix: str) -> list[Table]:
         rows=rows,
     )
     return [table] if len(listed) == len(steps) else [table, _by_cause(run, prefix)]
+
+
+def _what(run: Run) -> str:
+    """What overflows did: at a static scale the step is taken all the same."""
+    return "skipped step" if all(o.was_skipped for o in run.overflows) else "overflow"
 
 
 def _cause(overflow: OverflowRecord | None) -> list[str]:
@@ -95,29 +103,31 @@ def _first(overflow: OverflowRecord) -> str:
     first, *others = overflow.parameters
     if not others:
         return name(first)
+    which = "one of " if overflow.candidates > 1 else ""
     named = [tag("li", name(other)) for other in others[:OTHERS]]
     if len(others) > OTHERS:
         named.append(tag("li", f"and {len(others) - OTHERS:,} more"))
     summary = tag("summary", f"and {len(others):,} more")
-    return joined([name(first), tag("details", summary, tag("ul", *named))])
+    return joined([which, name(first), tag("details", summary, tag("ul", *named))])
 
 
 def _trace(trace: TraceRecord | None) -> str:
     if trace is None:
         return words.MISSING
-    what = "output" if trace.phase == "forward" else "gradient"
+    what = {"forward": "output", "data": "argument"}.get(trace.phase, "gradient")
+    what = "value" if trace.phase in ("input cast", "output cast") else what
     return joined(
         [
-            name(trace.module or "(the model)"),
-            f" {words.shown(trace.type, 32)}, {trace.phase}: {what} in {trace.dtype} became"
-            f" {trace.output_found}; what went in reached {words.magnitude(trace.input_max_abs)}",
+            name(place_of(trace), PLACE_LIMIT),
+            f": {what} in {trace.dtype} became {trace.output_found}; what went in reached"
+            f" {words.magnitude(trace.input_max_abs)}",
         ]
     )
 
 
 def _by_cause(run: Run, prefix: str) -> Table:
     first = Counter(
-        (_kind(o), o.parameters[0] if o.parameters else "") for o in run.overflows
+        (_kind(o), first_parameters(o) if o.parameters else "") for o in run.overflows
     ).most_common()
     rows = [
         [name(parameter) if parameter else "no gradient", kind, f"{count:,}"]
@@ -128,7 +138,7 @@ def _by_cause(run: Run, prefix: str) -> Table:
         rows.append([f"{len(first) - CAUSES:,} others", "", f"{rest:,}"])
     return Table(
         name=f"{prefix}-causes",
-        caption="All skipped steps by cause",
+        caption=f"All {_what(run)}s by cause",
         columns=columns("first in", "cause", "steps", numbers=("steps",), wide=("first in",)),
         rows=rows,
     )
@@ -167,23 +177,23 @@ def casts(run: Run, prefix: str) -> Table | None:
     )
 
 
-def comparison(runs: Sequence[Run], prefix: str) -> Table:
-    """List the runs with their main numbers; ``prefix`` is of the table's id."""
-    of_losses = "; last losses are running means" if any(map(is_smoothed, runs)) else ""
+def comparison(runs: Sequence[Run], findings: Sequence[Sequence[Finding]], prefix: str) -> Table:
+    """List the runs with their main numbers and findings; ``prefix`` is of the table's id."""
+    of_losses = "; last losses are running medians" if any(map(is_smoothed, runs)) else ""
     numbers, last = ("steps", "skipped", "last loss", "loss scale", "memory"), "findings"
     return Table(
         name=f"{prefix}-table",
         caption=f"The main numbers{of_losses}",
         columns=columns("run", "level", *numbers, last, numbers=numbers, wide=(last,)),
-        rows=[_compared(run, index) for index, run in enumerate(runs)],
+        rows=[_compared(run, index, findings[index]) for index, run in enumerate(runs)],
     )
 
 
-def _compared(run: Run, index: int) -> list[str]:
+def _compared(run: Run, index: int, findings: Sequence[Finding]) -> list[str]:
     losses = smoothed(run.first_losses)
     scales = run.first_scales
     memory = sum(run.memory.categories.values()) if run.memory else None
-    findings = "; ".join(f"{f.severity.word}: {f.title}" for f in advise(run))
+    found = "; ".join(f"{f.severity.word}: {f.line}" for f in findings)
     return [
         tag("a", tag("bdi", words.shown(run.name)), href=f"#run{index}"),
         words.shown(run.start.opt_level, 16) if run.start else words.MISSING,
@@ -192,7 +202,7 @@ def _compared(run: Run, index: int) -> list[str]:
         words.magnitude(losses[-1][1]) if losses else words.MISSING,
         words.scale(scales[-1][1]) if scales else words.MISSING,
         words.MISSING if memory is None else words.size(memory),
-        findings or judge(run, []).title,
+        found or judge(run, []).title,
     ]
 
 
@@ -201,10 +211,12 @@ STALL_ROWS = 12
 _NUMERICS = 'Pass `numerics="full"` to `preamp.initialize` to have it in the next run'
 
 
-def sections_of(run: Run, prefix: str, *, with_memory: bool = True) -> list[Section]:
+def sections_of(
+    run: Run, prefix: str, findings: Sequence[Finding], *, with_memory: bool = True
+) -> list[Section]:
     """Make all parts of a run's report, also of what is missing; ``prefix`` is of all ids."""
     parts = [
-        _advice(run, f"{prefix}advice"),
+        _advice(run, prefix, findings),
         _timeline(run, f"{prefix}timeline"),
         _skips(run, f"{prefix}skips"),
         _underflow(run, f"{prefix}underflow"),
@@ -217,10 +229,11 @@ def sections_of(run: Run, prefix: str, *, with_memory: bool = True) -> list[Sect
     return [part for part in parts if part is not None]
 
 
-def _advice(run: Run, prefix: str) -> Section:
-    findings = advise(run)
-    block: Block = Advice(findings=findings) if findings else Text(text=f"{judge(run, []).title}.")
-    return Section(name=prefix, title="What to do", blocks=[block])
+def _advice(run: Run, prefix: str, findings: Sequence[Finding]) -> Section:
+    block: Block = Text(text=f"{judge(run, []).title}.")
+    if findings:
+        block = Advice(items=pictures.beside(run, findings, prefix))
+    return Section(name=f"{prefix}advice", title="What to do", blocks=[block])
 
 
 def _timeline(run: Run, prefix: str) -> Section:
@@ -228,9 +241,9 @@ def _timeline(run: Run, prefix: str) -> Section:
     scale = timeline.scale_chart(run, f"{prefix}-scale")
     blocks: list[Block] = []
     if loss is not None:
-        mean = "The strong line is a running mean." if timeline.is_smoothed(run) else ""
+        median = "The strong line is a running median." if timeline.is_smoothed(run) else ""
         marks = "Marks at the top are steps that were skipped." if run.skipped else ""
-        text = f"{mean} {marks}".strip()
+        text = f"{median} {marks}".strip()
         blocks.append(Figure(title="Loss by step", body=loss, caption=text))
     elif run.first_losses:
         blocks.append(Text(text="No loss was finite."))
@@ -266,9 +279,10 @@ def _underflow(run: Run, prefix: str) -> Section:
     lead = (
         f"Part of a layer's gradient, with the loss scale on, that is below the smallest normal"
         f" {found.form} number and so loses digits, or all of them. Worst layers first; time runs"
-        f" from left to right, {layers.axis(found)}."
+        f" from left to right, {layers.axis(found)}. Where a gradient is zero altogether, or"
+        " nothing of it finite, there is no share."
     )
-    if not uses_half(run):
+    if not run.half:
         lead += f" This run is in float32: the shares say what {found.form} would lose."
     blocks: list[Block] = [_heat_table(found, prefix)]
     if len(found.layers) > 1:

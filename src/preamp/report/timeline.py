@@ -19,13 +19,14 @@ from preamp.report.chart import (
     finite_range,
     linear,
     powers_of_two,
-    smooth,
+    running_median,
 )
+from preamp.report.evidence import Curve
 from preamp.report.gather import Run
 from preamp.report.svg import Html
 
 _WIDE_RANGE = 30.0  # losses that differ by more than this factor get a logarithmic scale
-_SMOOTHED_FROM = 100  # steps; a mean of fewer lags more than it calms
+_SMOOTHED_FROM = 100  # steps; fewer are seen one by one
 _NAMED_STEPS = 12  # skipped steps that a description names one by one
 
 
@@ -38,8 +39,11 @@ def _by_step(
     return draw(chart)
 
 
-def loss_chart(run: Run, name: str) -> Html | None:
-    """Draw a run's losses, skipped steps and non-finite losses marked; ``None`` without any."""
+def loss_chart(run: Run, name: str, began: Sequence[int] = ()) -> Html | None:
+    """Draw a run's losses, skipped steps and non-finite losses marked; ``None`` without any.
+
+    Steps at which something ``began`` are marked as well.
+    """
     rows = run.losses()
     y = loss_scale_of([value for points in rows.values() for _, value in points])
     if y is None:
@@ -52,12 +56,12 @@ def loss_chart(run: Run, name: str) -> Html | None:
         lines.append(Line(name=label, points=smoothed(points), style=style))
     bad = sorted({x for points in rows.values() for x, loss in points if not math.isfinite(loss)})
     told = [*(_describe_loss(f"Loss {i}", points) for i, points in rows.items()), _skips(run)]
-    marks = (_skip_marks(run), Marks(name="inf, nan", xs=bad, kind="bad"))
+    marks = (_began(began), _skip_marks(run), Marks(name="inf, nan", xs=bad, kind="bad"))
     return _by_step([run], name, "Loss by step", lines, y, description=" ".join(told), marks=marks)
 
 
-def scale_chart(run: Run, name: str) -> Html | None:
-    """Draw a run's loss scales as powers of two, skipped steps marked; ``None`` without any."""
+def scale_chart(run: Run, name: str, began: Sequence[int] = ()) -> Html | None:
+    """Draw a run's loss scales as powers of two, marked as `loss_chart`; ``None`` without any."""
     rows = run.scales()
     y = power_axis([value for points in rows.values() for _, value in points])
     if y is None:
@@ -67,10 +71,32 @@ def scale_chart(run: Run, name: str) -> Html | None:
         for style, (i, points) in enumerate(rows.items())
     ]
     told = " ".join([*(_describe_scale(i, p) for i, p in rows.items()), _skips(run)])
-    marks = (_skip_marks(run),)
+    marks = (_began(began), _skip_marks(run))
     return _by_step(
         [run], name, "Loss scale by step", lines, y, description=told, marks=marks, height=120
     )
+
+
+def curve_chart(curve: Curve, name: str, began: int) -> Html | None:
+    """Draw what a finding rests on by step, and the step at which it ``began``."""
+    steps = finite_range(x for x, _ in curve.points)
+    ends = (0.0, 1.0) if curve.is_share else finite_range(y for _, y in curve.points)
+    if steps is None or ends is None:
+        return None
+    spell = words.share if curve.is_share else words.magnitude
+    (first, last), (start, end) = steps, (curve.points[0][1], curve.points[-1][1])
+    chart = Chart(
+        name=name,
+        title=f"{curve.name}, by step",
+        description=f"From {spell(start)} at step {first:,.0f} to {spell(end)} at {last:,.0f}.",
+        lines=[Line(points=curve.points)],
+        x=linear(first, last, _step_name),
+        y=linear(*ends, spell),
+        x_name="step",
+        marks=[_began([began])],
+        height=120,
+    )
+    return draw(chart)
 
 
 def loss_comparison(runs: Sequence[Run], name: str) -> Html | None:
@@ -106,10 +132,10 @@ def scale_comparison(runs: Sequence[Run], name: str) -> Html | None:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Average losses over a fortieth of the run; those of a short one stay as they are."""
+    """Take medians over a fortieth of the run; those of a short one stay as they are."""
     if len(points) < _SMOOTHED_FROM:
         return list(points)
-    values = smooth([y for _, y in points], len(points) / 40)
+    values = running_median([y for _, y in points], max(2, len(points) // 80))
     return [(x, y) for (x, _), y in zip(points, values, strict=True)]
 
 
@@ -146,8 +172,12 @@ def power_axis(values: Sequence[float]) -> Scale | None:
 
 
 def is_smoothed(run: Run) -> bool:
-    """Whether the strong lines of a run's losses are running means."""
+    """Whether the strong lines of a run's losses are running medians."""
     return any(len(points) >= _SMOOTHED_FROM for points in run.losses().values())
+
+
+def _began(steps: Sequence[int]) -> Marks:
+    return Marks(name="began", xs=[step for step in steps if step], kind="began")
 
 
 def _skip_marks(run: Run) -> Marks:

@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""When the loss of a run stopped being finite, and what the records tell of the cause."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import pairwise
+from typing import Final
+
+from preamp.numerics import FORMATS, OverflowRecord, TraceRecord
+from preamp.report import words
+from preamp.report.course import (
+    LOOK_AT_ZERO,
+    Point,
+    ask_for_trace,
+    in_float32,
+    place_of,
+    rate_before,
+    rise_of,
+)
+from preamp.report.evidence import Evidence, has_masters, named
+from preamp.report.gather import Run
+from preamp.report.layers import gradients_of
+
+RAISED: Final = 10.0  # times the learning rate before, from which a collapse is laid to it
+RAISED_STEPS: Final = 5  # steps before a collapse in which the learning rate is looked at
+LARGE_UPDATE: Final = 10.0  # a weight that one update moves by so much is thrown away
+BEYOND: Final = 16.0  # times the largest float16, from which a scale is too large for any gradient
+NEAR: Final = 2.0**-5  # part of the largest float16 that others reach where a scale is too large
+EARLY: Final = 3  # steps in which an eps of zero breaks most runs
+LISTED: Final = 6  # steps that are named one by one
+
+
+class Cause(Enum):
+    """What made the loss infinite or nan."""
+
+    EPS = auto()  # the optimizer divides by zero
+    SCALE = auto()  # a static loss scale let gradients overflow into the weights
+    GRADIENT = auto()  # gradients of a finite loss were infinite or nan, and the step was taken
+    RATE = auto()  # the training diverged
+    MODULE = auto()  # the forward of a module, which a trace names
+    UNKNOWN = auto()  # data, model or loss function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collapse:
+    """A loss that is not finite."""
+
+    cause: Cause
+    loss: str  # its name
+    loss_id: int  # which loss
+    bad: Sequence[int]  # its steps, or those of weights, that are not finite
+    before: Sequence[Point]  # the finite losses before, with their steps
+    after: int  # how many losses were finite again later
+    overflows: Sequence[OverflowRecord]  # what is known of its steps
+    gradients: Sequence[str]  # names of those that were infinite or nan before it
+    step: int  # at which it began
+
+
+def collapse(run: Run) -> Collapse | None:
+    """Return the first loss of a run that is not finite, and its cause; ``None`` if all are.
+
+    Weights that overflowing gradients went into count as well, although no loss came after them.
+    """
+    rows = run.losses() or {"0": []}
+    early = [o for o in run.overflows if not o.loss_was_finite]
+    bad = {
+        name: [step for step, loss in row if not math.isfinite(loss)] for name, row in rows.items()
+    }
+    name = min(rows, key=lambda name: bad[name][0] if bad[name] else math.inf)
+    steps = sorted({*bad[name], *(o.step for o in early)})
+    row, end = rows[name], steps[0] if steps else math.inf
+    before = [(step, loss) for step, loss in row if step < end and math.isfinite(loss)]
+    cause = _by_gradients(run, end) or (_cause(run, steps[0], before, early) if steps else None)
+    if cause is None:
+        return None
+    return Collapse(
+        cause=cause[0],
+        step=cause[1],
+        gradients=cause[2],
+        loss=name,
+        loss_id=int(name.partition(" ")[0]),
+        bad=steps,
+        before=before,
+        after=sum(step > end and math.isfinite(loss) for step, loss in row),
+        overflows=early,
+    )
+
+
+def _by_gradients(run: Run, end: float) -> tuple[Cause, int, Sequence[str]] | None:
+    """Whether gradients overflowed into the weights before a step: the cause, when, and which."""
+    overflown = _overflown(run, end)
+    if overflown is None or not run.static_scale:
+        return None
+    finite = [
+        t.max_abs
+        for r in run.numerics
+        if r.step == overflown[0]
+        for t in gradients_of([r])
+        if t.max_abs > 0
+    ]
+    # Where all that is left lies far below the format's end, it was not the scale that went beyond.
+    is_near = max(finite, default=math.inf) > NEAR * FORMATS["float16"].largest
+    is_scaled = run.static_scale > 1 and run.half == "float16" and is_near
+    return Cause.SCALE if is_scaled else Cause.GRADIENT, *overflown
+
+
+def _cause(
+    run: Run, bad: int, before: Sequence[Point], early: Sequence[OverflowRecord]
+) -> tuple[Cause, int, Sequence[str]]:
+    """The cause of a loss that is not finite at step ``bad``, and the step it began at."""
+    last = before[-1][0] if before else 0  # the update of this step came before the first bad loss
+    if any(o.step == bad and o.trace is not None and o.trace.phase == "data" for o in early):
+        return Cause.MODULE, bad, ()
+    rise = rise_of([(step, abs(loss)) for step, loss in before])
+    if rise is not None:
+        return Cause.RATE, rise[2], ()
+    if last and (_raised(run, bad) or _throws_away(run, last)):
+        return Cause.RATE, bad, ()
+    if last and zero_eps(run) and (bad <= EARLY or _weights_broke(run, bad)):
+        return Cause.EPS, last, ()
+    too_large = BEYOND * FORMATS["float16"].largest
+    if last and run.half == "float16" and (run.static_scale or 0.0) > too_large:
+        return Cause.SCALE, last, ()
+    if any(_told(o) is not None for o in early):
+        return Cause.MODULE, bad, ()
+    return Cause.UNKNOWN, bad, ()
+
+
+def _overflown(run: Run, end: float) -> tuple[int, list[str]] | None:
+    """The first step up to ``end`` that was taken with gradients that overflowed, and these.
+
+    Their loss was finite. They come in the order of the backward, where that is known.
+    """
+    finite = {(s.step, i) for s in run.steps for i, loss in s.losses.items() if math.isfinite(loss)}
+    seen = [
+        (record.step, [t.name for t in reversed(gradients_of([record])) if t.nonfinite])
+        for record in run.numerics
+        if (record.step, record.loss_id) in finite
+    ]
+    told = [
+        (o.step, o.parameters) for o in run.overflows if o.loss_was_finite and not o.was_skipped
+    ]
+    found = [(step, names) for step, names in (*told, *seen) if names and step <= end]
+    return min(found, key=lambda pair: pair[0], default=None)
+
+
+def _raised(run: Run, first: int) -> tuple[float, float, int] | None:
+    """The learning rate before and after it was raised shortly before a step, and when."""
+    for steps, _ in run.by_optimizer():
+        rates = [(s.step, s.lr) for s in steps if s.lr is not None and s.step < first]
+        for (_, old), (step, new) in pairwise(rates[-RAISED_STEPS - 1 :]):
+            if old > 0 and new >= RAISED * old:
+                return old, new, step
+    return None
+
+
+def _throws_away(run: Run, last: int) -> bool:
+    """Whether the update before the first bad loss moved a weight far beyond what weights are."""
+    rate = next((s.lr for s in run.steps if s.step == last and s.lr is not None), 0.0)
+    adapts = any("eps" in options for options in _optimizers(run))
+    gradients = [t for r in run.numerics if r.step == last for t in gradients_of([r])]
+    largest = max((t.max_abs / t.scale for t in gradients), default=0.0)
+    return rate * (1.0 if adapts else largest) > LARGE_UPDATE
+
+
+def _optimizers(run: Run) -> list[dict[str, str]]:
+    return run.start.optimizers if run.start else []
+
+
+def zero_eps(run: Run) -> dict[str, str] | None:
+    """The options of the first optimizer whose eps is zero in the float16 weights it updates."""
+    if run.start is None or has_masters(run) or "float16" not in run.start.dtypes.values():
+        return None
+    smallest = FORMATS["float16"].smallest_subnormal
+    for options in _optimizers(run):
+        is_fused = options.get("fused") == "True" or options.get("class", "").startswith("Fused")
+        try:
+            if not is_fused and 0 <= float(options["eps"]) <= smallest / 2:
+                return options
+        except (KeyError, ValueError):
+            continue
+    return None
+
+
+def _weights_broke(run: Run, first: int) -> bool:
+    """Whether weights were seen to be nan before the loss was, from gradients that were finite."""
+    return any(
+        t.what == "weight" and t.nonfinite
+        for r in run.numerics
+        if r.step < first
+        for t in r.tensors
+    )
+
+
+# -- what the rules say of it ----------------------------------------------------------------
+
+
+def eps_is_zero(run: Run) -> Iterator[Evidence]:
+    """Yield an optimizer whose eps is zero in float16, where that broke the run or may yet."""
+    options, found = zero_eps(run), collapse(run)
+    if options is None:
+        return
+    if found is not None and found.cause is not Cause.EPS:
+        found = None
+    count = _not_finite_at(run, found.step) if found else ""
+    broken = f" {count} were infinite or nan after it." if count else ""
+    name = words.shown(options.get("class", "the optimizer"), 40)
+    yield Evidence(
+        values={
+            "class": name,
+            "eps": words.magnitude(float(options["eps"])),
+            "what": f"{broken}{_then(found)}" if found else "",
+            "fate": "turned weights into nan" if found else "divides by zero in float16",
+        },
+        step=found.step if found else min((s.step for s in run.steps), default=0),
+        where=f"update of float16 weights by {name}",
+        is_grave=found is not None,
+    )
+
+
+def _not_finite_at(run: Run, step: int) -> str:
+    tensors = [t for r in run.numerics if r.step == step for t in r.tensors if t.what == "weight"]
+    count = sum(t.nonfinite for t in tensors)
+    return f"{count:,} of {sum(t.elements for t in tensors):,} weights" if count else ""
+
+
+def diverges(run: Run) -> Iterator[Evidence]:
+    """Yield losses that rise far above where they began, to the end or until they are infinite."""
+    found = collapse(run)
+    if found is not None and found.cause is Cause.RATE:
+        yield _rising(
+            run, found.loss, found.before, found.step, f" and {_lost(found)}", is_grave=True
+        )
+        return
+    for name, points in run.losses().items():
+        finite = [(step, loss) for step, loss in points if math.isfinite(loss)]
+        rise = rise_of(finite)
+        if rise is not None:
+            yield _rising(run, name, finite, rise[2], "", is_grave=False)
+
+
+def _rising(
+    run: Run, loss: str, points: Sequence[Point], step: int, end: str, *, is_grave: bool
+) -> Evidence:
+    start, last, _ = rise_of(points) or (points[0][1], points[-1][1], step)
+    raised = _raised(run, step)
+    if raised:
+        old, new, when = raised
+        step = when + 1  # the first loss that the rate could change
+        rate = (
+            f" Step {when:,} raised the learning rate from {words.magnitude(old)} to"
+            f" {words.magnitude(new)}."
+        )
+        do = f"Lower the learning rate first: back towards {words.magnitude(old)}."
+    else:
+        rate = rate_before(run, step)
+        do = "Lower the learning rate first, by a factor of 10."
+    if not is_grave:
+        do = f"Unless the loss is meant to rise: {do[:1].lower()}{do[1:]}"
+    return Evidence(
+        values={
+            "loss": loss,
+            "first": words.magnitude(start),
+            "last": words.magnitude(last),
+            "end": end,
+            "rate": rate,
+            "do": do,
+        },
+        step=step,
+        where=_grown(run, step) or f"loss {loss}",
+        is_grave=is_grave,
+    )
+
+
+def _grown(run: Run, step: int) -> str:
+    """The gradient that grew most between the looks before and after a step."""
+    first: dict[str, float] = {}
+    most, name = 1.0, ""
+    for record in run.numerics:
+        for t in gradients_of([record]):
+            size = t.rms / t.scale
+            if record.step <= step:
+                first[t.name] = size
+            elif first.get(t.name) and size / first[t.name] > most:
+                most, name = size / first[t.name], t.name
+    if not name:
+        return ""
+    times = words.magnitude(most)
+    return f"all of the model; the gradient of {words.shown(name)} grew most, {times} times"
+
+
+def loss_not_finite(run: Run) -> Iterator[Evidence]:
+    """Yield what broke the loss or the weights, unless it was the learning rate or an eps."""
+    found = collapse(run)
+    if found is None or found.cause in (Cause.RATE, Cause.EPS):
+        return
+    tell = {Cause.MODULE: _by_module, Cause.UNKNOWN: _by_elimination}.get(found.cause, _by_gradient)
+    step, where, title, number, do = tell(run, found)
+    yield Evidence(values={"title": title, "number": number, "do": do}, step=step, where=where)
+
+
+Told = tuple[int, str, str, str, str]  # step, place, title, numbers, what to do
+
+_FORWARD: Final = {  # what became infinite or nan, and what to do, by the phase of a trace
+    "forward": ("The forward of {module} makes {found}", "Bound what it computes{cure}."),
+    "data": (
+        "The data hold {found}",
+        "Look at the data of step {step}, and mask or drop such values.",
+    ),
+    "input cast": ("The data become {found} in {dtype}", "Normalise the data{cure}."),
+    "output cast": ("The output of {module} becomes {found} in {dtype}", "Bound it{cure}."),
+}
+
+
+def _told(overflow: OverflowRecord) -> TraceRecord | None:
+    """What a trace tells of a forward."""
+    trace = overflow.trace
+    return trace if trace is not None and trace.phase in _FORWARD else None
+
+
+def _by_module(run: Run, found: Collapse) -> Told:
+    told = [(o.step, trace) for o in found.overflows if (trace := _told(o)) is not None]
+    places = Counter(place_of(trace) for _, trace in told)
+    # Without skips the first bad value stays in the weights, and all modules follow.
+    place = places.most_common(1)[0][0] if run.is_dynamic else place_of(told[0][1])
+    step, trace = next((step, trace) for step, trace in told if place_of(trace) == place)
+    values = {"found": trace.output_found, "dtype": trace.dtype, "cure": in_float32(run, trace)}
+    values |= {"module": words.shown(trace.module or "the model itself"), "step": f"{step:,}"}
+    title, do = (text.format(**values) for text in _FORWARD[trace.phase])
+    number = (
+        f"{_steps(run, found)} The first bad value came from there in {places[place]:,} of"
+        f" {words.counted(len(told), 'traced step')}: {trace.output_found} in {trace.dtype}, from"
+        f" an input up to {words.magnitude(trace.input_max_abs)}."
+    )
+    return step, place, title, number, f"No loss scale changes that. {do}"
+
+
+def _by_gradient(run: Run, found: Collapse) -> Told:
+    scale = words.scale(run.static_scale or 1.0)
+    title = "The backward of a finite loss makes inf or nan"
+    do = f"{LOOK_AT_ZERO}. A dynamic loss scale skips such steps.{ask_for_trace(run)}"
+    if found.cause is Cause.SCALE:
+        title = f"A static loss scale of {scale} is too large"
+        do = (
+            'A smaller scale can help: pass loss_scale="dynamic", which finds one, and skips steps'
+            " whose gradients overflow."
+        )
+    where = f"gradient of {named(found.gradients)}" if found.gradients else "the first update"
+    what = f"{words.counted(len(found.gradients), 'gradient')} held infinite or nan values"
+    if not found.gradients:
+        what = "float16 ends at 65,504, below the scale itself: gradients overflow"
+    number = f"{what} at step {found.step:,}, and the step was taken all the same.{_then(found)}"
+    return found.step, where, title, number, do
+
+
+def _then(found: Collapse) -> str:
+    return f" The loss {_lost(found)}." if found.bad else ""
+
+
+def _lost(found: Collapse) -> str:
+    first = f"step {found.bad[0]:,}"
+    return f"is not finite at {first}" if found.after else f"is not finite from {first} on"
+
+
+def _by_elimination(run: Run, found: Collapse) -> Told:
+    bad = set(found.bad)
+    finite = [
+        r.step
+        for r in run.numerics
+        if r.step in bad
+        and r.loss_id == found.loss_id
+        and gradients_of([r])
+        and not any(t.nonfinite for t in gradients_of([r]))
+    ]
+    traced = run.is_traced or any(o.trace is not None for o in found.overflows)
+    if finite:
+        where = "the loss function"
+        do = (
+            f"Look at the loss function: the gradients of step {finite[0]:,} are finite, so what is"
+            " infinite in the loss does not depend on the weights. A logarithm of zero, a division"
+            " by an empty mask, a constant?"
+        )
+    elif traced:
+        where = "the data, or the loss function outside of the modules"
+        do = (
+            f"Look at the data of step {found.bad[0]:,} for nan and inf, and at the loss function:"
+            " no module made the bad value from finite ones."
+        )
+    else:
+        where, do = _untraced(run, found)
+    number = f"{_steps(run, found)}{_last_finite(run, found)}"
+    return found.bad[0], where, "The loss is infinite or nan", number, do
+
+
+def _untraced(run: Run, found: Collapse) -> tuple[str, str]:
+    first = found.bad[0]
+    half = f", values too large for {run.half}" if run.half == "float16" else ""
+    if found.after:
+        where = "single batches"
+        do = f"Look at the data of {_listed(found.bad)} for nan, inf, empty masks{half}."
+    elif run.is_dynamic:
+        where = "the forward, the data or the loss function"
+        do = (
+            f"The weights are as they were before step {first:,}, and each forward fails since."
+            f" Look at what changed there: the data, the loss function{half}."
+        )
+    elif found.before and not any(r.step == found.before[-1][0] for r in run.numerics):
+        last = found.before[-1][0]
+        where = f"the data of step {first:,}, or the update of step {last:,}"
+        do = (
+            f"Nothing recorded tells whether the data of step {first:,} or the gradients of step"
+            f" {last:,} are to blame: numerics_every=1 would. A dynamic loss scale skips both."
+        )
+    else:
+        where = f"the batch of step {first:,}, and from then on all weights"
+        do = (
+            f"Look at the data of step {first:,}: its gradients went into the weights, and all"
+            " later losses follow. A dynamic loss scale skips such steps."
+        )
+    return where, do + ask_for_trace(run)
+
+
+def _last_finite(run: Run, found: Collapse) -> str:
+    if not found.before:
+        return " No loss before was finite." if run.steps else ""
+    step, loss = found.before[-1]
+    return f" It was {words.magnitude(loss)} at step {step:,}."
+
+
+def _steps(run: Run, found: Collapse) -> str:
+    skipped = sum(o.was_skipped for o in found.overflows) if run.steps else 0
+    of_them = "all of them" if skipped == len(found.bad) > 1 else f"{skipped:,} of them"
+    return f"In {_listed(found.bad)}{f', {of_them} skipped' if skipped else ''}."
+
+
+def _listed(steps: Sequence[int]) -> str:
+    """Name some steps: all, or the first and the last."""
+    if len(steps) == 1:
+        return f"step {steps[0]:,}"
+    if len(steps) > LISTED:
+        return f"{len(steps):,} steps from {steps[0]:,} to {steps[-1]:,}"
+    return f"steps {', '.join(f'{step:,}' for step in steps[:-1])} and {steps[-1]:,}"

@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Measurements that advice rests on: how steps, losses and loss scales went."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from statistics import median_low
+from typing import Final
+
+from preamp.numerics import FORMATS, OverflowRecord, StepRecord, TraceRecord
+from preamp.report import words
+from preamp.report.evidence import Evidence
+from preamp.report.gather import Run
+
+RISE: Final = 3.0  # how far a loss may end above where it began, in units of what it began with
+RISE_WINDOW: Final = 5  # losses at either end whose median is taken, where there are enough
+JUMP: Final = 10.0  # times the largest loss of some steps before
+JUMP_WINDOW: Final = 20  # as many steps
+JUMP_FLOOR: Final = 0.1  # part of the first losses that a jump has to reach
+SAME_PLACE: Final = 3  # skipped steps that begin in one place before it is told of
+SKIPS_IN_ROW: Final = 12  # the default scale of 2**16 comes down to 16 in as many
+SKIPPED_SHARE: Final = 0.02  # part of the steps that may be skipped once a scale is found
+
+SKIPPED_SPARE: Final = 2
+"""As many may be skipped in any run, however short, unless they are half of its steps."""
+
+SMALL: Final = 2.0**-8  # part of the largest number that gradients are small below
+CEILING_SHARE: Final = 0.25
+FLOOR: Final = 1.0
+
+LOOK_AT_ZERO: Final = (
+    "Look there for a root, norm, division or logarithm at zero or close to it, whose derivative is"
+    " infinite or huge: add a small number inside of it, or mask its argument before it"
+)
+
+Point = tuple[int, float]
+
+
+_PHASES: Final = {  # of a trace, in words
+    "data": "data that came into",
+    "input cast": "cast of what came into",
+    "output cast": "cast of the output of",
+    "output cast backward": "cast of the gradient of the output of",
+}
+
+
+def place_of(trace: TraceRecord) -> str:
+    """Name what a trace found: module, class, direction and, where it is known, the operation."""
+    module = words.shown(trace.module or "the model itself")
+    kind = f" ({words.shown(trace.type, 32)})" if trace.type else ""
+    place = f"{_PHASES.get(trace.phase, f'{trace.phase} of')} {module}{kind}"
+    if not trace.type and not trace.module:
+        place = f"{trace.phase} outside of all modules, such as in the loss function"
+    operation, where = words.shown(trace.operation), words.shown(trace.where)
+    return place + (f", in {operation}" if operation else "") + (f" at {where}" if where else "")
+
+
+def first_parameters(overflow: OverflowRecord) -> str:
+    """Name the parameter whose gradient came first, or, if that is not known, those that may."""
+    names = [words.shown(name) for name in overflow.parameters[: min(overflow.candidates, 2)]]
+    return " or ".join([*names, *(["another"] if overflow.candidates > 2 else [])])
+
+
+def gradient_overflows(run: Run) -> list[OverflowRecord]:
+    """Overflows of skipped steps that began in a backward, after the search for a first scale."""
+    taken = {
+        steps[0].optimizer: steps[_searching(steps) - 1].step
+        for steps, _ in run.by_optimizer()
+        if steps[0].skipped
+    }
+    found = _of_gradients(run)
+    if not run.steps:  # only overflows are recorded: those of the search are the first steps
+        found = [o for i, o in enumerate(found, 1) if o.step != i]
+    return [o for o in found if o.step > taken.get(o.optimizer, 0)]
+
+
+def _of_gradients(run: Run) -> list[OverflowRecord]:
+    return [o for o in run.overflows if o.loss_was_finite and o.was_skipped]
+
+
+def _places(overflows: Sequence[OverflowRecord]) -> list[tuple[str, list[OverflowRecord]]]:
+    """Overflows by where they began, the most frequent place first."""
+    found: dict[str, list[OverflowRecord]] = {}
+    for overflow in overflows:
+        if overflow.trace is not None:
+            found.setdefault(place_of(overflow.trace), []).append(overflow)
+        elif overflow.parameters:
+            place = f"gradient of {first_parameters(overflow)}"
+            found.setdefault(place, []).append(overflow)
+    return sorted(found.items(), key=lambda item: -len(item[1]))
+
+
+def overflows_at_any_scale(run: Run) -> Iterator[Evidence]:
+    """Yield gradients that overflow however small the loss scale is.
+
+    That is so if they do at a scale of 1, or at its floor, or if a module makes nan of a small
+    gradient.
+    """
+    floor = max(FLOOR, run.limit("min_loss_scale") or 0.0)
+    causes = gradient_overflows(run) or _of_gradients(run)
+    for place, found in _places(causes):
+        low = [o for o in found if o.old_scale <= floor]
+        made = [o.trace for o in found if o.trace is not None and _makes_nan(o.trace)]
+        if not made and (not low or len(found) < SAME_PLACE):
+            continue
+        last = min(found, key=lambda o: o.old_scale)
+        first = _row_to(found, last) if low else next(o for o in found if o.trace in made)
+        kinds = Counter(o.trace.output_found if o.trace else next(iter(o.kinds), "") for o in found)
+        kind = "nan" if kinds["nan"] > kinds["inf"] else "infinite"
+        scales = words.scale(first.old_scale)
+        if last.old_scale < first.old_scale:
+            scales = f"every scale from {scales} down to {words.scale(last.old_scale)}"
+        else:
+            scales = f"a scale of {scales}"
+        yield Evidence(
+            values={
+                "kind": kind,
+                "count": words.counted(len(found), "skipped step"),
+                "scales": scales,
+                "input": _input(found),
+                "do": _mend(run, found, kind),
+            },
+            step=first.step,
+            where=place,
+            is_grave=True,
+        )
+        return
+
+
+def _row_to(found: Sequence[OverflowRecord], last: OverflowRecord) -> OverflowRecord:
+    """The first of the overflows that the scale fell by down to ``last``, without growth."""
+    first = last
+    for overflow in reversed(found[: found.index(last)]):
+        if overflow.old_scale <= first.old_scale:
+            break
+        first = overflow
+    return first
+
+
+def _makes_nan(trace: TraceRecord) -> bool:
+    form = FORMATS.get(trace.dtype)
+    return (
+        trace.phase == "backward"
+        and trace.output_found == "nan"
+        and form is not None
+        and trace.input_max_abs < form.largest * SMALL
+    )
+
+
+def _input(found: Sequence[OverflowRecord]) -> str:
+    traces = [o.trace for o in found if o.trace is not None]
+    if not traces:
+        return ""
+    largest = max(trace.input_max_abs for trace in traces)
+    return f" What went in reached {words.magnitude(largest)} at most."
+
+
+def _mend(run: Run, found: Sequence[OverflowRecord], kind: str) -> str:
+    trace = next((o.trace for o in found if o.trace), None)
+    cure = in_float32(run, trace) if kind == "infinite" else ""
+    return f"{LOOK_AT_ZERO}{cure}.{'' if trace else ask_for_trace(run)}"
+
+
+def in_float32(run: Run, trace: TraceRecord | None) -> str:
+    """Say how to compute a module, or what it is in, in float32; nothing if that is no help."""
+    if run.half == "bfloat16" or (trace is not None and trace.dtype in ("float32", "bfloat16")):
+        return ""
+    level = run.start.opt_level if run.start else "O2"
+    if trace is None or not trace.module:
+        how = "compute it in float32"
+    elif level == "O1":
+        how = "compute it in float32: in its forward, with preamp.disable_casts(), on x.float()"
+    else:
+        name = words.shown(trace.module)
+        how = f'compute it in float32, by keep_fp32="{name}" in preamp.initialize'
+    return f", and {how}; or train in bfloat16 ({'O4' if level == 'O1' else 'O5'})"
+
+
+def ask_for_trace(run: Run) -> str:
+    """Say how to learn the module; nothing where that was asked for."""
+    if run.is_traced:
+        return ""
+    return ' To learn the module, pass overflow="trace" to preamp.initialize.'
+
+
+def overflows_in_one_place(run: Run) -> Iterator[Evidence]:
+    """Yield the module or parameter that most skipped steps begin in, if it is most of them.
+
+    Skips before the first step that was taken are left out: the scale is still being found.
+    """
+    causes = [o for o in gradient_overflows(run) if o.trace is not None or o.parameters]
+    for place, found in _places(causes)[:1]:
+        if len(found) < SAME_PLACE or 2 * len(found) <= len(causes):
+            continue
+        trace = found[0].trace
+        cure = in_float32(run, trace)
+        what = "large logits, a division by a small number, an exponential"
+        do = f"Look at what {'it' if trace else 'its module'} computes ({what}){cure}."
+        scales = [o.old_scale for o in found]
+        values = {
+            "place": place,
+            "count": f"{len(found):,}",
+            "total": words.counted(len(causes), "skipped step"),
+            "scales": _span(min(scales), max(scales)),
+            "input": _input(found),
+            "do": do if trace else do + ask_for_trace(run),
+        }
+        yield Evidence(values=values, step=found[0].step, where=place)
+
+
+def _span(low: float, high: float) -> str:
+    return words.scale(low) if low == high else f"{words.scale(low)} to {words.scale(high)}"
+
+
+def no_step_taken(run: Run) -> Iterator[Evidence]:
+    """Yield the optimizers that skipped all of their steps, not only for losses like nan."""
+    by_loss = _skipped_by_loss(run)
+    for steps, whose in run.by_optimizer():
+        is_of_scale = any((s.optimizer, s.step) not in by_loss for s in steps)
+        if _searching(steps) == len(steps) and is_of_scale:
+            scales = [o.new_scale for o in run.overflows if o.optimizer == steps[0].optimizer]
+            down = f" The scale came down to {words.scale(scales[-1])}." if scales else ""
+            count = words.counted(len(steps), "step")
+            yield Evidence(
+                values={"steps": count, "whose": whose, "down": down},
+                step=steps[0].step,
+                where=_first_parameters(run, steps),
+            )
+
+
+def _first_parameters(run: Run, steps: Sequence[StepRecord]) -> str:
+    """Where the skipped ones of some steps begin most often."""
+    numbers = {step.step for step in steps if step.skipped}
+    optimizer = steps[0].optimizer
+    causes = [o for o in run.overflows if o.optimizer == optimizer and o.step in numbers]
+    places = _places(causes)
+    return places[0][0] if places else ""
+
+
+def _skipped_by_loss(run: Run) -> set[tuple[int, int]]:
+    """Optimizer and step of what was skipped because the loss itself was not finite."""
+    found = {(o.optimizer, o.step) for o in run.overflows if not o.loss_was_finite}
+    bad = (s for s in run.steps if not all(map(math.isfinite, s.losses.values())))
+    return found | {(s.optimizer, s.step) for s in bad}
+
+
+def many_skips(run: Run) -> Iterator[Evidence]:
+    """Yield the share of skipped steps, beyond what finding a scale and keeping it takes.
+
+    Skips before the first step that was taken are left out: the scale is still being found. So are
+    those whose loss was not finite, which is another matter.
+    """
+    by_loss = _skipped_by_loss(run)
+    for steps, whose in run.by_optimizer():
+        rest = steps[_searching(steps) :]
+        skipped = [s for s in rest if s.skipped and (s.optimizer, s.step) not in by_loss]
+        is_half = len(skipped) >= SKIPPED_SPARE and 2 * len(skipped) >= len(rest)
+        if is_half or len(skipped) > max(SKIPPED_SPARE, SKIPPED_SHARE * len(rest)):
+            values = {
+                "skipped": f"{len(skipped):,}",
+                "steps": words.counted(len(rest), "step"),
+                "whose": whose,
+                "share": words.share(len(skipped) / len(rest)),
+                "since": " from the first that was taken" if len(rest) < len(steps) else "",
+                "schedule": _schedule(steps),
+            }
+            yield Evidence(
+                values=values, step=skipped[0].step, where=_first_parameters(run, skipped)
+            )
+
+
+def skips_in_a_row(run: Run) -> Iterator[Evidence]:
+    """Yield the longest row of skipped steps of an optimizer that has taken others.
+
+    The row that a run begins with is told of, too, where it is most of the run.
+    """
+    by_loss = _skipped_by_loss(run)
+    for steps, whose in run.by_optimizer():
+        counts = [s.skipped and (s.optimizer, s.step) not in by_loss for s in steps]
+        groups = groupby(zip(counts, steps, strict=True), lambda pair: pair[0])
+        rows = [[step for _, step in row] for skipped, row in groups if skipped]
+        longest = max(rows, key=len, default=list[StepRecord]())
+        is_search = longest[:1] == steps[:1] and 1 < len(longest) >= len(steps) / 2
+        if len(longest) < len(steps) and (is_search or len(longest) >= SKIPS_IN_ROW):
+            values = {
+                "row": words.counted(len(longest), "step"),
+                "end": f"{longest[-1].step:,}",
+                "whose": whose,
+                "do": _end_search(steps, longest),
+                "schedule": _schedule(steps),
+            }
+            where = _first_parameters(run, longest)
+            yield Evidence(values=values, step=longest[0].step, where=where)
+
+
+def _end_search(steps: Sequence[StepRecord], longest: Sequence[StepRecord]) -> str:
+    if longest[0] is not steps[0]:
+        return "Gradients grow faster than the scale can follow: lower the learning rate, or clip."
+    end = next(iter(steps[len(longest)].scales.values()), 1.0)
+    return (
+        f"The loss scale began too high. Begin at {words.scale(end)}, by"
+        " preamp.engine_of(optimizer).scaler(0).set_scale(...)."
+    )
+
+
+def rise_of(points: Sequence[Point]) -> tuple[float, float, int] | None:
+    """What finite losses began with, what they end with, and since when they lie far above that.
+
+    ``None`` unless they end more than `RISE` times what they began with above it.
+    """
+    width = max(1, min(RISE_WINDOW, len(points) // 4))
+    first, last = [y for _, y in points[:width]], [y for _, y in points[-width:]]
+    unit = max(map(abs, first), default=0.0)
+    if not unit or median_low(last) - median_low(first) <= RISE * unit:
+        return None
+    limit = median_low(first) + RISE * unit
+    began = points[-1][0]
+    for step, loss in reversed(points):
+        if loss <= limit and step < points[-width][0]:
+            break
+        began = step
+    return median_low(first), median_low(last), began
+
+
+def losses_jump(run: Run) -> Iterator[Evidence]:
+    """Yield the largest jump of each loss that comes down again."""
+    for loss_id, points in run.losses().items():
+        finite = [(step, loss) for step, loss in points if math.isfinite(loss)]
+        jumps = [] if rise_of(finite) else list(_jumps(finite))
+        if jumps:
+            at, before, after = max(jumps, key=lambda jump: abs(finite[jump[0]][1] / jump[1]))
+            step, loss = finite[at]
+            back = f"; back at {words.magnitude(after[1])} at step {after[0]:,}" if after else ""
+            more = len(jumps) - 1
+            yield Evidence(
+                values={
+                    "loss": loss_id,
+                    "value": words.magnitude(loss),
+                    "times": f"{words.magnitude(loss / before)} times",
+                    "back": back,
+                    "step": f"{step:,}",
+                    "more": f", and jumps {words.counted(more, 'more time')}" if more else "",
+                    "rate": rate_before(run, step),
+                },
+                step=step,
+                where=f"loss {loss_id}",
+            )
+
+
+def _jumps(points: Sequence[Point]) -> Iterator[tuple[int, float, Point | None]]:
+    """Yield where losses jump, what they did not exceed before, and where they are back."""
+    floor = JUMP_FLOOR * median_low([abs(y) for _, y in points[:RISE_WINDOW]]) if points else 0.0
+    at = 2
+    while at < len(points):
+        before = max(abs(y) for _, y in points[max(0, at - JUMP_WINDOW) : at])
+        if not (before and points[at][1] > max(JUMP * before, floor)):
+            at += 1
+            continue
+        back = next((i for i in range(at, len(points)) if points[i][1] <= JUMP * before), None)
+        yield at, before, None if back is None else points[back]
+        if back is None:
+            return
+        at = max(back, at + JUMP_WINDOW // 2)
+
+
+def rate_before(run: Run, step: int) -> str:
+    """Say what the learning rate was on the way to a step; nothing where it is not known."""
+    told = ""
+    for steps, whose in run.by_optimizer():
+        rates = [(s.step, s.lr) for s in steps if s.lr is not None and s.step <= step]
+        changes = [b for a, b in pairwise(rates) if a[1] != b[1]]
+        since = f" since step {changes[-1][0]:,}" if changes else ""
+        if rates:
+            told += f" The learning rate{whose} is {words.magnitude(rates[-1][1])}{since}."
+    return told
+
+
+def scale_at_ceiling(run: Run) -> Iterator[Evidence]:
+    """Yield a dynamic scale that spends much of the run at its ceiling."""
+    ceiling = run.limit("max_loss_scale")
+    for loss_id, points in run.scales().items() if run.is_dynamic and ceiling else ():
+        at = [step for step, value in points if value == ceiling]
+        if len(at) > CEILING_SHARE * len(points):
+            part = words.share(len(at) / len(points))
+            values = {"loss": str(loss_id), "scale": words.scale(points[-1][1]), "share": part}
+            yield Evidence(values=values, step=at[0])
+
+
+def _searching(steps: Sequence[StepRecord]) -> int:
+    """How many steps were skipped before the first that was taken."""
+    return next((i for i, step in enumerate(steps) if not step.skipped), len(steps))
+
+
+def _schedule(steps: Sequence[StepRecord]) -> str:
+    """Say how to keep a schedule of the learning rate from counting skipped steps, if it does."""
+    do = "preamp.step_scheduler(scheduler, optimizer) in place of scheduler.step()"
+    if any(step.lr is None for step in steps):
+        return f" If a schedule of the learning rate goes on at each step, call {do}."
+    went_on = sum(a.skipped and a.lr != b.lr for a, b in pairwise(steps))
+    if not went_on:
+        return ""
+    times = words.counted(went_on, "skipped step")
+    return f" The schedule of the learning rate went on after {times}: call {do}."
