@@ -1,0 +1,891 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Runs with a fault planted in them, and what the first line of their report has to say.
+
+Each run really trains a small model. A fault is planted in the model, the data, the loss or the
+settings, from a known step on; healthy runs have none.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import preamp
+from insight.score import Score
+from preamp.numerics import Record
+from preamp.report.advice import advise, judge
+from preamp.report.gather import gather
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+WIDTH, CLASSES = 24, 4
+
+
+class Spot(nn.Module):
+    """Hands its input on; where a fault is planted, not unchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.change: Change | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x``, changed where a fault is planted."""
+        return x if self.change is None else self.change(x)
+
+
+class Block(nn.Module):
+    """A linear layer or a self-attention, and a spot behind it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = nn.Linear(WIDTH, 3 * WIDTH if kind == "attention" else WIDTH)
+        self.spot = Spot()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what has the shape of ``x``: (batch, length, width)."""
+        made = self.inner(self.norm(x))
+        if self.kind == "attention":
+            made = F.scaled_dot_product_attention(*made.chunk(3, dim=-1))
+        return x + self.spot(torch.tanh(made))
+
+
+class Net(nn.Module):
+    """A classifier of small sequences: ``mlp``, ``attention``, or ``conv``."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        conv = nn.Conv1d(8, WIDTH, 3, padding=1)
+        self.stem = conv if kind == "conv" else nn.Linear(8, WIDTH)
+        self.blocks = nn.Sequential(*(Block(kind) for _ in range(3)))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits, shape (batch, classes), of shape (batch, length, 8)."""
+        if isinstance(self.stem, nn.Conv1d):
+            return self.head(self.blocks(self.stem(x.transpose(1, 2)).transpose(1, 2)).mean(1))
+        return self.head(self.blocks(self.stem(x)).mean(1))
+
+
+class Deep(nn.Module):
+    """Sigmoids upon sigmoids: gradients shrink with every layer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        del kind
+        self.stem = nn.Linear(8, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits, shape (batch, classes), of shape (batch, length, 8)."""
+        x = self.stem(x.mean(1))
+        for layer in self.layers:
+            x = layer(torch.sigmoid(x))
+        return self.head(x)
+
+
+class _Steepen(torch.autograd.Function):
+    """Multiplies the gradient, and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+def steepen(factor: float) -> Change:
+    """Return what multiplies gradients by ``factor``."""
+    return lambda x: _Steepen.apply(x, factor)  # pyright: ignore[reportReturnType]
+
+
+def root_of_zero(x: torch.Tensor) -> torch.Tensor:
+    """Add nothing, by way of a square root whose gradient at 0 is infinite: nan at any scale."""
+    return x + (x - x.detach()).square().sqrt()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truth:
+    """What the report has to say first."""
+
+    first: str  # the first line, a pattern that matches all of it
+    where: str = ""  # a parameter, module or operation that the first advice has to name
+    do: str = ""  # pattern of what is to be done
+    never: str = ""  # pattern that no advice of the page may have
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run."""
+
+    name: str
+    truth: Truth
+    level: str = "O2"
+    kind: str = "mlp"
+    net: Callable[[str], nn.Module] = Net
+    steps: int = 40
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
+    lr: float = 0.05
+    more: Mapping[str, Any] = field(default_factory=dict[str, Any])  # options of the optimizer
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of ``initialize``
+    change: Change | None = None  # planted in the spot of the second block
+    data: Change | None = None  # planted in the batch
+    loss: Change | None = None  # planted in the loss
+    rate: Callable[[Any], Any] | None = None  # planted in the learning rate
+    at: Callable[[int], bool] = lambda step: True  # the steps of the fault
+    scale: float | None = None  # loss scale to begin with, where it is dynamic
+    parts: int = 1  # backwards of each step
+
+
+def train(case: Case) -> list[Record]:
+    """Run a case; returns its records."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _train(case, Path(folder) / "run.jsonl")
+
+
+def _train(case: Case, path: Path) -> list[Record]:
+    torch.manual_seed(0)
+    model = case.net(case.kind)
+    optimizer = case.optimizer(model.parameters(), lr=case.lr, **case.more)
+    options = {"numerics": "light", "numerics_every": 5, "history": path, **case.options}
+    preamp.initialize(model, optimizer, opt_level=case.level, verbosity=0, **options)
+    engine = preamp.engine_of(optimizer)
+    if engine.policy.is_dynamic:
+        engine.scaler(0).set_scale(case.scale or 2.0**12)
+    inputs = torch.randn(64, 6, 8)
+    labels = (inputs.mean(1)[:, :CLASSES]).argmax(1)
+    for step in range(1, case.steps + 1):
+        is_faulty = case.at(step)
+        if case.change is not None:
+            spot = model.get_submodule("blocks.1.spot")
+            assert isinstance(spot, Spot)
+            spot.change = case.change if is_faulty else None
+        optimizer.param_groups[0]["lr"] = case.rate(case.lr) if case.rate and is_faulty else case.lr
+        try:
+            _step(case, model, optimizer, inputs, labels, is_faulty)
+        except preamp.LossScaleError:  # the scale fell to nothing: the run is over
+            break
+    history = engine.history
+    engine.close()
+    return [*history]
+
+
+def _step(
+    case: Case,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    is_faulty: bool,
+) -> None:
+    for _ in range(case.parts):
+        x = case.data(inputs) if case.data and is_faulty else inputs
+        loss = F.cross_entropy(model(x).float(), labels)
+        loss = case.loss(loss) if case.loss and is_faulty else loss
+        with preamp.scale_loss(loss / case.parts, optimizer) as scaled:
+            scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def since(first: int) -> Callable[[int], bool]:
+    """Whether a step comes at or after ``first``."""
+    return lambda step: step >= first
+
+
+def only(*steps: int) -> Callable[[int], bool]:
+    """Whether a step is one of ``steps``."""
+    return lambda step: step in steps
+
+
+def times(factor: float) -> Callable[[Any], Any]:
+    """Return what multiplies by ``factor``."""
+    return lambda x: x * factor
+
+
+TRACED = {"overflow": "trace"}
+STATIC = {"loss_scale": 2.0**28}
+ADAM = torch.optim.Adam
+GOOD = "Nothing to report"
+A_SCALE = r"(smaller|larger|lower|other|higher) (loss )?scale|dynamic"
+LEARNING_RATE = "[Ll]ower the learning rate"
+
+FAULTY = (
+    Case(
+        name="o3-scale-1-all-zero",
+        level="O3",
+        net=Deep,
+        loss=times(1e-6),
+        truth=Truth(
+            first="All gradients are zero in float16, since step 1",
+            where="12 gradients|14 gradients|16 gradients",
+            do="dynamic",
+        ),
+    ),
+    Case(
+        name="o1-scale-1-all-zero",
+        level="O1",
+        kind="attention",
+        loss=times(1e-9),
+        options={"loss_scale": 1.0},
+        truth=Truth(first="All gradients are zero in float16, since step 1", do="dynamic"),
+    ),
+    Case(
+        name="o2-static-2^28",
+        options=STATIC,
+        truth=Truth(
+            first="A static loss scale of 2²⁸ is too large, since step 1", do="smaller|dynamic"
+        ),
+    ),
+    Case(
+        name="o3-static-2^28-no-statistics",
+        level="O3",
+        kind="conv",
+        options={**STATIC, "numerics": "off"},
+        truth=Truth(
+            first="A static loss scale of 2²⁸ is too large, since step 1",
+            do="smaller|dynamic",
+            never="No loss scale can help",
+        ),
+    ),
+    Case(
+        name="o2-static-breaks-late",
+        options={"loss_scale": 2.0**14},
+        loss=times(1e5),
+        at=since(16),
+        truth=Truth(
+            first="A static loss scale of 2¹⁴ is too large, since step 16", do="smaller|dynamic"
+        ),
+    ),
+    Case(
+        name="forward-traced",
+        change=times(3e5),
+        at=since(26),
+        options=TRACED,
+        truth=Truth(
+            first="The forward of blocks.1.spot makes inf, since step 26",
+            where="blocks.1.spot",
+            do="float32",
+            never=f"overflow=.?.trace|{A_SCALE}",
+        ),
+    ),
+    Case(
+        name="forward-traced-o1-attention",
+        level="O1",
+        kind="attention",
+        change=lambda x: x.half() * 3e5,
+        at=since(26),
+        options=TRACED,
+        truth=Truth(
+            first="The forward of blocks.1.spot makes inf, since step 26",
+            where="blocks.1.spot",
+            do="float32",
+            never=f"overflow=.?.trace|{A_SCALE}",
+        ),
+    ),
+    Case(
+        name="forward-not-traced",
+        change=times(3e5),
+        at=since(26),
+        truth=Truth(
+            first="The loss is infinite or nan, since step 26", do='overflow="trace"', never=A_SCALE
+        ),
+    ),
+    Case(
+        name="backward-traced",
+        change=lambda x: steepen(6e4)(steepen(6e4)(x)),
+        at=since(20),
+        options=TRACED,
+        truth=Truth(
+            first="Gradients become infinite at any scale, since step 20",
+            where="blocks.1.spot",
+            never="overflow=.?.trace",
+        ),
+    ),
+    Case(
+        name="backward-not-traced",
+        change=lambda x: steepen(6e4)(steepen(6e4)(x)),
+        at=lambda step: step % 4 == 0,
+        truth=Truth(
+            first="Overflows keep beginning in the gradient of blocks.1.inner.bias, since step 4",
+            where="blocks.1.inner",
+            do='overflow="trace"',
+        ),
+    ),
+    Case(
+        name="nan-at-any-scale-traced",
+        kind="conv",
+        change=root_of_zero,
+        at=since(20),
+        options=TRACED,
+        truth=Truth(
+            first="Gradients become infinite at any scale, since step 20",
+            where="blocks.1.spot",
+            never=f"overflow=.?.trace|{A_SCALE}",
+        ),
+    ),
+    Case(
+        name="nan-at-any-scale",
+        change=root_of_zero,
+        at=since(20),
+        truth=Truth(
+            first="Gradients become nan at any scale, since step 20",
+            where="blocks.1.inner",
+            do='overflow="trace"',
+        ),
+    ),
+    Case(
+        name="nan-data-dynamic",
+        data=times(float("nan")),
+        at=only(12, 24, 36),
+        truth=Truth(first="The loss is infinite or nan, since step 12", do="data", never=A_SCALE),
+    ),
+    Case(
+        name="nan-data-o5",
+        level="O5",
+        data=times(float("nan")),
+        at=only(22),
+        options={"numerics": "full"},
+        truth=Truth(first="The loss is infinite or nan, since step 22", do="data"),
+    ),
+    Case(
+        name="log-of-zero-in-the-loss",
+        loss=lambda loss: loss - torch.log(loss.detach() * 0),
+        at=since(15),
+        options=TRACED,
+        truth=Truth(
+            first="The loss is infinite or nan, since step 15", do="loss function", never=A_SCALE
+        ),
+    ),
+    Case(
+        name="o3-adam-eps",
+        level="O3",
+        net=Deep,
+        optimizer=ADAM,
+        lr=1e-3,
+        truth=Truth(
+            first="The eps of Adam turned weights into nan, since step 1", where="Adam", do="eps"
+        ),
+    ),
+    Case(
+        name="o3-adamw-eps-full",
+        level="O3",
+        kind="conv",
+        optimizer=torch.optim.AdamW,
+        lr=1e-3,
+        options={"numerics": "full"},
+        truth=Truth(
+            first="The eps of AdamW turned weights into nan, since step 1", where="AdamW", do="eps"
+        ),
+    ),
+    Case(
+        name="diverges-o0",
+        level="O0",
+        net=Deep,
+        lr=1e4,
+        truth=Truth(first="Training diverges, since step 2", where="1e.04", do=LEARNING_RATE),
+    ),
+    Case(
+        name="diverges-from-30-o5",
+        level="O5",
+        rate=lambda lr: lr * 1e5,
+        at=since(30),
+        truth=Truth(first="Training diverges, since step 31", do=LEARNING_RATE),
+    ),
+    Case(
+        name="diverges-o2",
+        optimizer=ADAM,
+        lr=1e-3,
+        rate=lambda lr: lr * 1e6,
+        at=since(20),
+        truth=Truth(first="Training diverges, since step 21", do=LEARNING_RATE),
+    ),
+    Case(
+        name="loss-jumps",
+        level="O5",
+        steps=140,
+        loss=times(1e6),
+        at=only(80),
+        more={},
+        lr=1e-9,
+        truth=Truth(first="The loss jumps to 1[0-9.]*e.06, at step 80", do="batch|data"),
+    ),
+    Case(
+        name="updates-stall",
+        level="O3",
+        lr=1e-4,
+        options={"loss_scale": 1024.0, "numerics": "full"},
+        truth=Truth(first="Updates round to nothing, since step 1", where="stem", do="masters"),
+    ),
+    Case(
+        name="gradients-underflow-in-early-layers",
+        level="O3",
+        net=Deep,
+        options={"loss_scale": 4.0},
+        loss=times(1e-4),
+        truth=Truth(
+            first="Gradients vanish below the smallest float16 number, since step 1",
+            where="stem|layers.0",
+            do="scale",
+        ),
+    ),
+    Case(
+        name="no-step-taken",
+        steps=4,
+        scale=2.0**40,
+        truth=Truth(first="No step was taken, since step 1", do="lower scale"),
+    ),
+)
+"""One for each kind of fault and way of recording it."""
+
+HEALTHY = tuple(
+    Case(
+        name=f"healthy-{level}-{kind}-{optimizer.__name__}",
+        truth=Truth(first=GOOD),
+        level=level,
+        kind=kind,
+        optimizer=optimizer,
+        lr=lr,
+        parts=parts,
+        steps=steps,
+    )
+    for level, kind, optimizer, lr, parts, steps in (
+        ("O0", "mlp", torch.optim.SGD, 0.05, 1, 40),
+        ("O1", "mlp", ADAM, 1e-3, 1, 40),
+        ("O1", "attention", torch.optim.AdamW, 1e-3, 2, 40),
+        ("O2", "mlp", torch.optim.SGD, 0.05, 1, 120),
+        ("O2", "conv", ADAM, 3e-3, 1, 60),
+        ("O2", "attention", torch.optim.AdamW, 1e-3, 4, 30),
+        ("O4", "conv", ADAM, 1e-3, 1, 40),
+        ("O4", "mlp", torch.optim.SGD, 0.05, 2, 40),
+        ("O5", "attention", ADAM, 1e-3, 1, 120),
+        ("O5", "conv", torch.optim.SGD, 0.05, 1, 40),
+    )
+)
+
+UNSEEN = (
+    Case(
+        name="data-beyond-float16",
+        data=times(1e6),
+        at=since(18),
+        truth=Truth(first="The loss is infinite or nan, since step 18", do="data", never=A_SCALE),
+    ),
+    Case(
+        name="nan-in-one-forward-o5",
+        level="O5",
+        change=lambda x: x * (x.sum() * 0 / 0),
+        at=only(18),
+        truth=Truth(first="The loss is infinite or nan, since step 18", do="step 18"),
+    ),
+    Case(
+        name="log-of-negatives-traced-o1",
+        level="O1",
+        change=lambda x: torch.log(x.float() - 5),
+        at=since(9),
+        options=TRACED,
+        truth=Truth(
+            first="The forward of blocks.1.spot makes nan, since step 9",
+            where="blocks.1.spot",
+            never=f"float32|bfloat16|{A_SCALE}",
+        ),
+    ),
+    Case(
+        name="thrown-away-at-once-o0",
+        level="O0",
+        lr=1e30,
+        options={"numerics_every": 1},
+        truth=Truth(first="Training diverges, since step 2", do=LEARNING_RATE),
+    ),
+    Case(
+        name="diverges-slowly-o4",
+        level="O4",
+        kind="attention",
+        lr=30.0,
+        truth=Truth(first="Training diverges, since step 5", where="30", do=LEARNING_RATE),
+    ),
+    Case(
+        name="o3-rmsprop-eps",
+        level="O3",
+        kind="attention",
+        optimizer=torch.optim.RMSprop,
+        lr=1e-3,
+        truth=Truth(
+            first="The eps of RMSprop turned weights into nan, since step 1",
+            where="RMSprop",
+            do="eps",
+        ),
+    ),
+    Case(
+        name="o3-adam-dynamic",
+        level="O3",
+        optimizer=ADAM,
+        lr=1e-3,
+        options={"loss_scale": "dynamic", **TRACED},
+        truth=Truth(
+            first="The eps of Adam turned weights into nan, since step 1",
+            where="Adam",
+            do="eps",
+            never=A_SCALE,
+        ),
+    ),
+    Case(
+        name="o3-partly-zero",
+        level="O3",
+        kind="attention",
+        loss=times(1e-5),
+        truth=Truth(
+            first="Gradients vanish below the smallest float16 number, since step 1", do="scale"
+        ),
+    ),
+    Case(
+        name="o1-static-1e9",
+        level="O1",
+        options={"loss_scale": 1e9},
+        truth=Truth(
+            first="A static loss scale of 1e.09 is too large, since step 1", do="smaller|dynamic"
+        ),
+    ),
+    Case(
+        name="o2-static-steep-at-17",
+        options={"loss_scale": 2.0**12, "numerics_every": 1},
+        change=lambda x: steepen(6e4)(steepen(6e4)(x)),
+        at=since(17),
+        truth=Truth(
+            first="The backward of a finite loss makes inf or nan, since step 17",
+            where="blocks.1.inner",
+            do="huge",
+        ),
+    ),
+    Case(
+        name="outlier-batch-o2",
+        steps=200,
+        kind="conv",
+        lr=1e-4,
+        loss=times(3e3),
+        at=only(120),
+        truth=Truth(first="The loss jumps to 4[0-9.]*e.03, at step 120", do="batch"),
+    ),
+    Case(
+        name="loss-stays-high",
+        level="O5",
+        steps=120,
+        lr=1e-4,
+        loss=times(200),
+        at=since(50),
+        truth=Truth(first="Training diverges, since step 50", do=LEARNING_RATE),
+    ),
+    Case(
+        name="o5-without-masters-stalls",
+        level="O5",
+        lr=1e-4,
+        options={"master_weights": False, "numerics": "full"},
+        truth=Truth(first="Updates round to nothing, since step 1", do="masters"),
+    ),
+    Case(
+        name="o4-loss-times-zero",
+        level="O4",
+        loss=times(0.0),
+        truth=Truth(
+            first="All gradients are zero, since step 1", do="loss", never=f"Pass|{A_SCALE}"
+        ),
+    ),
+    Case(
+        name="search-from-2^40",
+        steps=60,
+        scale=2.0**40,
+        truth=Truth(first="Many steps in a row were skipped, since step 1", do=r"[Bb]egin"),
+    ),
+    Case(
+        name="nan-data-from-the-start",
+        data=times(float("nan")),
+        steps=20,
+        truth=Truth(first="The loss is infinite or nan, since step 1", do="data", never=A_SCALE),
+    ),
+    Case(
+        name="overflows-in-many-batches",
+        kind="attention",
+        level="O1",
+        change=lambda x: steepen(6e4)(steepen(6e4)(x)),
+        at=lambda step: step % 3 == 0,
+        options=TRACED,
+        truth=Truth(
+            first="Gradients become infinite at any scale, since step 3",
+            where="backward of blocks.1.spot",
+            never="trace",
+        ),
+    ),
+    Case(
+        name="loss-inf-once-o4",
+        level="O4",
+        loss=lambda loss: loss / (loss.detach() * 0),
+        at=only(21),
+        truth=Truth(first="The loss is infinite or nan, since step 21", do="step 21"),
+    ),
+    Case(
+        name="lr-raised-then-high-but-finite",
+        kind="conv",
+        level="O1",
+        rate=times(300),
+        at=since(15),
+        truth=Truth(first="Training diverges, since step 16", where="raised", do=LEARNING_RATE),
+    ),
+    Case(
+        name="static-o1-nan-data-late",
+        level="O1",
+        options={"loss_scale": 256.0},
+        data=times(float("nan")),
+        at=only(28),
+        truth=Truth(first="The loss is infinite or nan, since step 28", do="step 28"),
+    ),
+    Case(name="healthy-search-from-2^24", scale=2.0**24, steps=60, truth=Truth(first=GOOD)),
+    Case(
+        name="healthy-falls-below-zero",
+        level="O5",
+        loss=lambda loss: loss - 5,
+        steps=120,
+        truth=Truth(first=GOOD),
+    ),
+    Case(
+        name="healthy-o3-dynamic",
+        level="O3",
+        options={"loss_scale": "dynamic"},
+        truth=Truth(first=GOOD),
+    ),
+    Case(
+        name="healthy-learns-by-heart",
+        level="O0",
+        kind="attention",
+        optimizer=ADAM,
+        lr=1e-2,
+        steps=250,
+        truth=Truth(first=GOOD),
+    ),
+    Case(
+        name="healthy-dropped-rate",
+        level="O2",
+        kind="conv",
+        rate=times(0.1),
+        at=since(30),
+        steps=60,
+        parts=3,
+        truth=Truth(first="Nothing to report"),
+    ),
+    Case(
+        name="healthy-o3-adam-large-eps",
+        level="O3",
+        optimizer=ADAM,
+        lr=1e-3,
+        more={"eps": 1e-4},
+        options={"loss_scale": 1024.0},
+        truth=Truth(first=GOOD),
+    ),
+)
+"""Kinds that the rules were not written with in view."""
+
+LATER = (
+    Case(
+        name="static-nan-by-a-root",
+        level="O1",
+        options={"loss_scale": 1024.0, "numerics_every": 1},
+        change=root_of_zero,
+        at=since(12),
+        truth=Truth(
+            first="The backward of a finite loss makes inf or nan, since step 12",
+            where="blocks.1.inner",
+            do="root",
+        ),
+    ),
+    Case(
+        name="empty-mask",
+        level="O1",
+        loss=lambda loss: loss + loss.new_zeros(0).mean(),
+        at=only(7, 8, 30),
+        truth=Truth(first="The loss is infinite or nan, since step 7", do="mask", never=A_SCALE),
+    ),
+    Case(
+        name="o3-nan-data-harmless-eps",
+        level="O3",
+        optimizer=ADAM,
+        lr=1e-3,
+        more={"eps": 1e-4},
+        data=times(float("nan")),
+        at=only(21),
+        truth=Truth(first="The loss is infinite or nan, since step 21", do="step 21", never="eps"),
+    ),
+    Case(
+        name="two-jumps",
+        level="O4",
+        steps=160,
+        lr=1e-4,
+        loss=times(500),
+        at=only(60, 120),
+        truth=Truth(first="The loss jumps to [0-9]+, at step (60|120)", where="more", do="batch"),
+    ),
+    Case(
+        name="o1-static-2^30-adam-conv",
+        level="O1",
+        kind="conv",
+        optimizer=ADAM,
+        lr=1e-3,
+        options={"loss_scale": 2.0**30},
+        truth=Truth(first="A static loss scale of 2³⁰ is too large, since step 1", do="dynamic"),
+    ),
+    Case(
+        name="ceiling-of-one",
+        level="O2",
+        net=Deep,
+        loss=times(1e-7),
+        scale=1.0,
+        options={"max_loss_scale": 1.0},
+        truth=Truth(
+            first="All gradients are zero in float16, since step 1", do="raise max_loss_scale"
+        ),
+    ),
+    Case(
+        name="no-step-in-30",
+        scale=2.0**60,
+        steps=30,
+        truth=Truth(first="No step was taken, since step 1", do="lower scale"),
+    ),
+    Case(
+        name="loss-times-zero-dynamic",
+        loss=times(0.0),
+        at=since(11),
+        truth=Truth(first="All gradients are zero, since step 11", do="depends", never="Pass"),
+    ),
+    Case(
+        name="unbounded-below",
+        level="O5",
+        loss=times(-1),
+        lr=20.0,
+        truth=Truth(first="Training diverges, since step [0-9]+", do="[Ll]ower the learning rate"),
+    ),
+    Case(
+        name="large-data-o3",
+        level="O3",
+        data=times(1e6),
+        truth=Truth(first="The loss is infinite or nan, since step 1", do="data"),
+    ),
+    Case(
+        name="output-beyond-float16",
+        change=lambda x: x * 200 * x.new_tensor(4e4),
+        kind="attention",
+        at=only(13, 26, 39),
+        options=TRACED,
+        truth=Truth(
+            first="The forward of blocks.1.spot makes inf, since step 13",
+            where="blocks.1.spot",
+            never=A_SCALE,
+        ),
+    ),
+    Case(
+        name="steep-in-single-batches-traced",
+        change=lambda x: steepen(6e4)(steepen(40.0)(x)),
+        at=lambda step: step % 5 == 0,
+        scale=2.0**16,
+        options=TRACED,
+        steps=35,
+        truth=Truth(
+            first="Overflows keep beginning in the backward of blocks.1.spot.*, since step 5",
+            where="blocks.1.spot",
+            never="overflow=.?.trace",
+        ),
+    ),
+    Case(
+        name="frozen-by-a-product-with-zero",
+        level="O5",
+        change=times(0.0),
+        truth=Truth(first="Nothing to worry about, 1 note", where="blocks.1.norm", do="used"),
+    ),
+    Case(name="healthy-accumulates-o1", level="O1", kind="conv", parts=8, truth=Truth(first=GOOD)),
+    Case(
+        name="healthy-noisy-data",
+        level="O2",
+        data=lambda x: x + torch.randn_like(x),
+        steps=150,
+        truth=Truth(first=GOOD),
+    ),
+    Case(
+        name="healthy-tiny-loss",
+        level="O2",
+        loss=times(1e-4),
+        scale=2.0**16,
+        steps=60,
+        truth=Truth(first=GOOD),
+    ),
+    Case(
+        name="healthy-huge-loss",
+        level="O5",
+        loss=times(1e4),
+        lr=5e-6,
+        steps=60,
+        truth=Truth(first=GOOD),
+    ),
+    Case(
+        name="healthy-warm-up",
+        level="O1",
+        lr=1e-3,
+        rate=times(30),
+        at=since(10),
+        truth=Truth(first=GOOD),
+    ),
+)
+"""Written after the rules had been mended for the ones above."""
+
+CASES = (*FAULTY, *HEALTHY, *UNSEEN, *LATER)
+
+
+def judge_case(case: Case) -> str:
+    """Train a case; returns what is wrong with its report, or nothing."""
+    run = gather(train(case))
+    findings = advise(run)
+    first = judge(run, findings).title
+    told = " ".join(f"{f.title} {f.where} {f.number}" for f in findings[:1])
+    does = " ".join(f.do for f in findings)
+    truth = case.truth
+    wrong = [
+        what
+        for what, is_right in (
+            ("first line", bool(re.fullmatch(truth.first, first))),
+            ("where", bool(re.search(truth.where, told))),
+            ("do", not truth.do or bool(findings and re.search(truth.do, findings[0].do))),
+            ("never", not (truth.never and re.search(truth.never, does))),
+        )
+        if not is_right
+    ]
+    if not wrong:
+        return ""
+    first_do = findings[0].do if findings else ""
+    return f"{case.name}: {', '.join(wrong)}; got {first!r}; {told}; {first_do}"
+
+
+def scores(every: int, offset: int) -> list[Score]:
+    """Train each ``every``-th case, and count the reports whose first advice is right."""
+    counted: list[Score] = []
+    for kind, cases in (
+        ("report, faulty runs", FAULTY),
+        ("report, healthy runs", HEALTHY),
+        ("report, unseen", UNSEEN),
+        ("report, later", LATER),
+    ):
+        score = Score(kind)
+        for case in cases[offset::every]:
+            wrong = judge_case(case)
+            if wrong:
+                score.wrong.append(wrong)
+            else:
+                score.right += 1
+        counted.append(score)
+    return counted

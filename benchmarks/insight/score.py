@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How often an answer was right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Score:
+    """The outcome of all cases of one kind."""
+
+    kind: str  # what was asked, such as "attribution" or "doctor, wrong scripts"
+    right: int = 0
+    unknown: int = 0  # the tool said that it does not know
+    wrong: list[str] = field(default_factory=list)  # which cases, and what was said of them
+
+    @property
+    def cases(self) -> int:
+        """All of them."""
+        return self.right + self.unknown + len(self.wrong)
