@@ -9,7 +9,7 @@ import json
 import os
 import random
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -349,10 +349,22 @@ def _history(path: Path) -> None:
 # -- pickles -------------------------------------------------------------------------------------
 
 
+def mixed(folder: Path, draw: random.Random, cases: int, guard: Guard) -> Iterator[Case]:
+    """Pickles put together of hostile ones by chance."""
+    parts = [*attack_pickles.calls(guard.mark), *attack_pickles.bombs()]
+    small = [value for _, value in parts if len(value) < 2000]
+    files = ((str(number), attack_pickles.mixed(small, draw)) for number in range(cases))
+    yield from _pickles(folder, files)
+
+
 def pickles(folder: Path, _: random.Random, cases: int, guard: Guard) -> Iterator[Case]:
     """Hostile pickles, bombs, and zip files that are two."""
     del cases
-    for number, (what, data) in enumerate(attack_pickles.files(folder, guard.mark)):
+    yield from _pickles(folder, attack_pickles.files(folder, guard.mark))
+
+
+def _pickles(folder: Path, files: Iterable[tuple[str, bytes | None]]) -> Iterator[Case]:
+    for number, (what, data) in enumerate(files):
         path = folder / f"{number}.pt"
         if data is not None:
             path.write_bytes(data)
@@ -421,6 +433,7 @@ KINDS: dict[str, Callable[[Path, random.Random, int, Guard], Iterator[Case]]] = 
     "damaged": damaged,
     "crafted": crafted,
     "histories": histories,
+    "mixed": mixed,
     "pickles": pickles,
     "odd": odd,
 }

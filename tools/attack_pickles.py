@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 import struct
 import warnings
 import zipfile
@@ -136,6 +137,22 @@ def bombs() -> Iterator[tuple[str, bytes]]:
         yield f"expanded {size}", called(rebuild, place, b"K\x00", shape, stride, b"\x89", hooks)
         stride = number(1) + b"\x85"
         yield f"enlarged {size}", called(rebuild, place, b"K\x00", shape, stride, b"\x89", hooks)
+
+
+def mixed(parts: list[bytes], draw: random.Random) -> bytes:
+    """A hostile file made of some of these values, cut and spliced and changed anywhere."""
+    value = b"(" + b"".join(draw.choices(parts, k=draw.randint(1, 4))) + b"t"
+    for _ in range(draw.randint(0, 3)):
+        start, stop = sorted(draw.choices(range(len(value) + 1), k=2))
+        stop = min(stop, start + 16)
+        other = draw.choice(parts)
+        begin = draw.randrange(len(other))
+        with_what = draw.choice(
+            (b"", draw.randbytes(stop - start), other[begin : begin + 32], value[start:stop] * 2)
+        )
+        value = value[:start] + with_what + value[stop:]
+    whole = b"\x80\x02" + draw.choice((b"", b"}(" + text("tensors"))) + value + b"."
+    return draw.choice((bytes, legacy, zipped))(whole)
 
 
 def files(folder: Path, mark: Path) -> Iterator[tuple[str, bytes | None]]:

@@ -82,9 +82,7 @@ class Target:
         tensors = [*own, *params, *(p.grad for p in params)]
         copies = [None if t is None else t.detach().clone() for t in tensors]
         groups = self.optimizer.state_dict()
-        states = {
-            n: {k: _copied(v) for k, v in state.items()} for n, state in groups["state"].items()
-        }
+        states = {name: _copied(state) for name, state in groups["state"].items()}
         rest = [dict(group) for group in groups["param_groups"]]
         return [
             copies,
@@ -102,6 +100,8 @@ class Target:
 
 
 def _copied(value: Any) -> Any:
+    if isinstance(value, dict):  # the state of one parameter; others may be anything
+        return {name: _copied(entry) for name, entry in value.items()}
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
