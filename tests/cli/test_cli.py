@@ -146,6 +146,17 @@ def test_missing_packages_get_one_clear_message(
     assert message.endswith('pip install "preamp[cli]".\n')
 
 
+def test_version_needs_no_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main_module, "NEEDS", ("no_such_package",))
+    monkeypatch.setattr(sys, "argv", ["preamp", "--version"])
+    with pytest.raises(SystemExit) as caught:
+        main_module.main()
+    assert not caught.value.code
+    assert capsys.readouterr().out.startswith(f"preamp {preamp.__version__}, torch ")
+
+
 def test_module_is_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,7 +88,7 @@ def test_table_compares_with_o0() -> None:
     assert cells["level"] == ("O5", "")
     assert cells["weights / compute"] == ("fp16 / fp16", "fp32 masters")
     assert cells["held-out"] == ("5.050", "+1.00 %")
-    assert cells["best step"] == ("100", "×0.50")
+    assert cells["best"] == ("100", "×0.50")
     assert cells["median"] == ("100", "×0.33")
     assert cells["speed"] == ("600", "")
     assert cells["memory"] == ("16.0", "2+4+2+8")
@@ -102,13 +102,13 @@ def test_table_compares_with_o0() -> None:
 def test_table_without_o0_has_no_ratios() -> None:
     cells = cells_of(result(row("O5")), "O5")
     assert cells["held-out"] == ("5.000", "")
-    assert cells["best step"] == ("200", "")
+    assert cells["best"] == ("200", "")
 
 
 def test_row_of_a_level_that_never_stepped_is_empty() -> None:
     empty = row("O1", losses=(), step_seconds=(), dtypes=None, memory=None, activation_bytes=None)
     cells = cells_of(result(row(), empty), "O1")
-    for title in ("weights / compute", "best step", "median", "speed", "memory", "kept"):
+    for title in ("weights / compute", "best", "median", "speed", "memory", "kept"):
         assert cells[title] == ("–", "")
 
 

@@ -7,38 +7,38 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.table import Table
 
 import preamp
 from preamp.cli import run as program
 from preamp.cli.checkpoint import checkpoint, convert_checkpoint
-from preamp.cli.console import make_console
+from preamp.cli.console import make_console, print_table, print_wrapped
 from preamp.cli.demo import demo
 from preamp.cli.doctor import run_doctor
 from preamp.cli.estimate import estimate
+from preamp.cli.main import versions
 from preamp.cli.plan import plan
 from preamp.cli.report import report
 from preamp.core.dtypes import dtype_name
 
+_HEADINGS = ("level", "model is", "functions run in", "batch norm", "masters", "loss scale")
+
 
 def levels() -> None:
     """Print what each opt level does by default."""
-    table = Table(title="Opt levels", title_justify="left")
-    table.add_column("level", style="bold")
-    for heading in ("model cast to", "functions cast to", "batch norm", "masters", "loss scale"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("in words", overflow="fold")
-    for name, policy in preamp.OPT_LEVELS.items():
-        table.add_row(
+    rows = [
+        (
             name,
             _dtype(policy.cast_model_type),
             _dtype(policy.patch_torch_functions_type),
             "float32" if policy.keep_batchnorm_fp32 else "–",
             "float32" if policy.master_weights else "–",
             str(policy.loss_scale),
-            policy.brief.split(":", 1)[-1].strip(),
         )
-    make_console().print(table)
+        for name, policy in preamp.OPT_LEVELS.items()
+    ]
+    console = make_console()
+    print_table(console, _HEADINGS, rows, left=len(_HEADINGS))
+    print_wrapped(console, (" ".join(row.brief.split()) for row in preamp.OPT_LEVELS.values()))
 
 
 def _dtype(dtype: torch.dtype | None) -> str:
@@ -46,12 +46,28 @@ def _dtype(dtype: torch.dtype | None) -> str:
 
 
 app = typer.Typer(
-    name="preamp",
-    help="Mixed-precision training for PyTorch in one call.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    name="preamp", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
+
+
+def _print_versions(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(versions())
+        raise typer.Exit
+
+
+@app.callback()
+def _options(  # pyright: ignore[reportUnusedFunction]
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_versions, help="Print versions, and stop."
+        ),
+    ] = False,
+) -> None:
+    """Mixed-precision training for PyTorch in one call."""
+
+
 app.command()(demo)
 app.command()(convert_checkpoint)
 app.command()(levels)

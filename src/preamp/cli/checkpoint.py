@@ -17,7 +17,7 @@ from rich.table import Table
 from preamp.checkpoint import Finding, convert_apex_checkpoint
 from preamp.checkpoint.convert import RECORD
 from preamp.checkpoint.summary import Summary, summarize_checkpoint
-from preamp.cli.console import REFUSED, make_console, print_plainly, refused
+from preamp.cli.console import REFUSED, make_console, print_plainly, print_wrapped, refused
 from preamp.core.errors import PreampError
 from preamp.planning.report import bytes_text
 
@@ -74,8 +74,8 @@ def _print(summary: Summary, console: Console) -> None:
     lines += summary.schedulers
     extra = summary.extra
     lines.append(f"extra: {extra if isinstance(extra, str) else ', '.join(extra) or 'empty'}")
-    for line in lines:
-        print_plainly(console, line)
+    print_plainly(console, lines[0])  # a path that is cut is no path
+    print_wrapped(console, lines[1:])
     for model in summary.models:
         print_plainly(console, f"\n{model['class']}")
         console.print(_model_table(model))

@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The terminal that commands print to."""
+"""The terminal that commands print to: its width, and tables and paragraphs that fit it."""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
-from collections.abc import Generator
+import textwrap
+from collections.abc import Generator, Iterable, Sequence
 
 import typer
+from rich.box import SIMPLE_HEAVY
+from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 REFUSED = 2  # exit status where nothing was done, as of a shell's builtin
 
 
 def make_console() -> Console:
-    """A console on standard output; one without a width gets one that fits the tables."""
-    return Console() if sys.stdout.isatty() else Console(width=100)
+    """A console on standard output, as wide as ``COLUMNS`` says or the terminal is, or 80."""
+    return Console() if sys.stdout.isatty() else Console(width=shutil.get_terminal_size().columns)
 
 
 @contextlib.contextmanager
@@ -34,3 +40,60 @@ def refused(error: Exception) -> typer.Exit:
 def print_plainly(console: Console, text: str) -> None:
     """Print a line as it is, however long."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_wrapped(console: Console, lines: Iterable[str]) -> None:
+    """Print lines of prose, each wrapped by itself; one that is indented is code, and stays."""
+    for line in lines:
+        indent = "  " if line.startswith("- ") else ""
+        is_prose = line and not line.startswith(" ")
+        parts = _wrap(line, console.width, indent) if is_prose else [line]
+        print_plainly(console, "\n".join(parts))
+
+
+def _wrap(line: str, width: int, indent: str) -> list[str]:
+    return textwrap.wrap(
+        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def print_table(
+    console: Console,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    *,
+    left: int = 1,
+) -> None:
+    """Print a table; one that is too wide goes on below, with its first column repeated.
+
+    The first ``left`` columns are aligned to the left, the others to the right.
+    """
+    lines = [headings, *rows]
+    cells = [[Text(cell) if isinstance(cell, str) else cell for cell in line] for line in lines]
+    widths = [max(_width(row[i]) for row in cells) for i in range(len(headings))]
+    for group in _groups(widths, console.width):
+        fits_widely = sum(widths[i] + 2 for i in group) <= console.width
+        padding = (0, int(fits_widely), 0, 0)
+        table = Table(box=SIMPLE_HEAVY, show_edge=False, pad_edge=False, padding=padding)
+        for i in group:
+            justify = "left" if i < left else "right"
+            table.add_column(cells[0][i], justify=justify, overflow="fold")
+        for row in cells[1:]:
+            table.add_row(*(row[i] for i in group))
+        console.print(table)
+        console.print()
+
+
+def _width(cell: Text) -> int:
+    return max(map(cell_len, cell.plain.split("\n")))
+
+
+def _groups(widths: Sequence[int], limit: int) -> list[list[int]]:
+    """Which columns stand together: as many as ``limit`` allows, the first one in every group."""
+    groups = [[0]]
+    for i in range(1, len(widths)):
+        used = sum(widths[column] + 1 for column in groups[-1])
+        if len(groups[-1]) > 1 and used + widths[i] > limit:
+            groups.append([0])
+        groups[-1].append(i)
+    return groups

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from textwrap import wrap
 from typing import Annotated
 
 import torch
 import typer
-from rich.box import SIMPLE_HEAVY
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -21,9 +21,9 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.text import Text
 
-from preamp.cli.console import make_console, refused
+from preamp.cli.console import make_console, print_table, refused
 from preamp.core.errors import PreampUnavailableError, bad_value, unavailable
 from preamp.demo.config import DEFAULT_LEVELS, DemoConfig, ModelConfig, OptimizerConfig
 from preamp.demo.data import read_corpus
@@ -31,11 +31,21 @@ from preamp.demo.parallel import SHARED, choose_parallel, require_sharding
 from preamp.demo.records import DemoResult, LevelResult
 from preamp.demo.report import require_folder, require_packages, write
 from preamp.demo.run import Setting, prepare, run
-from preamp.demo.table import HELD_OUT, MEMORY, RANK_COLUMNS, TIMING, columns_of, note_of, rank_rows
+from preamp.demo.table import (
+    HELD_OUT,
+    MEMORY,
+    RANK_COLUMNS,
+    TIMING,
+    Cell,
+    columns_of,
+    note_of,
+    rank_rows,
+)
 from preamp.demo.train import Progress as Step
 from preamp.demo.train import Watcher
 from preamp.distributed.groups import joined, launched_ranks, own_device, own_rank
 
+_HEADING = 12  # a line of a heading in the table, so that all of it fits 80 columns
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells count it: 128 + SIGINT
 
 _CONFIG = DemoConfig()
@@ -143,37 +153,27 @@ def run_watched(setting: Setting, console: Console, *, quiet: bool) -> DemoResul
 
 def show(result: DemoResult, console: Console) -> None:
     """Print the table and its notes."""
-    title = f"{result.parameters:,} parameters on {result.device}"
-    table = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAVY, padding=(0, 1, 0, 0), pad_edge=False
-    )
     columns = columns_of(result)
-    for column in columns:
-        heading = f"{column.title}\n{column.unit}" if column.unit else column.title
-        table.add_column(heading, justify="right" if column.is_number else "left", overflow="fold")
-    for row in result.levels:
-        cells = (column.cell(row, result.baseline) for column in columns)
-        table.add_row(*(f"{escape(cell.value)}\n[dim]{escape(cell.detail)}[/]" for cell in cells))
-    console.print(table)
+    title = f"{result.parameters:,} parameters on {result.device}"
+    console.print(f"[italic]{escape(title)}[/]\n", highlight=False)
+    headings = ["\n".join([*wrap(column.title, _HEADING), column.unit]) for column in columns]
+    rows = [
+        [_text_of(column.cell(row, result.baseline)) for column in columns] for row in result.levels
+    ]
+    left = sum(not column.is_number for column in columns)
+    print_table(console, [heading.strip() for heading in headings], rows, left=left)
     for row in result.levels:
         console.print(f"[bold]{row.level}[/]  {escape(note_of(row, result))}", highlight=False)
-    show_ranks(result, console)
+    ranks = rank_rows(result)
+    if ranks:
+        console.print(f"\n[italic]Ranks. {escape(SHARED[result.config.parallel])}[/]\n")
+        print_table(console, RANK_COLUMNS, ranks)
     for remark in (HELD_OUT, TIMING, MEMORY):
         console.print(remark, style="dim", highlight=False)
 
 
-def show_ranks(result: DemoResult, console: Console) -> None:
-    """Print what each rank says, where there are several."""
-    rows = rank_rows(result)
-    if not rows:
-        return
-    table = Table(title=f"Ranks. {SHARED[result.config.parallel]}", title_justify="left")
-    table.box, table.pad_edge = SIMPLE_HEAVY, False
-    for title in RANK_COLUMNS:
-        table.add_column(title, justify="left" if title == "level" else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+def _text_of(cell: Cell) -> Text:
+    return Text.assemble(cell.value, "\n", (cell.detail, "dim"))
 
 
 class Bars(Watcher):

@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import typer
-from rich.box import SIMPLE_HEAVY
-from rich.table import Table
+from rich.console import Console
 
 import preamp
-from preamp.cli.console import make_console, only_answer_on_stdout, refused
+from preamp.cli.console import make_console, only_answer_on_stdout, print_table, refused
 from preamp.core.errors import PreampError, bad_value
 from preamp.planning.layout import Factory
 from preamp.planning.memory import MemoryEstimate, Sharding
 from preamp.planning.optimizers import parse_call
 from preamp.planning.report import bytes_text
+
+_CAPTION = (
+    "More in step: float32 gradients of masters while the optimizer steps. What is 0 at every "
+    "level is left out. Activations are not counted."
+)
 
 
 def estimate(
@@ -64,7 +68,7 @@ def estimate(
     if as_json:
         typer.echo(json.dumps([one.to_json() for one in found], indent=2))
     else:
-        make_console().print(_table(found))
+        _print(found, make_console())
 
 
 def _model(model: str | None, params: float | None) -> Factory | float:
@@ -84,21 +88,18 @@ def _model(model: str | None, params: float | None) -> Factory | float:
     return functools.partial(call.import_function(), *call.args, **call.kwargs)
 
 
-def _table(rows: list[MemoryEstimate]) -> Table:
+def _print(rows: list[MemoryEstimate], console: Console) -> None:
     first = rows[0]
     title = f"{first.parameters:,} parameters, {first.optimizer}"
     if first.world_size > 1:
         title += f", one of {first.world_size} ranks, sharding {first.sharding}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAVY, padding=(0, 1, 0, 0))
-    table.add_column("level", style="bold")
-    for name in (*first.categories, "total", "more in step"):
-        table.add_column(name, justify="right", overflow="fold")  # no digit is left out
-    for row in rows:
-        sizes = (*row.categories.values(), row.total, row.master_gradients)
-        table.add_row(row.opt_level, *map(bytes_text, sizes))
-    table.caption = (
-        "More in step: float32 gradients of masters while the optimizer steps. Activations are "
-        "not counted."
-    )
-    table.caption_justify = "left"
-    return table
+    console.print(f"{title}\n", style="italic", highlight=False, markup=False)
+    columns = {name: [row.categories[name] for row in rows] for name in first.categories}
+    columns["total"] = [row.total for row in rows]
+    columns["more in step"] = [row.master_gradients for row in rows]
+    filled = {name: sizes for name, sizes in columns.items() if any(sizes) or name == "total"}
+    headings = ["\n".join(name.split(maxsplit=1)) for name in filled]
+    names = [row.opt_level for row in rows]
+    cells = zip(names, *(map(bytes_text, sizes) for sizes in filled.values()), strict=True)
+    print_table(console, ["level", *headings], cells)
+    console.print(_CAPTION, highlight=False)

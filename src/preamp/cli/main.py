@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import platform
 import sys
 
+import torch
+
+import preamp
 from preamp.cli.doctor import run_doctor
 from preamp.cli.run import run
 from preamp.core.errors import message
@@ -14,8 +18,19 @@ from preamp.core.errors import message
 NEEDS = ("rich", "typer")
 
 
+def versions() -> str:
+    """What ``preamp --version`` prints, which a report of a bug begins with."""
+    return (
+        f"preamp {preamp.__version__}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}"
+    )
+
+
 def main() -> None:
     """Run the command line, or exit with status 1 and say what it needs."""
+    if sys.argv[1:] == ["--version"]:
+        print(versions())
+        raise SystemExit(0)
     # These need neither, and end as the program ends that they run.
     if sys.argv[1:2] == ["run"]:
         run(sys.argv[2:])

@@ -10,23 +10,27 @@ from __future__ import annotations
 import builtins
 import importlib.util
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, ModuleType
 from typing import Any, NoReturn, cast
 
 import preamp
+from preamp.cli.tracebacks import begin_tracebacks
 from preamp.core.errors import PreampStateError, message
 
-USAGE = """Usage: preamp run script.py [argument ...]
-       preamp run -m module [argument ...]
-
-Run a program that imports apex, amp_C or apex_C, with these names supplied by preamp.
-What follows the script or the module is the program's own. Works under torchrun:
-torchrun --nproc-per-node 2 -m preamp run script.py"""
+_CALLS = """Usage: preamp run script.py [argument ...]
+       preamp run -m module [argument ...]"""
+_HELP = (
+    "Run a program that imports apex, amp_C or apex_C, with these names supplied by preamp. "
+    "What follows the script or the module is the program's own. Under torchrun:"
+)
+_RANKS = "  torchrun --nproc-per-node 2 -m preamp run script.py"
 
 CANNOT_START = 2  # exit status, as Python's own for a script that it cannot open
 
@@ -47,7 +51,8 @@ def run(arguments: list[str]) -> None:
     ``sys.excepthook``, and what `preamp.install_apex_alias` does.
     """
     if arguments[:1] in (["-h"], ["--help"]):
-        print(USAGE)
+        paragraph = textwrap.fill(_HELP, shutil.get_terminal_size().columns)
+        print(_CALLS, paragraph, _RANKS, sep="\n\n")
         return
     if arguments[:1] == ["--"]:
         arguments = arguments[1:]
@@ -82,7 +87,8 @@ def execute(program: Program) -> None:
     main = ModuleType("__main__")
     vars(main).update(program.attributes, __builtins__=builtins)
     sys.modules["__main__"] = main
-    _leave_out_frames_above(program.code)
+    # As without ``preamp run``
+    begin_tracebacks(lambda frame: frame.f_code is program.code)
     exec(program.code, vars(main))
 
 
@@ -148,19 +154,3 @@ def _stop(got: str, command: str) -> NoReturn:
     do = f"Call {call} script.py, or {call} -m module; {call} --help says more"
     print(f"Error: {message(got, allowed, do)}", file=sys.stderr)
     raise SystemExit(CANNOT_START)
-
-
-def _leave_out_frames_above(code: CodeType) -> None:
-    """Let an uncaught exception's traceback begin in the program, as without ``preamp run``."""
-    show = sys.excepthook
-
-    def show_without(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        inner = trace
-        while inner is not None and inner.tb_frame.f_code is not code:
-            inner = inner.tb_next
-        trace = inner or trace
-        show(kind, error.with_traceback(trace), trace)
-
-    sys.excepthook = show_without

@@ -28,6 +28,7 @@ from preamp.demo.train import (
     train,
 )
 from preamp.distributed.groups import gather_to_all, own_rank
+from preamp.policy.resolve import level_hint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +77,10 @@ def prepare(config: DemoConfig, corpus: Corpus) -> Setting:
     """Create what all levels share; raises `ValueError` if a level is unknown."""
     for level in config.levels:
         if level not in preamp.OPT_LEVELS:
-            hint = " (the first character is the letter O)" if level.startswith("0") else ""
             raise bad_value(
-                f"Opt level {level!r} is not known{hint}",
+                f"Opt level {level!r} is not known",
                 f"Choose from {', '.join(preamp.OPT_LEVELS)}",
-                "Pass for example --levels O0,O2",
+                f"{level_hint(level)}. Pass for example --levels O0,O2",
             )
     random = torch.Generator().manual_seed(config.seed)
     return Setting(config=config, corpus=corpus, start=GPT(config.model, random))
@@ -208,7 +208,8 @@ def describe_device(device: torch.device) -> str:
     """Such as ``"cpu (AVX512, 2 threads)"`` or ``"cuda:0 (NVIDIA H200)"``."""
     if device.type == "cpu":
         capability = torch.backends.cpu.get_cpu_capability()
-        return f"cpu ({capability}, {torch.get_num_threads()} threads)"
+        threads = torch.get_num_threads()
+        return f"cpu ({capability}, {threads} thread{'s' * (threads != 1)})"
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     return str(device)

@@ -138,7 +138,7 @@ _COLUMNS = (
     Column(title="level", unit="", is_number=False, cell=_level),
     Column(title="weights / compute", unit="", is_number=False, cell=_formats),
     Column(title="held-out", unit="bits/byte", is_number=True, cell=_held_out),
-    Column(title="best step", unit="ms", is_number=True, cell=_compared("best_seconds", _seconds)),
+    Column(title="best", unit="ms", is_number=True, cell=_compared("best_seconds", _seconds)),
     Column(title="median", unit="ms", is_number=True, cell=_compared("median_seconds", _seconds)),
     Column(title="speed", unit="tokens/s", is_number=True, cell=_speed),
     Column(title="memory", unit="B/param", is_number=True, cell=_memory),
