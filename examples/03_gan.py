@@ -2,6 +2,7 @@
 """A GAN on handwritten digits: two models, two optimizers, three losses with a scale each.
 
 Prints how far the pixel means of generated digits are from those of real ones, before and after.
+Needs scikit-learn, which has the digits.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ import argparse
 from itertools import pairwise
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
 import preamp
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    raise SystemExit("The digits are scikit-learn's: pip install scikit-learn") from None
 
 NOISE = 16
 

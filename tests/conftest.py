@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import random
 import weakref
@@ -39,6 +40,16 @@ hypothesis.settings.register_profile("full", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
 
 
+def draw_from_no_modules() -> None:
+    """Let derandomized examples be the same wherever and after whichever tests they are drawn.
+
+    Hypothesis also draws constants that it finds in the modules that are loaded by then.
+    """
+    providers: Any = importlib.import_module("hypothesis.internal.conjecture.providers")
+    if hasattr(providers, "_get_local_constants") and hasattr(providers, "_local_constants"):
+        providers._get_local_constants = lambda: providers._local_constants
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--suite", choices=SUITES, default="quick", help="which tests to run")
     parser.addoption("--without-numba", action="store_true", help="as where it is not installed")
@@ -51,6 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--hypothesis-profile"):
         is_quick = config.getoption("--suite") == "quick"
         hypothesis.settings.load_profile("quick" if is_quick else "full")
+        draw_from_no_modules()
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m, so that pairs are looked for in what they leave

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 LAYERS = (
-    ("cli", "compat"),
+    ("cli", "compat", "integrations"),
     ("demo",),
     ("checkpoint", "distributed", "doctor", "planning"),
     ("engine",),

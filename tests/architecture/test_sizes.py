@@ -15,18 +15,20 @@ FUNCTION_LINES = 50
 PARAMETERS = 7
 EXAMPLE_LINES = 80
 
-WIDE_SIGNATURES = frozenset({"demo", "initialize"})
-"""``initialize`` has Apex's arguments, ``demo`` one for each option of the command line.
+WIDE_SIGNATURES = frozenset({"initialize"})
+"""It has Apex's arguments.
 
 This set may only shrink.
 """
 
-APEX_SIGNATURES = {
+GIVEN_SIGNATURES = {
+    "cli": None,
     "compat": None,
     "distributed": frozenset({"__init__"}),
     "optim/fused": frozenset({"__init__"}),
 }
-"""Where Apex prescribes arguments: folders of the package, and which functions there (all)."""
+"""Where Apex prescribes arguments, or the command line one for each option: folders of the package,
+and which functions there (all)."""
 
 KERNELS = tuple(
     ROOT / "src" / "preamp" / "kernels" / place for place in ("triton/device", "jit/loops.py")
@@ -87,7 +89,7 @@ def may_be_wide(path: Path, function: Function) -> bool:
         return True
     return any(
         (ROOT / "src" / "preamp" / folder) in path.parents and (not names or function.name in names)
-        for folder, names in APEX_SIGNATURES.items()
+        for folder, names in GIVEN_SIGNATURES.items()
     )
 
 

@@ -41,5 +41,16 @@ def test_example_learns(example: Path, arguments: tuple[str, ...]) -> None:
         assert "in 250 steps at O5" in printed
 
 
+@pytest.mark.full
+def test_an_example_says_which_package_it_needs() -> None:
+    (example,) = [path for path in EXAMPLES if path.stem == "03_gan"]
+    code = "import runpy, sys; sys.modules['sklearn'] = None; runpy.run_path(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(example)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == "The digits are scikit-learn's: pip install scikit-learn\n"
+
+
 def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 3
