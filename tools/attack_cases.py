@@ -63,8 +63,9 @@ def command(*arguments: str | Path) -> None:
 
 
 def show(path: Path) -> None:
-    """Run ``preamp checkpoint show``."""
+    """Run ``preamp checkpoint show``, for people and for programs."""
     command("checkpoint", "show", path)
+    command("checkpoint", "show", "--json", path)
 
 
 def latest(folder: Path, *, never: Path) -> None:

@@ -42,11 +42,12 @@ BROKE: list[tuple[tuple[str | int, ...], Any]] = [
     ((*SCALERS, 0, 1, "loss_scale"), {"$size": [1, 2]}),
     ((*SCALERS, 0, 1, "loss_scale"), "x"),
     (STATE, {"$dict": [[5, {"$tensor": "models/0/state/0.weight"}]]}),
+    (("trees", 0, "schedulers", 0, "class"), 5),
 ]
 """What to change in a manifest so that a reader raised a raw error once, and to what."""
 
 
-@pytest.mark.parametrize("change", BROKE, ids=["size", "word", "name"])
+@pytest.mark.parametrize("change", BROKE, ids=["size", "word", "name", "class"])
 def test_what_broke_a_reader_once_does_no_more(change: Any, tmp_path: Path) -> None:
     target = attack_cases.Target("O2", 0, pending=False)
     target.save(tmp_path / "good.pt")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -17,6 +17,8 @@ from preamp.checkpoint.storage import Loaded, files_of, taken_apart
 from preamp.core.dtypes import dtype_name
 from preamp.core.pytree import tensors_in
 from preamp.kernels.sparse import stored_parts
+
+_T = TypeVar("_T")
 
 CATEGORIES = {
     "models": "models",
@@ -71,10 +73,10 @@ def _summary(path: Path, loaded: Loaded) -> Summary:
         engines=[_engine(engine) for engine in content["engines"]],
         models=[_model(model) for model in content["models"]],
         optimizers=[
-            {"class": optimizer["class"], "parameters": len(optimizer["params"])}
+            {"class": _of(str, optimizer["class"]), "parameters": len(optimizer["params"])}
             for optimizer in content["optimizers"]
         ],
-        schedulers=[scheduler["class"] for scheduler in content["schedulers"]],
+        schedulers=[_of(str, scheduler["class"]) for scheduler in content["schedulers"]],
         extra=_extra(extra),
         bytes=_bytes(content),
     )
@@ -89,24 +91,24 @@ def _engine(saved: Mapping[str, Any]) -> dict[str, Any]:
     scalers = saved["scalers"]
     numbered = (entry for key, entry in scalers.items() if key != "steps")
     return {
-        "opt_level": saved["opt_level"],
-        "loss_scales": [_number(entry["loss_scale"]) for entry in numbered],
+        "opt_level": _of(str, saved["opt_level"]),
+        "loss_scales": [float(_of((int, float), entry["loss_scale"])) for entry in numbered],
         "steps": [
-            {"applied": count["applied"], "skipped": count["skipped"]}
+            {key: _of(int, count[key]) for key in ("applied", "skipped")}
             for count in scalers.get("steps", ())
         ],
     }
 
 
-def _number(value: object) -> float:
-    if not isinstance(value, (int, float)):
-        raise TypeError(f"{value!r} is no number")
-    return float(value)
+def _of(kinds: type[_T] | tuple[type[_T], ...], value: object) -> _T:
+    if not isinstance(value, kinds):
+        raise TypeError(f"{value!r} is of type {type(value).__name__}")
+    return value
 
 
 def _model(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "class": saved["class"],
+        "class": _of(str, saved["class"]),
         "tensors": [
             {"name": str(name), "shape": list(value.shape), "dtype": dtype_name(value.dtype)}
             for name, value in saved["state"].items()
