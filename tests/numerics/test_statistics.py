@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cases.back_ends import REFERENCE, every_way
 from numerics import oracle
 from preamp.numerics import FORMATS, Measured, NumberFormat, TensorStatistics, measure
+from preamp.numerics.statistics import add_up
 
 HALVES = (FORMATS["float16"], FORMATS["bfloat16"])
 scales = st.integers(-10, 24).map(lambda exponent: 2.0**exponent)
@@ -172,3 +174,15 @@ def test_temporaries_do_not_grow_with_the_tensor(dtype: torch.dtype, layout: str
 def test_it_does_not_matter_how_elements_lie(ops: Any, tensor: torch.Tensor) -> None:
     other = tensor.clone(memory_format=torch.contiguous_format)
     assert statistics_of(tensor, HALVES[0], ops=ops) == statistics_of(other, HALVES[0], ops=ops)
+
+
+@given(st.lists(oracle.tensors(), min_size=1, max_size=5), st.sampled_from(HALVES), scales)
+def test_parts_add_up_to_the_whole(
+    tensors: list[torch.Tensor], form: NumberFormat, scale: float
+) -> None:
+    dtype = tensors[0].dtype
+    parts = [tensor.to(dtype) for tensor in tensors]
+    (found,) = add_up([statistics_of(part, form, scale) for part in parts])
+    whole = statistics_of(torch.cat(parts), form, scale)
+    assert replace(found, rms=0.0) == replace(whole, rms=0.0)
+    assert found.rms == pytest.approx(whole.rms, rel=1e-6, nan_ok=True)

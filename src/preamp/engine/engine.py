@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -178,6 +178,33 @@ class Engine(EngineCore):
         """
         if self.policy.enabled:
             self.tracer.arm()
+
+    def watch_activations(
+        self,
+        pattern: str | Iterable[str] = "*",
+        *,
+        kinds: str | Iterable[str] = ("output",),
+        steps: Container[int] | None = None,
+    ) -> Callable[[], None]:
+        """Take statistics of what goes in and out of modules, until the returned call.
+
+        They stand in the `NumericsRecord` of the step that they lead to, all forwards of the step
+        added up. Modules are watched in training mode only; what is compiled or scripted is not
+        looked into. Changes no number; does not synchronise.
+
+        Args:
+            pattern: Qualified names of modules, or patterns with ``*``, as in ``"layers.*.mlp"``.
+            kinds: ``"input"``, ``"output"``, ``"input gradient"``, ``"output gradient"``. A
+                gradient is the loss's by that tensor, whatever else uses it.
+            steps: Of the first optimizer, such as ``range(100, 200, 10)``; all steps that it
+                contains. ``None`` is every ``numerics_every`` steps.
+
+        Raises:
+            ValueError: No module matches, or a kind is not known.
+            TypeError: ``pattern`` holds no names, or ``steps`` no numbers.
+            PreampStateError: Neither ``history`` nor ``numerics`` was given to ``initialize``.
+        """
+        return parts.watch_activations(self, pattern, kinds=kinds, steps=steps)
 
     def explain(self) -> str:
         """Say what was decided, for which reason, and what was found; several lines of text."""

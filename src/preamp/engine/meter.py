@@ -62,8 +62,8 @@ class Meter:
     ) -> list[Reading]:
         """Measure the dense real gradients of a backward, with the loss ``scale`` on them."""
         place = copies.put(scale.clone())
-        found = [(p.grad, p) for p in session.model_params() if p.grad is not None]
-        return self._read(found, "gradient", copies, scales=[place] * len(found))
+        found = [(self._names.of(p), p.grad) for p in session.model_params() if p.grad is not None]
+        return self.read(found, "gradient", copies, scales=[place] * len(found))
 
     def stepped_gradients(self, session: OptimizerSession, copies: HostCopies) -> list[Reading]:
         """Measure what a step is going to use, as `gradients`; used up half gradients are none."""
@@ -76,8 +76,8 @@ class Meter:
             if factor is not None and id(factor) not in places:
                 places[id(factor)] = copies.put(factor.reciprocal())
             scales.append(None if factor is None else places[id(factor)])
-        pairs = list(zip(entries.grads, entries.owners, strict=True))
-        return self._read(pairs, "gradient", copies, scales=scales)
+        pairs = list(zip(map(self._names.of, entries.owners), entries.grads, strict=True))
+        return self.read(pairs, "gradient", copies, scales=scales)
 
     def weights(
         self, session: OptimizerSession, copies: HostCopies, before: dict[int, torch.Tensor]
@@ -90,7 +90,8 @@ class Meter:
             else copies.put(_count_equal(local_of(param).detach(), earlier))
             for param in params
         ]
-        return self._read([(p, p) for p in params], "weight", copies, stalled=stalled)
+        named = [(self._names.of(p), p) for p in params]
+        return self.read(named, "weight", copies, stalled=stalled)
 
     def before(self, session: OptimizerSession) -> dict[int, torch.Tensor]:
         """Copy the half weights ahead of a step, by ``id`` of the parameter.
@@ -111,23 +112,23 @@ class Meter:
                 found[id(weight)] = copy
         return found
 
-    def _read(
+    def read(
         self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        named: Sequence[tuple[str, torch.Tensor]],
         what: What,
         copies: HostCopies,
         *,
         scales: Sequence[int | None] = (),
         stalled: Sequence[int | None] = (),
     ) -> list[Reading]:
-        """Measure the tensors that statistics are of; each comes with its parameter."""
-        places = [place for place, (tensor, _) in enumerate(pairs) if _is_plain(tensor)]
-        tensors = [pairs[place][0] for place in places]
+        """Measure tensors, but for sparse and complex ones and those of whole numbers."""
+        places = [place for place, (_, tensor) in enumerate(named) if _is_plain(tensor)]
+        tensors = [named[place][1] for place in places]
         found: list[Reading] = []
         for place, tensor, measured in zip(places, tensors, measure(tensors), strict=True):
             half = tensor.dtype if is_half(tensor) else self._half
             reading = Reading(
-                name=self._names.of(pairs[place][1]),
+                name=named[place][0],
                 what=what,
                 form=FORMATS[dtype_name(half)],
                 dtype=tensor.dtype,

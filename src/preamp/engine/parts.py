@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from preamp.core.late import names
 
 if TYPE_CHECKING:
+    from preamp.engine.activations import watch_activations as watch_activations
     from preamp.engine.agreement import RankComparison as RankComparison
     from preamp.engine.explain import explain_engine as explain_engine
     from preamp.engine.recorder import make_recorder as make_recorder
@@ -20,5 +21,6 @@ __getattr__ = names(
     explain_engine=".explain",
     make_recorder=".recorder",
     run_record=".recorder",
+    watch_activations=".activations",
     write="..report",
 )

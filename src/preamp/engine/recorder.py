@@ -24,6 +24,7 @@ from preamp.core.ranks import is_first_rank
 from preamp.core.tensors import is_capturing
 from preamp.core.undo import run_all
 from preamp.core.version import __version__
+from preamp.engine.activations import Activations
 from preamp.engine.events import Backward, Events
 from preamp.engine.host_copies import HostCopies
 from preamp.engine.inventory import Inventory
@@ -50,6 +51,7 @@ class Recorder:
         meter: Meter,
         scalers: Sequence[LossScaler],
         sessions: Iterable[OptimizerSession],
+        events: Events,
         lock: AbstractContextManager[object],
     ) -> None:
         """Record nothing yet; the lock is the ledger's, as other threads may ask for records."""
@@ -65,6 +67,7 @@ class Recorder:
         }
         self._waiting: deque[tuple[Steps, FinishedCall]] = deque()
         self._follows_a_run = False
+        self.activations = Activations(meter, events, lock)
         # Tells what the engine holds and has cast, or ``None``
         self.inventory: Inventory | None = None
         self._has_memory = False
@@ -98,7 +101,7 @@ class Recorder:
                 for optimizer in self._optimizers.values():
                     optimizer.called.clear()
                     optimizer.pending = PendingStep()
-                    self._count_casts(optimizer)
+                    self._begin_step(optimizer)
                 self.history.add(self._position())
 
     def listen(self, events: Events, ledger: Ledger) -> None:
@@ -205,7 +208,7 @@ class Recorder:
         optimizer.called.append(step)
         self._waiting.append((optimizer, step))
         # Nothing that may fail comes before: the books know of the step by now.
-        self._count_casts(optimizer)
+        step.statistics += self._begin_step(optimizer)
         if pending.memory is not None:
             self.history.add(pending.memory)
         if is_full and optimizer.index == 0:
@@ -262,10 +265,17 @@ class Recorder:
         with self._lock:  # another thread may be in the middle of counting
             return optimizer.next_number
 
-    def _count_casts(self, optimizer: Steps) -> None:
-        """Count those on the way to a measured step of the first optimizer."""
-        if self.inventory is not None and optimizer.index == 0:
-            self.inventory.count_casts(on=self.recording.measures(optimizer.next_number))
+    def _begin_step(self, optimizer: Steps) -> list[Statistics]:
+        """What is seen now is on the way to the next step, if it is one of the first optimizer.
+
+        Returns what was seen in forwards and backwards on the way to the step before.
+        """
+        if optimizer.index:
+            return []
+        number = optimizer.next_number
+        if self.inventory is not None:
+            self.inventory.count_casts(on=self.recording.measures(number))
+        return self.activations.begin_step(number)
 
     def _note_casts(self, step: int) -> None:
         casts = None if self.inventory is None else self.inventory.casts(step)
@@ -297,6 +307,7 @@ def make_recorder(engine: EngineCore, recording: Recording) -> Recorder:
         Meter(engine.names, engine.policy.half_dtype),
         engine.scalers,
         engine.sessions.values(),
+        engine.events,
         engine.ledger.lock,
     )
     audit = None

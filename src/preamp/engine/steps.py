@@ -13,13 +13,14 @@ import torch
 from preamp.engine.host_copies import HostCopies
 from preamp.engine.meter import Reading
 from preamp.engine.session import OptimizerSession
-from preamp.numerics import MemoryRecord, NumericsRecord, Record, StepRecord
+from preamp.numerics import MemoryRecord, NumericsRecord, Record, StepRecord, TensorStatistics
+from preamp.numerics.statistics import add_up
 from preamp.scaling import LossScaler
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Statistics:
-    """Statistics of one backward's gradients, and of the weights after the step."""
+    """Statistics of one backward's gradients, of the weights after the step, of activations."""
 
     loss_id: int  # whose backward
     readings: list[Reading]  # of the tensors
@@ -95,13 +96,15 @@ class FinishedCall:
             lr=None if self.lr is None else number(self.lr),
             optimizer=optimizer,
         )
+        found: dict[int, list[TensorStatistics]] = {}
         for taken in self.statistics:
-            tensors = [
+            found.setdefault(taken.loss_id, []).extend(
                 reading.finish(taken.copies, is_skipped=is_skipped, with_histogram=with_histograms)
                 for reading in taken.readings
-            ]
+            )
+        for loss_id, tensors in found.items():
             yield NumericsRecord(
-                step=self.number, loss_id=taken.loss_id, tensors=tensors, optimizer=optimizer
+                step=self.number, loss_id=loss_id, tensors=add_up(tensors), optimizer=optimizer
             )
 
 

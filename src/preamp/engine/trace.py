@@ -104,7 +104,7 @@ class Tracer:
         own: weakref.ref[Tracer] = weakref.ref(self)
         link = Link(own)
         for model in self._models:
-            for place, module in _places(self._models, model):
+            for place, module in places_of(self._models, model):
                 # First, so that casts of the arguments belong to the module.
                 undo, before = self._hooks[id(model)], _Before(link, place)
                 add_hook(
@@ -221,7 +221,7 @@ class Tracer:
         """A function has been called in a forward."""
         if not self.stack.calls:
             return
-        tensors = _tensors_of(result)
+        tensors = tensors_of(result)
         if not tensors:
             return
         tag = name, line_of_program(inspect.currentframe())
@@ -231,7 +231,7 @@ class Tracer:
         if not is_view_of(tensors[0], args):
             call = self.stack.calls[-1]
             # A function that takes the shape of its argument has not made its values finite.
-            inputs = [] if "like" in name or "new" in name else call.step.known(_tensors_of(args))
+            inputs = [] if "like" in name or "new" in name else call.step.known(tensors_of(args))
             outputs = call.step.read(tensors)
             call.seen.operations.append(Operation(*tag, inputs, outputs, call.step.tick()))
 
@@ -247,7 +247,7 @@ class Tracer:
         """Read a module's own parameters, without those of modules inside."""
         step = Observation()
         for model in self._models:
-            for name, module in _places(self._models, model):
+            for name, module in places_of(self._models, model):
                 if name == place:
                     found = step.read(module.parameters(recurse=False))
                     step.keep(found)
@@ -333,7 +333,7 @@ class _Before(_Hook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         del module
         if (tracer := self._tracer()) is not None:
-            tracer.begin_call(self._place, _tensors_of((args, kwargs)))
+            tracer.begin_call(self._place, tensors_of((args, kwargs)))
 
 
 class _Ready(_Hook):
@@ -344,7 +344,7 @@ class _Ready(_Hook):
         tracer = self._tracer()
         if tracer is None or not tracer.stack.calls:
             return
-        call, tensors = tracer.stack.calls[-1], _tensors_of((args, kwargs))
+        call, tensors = tracer.stack.calls[-1], tensors_of((args, kwargs))
         if call.seen.place == self._place and call.arguments != tuple(map(id, tensors)):
             call.seen.given, call.seen.inputs = call.seen.inputs, call.step.read(tensors)
 
@@ -357,7 +357,7 @@ class _BeforeCasts(_Hook):
         tracer = self._tracer()
         if tracer is None or not tracer.stack.calls:
             return
-        call, tensors = tracer.stack.calls[-1], _tensors_of(output)
+        call, tensors = tracer.stack.calls[-1], tensors_of(output)
         if call.seen.place == self._place:
             call.seen.made = call.step.read(tensors)
             call.before_casts = frozenset(t.grad_fn for t in tensors if t.grad_fn is not None)
@@ -369,7 +369,7 @@ class _After(_Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args
         if (tracer := self._tracer()) is not None:
-            tracer.end_call(self._place, _tensors_of(output))
+            tracer.end_call(self._place, tensors_of(output))
 
 
 def _found(finding: Finding, loss_was_finite: bool) -> Finding:
@@ -377,14 +377,14 @@ def _found(finding: Finding, loss_was_finite: bool) -> Finding:
     return finding
 
 
-def _places(models: Sequence[nn.Module], model: nn.Module) -> Iterable[tuple[Place, nn.Module]]:
+def places_of(models: Sequence[nn.Module], model: nn.Module) -> Iterable[tuple[Place, nn.Module]]:
     """The modules of ``model`` that can be watched, by what they are called among ``models``."""
     prefix = f"{models.index(model)}." if len(models) > 1 else ""
     for name, module in _watchable(model):
         yield Place((prefix + name).rstrip("."), type(module).__name__), module
 
 
-def _tensors_of(value: Any) -> list[torch.Tensor]:
+def tensors_of(value: Any) -> list[torch.Tensor]:
     """What a module may be handed; `tensors_in` knows no dataclass, set or packed sequence."""
     found: list[torch.Tensor] = []
 

@@ -21,7 +21,16 @@ from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, ge
 from preamp.core.pytree import plain
 
 VERSION = 1
-What = Literal["gradient", "weight", "update", "activation"]
+What = Literal[
+    "gradient",
+    "weight",
+    "update",
+    "activation",
+    "input",
+    "output",
+    "input gradient",
+    "output gradient",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +240,9 @@ class TensorStatistics:
 
     Attributes:
         name: Qualified name of the parameter or module.
-        what: ``"gradient"``, ``"weight"``, ``"update"``, ``"activation"``.
+        what: ``"gradient"`` and ``"weight"`` of a parameter; ``"input"``, ``"output"``, ``"input
+            gradient"`` and ``"output gradient"`` of a module. Plans have ``"update"`` and
+            ``"activation"``.
         dtype: Of the tensor, such as ``"float16"``.
         form: The half format that the counts below are taken against.
         elements: How many there are; all counts are of elements.
@@ -285,7 +296,8 @@ class NumericsRecord:
     Attributes:
         step: Number of the call of ``optimizer.step`` that used the gradients.
         loss_id: Whose backward made the gradients; of several, the last one.
-        tensors: Gradients first, then weights, each in the order of the optimizer's groups.
+        tensors: Gradients first, then weights, each in the order of the optimizer's groups; then
+            what was watched of modules, in the order in which it was seen.
         optimizer: Index of the optimizer.
     """
 

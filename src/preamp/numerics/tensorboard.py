@@ -84,8 +84,9 @@ class TensorBoardWriter:
     def _write_tensor(self, tensor: TensorStatistics, record: NumericsRecord) -> None:
         name = tensor.name
         if tensor.what != "gradient":
-            name = f"{name}.{tensor.what}"
-        elif record.loss_id:  # weights are no loss's, though they come in the record of one
+            name = f"{name}.{tensor.what.replace(' ', '_')}"
+        # Weights are no loss's, though they come in the record of one.
+        if record.loss_id and tensor.what.endswith("gradient"):
             name = f"loss{record.loss_id}.{name}"
         counts = {
             "zeros": tensor.zeros,
