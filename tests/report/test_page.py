@@ -10,6 +10,7 @@ import os
 import random
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -168,6 +169,40 @@ def test_everything_recorded_is_on_the_page() -> None:
     assert "4 casts, 8.0 KiB read and written" in words
     assert "9 %" in words
     assert "Recorded by preamp blocks.0.att…tion.weight on torch" in words
+
+
+def test_modules_are_listed_by_what_is_left_to_an_overflow() -> None:
+    seen = {
+        "calm": [made.tensor("calm", what="output", headroom=9.0, max_abs=128.0)] * 2,
+        "near": [
+            made.tensor("near", what="output", headroom=3.0, max_abs=8192.0),
+            made.tensor("near", what="output", headroom=0.5, max_abs=46341.0),
+        ],
+        "over": [made.tensor("over", what="output gradient", nonfinite=n) for n in (0, 2)],
+    }
+    looks = [made.look(1 + i, *(looks[i] for looks in seen.values())) for i in range(2)]
+    text = render([made.start(), *looks])
+    page = check_accessible(text)
+    words = " ".join("".join(page.words).split())
+    assert "What went through modules" in words
+    assert [n for n in re.findall(r"<bdi>(\w+)</bdi>", text) if n in seen] == [
+        "over",
+        "near",
+        "calm",
+    ]
+    assert "4.63e+04" in words
+    assert "0.5" in words
+    assert "inf or nan" in words
+
+
+def test_watching_modules_changes_nothing_else_in_a_report() -> None:
+    plain = [made.start(), made.look(1, made.tensor()), made.step(1), made.step(2)]
+    outputs = [made.tensor("fc", what=what, nonfinite=3, zeros=4) for what in ("output", "input")]
+    looked = [plain[0], made.look(1, made.tensor(), *outputs), plain[2], made.look(2, *outputs)]
+    one, other = gather(plain), gather([*looked, plain[3]])
+    assert one.numerics == other.numerics
+    assert [t for record in other.of_modules for t in record.tensors] == [*outputs, *outputs]
+    assert replace(other, of_modules=[]) == one
 
 
 def test_runs_are_compared() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, MutableMapping, Seque
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 from torch import nn
@@ -24,12 +24,12 @@ from preamp.engine.steps import Statistics
 from preamp.engine.trace import places_of, tensors_of
 from preamp.kernels.autograd import backward_under_way
 from preamp.kernels.modules import add_hook
+from preamp.numerics.records import OfModules
 
 if TYPE_CHECKING:
     from preamp.engine.engine import Engine
 
-Kind = Literal["input", "output", "input gradient", "output gradient"]
-_Seen = MutableMapping[torch.Tensor, set[tuple[str, Kind]]]
+_Seen = MutableMapping[torch.Tensor, set[tuple[str, OfModules]]]
 
 
 class Activations:
@@ -93,7 +93,7 @@ class Activations:
                 cast("Any", tensor).register_hook(saw)
 
     def _unseen(
-        self, kind: Kind, named: Iterable[tuple[str, torch.Tensor]]
+        self, kind: OfModules, named: Iterable[tuple[str, torch.Tensor]]
     ) -> list[tuple[str, torch.Tensor]]:
         """Those that this is called with for the first time in a step.
 
@@ -107,13 +107,13 @@ class Activations:
                 found.append((name, tensor))
         return found
 
-    def saw_gradient(self, kind: Kind, name: str, grad: torch.Tensor) -> None:
+    def saw_gradient(self, kind: OfModules, name: str, grad: torch.Tensor) -> None:
         """All parts of a gradient have been added up. Does not synchronise."""
         self._read(kind, [(name, grad)], self._backward)
 
     def _read(
         self,
-        kind: Kind,
+        kind: OfModules,
         named: Iterable[tuple[str, torch.Tensor]],
         backward: Backward | None = None,
     ) -> None:
@@ -135,7 +135,9 @@ class Activations:
         self._backward = self._scale = None
 
 
-def _saw_gradient(own: weakref.ref[Activations], kind: Kind, name: str, grad: torch.Tensor) -> None:
+def _saw_gradient(
+    own: weakref.ref[Activations], kind: OfModules, name: str, grad: torch.Tensor
+) -> None:
     activations = own()
     if activations is not None:
         activations.saw_gradient(kind, name, grad)
@@ -144,8 +146,8 @@ def _saw_gradient(own: weakref.ref[Activations], kind: Kind, name: str, grad: to
 class _Hook:
     """A hook that reports to an engine's `Activations`; that of a copied model does nothing."""
 
-    KIND: Kind
-    GRADIENT: Kind
+    KIND: OfModules
+    GRADIENT: OfModules
 
     def __init__(
         self,
@@ -203,10 +205,10 @@ def watch_activations(
             'Pass initialize(..., history="run.jsonl"), or numerics="light"',
         )
     patterns, chosen = _words("pattern", pattern), _words("kinds", kinds)
-    if not chosen or not set(chosen) <= set(get_args(Kind)):
+    if not chosen or not set(chosen) <= set(get_args(OfModules)):
         raise bad_value(
             f"kinds={kinds!r} is not known",
-            "Allowed are one or several of " + ", ".join(map(repr, get_args(Kind))),
+            "Allowed are one or several of " + ", ".join(map(repr, get_args(OfModules))),
             "Pass for example kinds=('output', 'output gradient')",
         )
     if not isinstance(steps, Container | None):

@@ -21,16 +21,8 @@ from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, ge
 from preamp.core.pytree import plain
 
 VERSION = 1
-What = Literal[
-    "gradient",
-    "weight",
-    "update",
-    "activation",
-    "input",
-    "output",
-    "input gradient",
-    "output gradient",
-]
+OfModules = Literal["input", "output", "input gradient", "output gradient"]
+What = Literal["gradient", "weight", "update", "activation", OfModules]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import get_args
 
 from preamp.numerics import (
     CastsRecord,
@@ -19,7 +20,9 @@ from preamp.numerics import (
     RunRecord,
     StepRecord,
 )
+from preamp.numerics.records import OfModules
 
+_OF_MODULES = get_args(OfModules)
 _HALF_OF = {"O0": "", "O4": "bfloat16", "O5": "bfloat16"}
 
 
@@ -34,8 +37,10 @@ class Run:
     steps: list[StepRecord] = field(default_factory=list[StepRecord])
     # Causes of skipped steps, oldest first.
     overflows: list[OverflowRecord] = field(default_factory=list[OverflowRecord])
-    # Statistics of tensors, oldest first.
+    # Statistics of gradients and weights, oldest first.
     numerics: list[NumericsRecord] = field(default_factory=list[NumericsRecord])
+    # Statistics of what went through modules, oldest first.
+    of_modules: list[NumericsRecord] = field(default_factory=list[NumericsRecord])
     casts: CastsRecord | None = None  # the latest cast audit
     memory: MemoryRecord | None = None  # the latest count of bytes
     restarts: int = 0  # how often it went on from a checkpoint
@@ -150,16 +155,32 @@ def gather(records: History | Iterable[Record], name: str = "") -> Run:
     history = records if isinstance(records, History) else _replay(list(records))
     starts = history.of(RunRecord)
     casts, memory = history.of(CastsRecord), history.of(MemoryRecord)
+    numerics, of_modules = _split(history.of(NumericsRecord))
     return Run(
         name=name,
         start=starts[-1] if starts else None,
         steps=history.of(StepRecord),
         overflows=history.of(OverflowRecord),
-        numerics=history.of(NumericsRecord),
+        numerics=numerics,
+        of_modules=of_modules,
         casts=casts[-1] if casts else None,
         memory=memory[-1] if memory else None,
         restarts=len(history.of(ResumeRecord)),
     )
+
+
+def _split(records: Iterable[NumericsRecord]) -> tuple[list[NumericsRecord], list[NumericsRecord]]:
+    """The statistics of parameters, and those of modules."""
+    of_params: list[NumericsRecord] = []
+    of_modules: list[NumericsRecord] = []
+    for record in records:
+        modules = [t for t in record.tensors if t.what in _OF_MODULES]
+        params = [t for t in record.tensors if t.what not in _OF_MODULES]
+        if modules:
+            of_modules.append(replace(record, tensors=modules))
+        if params or not modules:
+            of_params.append(replace(record, tensors=params))
+    return of_params, of_modules
 
 
 def _replay(records: list[Record]) -> History:
