@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What statistics of gradients cost a training step of the demo's GPT.
+"""What statistics and tracing cost a training step of the demo's GPT.
 
 One engine trains all variants, so that all have the same memory: from step to step only what is
 recorded changes. A step is forward, backward, clipping and AdamW. Next to the time of whole steps,
@@ -12,18 +12,20 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 import preamp
 from preamp.engine.recorder import Recorder
 from preamp.engine.recording import Recording
+from preamp.numerics.records import OfModules
 from preamp_bench import records
 from preamp_bench.harness import Effort, Variant, compare, stopwatch, time_rounds
 from preamp_bench.loops import fused_adam
@@ -45,7 +47,24 @@ WAYS = {
     "light, measuring": Recording(numerics="light", every=1),
     "full, between": Recording(numerics="full", every=NEVER),
     "full, measuring": Recording(numerics="full", every=1),
+    "modules": Recording(numerics="light", every=NEVER),
+    "trace": Recording(),
 }
+
+
+@contextmanager
+def watching(engine: preamp.Engine, way: str) -> Generator[None]:
+    """Have modules watched in the variants that do so."""
+    if way == "modules":
+        stop = engine.watch_activations(kinds=get_args(OfModules), steps=range(1, NEVER))
+        yield
+        stop()
+    elif way == "trace":
+        engine.tracer.arm()
+        yield
+        engine.tracer.disarm()
+    else:
+        yield
 
 
 class Inside:
@@ -100,7 +119,8 @@ class Training:
         def run() -> float:
             self.engine.recorder.recording = replace(WAYS[name])
             self.inside.seconds = 0.0
-            taken = seconds()
+            with watching(self.engine, name):
+                taken = seconds()
             self.own[name].append(self.inside.seconds)
             return taken
 

@@ -17,7 +17,9 @@ that is measured and at one between; with `numerics="off"` it is what an engine 
 record spends on finding that out. **Overhead** is the mean of that time over an interval of 100
 steps, one of them measured, beyond the time with `"off"`, over the shortest step of all. In
 brackets: the same taken from the best times of whole steps, which on a busy machine vary by more
-than what is to be measured.
+than what is to be measured. **modules** is a step in which `watch_activations` reads inputs,
+outputs and gradients of all modules, **trace** one in which they are watched for an overflow: in
+brackets the factor over the best step with `"off"`.
 """
 
 
@@ -47,6 +49,10 @@ def table(cases: Collection[list[Record]], machines_of: Callable[[list[Record]],
                 f" | {_ms(measured['inside'])} | {measured['overhead']:.2%}"
                 f" ({measured['overhead_of_whole_steps']:.1%}) |"
             )
+        for way in ("modules", "trace"):
+            if way in row:  # older rows have none
+                factor = row[way]["best"] / off["best"]
+                lines.append(f"{head} | {way} | {_ms(row[way]['best'])} | | | (×{factor:.2f}) |")
     return [*lines, ""]
 
 
