@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from casting.probe import BF16, CPU, F16, F32, Probe, held, product
 from preamp.casting import regions
@@ -177,6 +178,21 @@ def test_weight_cache_is_tried_out(loses: bool, monkeypatch: pytest.MonkeyPatch)
     weight_cache_keeps_gradients.cache_clear()
     assert (AutocastState.capture(), nesting()) == before
     assert found is (not loses and torch_keeps_gradients())
+
+
+def test_trying_it_out_saves_nothing_that_a_checkpoint_counts() -> None:
+    model = Probe()
+    held(attach_cast_region, model, CPU, BF16)
+    x = torch.ones(2, 4)
+    model(x).sum().backward()
+    expected, model.linear.weight.grad = model.linear.weight.grad, None
+    weight_cache_keeps_gradients.cache_clear()  # as in the first forward of a process
+
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+
+    assert expected is not None
+    assert model.linear.weight.grad is not None
+    assert model.linear.weight.grad.equal(expected)
 
 
 def torch_keeps_gradients() -> bool:

@@ -14,6 +14,7 @@ from operator import methodcaller
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from preamp.kernels.scripting import not_compiled_alone
 
@@ -144,14 +145,20 @@ def nesting() -> int:
     return depth
 
 
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 @functools.cache
 def weight_cache_keeps_gradients() -> bool:
     """Whether a weight first used under ``no_grad`` still gets gradients in the same region.
 
     Until pytorch/pytorch#165068 (in 2.6, for one) autocast's cache hands out the cast that was
-    made under ``no_grad``, which leads to no gradient. Found by trying, once per process.
+    made under ``no_grad``, which leads to no gradient. Found by trying, once per process; a
+    checkpoint that counts what the first forward saves must not see that.
     """
     with (
+        saved_tensors_hooks(_unchanged, _unchanged),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cpu", torch.bfloat16, cache_enabled=True),
