@@ -24,13 +24,15 @@ demo: $(VENV)/.ready-demo  ## Train a small GPT at every opt level; options: mak
 # One thread for each worker: the tests use small tensors, and many threads only fight for cores.
 # Bytecode is kept, since tests start many interpreters.
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS)
+# Frameworks have a target of their own, and warnings that pytest-xdist may fail to pass on.
+SUITES = $(PYTEST) --ignore=tests/integrations
 
 test: $(VENV)/.ready-dev  ## Run the tests, with every pair of values of their parameters
-	$(PYTEST)
+	$(SUITES)
 
 SUITE ?= all
 test-all: $(VENV)/.ready-dev  ## Run all tests with all combinations; SUITE=rest: what test left out
-	$(PYTEST) --suite $(SUITE)
+	$(SUITES) --suite $(SUITE)
 
 # One process: each framework takes seconds to import, and ranks are forks of the one that has.
 test-integrations: $(VENV)/.ready-integrations  ## Run preamp inside of training frameworks
