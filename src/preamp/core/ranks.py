@@ -60,8 +60,14 @@ def gather_tensors(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
     return found
 
 
-def gather_objects(item: Any, group: Any) -> list[Any]:
-    """Return ``item`` of every rank of ``group``, in their order. All of them must call this."""
+def gather_objects(item: Any, group: Any = None) -> list[Any]:
+    """Return ``item`` of every rank, in their order. All ranks of ``group`` must call this.
+
+    ``None`` are all ranks there are; of a process that is the only one ``[item]`` comes back.
+    """
+    if group is None and not has_process_group():
+        return [item]
+    group = dist.group.WORLD if group is None else group
     found: list[Any] = [None] * group.size()
     _collectives.all_gather_object(found, item, group=group)
     return found

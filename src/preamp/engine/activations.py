@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from preamp.core.errors import bad_state, bad_type, bad_value
+from preamp.core.errors import bad_type, bad_value
 from preamp.core.link import Link
 from preamp.core.undo import UndoStack
 from preamp.engine.events import Backward, Events
@@ -25,9 +25,6 @@ from preamp.engine.trace import places_of, tensors_of
 from preamp.kernels.autograd import backward_under_way
 from preamp.kernels.modules import add_hook
 from preamp.numerics.records import OfModules
-
-if TYPE_CHECKING:
-    from preamp.engine.engine import Engine
 
 _Seen = MutableMapping[torch.Tensor, set[tuple[str, OfModules]]]
 
@@ -193,38 +190,48 @@ class _After(_Hook):
         self._tell(module, output)
 
 
-def watch_activations(
-    engine: Engine, pattern: Any, *, kinds: Any, steps: Any
-) -> Callable[[], None]:
-    """See `Engine.watch_activations`."""
-    recorder = engine.recorder
-    if not recorder.recording.takes_steps:
-        raise bad_state(
-            "This engine makes no records of steps, which statistics would be in",
-            'Modules can be watched where initialize was given history= or numerics="light"',
-            'Pass initialize(..., history="run.jsonl"), or numerics="light"',
-        )
-    patterns, chosen = _words("pattern", pattern), _words("kinds", kinds)
+def check_kinds(kinds: Any) -> list[str]:
+    """Return what ``kinds`` names, a word or several."""
+    chosen = _words("kinds", kinds)
     if not chosen or not set(chosen) <= set(get_args(OfModules)):
         raise bad_value(
             f"kinds={kinds!r} is not known",
             "Allowed are one or several of " + ", ".join(map(repr, get_args(OfModules))),
             "Pass for example kinds=('output', 'output gradient')",
         )
-    if not isinstance(steps, Container | None):
+    return chosen
+
+
+def check_steps(steps: Any, every: int) -> Container[int]:
+    """Return the numbers of the steps to look at: one in ``every`` for ``None``."""
+    if steps is None:
+        return range(1, sys.maxsize, every)
+    if not isinstance(steps, Container):
         raise bad_type(
             f"steps={steps!r} cannot be used",
             "Allowed are None, for every numerics_every steps, and a range, list or set of numbers",
             "Pass for example steps=range(1, 101, 10)",
         )
+    return cast("Container[int]", steps)
+
+
+def choose(
+    models: Sequence[nn.Module], undo: Mapping[int, UndoStack], pattern: Any
+) -> list[tuple[str, nn.Module, UndoStack]]:
+    """Return the modules that match, each with what to call it and its model's stack.
+
+    ``undo`` has the stacks by ``id`` of the model; models without one are another engine's now.
+    """
+    patterns = _words("pattern", pattern)
     modules = [
-        (place, module, engine.undo_of(model))
-        for model in engine.own_models
-        for place, module in places_of(engine.models, model)
+        (place, module, undo[id(model)])
+        for model in models
+        if id(model) in undo
+        for place, module in places_of(models, model)
     ]
     found = [
-        (place.module or place.type, module, undo)
-        for place, module, undo in modules
+        (place.module or place.type, module, stack)
+        for place, module, stack in modules
         if any(fnmatchcase(place.module, pattern) for pattern in patterns)
     ]
     if not found:
@@ -234,9 +241,7 @@ def watch_activations(
             f"There are {len(modules)} modules, such as {names}",
             "Pass a name or a pattern with *, such as 'layers.*.mlp'; '*' is all of them",
         )
-    every = range(1, sys.maxsize, recorder.recording.every)
-    wanted = every if steps is None else cast("Container[int]", steps)
-    return recorder.activations.watch(found, chosen, wanted)
+    return found
 
 
 def _words(argument: str, value: Any) -> list[str]:

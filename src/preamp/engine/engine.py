@@ -204,7 +204,8 @@ class Engine(EngineCore):
             TypeError: ``pattern`` holds no names, or ``steps`` no numbers.
             PreampStateError: Neither ``history`` nor ``numerics`` was given to ``initialize``.
         """
-        return parts.watch_activations(self, pattern, kinds=kinds, steps=steps)
+        undo = self._model_undo
+        return self.recorder.watch_activations(pattern, kinds, steps, self.models, undo)
 
     def explain(self) -> str:
         """Say what was decided, for which reason, and what was found; several lines of text."""

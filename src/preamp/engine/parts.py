@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from preamp.core.late import names
 
 if TYPE_CHECKING:
-    from preamp.engine.activations import watch_activations as watch_activations
     from preamp.engine.agreement import RankComparison as RankComparison
     from preamp.engine.explain import explain_engine as explain_engine
     from preamp.engine.recorder import make_recorder as make_recorder
@@ -21,6 +20,5 @@ __getattr__ = names(
     explain_engine=".explain",
     make_recorder=".recorder",
     run_record=".recorder",
-    watch_activations=".activations",
     write="..report",
 )

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from preamp.casting import CastAudit
 from preamp.core.dtypes import dtype_name
+from preamp.core.errors import bad_state
 from preamp.core.ranks import is_first_rank
 from preamp.core.tensors import is_capturing
-from preamp.core.undo import run_all
+from preamp.core.undo import UndoStack, run_all
 from preamp.core.version import __version__
-from preamp.engine.activations import Activations
+from preamp.engine.activations import Activations, check_kinds, check_steps, choose
 from preamp.engine.events import Backward, Events
 from preamp.engine.host_copies import HostCopies
 from preamp.engine.inventory import Inventory
@@ -80,6 +82,24 @@ class Recorder:
     @property
     def _measures(self) -> bool:
         return self.recording.numerics != "off" and not is_capturing(self._device)
+
+    def watch_activations(
+        self,
+        pattern: object,
+        kinds: object,
+        steps: object,
+        models: Sequence[nn.Module],
+        undo: Mapping[int, UndoStack],
+    ) -> Callable[[], None]:
+        """See `Engine.watch_activations`; ``undo`` has the stacks of models by their ``id``."""
+        if not self.recording.takes_steps:
+            raise bad_state(
+                "This engine makes no records of steps, which statistics would be in",
+                'Modules can be watched where initialize was given history= or numerics="light"',
+                'Pass initialize(..., history="run.jsonl"), or numerics="light"',
+            )
+        chosen, wanted = check_kinds(kinds), check_steps(steps, self.recording.every)
+        return self.activations.watch(choose(models, undo, pattern), chosen, wanted)
 
     # -- what the engine reports -------------------------------------------------------------
 

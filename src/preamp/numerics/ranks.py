@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
-from preamp.core.ranks import gather_objects, has_process_group
+from preamp.core.ranks import gather_objects
 from preamp.numerics.records import NumericsRecord, TensorStatistics
 from preamp.numerics.statistics import add_up
 
@@ -31,10 +29,7 @@ def add_up_ranks(records: Iterable[NumericsRecord], *, group: Any = None) -> lis
     Returns:
         The records of all ranks on every rank, by step.
     """
-    own = list(records)
-    of_ranks = [own]
-    if has_process_group():
-        of_ranks = gather_objects(own, dist.group.WORLD if group is None else group)
+    of_ranks: list[list[NumericsRecord]] = gather_objects(list(records), group)
     found: dict[tuple[int, int, int], list[TensorStatistics]] = {}
     first: dict[tuple[int, int, int], NumericsRecord] = {}
     for record in (record for records in of_ranks for record in records):
