@@ -24,7 +24,7 @@ from preamp.engine import refusals
 from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.order import released
 from preamp.engine.overflow import GradientNote
-from preamp.engine.reductions import LOCAL, NO_ANSWER, REDUCED
+from preamp.engine.reductions import NO_ANSWER, REDUCED
 from preamp.engine.session import OptimizerSession, Plan, Stage
 from preamp.kernels import Ops
 from preamp.optim import LARC, WeightTable, leaves_of
@@ -241,18 +241,20 @@ class Block:
         except BaseException:
             self.abort()
             raise
-        is_reduced = False
-        if self._answers == REDUCED:  # forwards inside the block were not known when it began
-            is_reduced = self._engine.reductions.begin_block() == REDUCED
-        found_inf = unscale_and_commit(self.sessions, self.scaler, self.note, is_reduced=is_reduced)
+        answers = self._answers
+        if answers == REDUCED:  # forwards inside the block were not known when it began
+            answers = self._engine.reductions.begin_block()
+        found_inf = unscale_and_commit(
+            self.sessions, self.scaler, self.note, is_reduced=answers == REDUCED
+        )
         self._end_ranks()
         for tell in self._engine.events.block_over:
             tell(self)
         if not self.scaler.is_dynamic:
             self._engine.ledger.look(self.note.loss_finite, "the loss")
         adjustments, unreduced = self._engine.adjustments, self._engine.unreduced
-        if (unreduced.models and unreduced.end(self.scaler)) or self._answers == LOCAL:
-            # Other ranks do not know of an overflow here yet.
+        if (unreduced.models and unreduced.end(self.scaler)) or False in answers:
+            # Other ranks may not know of an overflow here yet.
             adjustments.later(self.scaler, self.sessions, found_inf, is_due=adjust)
             return None
         if found_inf is not None and records:
