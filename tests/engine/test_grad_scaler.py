@@ -999,6 +999,32 @@ def test_no_backward_adds_to_unscaled_gradients(level: str) -> None:
     ours.backward((0, 1))
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("again", ["loop", "scaler", "block"])
+def test_a_session_goes_on_after_an_exception_behind_unscale(level: str, again: str) -> None:
+    """A cell failed between `unscale_` and `step`, and the cell with the loop runs again."""
+    ours, _ = both(level)
+    optimizer = ours.optimizers[0]
+    ours.backward((0,))
+    ours.scaler.unscale_(optimizer)
+    ours.scaler.scale(torch.ones(()))  # the next iteration, which forgot to zero gradients
+    if again == "loop":
+        ours.zero(0)
+    if again == "scaler":
+        ours.scaler = preamp.GradScaler(optimizer)
+    if again == "block":
+        with preamp.scale_loss(loss_of(ours.models[:1], 1), optimizer) as scaled:
+            scaled.backward()
+    else:
+        ours.backward((0,))
+        ours.scaler.unscale_(optimizer)
+    ours.scaler.step(optimizer)
+    ours.scaler.update()
+    ours.zero(0)
+    plain(ours)
+    assert preamp.engine_of(optimizer).steps_applied == 5  # of six, one with an overflow
+
+
 def _linear(level: str, **options: Any) -> tuple[nn.Linear, torch.optim.Optimizer, Any]:
     model = nn.Linear(64, 64, bias=False)
     nn.init.zeros_(model.weight)

@@ -139,6 +139,7 @@ class Block:
         for session in self.sessions:
             session.end_left_open()
             session.refuse_nested()
+            session.accept_backwards()
         if self._engine.reductions.unasked:
             for session in self.sessions:
                 self._engine.reductions.compare_late(session.model_params)
