@@ -847,7 +847,7 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "model": (
         lambda: preamp.GradScaler(_optimizer_and_model()[1]),  # type: ignore[arg-type]
         TypeError,
-        "GradScaler was given a Exact|GradScaler was given an Exact",
+        "GradScaler was given an Exact",
     ),
     "backoff": (
         lambda: preamp.GradScaler(_optimizer()).set_backoff_factor(1.0),

@@ -94,7 +94,7 @@ class GradScaler(torch.amp.GradScaler):
         for one in members:
             if id(one) not in self._engine.sessions:
                 raise bad_type(
-                    f"preamp.GradScaler was given a {type(one).__name__}",
+                    f"preamp.GradScaler was given {with_article(type(one).__name__)}",
                     "It takes the optimizer, or a list of them",
                     "Write scaler = preamp.GradScaler(optimizer)",
                 )

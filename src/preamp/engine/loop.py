@@ -409,7 +409,7 @@ def _to_clip(given: Any) -> tuple[Engine, list[OptimizerSession], frozenset[int]
 
 def _not_to_clip(given: Any) -> TypeError:
     return bad_type(
-        f"clip_grad_norm_ was given a {type(given).__name__}",
+        f"clip_grad_norm_ was given {with_article(type(given).__name__)}",
         "It takes one optimizer, parameters, or a single tensor",
         "Pass the optimizer that preamp.initialize returned, or model.parameters()",
     )
@@ -425,17 +425,20 @@ def _engine_with(leaves: Mapping[int, torch.Tensor]) -> Engine:
         whole = [e for e in whole if any(find_engine(model) is e for model in e.own_models)]
     if len(whole) == 1:
         return whole[0]
-    has_several = len(having) > 1
-    if has_several:
+    if len(having) > 1:
         got = "parameters of several engines"
+        do = "Call it once for each optimizer: preamp.clip_grad_norm_(optimizer, max_norm)"
+    elif leaves:
+        which = "parameters, some of which" if having else "parameters that"
+        got = f"{which} no optimizer given to preamp.initialize updates"
+        do = "Pass the optimizer, or only parameters that it updates"
     else:
-        got = f"parameters with gradients that {'not all have' if having else 'have no'} optimizer"
+        got = "no parameters"
+        do = "Pass the optimizer, or a list: a generator can be read only once"
     raise bad_state(
         f"clip_grad_norm_ was given {got}",
         "A norm is taken of gradients that the optimizers of one preamp.initialize unscale",
-        "Call it once for each optimizer: preamp.clip_grad_norm_(optimizer, max_norm)"
-        if has_several
-        else "Pass the optimizer, or only parameters that one given to preamp.initialize updates",
+        do,
     )
 
 
