@@ -8,6 +8,7 @@ import functools
 import importlib
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 import preamp
 from cases.tolerances import assert_same
+from code_blocks import blocks_of
 from integrations.small import (
     LEVELS,
     START,
@@ -37,7 +39,9 @@ from integrations.small import (
 
 needs("mmengine.runner")
 from mmengine.evaluator import BaseMetric
+from mmengine.hooks import EMAHook
 from mmengine.model import BaseModel, is_model_wrapper
+from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
 import preamp.integrations.mmengine as _registered
@@ -232,6 +236,35 @@ def test_validation_is_that_of_the_model(level: str, tmp_path: Path) -> None:
         errors = [nn.functional.mse_loss(model(x), y).item() for x, y in batches(4, seed=3)]
     found = runner.message_hub.get_scalar("val/error").current()
     assert found == pytest.approx(sum(errors) / 4, rel=1e-6)
+
+
+@pytest.fixture
+def hook_of_the_page() -> Iterator[str]:
+    """The name under which the page's hook for averages is registered meanwhile."""
+    page = Path(__file__).parents[2] / "docs" / "frameworks.md"
+    blocks = blocks_of(page.read_text(encoding="utf-8"))
+    (code,) = [block.code for block in blocks if block.reason == "needs mmengine.hooks"]
+    exec(compile(code, str(page), "exec"), {})
+    yield "ExactEMAHook"
+    del HOOKS.module_dict["ExactEMAHook"]
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_the_hook_on_the_page_averages_exact_weights(
+    level: str, hook_of_the_page: str, tmp_path: Path
+) -> None:
+    data, options = batches(20), without_skips(level)
+    plain, _ = run(tmp_path / "plain", level, data, epochs=2, options=options)
+    hook = {"type": hook_of_the_page, "momentum": 0.25}
+    more: Any = {"epochs": 2, "options": options, "custom_hooks": [hook], **VALIDATION}
+    model, runner = run(tmp_path / "averaged", level, data, **more)
+    assert_same_models(model, plain)  # which validation with averages has left alone
+    (found,) = [hook for hook in runner.hooks if isinstance(hook, EMAHook)]
+    saved = torch.load(tmp_path / "averaged" / "epoch_2.pth", weights_only=False)
+    for name, value in found.ema_model.module.state_dict().items():
+        assert value.dtype is torch.float32
+        assert_same(saved["state_dict"][name], value, name)
+        assert_same(saved["ema_state_dict"][f"module.{name}"], exact(model)[name], name)
 
 
 def on_ranks(wrapped: dict[str, Any], **more: Any) -> dict[str, Any]:
