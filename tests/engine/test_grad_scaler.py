@@ -807,6 +807,13 @@ def _of_closed() -> preamp.GradScaler:
     return scaler
 
 
+def _of_one_backward() -> preamp.GradScaler:
+    optimizer, model = _optimizer_and_model()
+    scaler = preamp.GradScaler(optimizer)
+    scaler.scale(loss_of([model], 0)).backward()
+    return scaler
+
+
 def _two_of_one_weight() -> list[torch.optim.Optimizer]:
     model = Exact()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for _ in range(2)]
@@ -838,6 +845,11 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: preamp.GradScaler(_optimizer(), init_scale=0.0),
         ValueError,
         "init_scale=0.0|scale=0.0 was given",
+    ),
+    "new scale": (
+        lambda: _of_one_backward().update("large"),  # type: ignore[arg-type]
+        ValueError,
+        "scale='large' was given to a GradScaler. It is a number above 0",
     ),
     "growth": (
         lambda: preamp.GradScaler(_optimizer(), growth_factor=0.5),

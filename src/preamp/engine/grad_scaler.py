@@ -386,7 +386,7 @@ class GradScaler(torch.amp.GradScaler):
                     "new_scale should be a float or a 1-element tensor with requires_grad=False."
                 )
             self._loss_scaler.found_inf.zero_()
-            self._loss_scaler.set_scale(_number("scale", float(new_scale)))
+            self._loss_scaler.set_scale(_number("scale", new_scale))
         else:
             states = self._per_optimizer_states.values()
             if not any(state["found_inf_per_device"] for state in states):
