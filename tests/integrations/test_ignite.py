@@ -30,7 +30,6 @@ from integrations.small import (
     plain_losses,
     without_skips,
 )
-from preamp.integrations.shared import EngineScaler
 
 needs("ignite.engine")
 import ignite.distributed as idist
@@ -47,7 +46,7 @@ class Run:
         self.optimizer = make_optimizer(self.model.parameters())
         preamp.initialize(self.model, self.optimizer, opt_level=level, **START, **options)
         called = idist.auto_model(self.model)  # DistributedDataParallel on several processes
-        self.scaler = EngineScaler(self.optimizer)
+        self.scaler = preamp.GradScaler(self.optimizer)
         given: Any = {"amp_mode": mode}
         if mode == "amp":
             given["scaler"] = self.scaler
