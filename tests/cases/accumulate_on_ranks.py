@@ -63,12 +63,17 @@ class Run:
     def no_sync(self, on: bool) -> Any:
         return self.wrapper.no_sync() if on else nullcontext()
 
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return self._forward(x).float().sum() / 64
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._forward(x).float()
 
-    def backward(self, loss: torch.Tensor, loss_id: int = 0, *, delay: bool = False) -> None:
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x).sum() / 64
+
+    def backward(
+        self, loss: torch.Tensor, loss_id: int = 0, *, delay: bool = False, retain: bool = False
+    ) -> None:
         with preamp.scale_loss(loss, self.optimizer, loss_id, delay_unscale=delay) as scaled:
-            scaled.backward()
+            scaled.backward(retain_graph=retain)
 
     def elsewhere(self) -> None:
         """A whole block of the other optimizer, with the same loss scaler."""
@@ -168,21 +173,61 @@ CASES = {
 }
 
 
+def _all_of_it(run: Run, x: torch.Tensor, factor: float) -> None:
+    with run.no_sync(True):
+        run.backward(run.loss(x) * factor)
+
+
+def _left_scaled(run: Run, x: torch.Tensor, factor: float) -> None:
+    with run.no_sync(True):
+        run.backward(run.loss(x) * factor, delay=True)
+
+
+def _forward_alone(run: Run, x: torch.Tensor, factor: float) -> None:
+    """It is the forward that tells `DistributedDataParallel` whether to reduce."""
+    with run.no_sync(True):
+        loss = run.loss(x)
+    run.backward(loss * factor)
+
+
+def _two_losses_of_a_forward(run: Run, x: torch.Tensor, factor: float) -> None:
+    with run.no_sync(True):
+        output = run.forward(x)
+    run.backward((output / 64).sum(), retain=True)
+    run.backward((output / 64).sum() * factor)
+
+
+def _forward_alone_inside_the_block(run: Run, x: torch.Tensor, factor: float) -> None:
+    one = torch.ones((), requires_grad=True)
+    with preamp.scale_loss(one, run.optimizer) as scale:
+        with run.no_sync(True):
+            loss = run.loss(x)
+        (loss * factor * scale).backward()
+
+
+UNREDUCED = {
+    "no_sync": _all_of_it,
+    "delay": _left_scaled,
+    "forward alone": _forward_alone,
+    "forward alone, inside the block": _forward_alone_inside_the_block,
+    "two losses of a forward": _two_losses_of_a_forward,
+}
+
+
 def overflow_alone(rank: int) -> dict[str, list[float]]:
     """Scale, skips and weight after a step in which rank 0 alone overflows under ``no_sync``."""
     found: dict[str, list[float]] = {}
-    for level, mode in itertools.product(("O1", "O2"), ("no_sync", "delay")):
+    cases = itertools.product(("O1", "O2"), (False, True), UNREDUCED.items())
+    for level, inside, (mode, backward) in cases:
         torch.manual_seed(0)
-        run = Run(level, "dynamic")
+        run = Run(level, "dynamic", inside=inside)
         for step in range(3):
-            with run.no_sync(True):
-                loss = run.loss(inputs(rank, step, 0))
-                bad = step == 1 and rank == 0
-                run.backward(loss * torch.inf if bad else loss, delay=mode == "delay")
+            factor = torch.inf if step == 1 and rank == 0 else 1.0
+            backward(run, inputs(rank, step, 0), factor)
             run.backward(run.loss(inputs(rank, step, 1)))
             run.step()
         (param,) = preamp.master_params(run.optimizer)
-        found[f"{level}-{mode}"] = [
+        found[f"{level}-{mode}-{inside}"] = [
             run.engine.loss_scale(),
             float(run.engine.steps_skipped),
             *param.detach().flatten().tolist(),

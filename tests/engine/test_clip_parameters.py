@@ -118,16 +118,20 @@ def test_what_cannot_be_clipped_together_is_refused() -> None:
     with pytest.raises(preamp.PreampStateError, match="parameters of several engines"):
         preamp.clip_grad_norm_([*pair.model.parameters(), *other.model.parameters()], 1.0)
     free = nn.Parameter(torch.ones(3))
-    with pytest.raises(preamp.PreampStateError, match="no optimizer"):
+    with pytest.raises(preamp.PreampStateError, match="parameters that no optimizer"):
         preamp.clip_grad_norm_(free, 1.0)
     free.grad = torch.ones(3)
-    with pytest.raises(preamp.PreampStateError, match="not all have optimizer"):
+    with pytest.raises(preamp.PreampStateError, match="some of which no optimizer"):
         preamp.clip_grad_norm_([*pair.model.parameters(), free], 1.0)
+    used = pair.model.parameters()
+    list(used)
+    with pytest.raises(preamp.PreampStateError, match=r"given no parameters.*only once"):
+        preamp.clip_grad_norm_(used, 1.0)
 
 
 @pytest.mark.parametrize("wrong", [1.0, [1.0], None])
 def test_what_is_neither_is_refused(wrong: Any) -> None:
-    with pytest.raises((TypeError, preamp.PreampStateError), match=r"float|NoneType"):
+    with pytest.raises((TypeError, preamp.PreampStateError), match=r"(a|This) float|NoneType"):
         preamp.clip_grad_norm_(wrong, 1.0)
 
 

@@ -807,6 +807,13 @@ def _of_closed() -> preamp.GradScaler:
     return scaler
 
 
+def _of_one_backward() -> preamp.GradScaler:
+    optimizer, model = _optimizer_and_model()
+    scaler = preamp.GradScaler(optimizer)
+    scaler.scale(loss_of([model], 0)).backward()
+    return scaler
+
+
 def _two_of_one_weight() -> list[torch.optim.Optimizer]:
     model = Exact()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for _ in range(2)]
@@ -839,6 +846,11 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "init_scale=0.0|scale=0.0 was given",
     ),
+    "new scale": (
+        lambda: _of_one_backward().update("large"),  # type: ignore[arg-type]
+        ValueError,
+        "scale='large' was given to a GradScaler. It is a number above 0",
+    ),
     "growth": (
         lambda: preamp.GradScaler(_optimizer(), growth_factor=0.5),
         ValueError,
@@ -847,7 +859,7 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "model": (
         lambda: preamp.GradScaler(_optimizer_and_model()[1]),  # type: ignore[arg-type]
         TypeError,
-        "GradScaler was given a Exact|GradScaler was given an Exact",
+        "GradScaler was given an Exact",
     ),
     "backoff": (
         lambda: preamp.GradScaler(_optimizer()).set_backoff_factor(1.0),
@@ -997,6 +1009,32 @@ def test_no_backward_adds_to_unscaled_gradients(level: str) -> None:
         ours.zero(model)
     ours.scaler.update()
     ours.backward((0, 1))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("again", ["loop", "scaler", "block"])
+def test_a_session_goes_on_after_an_exception_behind_unscale(level: str, again: str) -> None:
+    """A cell failed between `unscale_` and `step`, and the cell with the loop runs again."""
+    ours, _ = both(level)
+    optimizer = ours.optimizers[0]
+    ours.backward((0,))
+    ours.scaler.unscale_(optimizer)
+    ours.scaler.scale(torch.ones(()))  # the next iteration, which forgot to zero gradients
+    if again == "loop":
+        ours.zero(0)
+    if again == "scaler":
+        ours.scaler = preamp.GradScaler(optimizer)
+    if again == "block":
+        with preamp.scale_loss(loss_of(ours.models[:1], 1), optimizer) as scaled:
+            scaled.backward()
+    else:
+        ours.backward((0,))
+        ours.scaler.unscale_(optimizer)
+    ours.scaler.step(optimizer)
+    ours.scaler.update()
+    ours.zero(0)
+    plain(ours)
+    assert preamp.engine_of(optimizer).steps_applied == 5  # of six, one with an overflow
 
 
 def _linear(level: str, **options: Any) -> tuple[nn.Linear, torch.optim.Optimizer, Any]:

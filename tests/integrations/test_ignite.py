@@ -20,17 +20,19 @@ from integrations.small import (
     Net,
     assert_same_models,
     batches,
+    bits,
     exact,
     fork_ranks,
+    loss_of,
     make_optimizer,
     near,
     needs,
     plain_losses,
     without_skips,
 )
-from preamp.integrations.shared import EngineScaler
 
 needs("ignite.engine")
+import ignite.distributed as idist
 from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
 from ignite.handlers import Checkpoint, DiskSaver
 from ignite.metrics import Loss
@@ -40,16 +42,17 @@ pytestmark = WARNINGS
 
 class Run:
     def __init__(self, level: str, every: int = 1, mode: str = "amp", **options: Any) -> None:
-        self.model = Net()
+        self.model: Any = Net()
         self.optimizer = make_optimizer(self.model.parameters())
         preamp.initialize(self.model, self.optimizer, opt_level=level, **START, **options)
-        self.scaler = EngineScaler(self.optimizer)
+        called = idist.auto_model(self.model)  # DistributedDataParallel on several processes
+        self.scaler = preamp.GradScaler(self.optimizer)
         given: Any = {"amp_mode": mode}
         if mode == "amp":
             given["scaler"] = self.scaler
         self.losses: list[float] = []
         self.trainer = create_supervised_trainer(
-            self.model,
+            called,
             self.optimizer,
             lambda found, y: torch.nn.functional.mse_loss(found.float(), y),
             gradient_accumulation_steps=every,
@@ -137,3 +140,23 @@ def as_with_apex(rank: int) -> bool:
 
 def test_the_mode_for_apex_works_through_the_alias(tmp_path: Path) -> None:
     assert fork_ranks(as_with_apex, tmp_path, 1) == [True]
+
+
+def on_two(rank: int) -> dict[str, Any]:
+    idist.initialize("gloo")
+    data = batches(24)[rank::2]
+    found: dict[str, Any] = {}
+    for level in LEVELS:
+        run, hand = Run(level, 2).run(data), ByHand(level)
+        wrapped = torch.nn.parallel.DistributedDataParallel(hand.model)
+        hand.loss = lambda _, batch, wrapped=wrapped: loss_of(wrapped, batch)
+        hand.run(data, every=2)
+        assert run.losses == hand.losses
+        assert_same_models(run.model, hand.model)
+        found[level] = list(bits(exact(run.model).values()))
+    return found
+
+
+def test_two_processes_train_one_model(tmp_path: Path) -> None:
+    one, other = fork_ranks(on_two, tmp_path)
+    assert one == other

@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
+import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import preamp
 from cases.tolerances import assert_same
+from code_blocks import blocks_of
 from integrations.small import (
     LEVELS,
     START,
@@ -32,7 +38,10 @@ from integrations.small import (
 )
 
 needs("mmengine.runner")
-from mmengine.model import BaseModel
+from mmengine.evaluator import BaseMetric
+from mmengine.hooks import EMAHook
+from mmengine.model import BaseModel, is_model_wrapper
+from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
 import preamp.integrations.mmengine as _registered
@@ -48,7 +57,7 @@ class Model(BaseModel):
         self.losses: list[float] = []
         self.factor = 1.0
 
-    def forward(self, x: Any, y: Any, mode: str = "tensor") -> Any:
+    def forward(self, x: Any, y: Any = None, mode: str = "tensor") -> Any:
         if mode != "loss":
             return self.net(x)
         loss = loss_of(self.net, (x, y))
@@ -79,6 +88,16 @@ def first(rows: Any) -> Any:
     return rows[0]
 
 
+def loader(data: Any) -> dict[str, Any]:
+    return {
+        "dataset": Data(data),
+        "sampler": {"type": "DefaultSampler", "shuffle": False},
+        "collate_fn": first,
+        "batch_size": 1,
+        "num_workers": 0,
+    }
+
+
 def run(
     folder: Path, level: str | None, data: Any, resume: bool = False, **more: Any
 ) -> tuple[Model, Runner]:
@@ -91,13 +110,7 @@ def run(
     runner = Runner(
         model=model,
         work_dir=str(folder),
-        train_dataloader={
-            "dataset": Data(data),
-            "sampler": {"type": "DefaultSampler", "shuffle": False},
-            "collate_fn": first,
-            "batch_size": 1,
-            "num_workers": 0,
-        },
+        train_dataloader=loader(data),
         train_cfg={"by_epoch": True, "max_epochs": more.pop("epochs", 1)},
         optim_wrapper=wrapper,
         default_hooks={"checkpoint": {"type": "CheckpointHook", "interval": 1}},
@@ -173,13 +186,19 @@ def test_a_backward_before_the_first_forward_is_refused() -> None:
         wrapper.update_params(torch.ones((), requires_grad=True))
 
 
-def as_with_apex(rank: int) -> bool:
+def apex_wrapper() -> dict[str, Any]:
+    """The wrapper that mmengine has for Apex, found under the alias."""
     preamp.install_apex_alias()
     wrapper_file: Any = importlib.import_module("mmengine.optim.optimizer.apex_optimizer_wrapper")
     wrapper_file.apex_amp = importlib.import_module("apex.amp")  # what it tried when imported
+    return {"type": "ApexOptimWrapper", "opt_level": "O2", "verbosity": 0, "clip_grad": None}
+
+
+def as_with_apex(rank: int) -> bool:
+    del rank
+    wrapper = apex_wrapper()
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     data = batches(8)
-    wrapper = {"type": "ApexOptimWrapper", "opt_level": "O2", "verbosity": 0, "clip_grad": None}
     model, _ = run(Path(), None, data, wrapper=dict(wrapper))
     hand = ByHand("O2", Model(), loss_in_forward).run(data)
     assert_same_models(model, hand.model)
@@ -191,22 +210,160 @@ def test_mmengines_wrapper_for_apex_works_through_the_alias(tmp_path: Path) -> N
     assert fork_ranks(as_with_apex, tmp_path, 1) == [True]
 
 
-def on_two(rank: int) -> dict[str, Any]:
+class MeanError(BaseMetric):
+    """What a runner evaluates with; it gathers the results of all ranks."""
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        outputs = torch.stack(data_samples)  # it hands them over one by one
+        assert outputs.dtype is torch.float32
+        self.results.append(nn.functional.mse_loss(outputs, data_batch[1]).item())
+
+    def compute_metrics(self, results: list[float]) -> dict[str, float]:
+        return {"error": sum(results) / len(results)}
+
+
+VALIDATION = {
+    "val_dataloader": loader(batches(4, seed=3)),
+    "val_cfg": {},
+    "val_evaluator": {"type": MeanError},
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_validation_is_that_of_the_model(level: str, tmp_path: Path) -> None:
+    model, runner = run(tmp_path, level, batches(6), **VALIDATION)
+    with torch.no_grad():
+        errors = [nn.functional.mse_loss(model(x), y).item() for x, y in batches(4, seed=3)]
+    found = runner.message_hub.get_scalar("val/error").current()
+    assert found == pytest.approx(sum(errors) / 4, rel=1e-6)
+
+
+@pytest.fixture
+def hook_of_the_page() -> Iterator[str]:
+    """The name under which the page's hook for averages is registered meanwhile."""
+    page = Path(__file__).parents[2] / "docs" / "frameworks.md"
+    blocks = blocks_of(page.read_text(encoding="utf-8"))
+    (code,) = [block.code for block in blocks if block.reason == "needs mmengine.hooks"]
+    exec(compile(code, str(page), "exec"), {})
+    yield "ExactEMAHook"
+    del HOOKS.module_dict["ExactEMAHook"]
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_the_hook_on_the_page_averages_exact_weights(
+    level: str, hook_of_the_page: str, tmp_path: Path
+) -> None:
+    data, options = batches(20), without_skips(level)
+    plain, _ = run(tmp_path / "plain", level, data, epochs=2, options=options)
+    hook = {"type": hook_of_the_page, "momentum": 0.25}
+    more: Any = {"epochs": 2, "options": options, "custom_hooks": [hook], **VALIDATION}
+    model, runner = run(tmp_path / "averaged", level, data, **more)
+    assert_same_models(model, plain)  # which validation with averages has left alone
+    (found,) = [hook for hook in runner.hooks if isinstance(hook, EMAHook)]
+    saved = torch.load(tmp_path / "averaged" / "epoch_2.pth", weights_only=False)
+    for name, value in found.ema_model.module.state_dict().items():
+        assert value.dtype is torch.float32
+        assert_same(saved["state_dict"][name], value, name)
+        assert_same(saved["ema_state_dict"][f"module.{name}"], exact(model)[name], name)
+
+
+def on_ranks(wrapped: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Arguments of `run` on several processes, with a wrapper for models."""
+    return {"launcher": "pytorch", "cfg": {"model_wrapper_cfg": wrapped}, **more}
+
+
+def ours(**more: Any) -> dict[str, Any]:
+    return on_ranks({"type": "PreampDistributedDataParallel"}, **more)
+
+
+def theirs(**more: Any) -> dict[str, Any]:
+    # Its runner gives it a device's number, for CPUs too, unless it is told otherwise
+    return on_ranks({"type": "MMDistributedDataParallel", "device_ids": None}, **more)
+
+
+def start_rank() -> None:
     torch.distributed.init_process_group("gloo")  # mmengine's own start asks for CUDA
-    # Nor does it leave out a device's number for CPUs, unless it is told the wrapper
-    wrapper = {"type": "MMDistributedDataParallel", "device_ids": None}
-    more: Any = {"launcher": "pytorch", "cfg": {"model_wrapper_cfg": wrapper}}
-    model, _ = run(Path(), "O1", batches(8), **more)
-    found: dict[str, Any] = {"O1": list(bits(exact(model).values())), "seen": len(model.losses)}
-    try:
-        run(Path(), "O2", batches(8), **more)
-    except preamp.PreampStateError as error:
-        found["O2"] = str(error)
-    return found
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
 
 
-def test_two_processes_train_one_model_with_float32_weights(tmp_path: Path) -> None:
-    one, other = fork_ranks(on_two, tmp_path)
+def by_hand_on_ranks(level: str, data: Any, every: int, clip: float | None = 0.5) -> ByHand:
+    """The loop by hand with torch's own wrapper."""
+    hand = ByHand(level, Model())
+    wrapped = nn.parallel.DistributedDataParallel(hand.model, broadcast_buffers=False)
+    calls = itertools.count(1)
+
+    def loss(_: Any, batch: Any) -> torch.Tensor:
+        with wrapped.no_sync() if next(calls) % every else contextlib.nullcontext():
+            return loss_in_forward(wrapped, batch)
+
+    hand.loss = loss
+    return hand.run(data, every=every, clip=clip)
+
+
+def on_two(rank: int, level: str) -> dict[str, Any]:
+    start_rank()
+    data = batches(24)
+    accumulation = {"accumulative_counts": 3}
+    whole, runner = run(
+        Path("whole"), level, data, **ours(wrapper=accumulation, epochs=2), **VALIDATION
+    )
+    hand = by_hand_on_ranks(level, 2 * data[rank::2], every=3)
+    assert whole.losses == hand.model.losses
+    assert_same_models(whole, hand.model)
+    run(Path("half"), level, data, **ours(wrapper=accumulation))
+    rest, again = run(
+        Path("half"), level, data, resume=True, **ours(wrapper=accumulation, epochs=2)
+    )
+    assert rest.losses == whole.losses[12:]
+    assert_same_models(rest, whole)
+    states = [each.optim_wrapper.state_dict()["preamp"] for each in (runner, again)]
+    assert states[0] == states[1]
+    return {
+        "weights": list(bits(exact(whole).values())),
+        "error": float(runner.message_hub.get_scalar("val/error").current()),
+    }
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_processes_train_one_model(level: str, tmp_path: Path) -> None:
+    one, other = fork_ranks(functools.partial(on_two, level=level), tmp_path)
     assert one == other
-    assert one["seen"] == 4
-    assert "MMDistributedDataParallel" in one["O2"]
+
+
+def agree(rank: int) -> list[str]:
+    del rank
+    start_rank()
+    data = batches(60)
+    own, _ = run(Path("own"), None, data, **theirs())
+    for level in LEVELS:
+        model, runner = run(Path(level), level, data, **ours(options=without_skips(level)))
+        assert model.losses == near(own.losses, level)
+        assert is_model_wrapper(runner.model)
+    run(Path("O1"), "O1", data, **theirs())
+    refused: list[str] = []
+    for level in ("O2", "O5"):
+        with pytest.raises(preamp.PreampStateError) as raised:
+            run(Path("refused"), level, data, **theirs())
+        refused.append(str(raised.value))
+    return refused
+
+
+def as_with_apex_on_two(rank: int) -> list[list[int]]:
+    start_rank()
+    data = batches(24)
+    model, _ = run(Path(), None, data, **ours(wrapper=apex_wrapper()))
+    assert all(value.dtype is torch.float16 for value in model.parameters())
+    hand = by_hand_on_ranks("O2", data[rank::2], every=1, clip=None)
+    assert_same_models(model, hand.model)
+    return list(bits(exact(model).values()))
+
+
+def test_mmengines_wrapper_for_apex_trains_on_two_processes(tmp_path: Path) -> None:
+    one, other = fork_ranks(as_with_apex_on_two, tmp_path)
+    assert one == other
+
+
+def test_on_two_processes_losses_are_those_of_mmengines_own_float32_run(tmp_path: Path) -> None:
+    refused, _ = fork_ranks(agree, tmp_path)
+    for message in refused:  # without our wrapper, at levels that cast weights
+        assert 'model_wrapper_cfg = dict(type="PreampDistributedDataParallel")' in message

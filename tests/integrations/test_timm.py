@@ -20,7 +20,9 @@ from integrations.small import (
     Net,
     assert_same_models,
     batches,
+    bits,
     exact,
+    fork_ranks,
     loss_of,
     make_optimizer,
     near,
@@ -48,11 +50,12 @@ class Run:
         self.optimizer = make_optimizer(self.model.parameters())
         preamp.initialize(self.model, self.optimizer, opt_level=level, **START, **options)
         self.scaler = LossScaler(self.optimizer)
+        self.loss: Any = loss_of
         self.losses: list[float] = []
 
     def run(self, data: Any, every: int = 1, factor: float = 1.0, **clip: Any) -> Run:
         for number, batch in enumerate(data, 1):
-            loss = loss_of(self.model, batch)
+            loss = self.loss(self.model, batch)
             self.losses.append(loss.item())
             self.scaler(
                 loss * factor / every,
@@ -165,3 +168,24 @@ def test_a_model_of_timm_learns_under_its_optimizer_and_average(level: str) -> N
     assert {v.dtype for v in average.module.state_dict().values() if v.is_floating_point()} == {
         torch.float32
     }
+
+
+def on_two(rank: int) -> dict[str, Any]:
+    torch.distributed.init_process_group("gloo")
+    data = batches(24)[rank::2]
+    found: dict[str, Any] = {}
+    for level in LEVELS:
+        models: list[Any] = []
+        for loop in (Run(level), ByHand(level)):
+            wrapped = torch.nn.parallel.DistributedDataParallel(loop.model)
+            loop.loss = lambda _, batch, wrapped=wrapped: loss_of(wrapped, batch)
+            options = {"clip_grad" if isinstance(loop, Run) else "clip": 0.5}
+            models.append(loop.run(data, every=3, **options).model)
+        assert_same_models(*models)
+        found[level] = list(bits(exact(models[0]).values()))
+    return found
+
+
+def test_two_processes_train_one_model(tmp_path: Path) -> None:
+    one, other = fork_ranks(on_two, tmp_path)
+    assert one == other

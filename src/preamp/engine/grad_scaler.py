@@ -13,7 +13,6 @@ from typing import Any, NoReturn, cast
 import torch
 from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import Node
-from torch.utils.hooks import RemovableHandle
 
 from preamp.casting import settle_thread
 from preamp.core.errors import bad_state, bad_type, bad_value, with_article
@@ -95,7 +94,7 @@ class GradScaler(torch.amp.GradScaler):
         for one in members:
             if id(one) not in self._engine.sessions:
                 raise bad_type(
-                    f"preamp.GradScaler was given a {type(one).__name__}",
+                    f"preamp.GradScaler was given {with_article(type(one).__name__)}",
                     "It takes the optimizer, or a list of them",
                     "Write scaler = preamp.GradScaler(optimizer)",
                 )
@@ -105,9 +104,8 @@ class GradScaler(torch.amp.GradScaler):
         self._loss_scaler = self._engine.scaler(loss_id)
         self._enabled = enabled and self._engine.policy.enabled
         self._device = self._loss_scaler.device.type
-        # By ``id`` of the session: backwards left open, and hooks where none may come now
+        # By ``id`` of the session: backwards left open
         self._blocks: dict[int, Block] = {}
-        self._refusing: dict[int, list[RemovableHandle]] = {}
         # What they have found and the loss scale has yet to hear of
         self._found: dict[int, torch.Tensor] = {}
         self._forget_steps()
@@ -243,9 +241,9 @@ class GradScaler(torch.amp.GradScaler):
             )
         settle_thread()
         # What was unscaled, a script may be about to clip: it stays where it is.
-        waiting = [s for s in self._sessions if self._stage(s) is OptState.UNSCALED]
+        waiting = [session for session in self._sessions if self._is_unscaled(session)]
         for session in waiting:
-            self._refuse_gradients(session)
+            _refuse_backwards(session)
         sessions = [session for session in self._sessions if session not in waiting]
         # Asks how ranks reduce before blocks that end forget the forwards
         optimizers = [session.optimizer for session in sessions]
@@ -259,21 +257,15 @@ class GradScaler(torch.amp.GradScaler):
             self._blocks[id(session)] = block.part(session)
         return block.note.scale
 
-    def _refuse_gradients(self, session: OptimizerSession) -> None:
-        """Let a backward raise that would add scaled gradients to unscaled ones."""
-        if id(session) in self._refusing:
-            return
-        handles = self._refusing[id(session)] = []
-        for param in session.model_params():
-            if param.requires_grad and param.is_leaf:
-                handles.append(cast("Any", param).register_post_accumulate_grad_hook(_refuse))
-
-    def _accept_gradients(self, session: OptimizerSession) -> None:
-        for handle in self._refusing.pop(id(session), ()):
-            handle.remove()
-
-    def _stage(self, session: OptimizerSession) -> OptState:
-        return self._per_optimizer_states[id(session.optimizer)]["stage"]
+    def _is_unscaled(self, session: OptimizerSession) -> bool:
+        """Whether it has gradients that `unscale_` has unscaled, and no step has used."""
+        state = self._per_optimizer_states[id(session.optimizer)]
+        if state["stage"] is not OptState.UNSCALED:
+            return False
+        if any([param.grad is not None for param in session.model_params()]):
+            return True
+        state["stage"] = OptState.READY  # they were dropped, as after an exception
+        return False
 
     def _end(self, session: OptimizerSession) -> None:
         """Unscale what has come since `scale`; the loss scale reacts in `update`."""
@@ -365,7 +357,7 @@ class GradScaler(torch.amp.GradScaler):
         if not skips_step(self._engine, session, optimizer.step):
             result = cast("Any", optimizer.step)(*args, **kwargs)
         state["stage"] = OptState.STEPPED
-        self._accept_gradients(session)
+        session.accept_backwards()
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -394,7 +386,7 @@ class GradScaler(torch.amp.GradScaler):
                     "new_scale should be a float or a 1-element tensor with requires_grad=False."
                 )
             self._loss_scaler.found_inf.zero_()
-            self._loss_scaler.set_scale(_number("scale", float(new_scale)))
+            self._loss_scaler.set_scale(_number("scale", new_scale))
         else:
             states = self._per_optimizer_states.values()
             if not any(state["found_inf_per_device"] for state in states):
@@ -405,7 +397,7 @@ class GradScaler(torch.amp.GradScaler):
     def _forget_steps(self) -> None:
         self._per_optimizer_states = _States()
         for session in self._sessions:
-            self._accept_gradients(session)
+            session.accept_backwards()
 
     def _check_scaled(self, name: str) -> None:
         if not self._engine.has_scaled:
@@ -466,6 +458,15 @@ class GradScaler(torch.amp.GradScaler):
             "It stands in front of one engine, which lives in this process",
             "Save scaler.state_dict(), and load it into one made for the other engine",
         )
+
+
+def _refuse_backwards(session: OptimizerSession) -> None:
+    """Let a backward raise that would add scaled gradients to unscaled ones."""
+    if not session.refusing:
+        for param in session.model_params():
+            if param.requires_grad and param.is_leaf:
+                hook = cast("Any", param).register_post_accumulate_grad_hook(_refuse)
+                session.refusing.append(hook)
 
 
 def _refuse(param: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ from preamp.engine import refusals
 from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.order import released
 from preamp.engine.overflow import GradientNote
-from preamp.engine.reductions import LOCAL, NO_ANSWER, REDUCED
+from preamp.engine.reductions import NO_ANSWER, REDUCED
 from preamp.engine.session import OptimizerSession, Plan, Stage
 from preamp.kernels import Ops
 from preamp.optim import LARC, WeightTable, leaves_of
@@ -139,6 +139,7 @@ class Block:
         for session in self.sessions:
             session.end_left_open()
             session.refuse_nested()
+            session.accept_backwards()
         if self._engine.reductions.unasked:
             for session in self.sessions:
                 self._engine.reductions.compare_late(session.model_params)
@@ -241,18 +242,20 @@ class Block:
         except BaseException:
             self.abort()
             raise
-        is_reduced = False
-        if self._answers == REDUCED:  # forwards inside the block were not known when it began
-            is_reduced = self._engine.reductions.begin_block() == REDUCED
-        found_inf = unscale_and_commit(self.sessions, self.scaler, self.note, is_reduced=is_reduced)
+        answers = self._answers
+        if answers == REDUCED:  # forwards inside the block were not known when it began
+            answers = self._engine.reductions.begin_block()
+        found_inf = unscale_and_commit(
+            self.sessions, self.scaler, self.note, is_reduced=answers == REDUCED
+        )
         self._end_ranks()
         for tell in self._engine.events.block_over:
             tell(self)
         if not self.scaler.is_dynamic:
             self._engine.ledger.look(self.note.loss_finite, "the loss")
         adjustments, unreduced = self._engine.adjustments, self._engine.unreduced
-        if (unreduced.models and unreduced.end(self.scaler)) or self._answers == LOCAL:
-            # Other ranks do not know of an overflow here yet.
+        if (unreduced.models and unreduced.end(self.scaler)) or False in answers:
+            # Other ranks may not know of an overflow here yet.
             adjustments.later(self.scaler, self.sessions, found_inf, is_due=adjust)
             return None
         if found_inf is not None and records:
@@ -406,7 +409,7 @@ def _to_clip(given: Any) -> tuple[Engine, list[OptimizerSession], frozenset[int]
 
 def _not_to_clip(given: Any) -> TypeError:
     return bad_type(
-        f"clip_grad_norm_ was given a {type(given).__name__}",
+        f"clip_grad_norm_ was given {with_article(type(given).__name__)}",
         "It takes one optimizer, parameters, or a single tensor",
         "Pass the optimizer that preamp.initialize returned, or model.parameters()",
     )
@@ -422,17 +425,20 @@ def _engine_with(leaves: Mapping[int, torch.Tensor]) -> Engine:
         whole = [e for e in whole if any(find_engine(model) is e for model in e.own_models)]
     if len(whole) == 1:
         return whole[0]
-    has_several = len(having) > 1
-    if has_several:
+    if len(having) > 1:
         got = "parameters of several engines"
+        do = "Call it once for each optimizer: preamp.clip_grad_norm_(optimizer, max_norm)"
+    elif leaves:
+        which = "parameters, some of which" if having else "parameters that"
+        got = f"{which} no optimizer given to preamp.initialize updates"
+        do = "Pass the optimizer, or only parameters that it updates"
     else:
-        got = f"parameters with gradients that {'not all have' if having else 'have no'} optimizer"
+        got = "no parameters"
+        do = "Pass the optimizer, or a list: a generator can be read only once"
     raise bad_state(
         f"clip_grad_norm_ was given {got}",
         "A norm is taken of gradients that the optimizers of one preamp.initialize unscale",
-        "Call it once for each optimizer: preamp.clip_grad_norm_(optimizer, max_norm)"
-        if has_several
-        else "Pass the optimizer, or only parameters that one given to preamp.initialize updates",
+        do,
     )
 
 

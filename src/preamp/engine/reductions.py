@@ -33,7 +33,6 @@ from preamp.kernels.data_parallel import (
 from preamp.kernels.modules import add_hook
 
 REDUCED = frozenset({True})
-LOCAL = frozenset({False})
 NO_ANSWER: frozenset[bool] = frozenset()
 
 
@@ -61,7 +60,9 @@ class Reductions:
         self.unreduced = 0
         self._models = models
         self._around: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self._forwards: set[bool] = set()  # since the latest block
+        # Of the forwards whose losses blocks scale now, however many there are of each
+        self._forwards: set[bool] = set()
+        self._is_scaled = False  # whether a block has scaled one: the next forward is of others
         self._agreed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Wrappers that ran in evaluation mode, whose ranks were not compared yet
         self.unasked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -89,8 +90,15 @@ class Reductions:
             elif wrapper not in self._agreed:
                 self.unasked.add(wrapper)
             self._around.add(wrapper)
-            self._forwards.add(bool(wrapper.require_backward_grad_sync))
-            self.unreduced += not wrapper.require_backward_grad_sync
+        self._note_answers(_wrappers_in([model]) if wrapper is None else [wrapper])
+
+    def _note_answers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
+        if self._is_scaled and wrappers:
+            self._forwards.clear()
+            self._is_scaled = False
+        answers = {bool(wrapper.require_backward_grad_sync) for wrapper in wrappers}
+        self._forwards |= answers
+        self.unreduced += False in answers
 
     def compare_late(self, params: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Compare ranks that train ``params()`` in evaluation mode, before a step at the latest.
@@ -129,21 +137,28 @@ class Reductions:
         """Whether there are other ranks, and no wrapper that gives all of them one's weights."""
         if not has_other_ranks() or self.splits.given or self._around:
             return False
-        inside = [part for model in self._models for part in model.modules()]
-        return not any([isinstance(part, DistributedDataParallel) for part in inside])
+        return not _wrappers_in(self._models)
 
     def begin_block(self) -> frozenset[bool]:
-        """Return whether the coming backward is reduced: one answer, or both if it may be."""
-        inside = (part for model in self._models for part in model.modules())
-        wrappers = [part for part in inside if isinstance(part, DistributedDataParallel)]
-        answers = {bool(w.require_backward_grad_sync) for w in (*wrappers, *self._around)}
+        """Return whether the coming backward is reduced: one answer, or both if it may be.
+
+        torch's wrapper goes by its forward, wherever the backward is; ours by the backward where
+        it reduces afterwards.
+        """
+        wrappers = (*_wrappers_in(self._models), *self._around)
+        answers = {bool(wrapper.require_backward_grad_sync) for wrapper in wrappers}
         answers |= self._forwards
         self.unreduced += False in answers
         return frozenset(answers)
 
     def end_block(self) -> None:
-        """What ran inside the block belongs to it."""
-        self._forwards.clear()
+        """What ran inside the block belongs to it, and what runs from now on to a later one."""
+        self._is_scaled = True
+
+
+def _wrappers_in(models: Iterable[nn.Module]) -> list[DistributedDataParallel]:
+    parts = (part for model in models for part in model.modules())
+    return [part for part in parts if isinstance(part, DistributedDataParallel)]
 
 
 def _refuse_closed(wrapper: nn.Module, args: Any) -> None:

@@ -16,6 +16,7 @@ from operator import is_
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from preamp.core.protocols import StepSharing
 from preamp.core.ranks import has_process_group
@@ -573,6 +574,8 @@ class OptimizerSession:
         self.found_inf: torch.Tensor | None = None
         # Ends a backward that a `GradScaler` has left open; ``None`` if none is
         self.end_backward: Callable[[], None] | None = None
+        # Hooks of one that let a backward raise, since what it has unscaled must stay in place
+        self.refusing: list[RemovableHandle] = []
         self.heard: torch.Tensor | None = None  # an overflow that the loss scale knows of
 
     # -- parameters --------------------------------------------------------------------------
@@ -735,6 +738,12 @@ class OptimizerSession:
         """Let gradients be unscaled now, if a `GradScaler` would do so later."""
         if self.gradients.is_open and self.end_backward is not None:
             self.end_backward()
+
+    def accept_backwards(self) -> None:
+        """Let them come again: whoever begins one sets earlier gradients aside."""
+        for hook in self.refusing:
+            hook.remove()
+        self.refusing.clear()
 
     def check_unscaled(self) -> None:
         """Refuse to step with gradients that still carry the loss scale."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""An ``OptimWrapper`` of mmengine at an opt level of preamp."""
+"""An ``OptimWrapper`` of mmengine at an opt level, and what several processes need beside it."""
 
 # The base class is of a package that may be missing where types are checked.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -18,6 +18,7 @@ from preamp.core.errors import bad_state
 from preamp.engine import clip_grad_norm_, find_engine
 from preamp.integrations.shared import EngineScaler, Options, framework, start
 
+_model: Any = framework("mmengine.model", "mmengine")
 _optim: Any = framework("mmengine.optim", "mmengine")
 _registry: Any = framework("mmengine.registry", "mmengine")
 
@@ -29,7 +30,8 @@ class PreampOptimWrapper(_optim.OptimWrapper):
     In a configuration: ``custom_imports=dict(imports=["preamp.integrations.mmengine"])`` and
     ``optim_wrapper=dict(type="PreampOptimWrapper", opt_level="O2", optimizer=dict(…))``.
     Accumulation, clipping and the runner's checkpoints are mmengine's; these hold exact float32
-    weights, and the loss scale with all counters beside the optimizer's state.
+    weights, and the loss scale with all counters beside the optimizer's state. On several processes
+    O2, O3 and O5 need `PreampDistributedDataParallel`.
 
     Args:
         optimizer: The optimizer.
@@ -56,7 +58,8 @@ class PreampOptimWrapper(_optim.OptimWrapper):
         """Initialize ``model`` at the first call; in the block it runs its forward.
 
         Raises:
-            PreampStateError: It is wrapped for several processes, at a level that casts weights.
+            PreampStateError: It is wrapped for several processes already, and the level casts
+                weights.
         """
         if self._scaler is None:
             self._start(model)
@@ -64,15 +67,16 @@ class PreampOptimWrapper(_optim.OptimWrapper):
             yield
 
     def _start(self, model: nn.Module) -> None:
-        inner: Any = getattr(model, "module", model)
+        inner: Any = model.module if _model.is_model_wrapper(model) else model
         if find_engine(self.optimizer) is not None:
             self._scaler = EngineScaler(self.optimizer)
         elif inner is not model and self._opt_level not in ("O0", "O1", "O4"):
             raise bad_state(
                 f"The runner has wrapped the model in {type(model).__name__} before level "
                 f"{self._opt_level!r} could cast its weights",
-                "mmengine wraps models before it makes optimizers; then weights must stay float32",
-                'Pass opt_level="O1", or "O4" for bfloat16',
+                "Levels that cast weights have to do so before the model is wrapped",
+                'Write model_wrapper_cfg = dict(type="PreampDistributedDataParallel") in the '
+                'configuration, or pass opt_level="O1", or "O4" for bfloat16',
             )
         else:
             self._scaler = start([inner], [self.optimizer], self._opt_level, self._preamp_options)
@@ -125,3 +129,56 @@ class PreampOptimWrapper(_optim.OptimWrapper):
         else:
             self._loaded = found
         super().load_state_dict(rest)
+
+
+@_registry.MODEL_WRAPPERS.register_module()
+class PreampDistributedDataParallel(nn.Module):
+    """Puts off mmengine's ``MMDistributedDataParallel`` until the weights have been cast.
+
+    mmengine wraps a model before it makes the optimizer, and what ``DistributedDataParallel`` has
+    wrapped can no longer be cast. In a configuration:
+    ``model_wrapper_cfg = dict(type="PreampDistributedDataParallel")``. It serves any optimizer
+    wrapper that initializes in its first ``optim_context``: `PreampOptimWrapper`, and mmengine's
+    ``ApexOptimWrapper``.
+
+    Args:
+        module: The model, on its device.
+        broadcast_buffers: As in ``MMDistributedDataParallel``; off, as in a runner's own wrapper.
+        **kwargs: For ``MMDistributedDataParallel``: ``find_unused_parameters`` and others.
+    """
+
+    def __init__(self, module: nn.Module, broadcast_buffers: bool = False, **kwargs: Any) -> None:
+        """Keep ``module`` as it is until the first `train_step`."""
+        super().__init__()
+        self.module: Any = module
+        self._arguments = {"broadcast_buffers": broadcast_buffers, **kwargs}
+        # A second wrapper around `module`, so not among the modules in this one
+        self._wrapped: list[Any] = []
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
+        """Train on ``data``; all processes wrap the model together when this is called first."""
+        if not self._wrapped:
+            with optim_wrapper.optim_context(self.module):
+                pass  # it initializes the model, at levels that cast weights too
+            self._wrapped = [_model.MMDistributedDataParallel(self.module, **self._arguments)]
+            self.train(self.training)
+        return self._wrapped[0].train_step(data, optim_wrapper)
+
+    def val_step(self, data: Any) -> list[Any]:
+        """The model's predictions for ``data`` of a validation set."""
+        return self.module.val_step(data)
+
+    def test_step(self, data: Any) -> list[Any]:
+        """The model's predictions for ``data`` of a test set."""
+        return self.module.test_step(data)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, within ``DistributedDataParallel`` once there is one."""
+        return (self._wrapped or [self.module])[0](*args, **kwargs)
+
+    def train(self, mode: bool = True) -> PreampDistributedDataParallel:
+        """Set training mode, or evaluation mode, of the model and its wrappers."""
+        super().train(mode)
+        for wrapped in self._wrapped:
+            wrapped.train(mode)
+        return self
