@@ -151,8 +151,7 @@ RULES: Final = (
         measure=course.losses_jump,
         title="The loss jumps to {value}",
         number="That is {times} the largest of the steps before{back}{more}.{rate}",
-        do="Look at the batch of step {step}: outliers, wrong labels, a sum in place of a mean. "
-        "If it is right, clip gradients or lower the learning rate.",
+        do="{do}",
         picture="loss",
         when="at step {step}",
     ),
@@ -214,6 +213,17 @@ RULES: Final = (
         do="A little growth overflows. Scale or normalise the values, keep the module in float32, "
         "or use bfloat16 (O4, O5).",
         picture="tensor",
+    ),
+    Rule(
+        id="loss-rises",
+        severity=Severity.NOTE,
+        measure=collapse.losses_rise,
+        title="A loss rises",
+        number="Loss {loss} went from {first} to {last}; the gradient that grew most is {times}"
+        " times what it was.",
+        do="Where that is meant, as against a critic that learns or with harder data, all is well."
+        " Otherwise lower the learning rate.",
+        picture="loss",
     ),
     Rule(
         id="scale-at-ceiling",

@@ -15,12 +15,14 @@ from preamp.numerics import FORMATS, OverflowRecord, TraceRecord
 from preamp.report import words
 from preamp.report.course import (
     LOOK_AT_ZERO,
+    RISE,
     Point,
     ask_for_trace,
     in_float32,
     place_of,
     rate_before,
     rise_of,
+    went_on,
 )
 from preamp.report.evidence import Evidence, has_masters, named
 from preamp.report.gather import Run
@@ -75,7 +77,10 @@ def collapse(run: Run) -> Collapse | None:
     steps = sorted({*bad[name], *(o.step for o in early)})
     row, end = rows[name], steps[0] if steps else math.inf
     before = [(step, loss) for step, loss in row if step < end and math.isfinite(loss)]
-    cause = _by_gradients(run, end) or (_cause(run, steps[0], before, early) if steps else None)
+    after = sum(step > end and math.isfinite(loss) for step, loss in row)
+    cause = _by_gradients(run, end)
+    if cause is None and steps:
+        cause = _cause(run, steps[0], before, early, comes_back=after > 0)
     if cause is None:
         return None
     return Collapse(
@@ -86,7 +91,7 @@ def collapse(run: Run) -> Collapse | None:
         loss_id=int(name.partition(" ")[0]),
         bad=steps,
         before=before,
-        after=sum(step > end and math.isfinite(loss) for step, loss in row),
+        after=after,
         overflows=early,
     )
 
@@ -110,14 +115,19 @@ def _by_gradients(run: Run, end: float) -> tuple[Cause, int, Sequence[str]] | No
 
 
 def _cause(
-    run: Run, bad: int, before: Sequence[Point], early: Sequence[OverflowRecord]
+    run: Run,
+    bad: int,
+    before: Sequence[Point],
+    early: Sequence[OverflowRecord],
+    *,
+    comes_back: bool,
 ) -> tuple[Cause, int, Sequence[str]]:
     """The cause of a loss that is not finite at step ``bad``, and the step it began at."""
     last = before[-1][0] if before else 0  # the update of this step came before the first bad loss
     if any(o.step == bad and o.trace is not None and o.trace.phase == "data" for o in early):
         return Cause.MODULE, bad, ()
-    rise = rise_of([(step, abs(loss)) for step, loss in before])
-    if rise is not None:
+    rise = rise_of(before) or _fall_of(before)
+    if rise is not None and not comes_back:
         return Cause.RATE, rise[2], ()
     if last and (_raised(run, bad) or _throws_away(run, last)):
         return Cause.RATE, bad, ()
@@ -129,6 +139,17 @@ def _cause(
     if any(_told(o) is not None for o in early):
         return Cause.MODULE, bad, ()
     return Cause.UNKNOWN, bad, ()
+
+
+def _fall_of(points: Sequence[Point]) -> tuple[float, float, int] | None:
+    """What `rise_of` tells of losses that fall below zero, most of the way at the end.
+
+    That of a likelihood falls below zero too, but ever more slowly.
+    """
+    losses = [loss for _, loss in points]
+    rest = losses[: -max(1, len(losses) // 4)]
+    is_faster = bool(rest) and rest[-1] - losses[-1] > RISE * (max(rest) - rest[-1])
+    return rise_of([(step, -loss) for step, loss in points]) if is_faster else None
 
 
 def _overflown(run: Run, end: float) -> tuple[int, list[str]] | None:
@@ -150,11 +171,15 @@ def _overflown(run: Run, end: float) -> tuple[int, list[str]] | None:
 
 
 def _raised(run: Run, first: int) -> tuple[float, float, int] | None:
-    """The learning rate before and after it was raised shortly before a step, and when."""
+    """The learning rate before and after it was raised shortly before a step, and when.
+
+    A restart to what it was before does not count: that rate has done no harm.
+    """
     for steps, _ in run.by_optimizer():
         rates = [(s.step, s.lr) for s in steps if s.lr is not None and s.step < first]
+        usual = max((rate for _, rate in rates[: -RAISED_STEPS - 1]), default=0.0)
         for (_, old), (step, new) in pairwise(rates[-RAISED_STEPS - 1 :]):
-            if old > 0 and new >= RAISED * old:
+            if old > 0 and new >= RAISED * old and new > usual:
                 return old, new, step
     return None
 
@@ -237,11 +262,30 @@ def diverges(run: Run) -> Iterator[Evidence]:
             run, found.loss, found.before, found.step, f" and {_lost(found)}", is_grave=True
         )
         return
+    for name, finite, step in _rises(run):
+        growth = _growth(run, step)
+        if growth is None or growth[0] > RISE:
+            yield _rising(run, name, finite, step, "", is_grave=False)
+
+
+def losses_rise(run: Run) -> Iterator[Evidence]:
+    """Yield losses that rise far, though gradients do not: the task grew harder."""
+    for name, finite, step in _rises(run):
+        growth, rise = _growth(run, step), rise_of(finite)
+        if growth is not None and growth[0] <= RISE and rise is not None:
+            first, last = map(words.magnitude, rise[:2])
+            values = {"loss": name, "first": first, "last": last}
+            values["times"] = words.magnitude(growth[0])
+            yield Evidence(values=values, step=step, where=f"loss {name}")
+
+
+def _rises(run: Run) -> Iterator[tuple[str, Sequence[Point], int]]:
+    """Yield losses that end far above where they began: name, finite losses, first step."""
     for name, points in run.losses().items():
         finite = [(step, loss) for step, loss in points if math.isfinite(loss)]
         rise = rise_of(finite)
         if rise is not None:
-            yield _rising(run, name, finite, rise[2], "", is_grave=False)
+            yield name, finite, rise[2]
 
 
 def _rising(
@@ -268,7 +312,7 @@ def _rising(
             "first": words.magnitude(start),
             "last": words.magnitude(last),
             "end": end,
-            "rate": rate,
+            "rate": rate + went_on(run, step),
             "do": do,
         },
         step=step,
@@ -278,20 +322,28 @@ def _rising(
 
 
 def _grown(run: Run, step: int) -> str:
-    """The gradient that grew most between the looks before and after a step."""
+    times, name = _growth(run, step) or (0.0, "")
+    if times <= 1:
+        return ""
+    grew = f"grew most, {words.magnitude(times)} times"
+    return f"all of the model; the gradient of {words.shown(name)} {grew}"
+
+
+def _growth(run: Run, step: int) -> tuple[float, str] | None:
+    """How much the gradient that grew most did between the looks before and after a step.
+
+    ``None`` where none was looked at on either side.
+    """
     first: dict[str, float] = {}
-    most, name = 1.0, ""
+    grown: list[tuple[float, str]] = []
     for record in run.numerics:
         for t in gradients_of([record]):
             size = t.rms / t.scale
             if record.step <= step:
                 first[t.name] = size
-            elif first.get(t.name) and size / first[t.name] > most:
-                most, name = size / first[t.name], t.name
-    if not name:
-        return ""
-    times = words.magnitude(most)
-    return f"all of the model; the gradient of {words.shown(name)} grew most, {times} times"
+            elif first.get(t.name):
+                grown.append((size / first[t.name], t.name))
+    return max(grown, default=None)
 
 
 def loss_not_finite(run: Run) -> Iterator[Evidence]:
@@ -393,7 +445,7 @@ def _by_elimination(run: Run, found: Collapse) -> Told:
         )
     else:
         where, do = _untraced(run, found)
-    number = f"{_steps(run, found)}{_last_finite(run, found)}"
+    number = f"{_steps(run, found)}{_last_finite(run, found)}{went_on(run, found.step)}"
     return found.bad[0], where, "The loss is infinite or nan", number, do
 
 
@@ -434,7 +486,8 @@ def _last_finite(run: Run, found: Collapse) -> str:
 
 def _steps(run: Run, found: Collapse) -> str:
     skipped = sum(o.was_skipped for o in found.overflows) if run.steps else 0
-    of_them = "all of them" if skipped == len(found.bad) > 1 else f"{skipped:,} of them"
+    of_them = "all of them" if skipped == len(found.bad) else f"{skipped:,} of them"
+    of_them = "which was" if len(found.bad) == 1 else of_them
     return f"In {_listed(found.bad)}{f', {of_them} skipped' if skipped else ''}."
 
 
