@@ -14,9 +14,9 @@ import torch
 import preamp
 from cases import records as made
 from preamp.numerics import CastsRecord, Record, ResumeRecord
-from preamp.report import render
+from preamp.report import collapse, render
 from preamp.report.advice import RULES, Finding, Verdict, advise, judge
-from preamp.report.gather import gather
+from preamp.report.gather import Run, gather
 
 STEPS = [made.step(n, 1 / n) for n in range(1, 101)]
 CALM: list[Record] = [made.start(), *STEPS]
@@ -474,6 +474,17 @@ def test_a_verdict_names_the_worst() -> None:
 def test_skips_before_the_first_step_are_a_scale_being_found() -> None:
     run = gather(skipping(range(1, 9)))
     assert "while the loss scale was being found" in judge(run, advise(run)).text
+
+
+def test_what_broke_a_run_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    worked_out: list[Run] = []
+    monkeypatch.setattr(
+        collapse,
+        "collapse",
+        lambda run, real=collapse.collapse: worked_out.append(run) or real(run),
+    )
+    assert advise(gather([*CALM, made.step(101, math.nan)]))[0].id == "loss-not-finite"
+    assert len(worked_out) == 1
 
 
 def test_names_with_braces_stay_as_they_are() -> None:

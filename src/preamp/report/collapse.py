@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import pairwise
@@ -18,6 +18,7 @@ from preamp.report.course import (
     RISE,
     Point,
     ask_for_trace,
+    finite_of,
     in_float32,
     place_of,
     rate_before,
@@ -76,17 +77,19 @@ def collapse(run: Run) -> Collapse | None:
     name = min(rows, key=lambda name: bad[name][0] if bad[name] else math.inf)
     steps = sorted({*bad[name], *(o.step for o in early)})
     row, end = rows[name], steps[0] if steps else math.inf
-    before = [(step, loss) for step, loss in row if step < end and math.isfinite(loss)]
-    after = sum(step > end and math.isfinite(loss) for step, loss in row)
-    cause = _by_gradients(run, end)
-    if cause is None and steps:
-        cause = _cause(run, steps[0], before, early, comes_back=after > 0)
-    if cause is None:
+    before = [point for point in finite_of(row) if point[0] < end]
+    after = sum(step > end for step, _ in finite_of(row))
+    overflown = _overflown(run, end) if run.static_scale else None
+    if overflown is not None:
+        cause, step = _cause_of_overflow(run, overflown[0]), overflown[0]
+    elif steps:
+        cause, step = _cause(run, steps[0], before, early, comes_back=after > 0)
+    else:
         return None
     return Collapse(
-        cause=cause[0],
-        step=cause[1],
-        gradients=cause[2],
+        cause=cause,
+        step=step,
+        gradients=() if overflown is None else overflown[1],
         loss=name,
         loss_id=int(name.partition(" ")[0]),
         bad=steps,
@@ -96,22 +99,14 @@ def collapse(run: Run) -> Collapse | None:
     )
 
 
-def _by_gradients(run: Run, end: float) -> tuple[Cause, int, Sequence[str]] | None:
-    """Whether gradients overflowed into the weights before a step: the cause, when, and which."""
-    overflown = _overflown(run, end)
-    if overflown is None or not run.static_scale:
-        return None
-    finite = [
-        t.max_abs
-        for r in run.numerics
-        if r.step == overflown[0]
-        for t in gradients_of([r])
-        if t.max_abs > 0
-    ]
+def _cause_of_overflow(run: Run, step: int) -> Cause:
+    """The cause of gradients that overflowed into the weights at a step with a static scale."""
+    seen = gradients_of(r for r in run.numerics if r.step == step)
     # Where all that is left lies far below the format's end, it was not the scale that went beyond.
-    is_near = max(finite, default=math.inf) > NEAR * FORMATS["float16"].largest
-    is_scaled = run.static_scale > 1 and run.half == "float16" and is_near
-    return Cause.SCALE if is_scaled else Cause.GRADIENT, *overflown
+    largest = max((t.max_abs for t in seen if t.max_abs > 0), default=math.inf)
+    is_near = largest > NEAR * FORMATS["float16"].largest
+    is_scaled = (run.static_scale or 0) > 1 and run.half == "float16" and is_near
+    return Cause.SCALE if is_scaled else Cause.GRADIENT
 
 
 def _cause(
@@ -121,24 +116,24 @@ def _cause(
     early: Sequence[OverflowRecord],
     *,
     comes_back: bool,
-) -> tuple[Cause, int, Sequence[str]]:
+) -> tuple[Cause, int]:
     """The cause of a loss that is not finite at step ``bad``, and the step it began at."""
     last = before[-1][0] if before else 0  # the update of this step came before the first bad loss
     if any(o.step == bad and o.trace is not None and o.trace.phase == "data" for o in early):
-        return Cause.MODULE, bad, ()
+        return Cause.MODULE, bad
     rise = rise_of(before) or _fall_of(before)
     if rise is not None and not comes_back:
-        return Cause.RATE, rise[2], ()
+        return Cause.RATE, rise[2]
     if last and (_raised(run, bad) or _throws_away(run, last)):
-        return Cause.RATE, bad, ()
+        return Cause.RATE, bad
     if last and zero_eps(run) and (bad <= EARLY or _weights_broke(run, bad)):
-        return Cause.EPS, last, ()
+        return Cause.EPS, last
     too_large = BEYOND * FORMATS["float16"].largest
     if last and run.half == "float16" and (run.static_scale or 0.0) > too_large:
-        return Cause.SCALE, last, ()
+        return Cause.SCALE, last
     if any(_told(o) is not None for o in early):
-        return Cause.MODULE, bad, ()
-    return Cause.UNKNOWN, bad, ()
+        return Cause.MODULE, bad
+    return Cause.UNKNOWN, bad
 
 
 def _fall_of(points: Sequence[Point]) -> tuple[float, float, int] | None:
@@ -225,13 +220,23 @@ def _weights_broke(run: Run, first: int) -> bool:
 # -- what the rules say of it ----------------------------------------------------------------
 
 
-def eps_is_zero(run: Run) -> Iterator[Evidence]:
+def explain(run: Run) -> dict[str, Iterable[Evidence]]:
+    """Return what broke a run, or may yet, by the id of the rule that words it."""
+    found = collapse(run)
+    cause = None if found is None else found.cause
+    is_by_rule = cause in (Cause.EPS, Cause.RATE)
+    return {
+        "eps-is-zero": _eps_is_zero(run, found if cause is Cause.EPS else None),
+        "diverges": _diverges(run, found if cause is Cause.RATE else None),
+        "loss-not-finite": [] if found is None or is_by_rule else [_not_finite(run, found)],
+    }
+
+
+def _eps_is_zero(run: Run, found: Collapse | None) -> Iterator[Evidence]:
     """Yield an optimizer whose eps is zero in float16, where that broke the run or may yet."""
-    options, found = zero_eps(run), collapse(run)
+    options = zero_eps(run)
     if options is None:
         return
-    if found is not None and found.cause is not Cause.EPS:
-        found = None
     count = _not_finite_at(run, found.step) if found else ""
     broken = f" {count} were infinite or nan after it." if count else ""
     name = words.shown(options.get("class", "the optimizer"), 40)
@@ -254,10 +259,9 @@ def _not_finite_at(run: Run, step: int) -> str:
     return f"{count:,} of {sum(t.elements for t in tensors):,} weights" if count else ""
 
 
-def diverges(run: Run) -> Iterator[Evidence]:
+def _diverges(run: Run, found: Collapse | None) -> Iterator[Evidence]:
     """Yield losses that rise far above where they began, to the end or until they are infinite."""
-    found = collapse(run)
-    if found is not None and found.cause is Cause.RATE:
+    if found is not None:
         yield _rising(
             run, found.loss, found.before, found.step, f" and {_lost(found)}", is_grave=True
         )
@@ -282,7 +286,7 @@ def losses_rise(run: Run) -> Iterator[Evidence]:
 def _rises(run: Run) -> Iterator[tuple[str, Sequence[Point], int]]:
     """Yield losses that end far above where they began: name, finite losses, first step."""
     for name, points in run.losses().items():
-        finite = [(step, loss) for step, loss in points if math.isfinite(loss)]
+        finite = finite_of(points)
         rise = rise_of(finite)
         if rise is not None:
             yield name, finite, rise[2]
@@ -346,14 +350,11 @@ def _growth(run: Run, step: int) -> tuple[float, str] | None:
     return max(grown, default=None)
 
 
-def loss_not_finite(run: Run) -> Iterator[Evidence]:
-    """Yield what broke the loss or the weights, unless it was the learning rate or an eps."""
-    found = collapse(run)
-    if found is None or found.cause in (Cause.RATE, Cause.EPS):
-        return
+def _not_finite(run: Run, found: Collapse) -> Evidence:
+    """Tell what broke the loss or the weights, if it was neither the learning rate nor an eps."""
     tell = {Cause.MODULE: _by_module, Cause.UNKNOWN: _by_elimination}.get(found.cause, _by_gradient)
     step, where, title, number, do = tell(run, found)
-    yield Evidence(values={"title": title, "number": number, "do": do}, step=step, where=where)
+    return Evidence(values={"title": title, "number": number, "do": do}, step=step, where=where)
 
 
 Told = tuple[int, str, str, str, str]  # step, place, title, numbers, what to do

@@ -232,11 +232,11 @@ def no_step_taken(run: Run) -> Iterator[Evidence]:
             yield Evidence(
                 values={"steps": count, "whose": whose, "down": down},
                 step=steps[0].step,
-                where=_first_parameters(run, steps),
+                where=_place_of_skips(run, steps),
             )
 
 
-def _first_parameters(run: Run, steps: Sequence[StepRecord]) -> str:
+def _place_of_skips(run: Run, steps: Sequence[StepRecord]) -> str:
     """Where the skipped ones of some steps begin most often."""
     numbers = {step.step for step in steps if step.skipped}
     optimizer = steps[0].optimizer
@@ -271,9 +271,7 @@ def many_skips(run: Run) -> Iterator[Evidence]:
                 "since": " from the first that was taken" if len(rest) < len(steps) else "",
                 "schedule": _schedule(steps),
             }
-            yield Evidence(
-                values=values, step=skipped[0].step, where=_first_parameters(run, skipped)
-            )
+            yield Evidence(values=values, step=skipped[0].step, where=_place_of_skips(run, skipped))
 
 
 def _are_many(skipped: int, steps: int) -> bool:
@@ -302,7 +300,7 @@ def skips_in_a_row(run: Run) -> Iterator[Evidence]:
                 "do": _end_search(steps, longest),
                 "schedule": _schedule(steps),
             }
-            where = _first_parameters(run, longest)
+            where = _place_of_skips(run, longest)
             yield Evidence(values=values, step=longest[0].step, where=where)
 
 
@@ -314,6 +312,11 @@ def _end_search(steps: Sequence[StepRecord], longest: Sequence[StepRecord]) -> s
         f"The loss scale began too high. Begin at {words.scale(end)}, by"
         " preamp.engine_of(optimizer).scaler(0).set_scale(...)."
     )
+
+
+def finite_of(points: Sequence[Point]) -> list[Point]:
+    """The losses that are finite, with their steps."""
+    return [(step, loss) for step, loss in points if math.isfinite(loss)]
 
 
 def rise_of(points: Sequence[Point]) -> tuple[float, float, int] | None:
@@ -344,7 +347,7 @@ def rise_of(points: Sequence[Point]) -> tuple[float, float, int] | None:
 def losses_jump(run: Run) -> Iterator[Evidence]:
     """Yield the largest jump of each loss that comes down again."""
     for loss_id, points in run.losses().items():
-        finite = [(step, loss) for step, loss in points if math.isfinite(loss)]
+        finite = finite_of(points)
         jumps = [] if rise_of(finite) else list(_jumps(finite))
         if jumps:
             at, before, after = max(jumps, key=lambda jump: abs(finite[jump[0]][1] / jump[1]))
@@ -398,7 +401,8 @@ def _jumps(points: Sequence[Point]) -> Iterator[tuple[int, float, Point | None]]
     while at < len(points):
         window = [abs(y) for _, y in points[max(0, at - JUMP_WINDOW) : at]]
         before, usual = max(window), median_low([y for y in window if y] or [1.0])
-        limit = before * max(JUMP if at >= RISE_WINDOW else JUMP**2, (before / usual) ** 2)
+        spread = before / usual  # times itself, not squared: a power raises where it is too large
+        limit = before * max(JUMP if at >= RISE_WINDOW else JUMP**2, spread * spread)
         if not (before and points[at][1] > max(limit, floor)):
             at += 1
             continue
