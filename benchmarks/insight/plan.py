@@ -34,13 +34,13 @@ class Outcome:
 
 def judged(training: Training, model: Any, batch: Any) -> list[float]:
     """The parts of the loss in float64, or in float32 where the model mixes that in."""
-    with untouched_random(), torch.no_grad():
+    with untouched_random():
         try:
             wide = [t.double() if t.is_floating_point() else t for t in batch]
             parts = training.parts(copy.deepcopy(model).double(), wide)
         except RuntimeError:
             parts = training.parts(copy.deepcopy(model), batch)
-        return [float(part) for part in parts]
+        return [float(part.detach()) for part in parts]
 
 
 def train(training: Training, level: str, scale: float) -> Outcome | None:

@@ -271,9 +271,8 @@ class Penalty(nn.Module):
 
 def equation(model: nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
     """Solve u' = cos x by the residual."""
-    with torch.enable_grad():
-        x = batch[0].clone().requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    x = batch[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     return ((slope.float() - batch[1]).square().mean(),)
 
 
@@ -509,6 +508,15 @@ def two_sums(model: nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
     return F.mse_loss(out.float(), batch[1]), out.float().square().sum()
 
 
+def penalized(model: nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
+    """A regression, and how far the gradient by the input is from a length of 1."""
+    x = batch[0].clone().requires_grad_()
+    out = model(x)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    length = grad.float().square().sum(-1).sqrt()
+    return F.mse_loss(out.float(), batch[1]), (length - 1).square().mean()
+
+
 def by_norm(x: torch.Tensor) -> torch.Tensor:
     return x / (x * x).sum(-1, keepdim=True).sqrt()
 
@@ -552,6 +560,10 @@ LATER = {
     "hinge": Training(mlp, hinge, one_hot, sgd),
     "weighted rows": Training(mlp, weighted, pairs, adam),
     "penalty on outputs": Training(mlp, two_sums, pairs, adamw, (1.0, 1e-6)),
+    "gradient penalty": Training(mlp, penalized, pairs, adam, (1.0, 0.1)),
+    "gradient penalty, SGD": Training(
+        partial(mlp, act=nn.Tanh), penalized, pairs, partial(sgd, lr=0.02), (1.0, 0.1)
+    ),
     "AMSGrad": Training(mlp, square, pairs, partial(safe_adam, amsgrad=True)),
     "RAdam": Training(mlp, square, pairs, partial(torch.optim.RAdam, lr=1e-2)),
     "Nesterov": Training(mlp, square, pairs, partial(momentum, nesterov=True)),

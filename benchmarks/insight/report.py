@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import preamp
+from insight import report_scripts as scripts
 from insight.score import Score
-from preamp.numerics import Record
+from preamp.numerics import Record, read_history
 from preamp.report.advice import advise, judge
 from preamp.report.gather import gather
 
@@ -147,12 +149,17 @@ class Case:
     at: Callable[[int], bool] = lambda step: True  # the steps of the fault
     scale: float | None = None  # loss scale to begin with, where it is dynamic
     parts: int = 1  # backwards of each step
+    script: Callable[[Path], None] | None = None  # what trains in place of all this
 
 
 def train(case: Case) -> list[Record]:
     """Run a case; returns its records."""
     with tempfile.TemporaryDirectory() as folder:
-        return _train(case, Path(folder) / "run.jsonl")
+        path = Path(folder) / "run.jsonl"
+        if case.script is None:
+            return _train(case, path)
+        case.script(path)
+        return read_history(path)
 
 
 def _train(case: Case, path: Path) -> list[Record]:
@@ -221,6 +228,12 @@ ADAM = torch.optim.Adam
 GOOD = "Nothing to report"
 A_SCALE = r"(smaller|larger|lower|other|higher) (loss )?scale|dynamic"
 LEARNING_RATE = "[Ll]ower the learning rate"
+BY_A_FORWARD = Truth(
+    first="The forward of blocks.1.spot makes inf, since step 26",
+    where="blocks.1.spot",
+    do="float32",
+    never=f"overflow=.?.trace|{A_SCALE}",
+)
 
 FAULTY = (
     Case(
@@ -270,16 +283,7 @@ FAULTY = (
         ),
     ),
     Case(
-        name="forward-traced",
-        change=times(3e5),
-        at=since(26),
-        options=TRACED,
-        truth=Truth(
-            first="The forward of blocks.1.spot makes inf, since step 26",
-            where="blocks.1.spot",
-            do="float32",
-            never=f"overflow=.?.trace|{A_SCALE}",
-        ),
+        name="forward-traced", change=times(3e5), at=since(26), options=TRACED, truth=BY_A_FORWARD
     ),
     Case(
         name="forward-traced-o1-attention",
@@ -288,12 +292,7 @@ FAULTY = (
         change=lambda x: x.half() * 3e5,
         at=since(26),
         options=TRACED,
-        truth=Truth(
-            first="The forward of blocks.1.spot makes inf, since step 26",
-            where="blocks.1.spot",
-            do="float32",
-            never=f"overflow=.?.trace|{A_SCALE}",
-        ),
+        truth=BY_A_FORWARD,
     ),
     Case(
         name="forward-not-traced",
@@ -844,7 +843,79 @@ LATER = (
 )
 """Written after the rules had been mended for the ones above."""
 
-CASES = (*FAULTY, *HEALTHY, *UNSEEN, *LATER)
+FURTHER = (
+    Case(name="warm-restarts", script=scripts.warm_restarts, truth=Truth(first=GOOD)),
+    Case(
+        name="nan-data-after-a-restart",
+        script=partial(scripts.warm_restarts, nan_at=43),
+        truth=Truth(
+            first="The loss is infinite or nan, since step 43", do="step 43", never=LEARNING_RATE
+        ),
+    ),
+    Case(name="fine-tuning", script=scripts.fine_tuning, truth=Truth(first=GOOD)),
+    Case(name="likelihood", script=scripts.likelihood, truth=Truth(first=GOOD)),
+    Case(
+        name="likelihood-nan-data",
+        script=partial(scripts.likelihood, nan_at=200),
+        truth=Truth(
+            first="The loss is infinite or nan, since step 200", do="step 200", never=LEARNING_RATE
+        ),
+    ),
+    Case(
+        name="likelihood-nan-data-o5",
+        script=partial(scripts.likelihood, level="O5", nan_at=200),
+        truth=Truth(
+            first="The loss is infinite or nan, since step 200", do="step 200", never=LEARNING_RATE
+        ),
+    ),
+    Case(name="policy-gradient", script=scripts.policy_gradient, truth=Truth(first=GOOD)),
+    Case(
+        name="curriculum",
+        script=scripts.curriculum,
+        truth=Truth(
+            first="The loss jumps to 2[0-9.]*, at step 101", do="on purpose", never="batch"
+        ),
+    ),
+    Case(
+        name="adversarial",
+        script=scripts.adversarial,
+        truth=Truth(
+            first="Nothing to worry about, 1 note", where="A loss rises.*loss 1", do="critic"
+        ),
+    ),
+    Case(name="sparse-looks", script=scripts.sparse_looks, truth=Truth(first=GOOD)),
+    Case(name="resumed", script=scripts.resumed, truth=Truth(first=GOOD)),
+    Case(
+        name="resumed-without-a-layer",
+        script=partial(scripts.resumed, is_lost=True),
+        truth=Truth(
+            first="The loss jumps to [0-9]+, at step 61",
+            where="went on from a checkpoint at step 60",
+            do="did not bring back",
+            never="batch",
+        ),
+    ),
+    Case(
+        name="a-good-run-after-a-bad-one",
+        script=partial(scripts.two_runs, bad=1),
+        truth=Truth(first=GOOD),
+    ),
+    Case(
+        name="a-bad-run-after-a-good-one",
+        script=partial(scripts.two_runs, bad=2),
+        truth=Truth(first="The loss is infinite or nan, since step 41", do="data", never=A_SCALE),
+    ),
+    Case(name="one-step", script=scripts.one_step, truth=Truth(first=GOOD)),
+    Case(name="hinge", script=scripts.hinge, truth=Truth(first=GOOD)),
+    Case(
+        name="overshooting",
+        script=scripts.overshooting,
+        truth=Truth(first="Training diverges, since step 2[1-9]", where="raised", do=LEARNING_RATE),
+    ),
+)
+"""Runs whose course is their own: schedules, kinds of losses, several parts or losses."""
+
+CASES = (*FAULTY, *HEALTHY, *UNSEEN, *LATER, *FURTHER)
 
 
 def judge_case(case: Case) -> str:
@@ -879,6 +950,7 @@ def scores(every: int, offset: int) -> list[Score]:
         ("report, healthy runs", HEALTHY),
         ("report, unseen", UNSEEN),
         ("report, later", LATER),
+        ("report, further", FURTHER),
     ):
         score = Score(kind)
         for case in cases[offset::every]:

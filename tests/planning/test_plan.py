@@ -185,17 +185,23 @@ def test_the_caller_keeps_everything(with_state: bool) -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+class Shared(list[int]):
+    """Knows of what happens in copies, too."""
+
+    def __deepcopy__(self, memo: object) -> Shared:
+        return self
+
+
 @pytest.mark.parametrize("call", range(12))
 def test_the_caller_keeps_everything_when_a_forward_fails(call: int) -> None:
     model = Noisy()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    calls = 0
+    calls = Shared()
 
     def failing(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
+        calls.append(1)
         loss = mean_square(model, batch)
-        if calls > call:
+        if len(calls) > call:
             raise KeyError("a forward fails")
         return loss
 
@@ -296,7 +302,7 @@ def test_an_operation_that_takes_float16_only_is_no_refusal() -> None:
     report = preamp.plan(model, mean_square, torch.randn(8, 4), verify_steps=2)
     assert report.levels["O1"].fits
     assert report.levels["O1"].tensors
-    assert report.levels["O4"].problems[0].text == "AssertionError: no kernel"
+    assert report.levels["O4"].problems[0].text.startswith("AssertionError: no kernel (at ")
 
 
 class OnlyFloat32(torch.autograd.Function):
@@ -320,7 +326,7 @@ def test_a_backward_that_raises_at_a_level_does_not_end_the_plan() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Inner(), nn.Linear(4, 4))
     report = preamp.plan(model, mean_square, torch.randn(8, 4), verify_steps=2)
     assert report.recommended == "O0"
-    assert report.levels["O2"].problems[0].text == "AssertionError: no kernel"
+    assert report.levels["O2"].problems[0].text.startswith("AssertionError: no kernel (at ")
 
 
 def test_steps_that_were_all_skipped_verify_nothing() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 import preamp
 from insight.plan import scores, train, truth_of
 from insight.plan_cases import CASES, DESCRIBED, Training, mlp, pairs, square
+from preamp.planning.isolation import Task
 from preamp.planning.page import render
 from preamp.planning.ranges import find_noise
 from preamp.planning.recommend import candidates
@@ -26,6 +27,11 @@ QUICK = ("unequal heads", "Adam's eps")
 
 def report_of(training: Training, **options: Any) -> PlanReport:
     return preamp.plan(*training.make(), **options)
+
+
+def task_of(training: Training) -> Task:
+    model, loss_fn, batch, optimizer = training.make()
+    return Task(model, optimizer, loss_fn, batch)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -77,8 +83,7 @@ def test_the_head_that_learns_nothing_is_named() -> None:
 
 
 def test_a_bias_before_a_norm_is_rounding_error() -> None:
-    model, loss_fn, batch, _ = CASES["bias before a norm"].make()
-    assert find_noise(model, loss_fn, batch) == {"0.bias"}
+    assert find_noise(task_of(CASES["bias before a norm"])) == {"0.bias"}
 
 
 def test_a_loss_with_random_numbers_of_its_own_makes_no_noise() -> None:
@@ -87,12 +92,13 @@ def test_a_loss_with_random_numbers_of_its_own_makes_no_noise() -> None:
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return (model(batch) * torch.randn(6, generator=random)).sum()
 
-    assert find_noise(nn.Linear(4, 6), loss_fn, torch.ones(2, 4)) == frozenset()
+    model = nn.Linear(4, 6)
+    task = Task(model, torch.optim.SGD(model.parameters()), loss_fn, torch.ones(2, 4))
+    assert find_noise(task) == frozenset()
 
 
 def test_a_small_head_is_no_rounding_error() -> None:
-    model, loss_fn, batch, _ = CASES["unequal heads"].make()
-    assert not find_noise(model, loss_fn, batch)
+    assert not find_noise(task_of(CASES["unequal heads"]))
 
 
 def test_tiny_elements_that_adam_moves_count_and_those_that_sgd_moves_do_not() -> None:

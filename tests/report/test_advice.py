@@ -13,13 +13,14 @@ import torch
 
 import preamp
 from cases import records as made
-from preamp.numerics import CastsRecord, Record
-from preamp.report import render
+from preamp.numerics import CastsRecord, Record, ResumeRecord
+from preamp.report import collapse, render
 from preamp.report.advice import RULES, Finding, Verdict, advise, judge
-from preamp.report.gather import gather
+from preamp.report.gather import Run, gather
 
 STEPS = [made.step(n, 1 / n) for n in range(1, 101)]
 CALM: list[Record] = [made.start(), *STEPS]
+LATE = [made.step(n, 9.0) for n in range(101, 110)]
 ADAM = {"optimizers": [{"class": "Adam", "lr": "0.001", "eps": "1e-08", "fused": "None"}]}
 
 
@@ -95,6 +96,11 @@ CASES: dict[str, tuple[list[Record], str, list[Record]]] = {
         [*CALM, *(made.step(n, loss) for n, loss in enumerate((5.0, 4.2, 4.4, 3.0, 9.0), 101))],
         "Loss 0 went from 0.333 to 4.4.",
         [*CALM, *(made.step(n, loss) for n, loss in enumerate((5.0, 3.3, 3.2, 3.0, 9.0), 101))],
+    ),
+    "loss-rises": (
+        [*CALM, *LATE, made.look(9, made.tensor()), made.look(109, made.tensor(rms=1.4))],
+        "Loss 0 went from 0.333 to 9; the gradient that grew most is 2.8 times what it was.",
+        [*CALM, *LATE, made.look(9, made.tensor()), made.look(109, made.tensor(rms=1.6))],
     ),
     "gradients-lost": (
         [*CALM, made.look(9, made.tensor(below_subnormal=11, headroom=4.5))],
@@ -343,6 +349,105 @@ def test_what_is_advised_for_a_loss_that_is_not_finite_is_accepted(level: str) -
     preamp.engine_of(optimizer).close()
 
 
+@pytest.mark.parametrize(("every", "is_told"), [(2000, False), (40, True)])
+def test_the_skips_of_a_growing_scale_are_no_fault_of_where_they_begin(
+    every: int, is_told: bool
+) -> None:
+    steps = [made.step(n, skipped=n % every == 0) for n in range(1, 10 * every)]
+    overflows = [made.overflow(n) for n in range(every, 10 * every, every)]
+    assert bool(found([made.start(), *steps, *overflows], "overflow-in-one-place")) == is_told
+
+
+@pytest.mark.parametrize(("restart", "rule"), [(0.1, "loss-not-finite"), (1.0, "diverges")])
+def test_a_restart_at_a_rate_that_did_no_harm_is_not_blamed(restart: float, rule: str) -> None:
+    rates = [0.1 * (1 - n / 20) for n in range(20)] + [restart] * 3
+    steps = [made.step(n, 1 / n, lr=rate) for n, rate in enumerate(rates, 1)]
+    first = advise(gather([made.start(), *steps, made.step(24, math.nan, lr=restart)]))[0]
+    assert (first.id, first.evidence.is_grave) == (rule, rule == "diverges")
+
+
+@pytest.mark.parametrize(
+    ("losses", "rule"),
+    [
+        ([0.5 - n / 10 for n in range(60)], "loss-not-finite"),  # as of a likelihood
+        ([2 - 2**n / 100 for n in range(20)], "diverges"),
+    ],
+)
+def test_a_loss_may_fall_below_zero_but_not_off_a_cliff(losses: list[float], rule: str) -> None:
+    steps = [made.step(n, loss) for n, loss in enumerate([*losses, math.nan], 1)]
+    assert advise(gather([made.start(), *steps]))[0].id == rule
+
+
+def test_a_loss_that_comes_back_from_nan_was_not_driven_there_by_its_rise() -> None:
+    losses = [*(2.0**n for n in range(20)), math.nan, 2.0**19]
+    steps = [made.step(n, loss) for n, loss in enumerate(losses, 1)]
+    first, second = advise(gather([made.start(), *steps]))
+    assert (first.line, first.where) == (
+        "The loss is infinite or nan, since step 21",
+        "single batches",
+    )
+    assert first.number == "In step 21. It was 5.24e+05 at step 20."
+    assert second.id == "diverges"
+
+
+def test_a_wild_run_with_a_good_end_is_told_of() -> None:
+    losses = [1.0] * 10 + [50.0, 90.0, 70.0] * 20 + [0.5] * 5
+    steps = [made.step(n, loss) for n, loss in enumerate(losses, 1)]
+    assert verdict_of(made.start(), *steps, LOOK).title == "Training diverges, since step 11"
+
+
+@pytest.mark.parametrize(("rare", "is_told"), [(0.06, True), (0.4, False)])
+def test_a_jump_is_measured_by_how_much_losses_vary(rare: float, is_told: bool) -> None:
+    losses = [rare if n % 10 == 5 else 0.05 for n in range(60)]
+    steps = [made.step(n, loss) for n, loss in enumerate([*losses, 20.0, 0.05], 1)]
+    assert bool(found([made.start(), *steps], "loss-jumps")) == is_told
+
+
+@pytest.mark.parametrize(
+    ("later", "words"),
+    [([0.01], "Look at the batch of step 101: outliers"), ([1e6] * 6, "what is another from step")],
+)
+def test_advice_on_a_jump_depends_on_whether_it_lasts(later: list[float], words: str) -> None:
+    jump = [made.step(n, loss) for n, loss in enumerate([1e6, *later, *[0.01] * 9], 101)]
+    (finding,) = found([*CALM, *jump], "loss-jumps")
+    assert words in finding.do
+
+
+def test_a_jump_after_a_checkpoint_is_laid_to_what_it_did_not_bring_back() -> None:
+    jump = [made.step(101, 9.0), made.step(102, 0.01)]
+    (finding,) = found([*CALM, made.start(), *jump], "loss-jumps")
+    assert finding.number.endswith(" The run went on from a checkpoint at step 100.")
+    assert finding.do.startswith("Look at what the checkpoint did not bring back")
+
+
+def test_a_run_that_began_anew_in_the_same_file_went_on_from_nothing() -> None:
+    def again(*records: Record) -> list[int]:
+        return gather([*CALM, made.start(), *records]).resumed
+
+    assert again() == [100]
+    assert again(ResumeRecord(step=60), made.step(61)) == [60]
+    assert again(ResumeRecord(step=0), made.step(1)) == []
+    assert "went on from a checkpoint" in render([*CALM, made.start(), made.step(101)])
+    assert "went on from" not in render([*CALM, made.start(), ResumeRecord(step=0), made.step(1)])
+
+
+@pytest.mark.parametrize(
+    ("losses", "zeros", "is_told"),
+    [
+        ((1.0, 0.5, 0.01, 0.0, 0.0), (0, 0, 0, 100, 100), False),  # all is learnt
+        ((1.0, 0.9, 0.9, 0.0, 0.0), (0, 0, 0, 100, 100), True),  # a factor of zero
+        ((1.0, 0.5, 0.01, 0.1, 0.1), (0, 0, 0, 100, 100), True),
+        ((1.0, 0.5, 0.3, 0.3, 0.3), (0, 0, 0, 0, 100), False),  # one batch
+    ],
+)
+def test_gradients_of_a_loss_that_came_down_to_zero_may_be_zero(
+    losses: tuple[float, ...], zeros: tuple[int, ...], is_told: bool
+) -> None:
+    steps = [made.step(n, loss) for n, loss in enumerate(losses, 1)]
+    looks = [made.look(n, made.tensor(zeros=count)) for n, count in enumerate(zeros, 1)]
+    assert bool(found([made.start(), *steps, *looks], "gradients-all-zero")) == is_told
+
+
 @pytest.mark.parametrize(("headroom", "words"), [(4.5, "8 times as large"), (1.5, "only 1.5")])
 def test_advice_on_the_scale_depends_on_the_room_there_is(headroom: float, words: str) -> None:
     seen = made.look(9, made.tensor(below_subnormal=50, headroom=headroom))
@@ -369,6 +474,17 @@ def test_a_verdict_names_the_worst() -> None:
 def test_skips_before_the_first_step_are_a_scale_being_found() -> None:
     run = gather(skipping(range(1, 9)))
     assert "while the loss scale was being found" in judge(run, advise(run)).text
+
+
+def test_what_broke_a_run_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    worked_out: list[Run] = []
+    monkeypatch.setattr(
+        collapse,
+        "collapse",
+        lambda run, real=collapse.collapse: worked_out.append(run) or real(run),
+    )
+    assert advise(gather([*CALM, made.step(101, math.nan)]))[0].id == "loss-not-finite"
+    assert len(worked_out) == 1
 
 
 def test_names_with_braces_stay_as_they_are() -> None:

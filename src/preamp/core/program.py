@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from types import FrameType
 
 _LIBRARIES = ("torch", "preamp")
@@ -16,10 +17,23 @@ Line = tuple[str, int]
 def line_of_program(frame: FrameType | None) -> Line | None:
     """The innermost line that is neither torch's nor preamp's, from ``frame`` outwards."""
     while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _LIBRARIES:
+        if _is_of_program(frame):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return None
+
+
+def line_of_error(error: BaseException) -> Line | None:
+    """The innermost such line that an error came through on the way to where it was caught."""
+    found = None
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if _is_of_program(frame):
+            found = frame.f_code.co_filename, number
+    return found
+
+
+def _is_of_program(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _LIBRARIES
 
 
 def shown(line: Line | None) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from preamp.core.errors import bad_value
-from preamp.planning.peak import LossFn
+from preamp.planning.isolation import LossFn
 
 Made = tuple[nn.Module, LossFn, Any, torch.optim.Optimizer]
 _WIDTH = 32

@@ -16,6 +16,7 @@ from torch import nn
 from preamp.core.errors import bad_value
 from preamp.core.ranks import share_of
 from preamp.engine.loop import bare
+from preamp.planning.isolation import LossFn
 from preamp.planning.layout import Factory, Slot, made, slots_of
 from preamp.planning.optimizers import (
     OptimizerLike,
@@ -26,7 +27,7 @@ from preamp.planning.optimizers import (
     optimizer_factory,
     state_bytes,
 )
-from preamp.planning.peak import LossFn, trace_pass
+from preamp.planning.peak import trace_pass
 from preamp.policy import Policy, resolve
 
 Sharding = Literal["none", "zero1", "fsdp"]

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ from preamp.core.errors import bad_value
 from preamp.core.pytree import map_leaves
 from preamp.engine.initialize import create_engine
 from preamp.kernels.observe import ObservedOps, fake_tensors
-from preamp.planning.isolation import untouched_random
+from preamp.planning.isolation import LossFn, copies_of, untouched_random
 from preamp.policy import Policy
 
 
@@ -82,9 +81,6 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
 
 
-LossFn = Callable[[nn.Module, Any], torch.Tensor]
-
-
 @dataclass(frozen=True, slots=True)
 class Pass:
     """One forward and backward."""
@@ -94,17 +90,24 @@ class Pass:
 
 
 def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -> Pass:
-    """Trace ``loss_fn`` and backward at a policy on a copy without memory; meta counts as CPU."""
+    """Trace ``loss_fn`` and backward at a policy on copies without memory; meta counts as CPU."""
     mode = fake_tensors()
+    memo: dict[int, Any] = {}
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            memo[id(leaf)] = _fake(leaf)
+        return leaf
+
     with mode:
-        memo = {id(t): _fake(t) for t in (*model.parameters(), *model.buffers())}
-        fake_batch = map_leaves(lambda x: _fake(x) if isinstance(x, torch.Tensor) else x, batch)
-    twin = copy.deepcopy(model, cast("dict[int, Any]", memo))
+        map_leaves(note, [*model.parameters(), *model.buffers(), batch])
+    copies = copies_of(memo, model=model, loss_fn=loss_fn, batch=batch)
+    twin = copies["model"]
     with untouched_random(), mode:
         engine = create_engine(twin, None, policy)
         try:
             with Traffic() as traffic:
-                cast("Any", loss_fn(twin, fake_batch).float()).backward()
+                copies["loss_fn"](twin, copies["batch"]).float().backward()
         except Exception as error:
             raise bad_value(
                 f"A step cannot be traced without running it: {first_line(error)}",

@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,15 +14,16 @@ from torch import nn
 
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import PreampError, bad_state, bad_type, bad_value, with_article
+from preamp.core.program import line_of_error, shown
 from preamp.engine.loop import bare, find_engine
 from preamp.kernels.wide_half import native_products
 from preamp.numerics import FORMATS
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.planning import recommend
-from preamp.planning.isolation import copy_of, untouched_random
+from preamp.planning.isolation import LossFn, Task, is_out_of_memory, untouched_random
 from preamp.planning.layout import slots_of
 from preamp.planning.memory import estimate, optimizer_traffic
-from preamp.planning.peak import LossFn, Pass, first_line, trace_pass
+from preamp.planning.peak import Pass, first_line, trace_pass
 from preamp.planning.ranges import (
     NOWHERE,
     Places,
@@ -135,19 +135,6 @@ POLICIES = {
 """What is planned by default."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """The arguments of a plan, checked."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    loss_fn: LossFn
-    batch: Any
-
-    def copies(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        return copy_of(self.model, self.optimizer)
-
-
 def plan(
     model: nn.Module,
     loss_fn: LossFn,
@@ -165,12 +152,14 @@ def plan(
     overflow, vanish or stall at each level, since one forward at the level shows what is half
     there. Each level is then trained on further copies, and its losses and weights compared with
     float32's; what was tried decides over what was forecast. Nothing of the caller's changes:
-    model, optimizer, buffers and random states are as before, also if the call raises.
+    model, optimizer, loss function, batch and random states are as before, also if the call raises.
 
     Args:
         model: A float32 module as it is before `initialize`, in training mode, on its device.
-        loss_fn: ``loss_fn(model, batch)`` returns a scalar loss; it uses the model it is given.
-        batch: Whatever ``loss_fn`` takes; used for every step, and not to be changed by it.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar loss; it uses the model it is given. Of
+            a function is copied what it closes over and the globals that it reads, of an object
+            all that it has; shared by all levels stays what methods of classes read as globals.
+        batch: Whatever ``loss_fn`` takes; used for every step.
         optimizer: Over the model's parameters; AdamW with a learning rate of 1e-3 if left out. Its
             own state, learning rate included, is where the steps start.
         levels: Which to look at; O1 to O5 and `PURE_BFLOAT16` if left out.
@@ -181,10 +170,10 @@ def plan(
         The report; ``print`` shows it.
 
     Raises:
-        ValueError: A half model, one without anything to train, one that cannot be copied or that
-            the loss does not use, a loss that is no finite scalar, gradients that are all zero,
-            an optimizer of another model or one that needs a closure, or a wrong number of
-            steps.
+        ValueError: A half model, one without anything to train or that the loss does not use,
+            something that cannot be copied, a loss that is no finite scalar, gradients that are
+            all zero, an optimizer of another model or one that needs a closure, or a wrong number
+            of steps.
         TypeError: ``model`` is no module, ``optimizer`` no optimizer, or ``loss_fn`` cannot be
             called with a model and a batch.
         PreampPolicyError: A level is not known.
@@ -198,18 +187,18 @@ def plan(
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     check_optimizer(optimizer, model)
-    task = _Task(model, optimizer, loss_fn, batch)
+    task = Task(model, optimizer, loss_fn, batch)
     with torch.enable_grad():
         with untouched_random():
-            ranges = record_ranges(*task.copies(), loss_fn, batch, steps)
-        recording = Recording(ranges, find_noise(task.copies()[0], loss_fn, batch))
+            ranges = record_ranges(task.copy(), steps)
+        recording = Recording(ranges, find_noise(task))
         found = {name: _look_at(task, name, p, recording) for name, p in policies.items()}
         losses: tuple[float, ...] = ()
         if verify_steps:
             expected = _expected(task, verify_steps)
             losses = expected.losses
             for name, level in found.items():
-                if not any(problem.kind == "refused" for problem in level.problems):
+                if level.rests_on != "an error":
                     found[name] = _try(task, policies[name], level, expected, recording.noise)
     order = candidates(found)
     recommended = order[0] if order else "O0"
@@ -238,7 +227,7 @@ def _policies(levels: Sequence[str] | None) -> dict[str, Policy]:
     )
 
 
-def _look_at(task: _Task, name: str, policy: Policy, recording: Recording) -> LevelPlan:
+def _look_at(task: Task, name: str, policy: Policy, recording: Recording) -> LevelPlan:
     form = FORMATS[dtype_name(policy.half_dtype)]
     places, refused = _places(task, policy)
     held = recommend.held_ranges(recording.ranges, places, policy)
@@ -273,15 +262,14 @@ def _look_at(task: _Task, name: str, policy: Policy, recording: Recording) -> Le
     )
 
 
-def _places(task: _Task, policy: Policy) -> tuple[Places, tuple[PlanProblem, ...]]:
+def _places(task: Task, policy: Policy) -> tuple[Places, tuple[PlanProblem, ...]]:
     """Where a level is half; nowhere if its forward raises, though float32's does not."""
     failure: Exception | None = None
     # An operation may take float16 only.
     for like in dict.fromkeys((in_bfloat16(policy), policy.replace(loss_scale=1.0))):
         try:
             with untouched_random(), native_products():
-                twin, _ = copy_of(task.model, None)
-                return find_places(twin, like, task.loss_fn, task.batch), ()
+                return find_places(task.copy(), like), ()
         except Exception as error:  # whatever an operation of anyone's raises
             failure = error
     assert failure is not None
@@ -289,12 +277,20 @@ def _places(task: _Task, policy: Policy) -> tuple[Places, tuple[PlanProblem, ...
 
 
 def _refused(error: Exception) -> PlanProblem:
+    if is_out_of_memory(error):
+        text = (
+            "It could not be tried: with the caller's own model and this copy there is no memory "
+            f"left. {first_line(error)}"
+        )
+        return PlanProblem(kind="memory", name="", text=text)
+    line = line_of_error(error)
+    place = f" (at {shown(line)})" if line else ""
     is_ours = isinstance(error, PreampError)
-    text = str(error) if is_ours else f"{type(error).__name__}: {first_line(error)}"
+    text = str(error) if is_ours else f"{type(error).__name__}: {first_line(error)}{place}"
     return PlanProblem(kind="refused", name="", text=text)
 
 
-def _traced(task: _Task, policy: Policy) -> Pass | None:
+def _traced(task: Task, policy: Policy) -> Pass | None:
     """A level's memory and traffic where products need no float32 copies."""
     try:
         with native_products():
@@ -303,26 +299,19 @@ def _traced(task: _Task, policy: Policy) -> Pass | None:
         return None
 
 
-def _expected(task: _Task, steps: int) -> Trained:
-    trained = train_at(task.copies(), OPT_LEVELS["O0"], task.loss_fn, task.batch, steps=steps)
+def _expected(task: Task, steps: int) -> Trained:
+    trained = train_at(task.copy(), OPT_LEVELS["O0"], steps=steps)
     for loss in trained.losses if trained.is_finite else (math.nan,):
         check_finite(loss)
     return trained
 
 
 def _try(
-    task: _Task, policy: Policy, plan: LevelPlan, expected: Trained, noise: frozenset[str]
+    task: Task, policy: Policy, plan: LevelPlan, expected: Trained, noise: frozenset[str]
 ) -> LevelPlan:
     """Train at a level, and judge it by that."""
     try:
-        trained = train_at(
-            task.copies(),
-            policy,
-            task.loss_fn,
-            task.batch,
-            steps=len(expected.losses),
-            scale=plan.loss_scale,
-        )
-    except Exception as error:  # float32 has taken these steps without one
+        trained = train_at(task.copy(), policy, steps=len(expected.losses), scale=plan.loss_scale)
+    except Exception as error:  # float32 took these steps, from the same state, without one
         return dataclasses.replace(plan, problems=(_refused(error),))
     return recommend.settle(plan, trained, compare(trained, expected, noise))

@@ -22,9 +22,8 @@ from preamp.kernels.vectors import norm
 from preamp.numerics import count_exponents
 from preamp.numerics.records import What
 from preamp.planning.forecast import Range
-from preamp.planning.isolation import untouched_random
+from preamp.planning.isolation import Task, untouched_random
 from preamp.planning.layout import named_modules
-from preamp.planning.peak import LossFn
 from preamp.policy import Policy
 
 
@@ -240,17 +239,17 @@ def _as_ints(counts: torch.Tensor) -> tuple[int, ...]:
     return tuple(cast("list[int]", cast("Any", counts).tolist()))
 
 
-def record_ranges(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, steps: int
-) -> tuple[Range, ...]:
-    """Train ``steps`` steps and watch. Mutates model and optimizer, which are copies in float32."""
-    recorder = Recorder()
+def record_ranges(task: Task, steps: int) -> tuple[Range, ...]:
+    """Train ``steps`` steps and watch. Mutates all of the task, a copy in float32."""
+    model, recorder = task.model, Recorder()
+    is_backward = False
 
     def watch_gradient(name: str, output: torch.Tensor) -> None:
         if output.requires_grad:
 
             def note(grad: torch.Tensor) -> None:
-                recorder.add(f"{name} output", "gradient", grad, effect=grad)
+                if is_backward:  # not one that the loss takes itself: no loss scale is on that
+                    recorder.add(f"{name} output", "gradient", grad, effect=grad)
 
             cast("Any", output).register_hook(note)
 
@@ -260,11 +259,13 @@ def record_ranges(
         for _ in range(steps):
             path.start()
             with path.observed(lambda name, values: recorder.add(name, "activation", values)):
-                loss = loss_fn(model, batch)
+                loss = task.loss_fn(model, task.batch)
             checked_loss(loss)
             require_graph(loss)
+            is_backward = True
             cast("Any", loss).backward()
-            _record_step(model, optimizer, recorder)
+            is_backward = False
+            _record_step(model, task.optimizer, recorder)
     finally:
         path.remove()
     ranges = recorder.read()
@@ -314,23 +315,24 @@ _NUDGE = 2.0**-20  # some units of the last digit of float32
 _SAME = 1e-3  # relative difference of losses that such a nudge does not make
 
 
-def find_noise(model: nn.Module, loss_fn: LossFn, batch: Any) -> frozenset[str]:
+def find_noise(task: Task) -> frozenset[str]:
     """Name the parameters whose gradients are rounding error, as of a bias before a batch norm.
 
-    Such a gradient changes by as much as itself when weights change in their last digits. Mutates
-    the model, which is a copy; the random state is put back.
+    Such a gradient changes by as much as itself when weights change in their last digits. Nothing
+    is mutated; the random state is put back.
     """
     found, losses = list[dict[str, torch.Tensor]](), list[float]()
     for nudge in (0.0, _NUDGE):
+        twin = task.copy()
+        model = twin.model
         with untouched_random():
             for param in filter(is_measurable, model.parameters()):
                 param.data.mul_(1 + nudge * torch.randn_like(param))
-            loss = loss_fn(model, batch)
+            loss = twin.loss_fn(model, twin.batch)
             losses.append(float(loss.item()))
             cast("Any", loss).backward()
         grads = {name: param.grad for name, param in model.named_parameters()}
-        found.append({n: g.to_dense().clone() for n, g in grads.items() if g is not None})
-        model.zero_grad()
+        found.append({n: g.to_dense() for n, g in grads.items() if g is not None})
     if not math.isclose(*losses, rel_tol=_SAME):
         return frozenset()  # it draws random numbers of its own, which explain every difference
     exact, nudged = found
@@ -377,8 +379,9 @@ class Places:
 NOWHERE = Places(*[frozenset[str]()] * 5)  # of a level that cannot run
 
 
-def find_places(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -> Places:
-    """Run one forward at a policy, on a float32 copy that is given back in float32."""
+def find_places(task: Task, policy: Policy) -> Places:
+    """Run one forward at a policy; ``task`` is a float32 copy whose model comes back in float32."""
+    model = task.model
     engine = create_engine(model, None, policy)
     half, known, outputs, computing = set[str](), set[str](), set[str](), set[str]()
 
@@ -398,8 +401,8 @@ def find_places(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) -
 
     try:
         path.start()
-        with path.observed(note), torch.no_grad():
-            loss_fn(model, batch)
+        with path.observed(note):
+            task.loss_fn(model, task.batch)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if is_half(tensor):
                 half.add(name)

@@ -15,7 +15,14 @@ from preamp.planning.memory import MemoryEstimate
 from preamp.planning.verify import Verification
 
 ProblemKind = Literal[
-    "overflow", "gradient overflow", "underflow", "stall", "optimizer", "losses", "refused"
+    "overflow",
+    "gradient overflow",
+    "underflow",
+    "stall",
+    "optimizer",
+    "losses",
+    "refused",
+    "memory",
 ]
 _SHOWN = 3  # problems of one kind that the text names
 
@@ -31,6 +38,7 @@ class PlanProblem:
             ``"optimizer"``: what it divides by is zero in the half format of its state.
             ``"losses"``: the steps taken at the level did not follow float32's. ``"refused"``:
             at the level the model, the loss or the optimizer raises what it does not in float32.
+            ``"memory"``: there was not enough of it to try the level beside the caller's model.
         name: The tensor, as in `TensorForecast`; empty for the model as a whole.
         text: One sentence with the number that led to it.
         was_tried: Whether the steps trained at the level showed it; otherwise it is forecast, or
@@ -79,7 +87,7 @@ class LevelPlan:
     @property
     def rests_on(self) -> str:
         """What the verdict follows from: ``"an error"``, ``"a forecast"``, or ``"8 steps"``."""
-        if any(problem.kind == "refused" for problem in self.problems):
+        if any(problem.kind in ("refused", "memory") for problem in self.problems):
             return "an error"
         forecast = self.problems and not any(problem.was_tried for problem in self.problems)
         if self.verification is None or forecast:

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from preamp.core.dtypes import is_half
 from preamp.core.errors import LossScaleError
 from preamp.engine import scale_loss
 from preamp.engine.initialize import create_engine
 from preamp.kernels.vectors import norm
-from preamp.planning.isolation import untouched_random
-from preamp.planning.peak import LossFn
+from preamp.planning.isolation import Task, untouched_random
 from preamp.planning.ranges import is_measurable
 from preamp.policy import Policy
 
@@ -78,21 +76,13 @@ class Trained:
     has_half_squares: bool  # whether the optimizer keeps averages of squares in half
 
 
-def train_at(
-    copies: tuple[nn.Module, torch.optim.Optimizer],
-    policy: Policy,
-    loss_fn: LossFn,
-    batch: Any,
-    *,
-    steps: int,
-    scale: float = 1.0,
-) -> Trained:
-    """Train a float32 model and its optimizer at a level, from the random state of now.
+def train_at(task: Task, policy: Policy, *, steps: int, scale: float = 1.0) -> Trained:
+    """Train a copy in float32 at a level, from the random state of now.
 
-    Both are mutated; the random state is put back. ``scale`` is the loss scale to start with where
-    the level's is dynamic, and to stay with at O3. Synchronises.
+    All of the task is mutated; the random state is put back. ``scale`` is the loss scale to start
+    with where the level's is dynamic, and to stay with at O3. Synchronises.
     """
-    model, optimizer = copies
+    model, optimizer = task.model, task.optimizer
     losses, skipped = list[float](), list[int]()
     weights = {n: param for n, param in model.named_parameters() if is_measurable(param)}
     start = {name: weight.detach().clone() for name, weight in weights.items()}
@@ -106,7 +96,7 @@ def train_at(
         with untouched_random():
             for step in range(steps):
                 before = engine.steps_skipped
-                loss = loss_fn(model, batch)
+                loss = task.loss_fn(model, task.batch)
                 losses.append(float(loss.item()))
                 with scale_loss(loss, optimizer) as scaled:
                     cast("Any", scaled).backward()

@@ -8,7 +8,6 @@ measurement.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -31,7 +30,7 @@ class Severity(IntEnum):
     @property
     def word(self) -> str:
         """The severity in a word."""
-        return {1: "Note", 2: "Warning", 3: "Critical"}[int(self)]
+        return self.name.capitalize()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +39,12 @@ class Rule:
 
     id: str  # stable name
     severity: Severity  # how much it matters
-    measure: Callable[[Run], Iterable[Evidence]]  # yields once for each finding
-    title: str  # what is wrong, as a format string
-    number: str  # the numbers that led to it, as a format string
-    do: str  # what can be done, as a format string
     picture: Picture  # what shows it
+    # Yields once for each finding; ``None`` where `collapse.explain` has them.
+    measure: Callable[[Run], Iterable[Evidence]] | None = None
+    title: str = "{title}"  # what is wrong, as a format string
+    number: str = "{number}"  # the numbers that led to it, as a format string
+    do: str = "{do}"  # what can be done, as a format string
     when: str = "since step {step}"  # as a format string
     hides: tuple[str, ...] = ()  # rules whose findings are consequences of this one's
 
@@ -75,7 +75,6 @@ RULES: Final = (
     Rule(
         id="eps-is-zero",
         severity=Severity.WARNING,
-        measure=collapse.eps_is_zero,
         title="The eps of {class} {fate}",
         number="eps is {eps}, which float16 rounds to zero, so weights with a gradient of zero are"
         " divided by zero.{what}",
@@ -86,7 +85,6 @@ RULES: Final = (
     Rule(
         id="diverges",
         severity=Severity.WARNING,
-        measure=collapse.diverges,
         title="Training diverges",
         number="Loss {loss} went from {first} to {last}{end}.{rate}",
         do="{do} Then warm it up, or clip gradients.",
@@ -96,10 +94,6 @@ RULES: Final = (
     Rule(
         id="loss-not-finite",
         severity=Severity.CRITICAL,
-        measure=collapse.loss_not_finite,
-        title="{title}",
-        number="{number}",
-        do="{do}",
         picture="loss",
         hides=("weights-not-finite",),
     ),
@@ -120,7 +114,6 @@ RULES: Final = (
         title="All gradients are zero{form}",
         number="{gradients} had no value other than zero in {looks}, the latest at step {last}, at"
         " a loss scale of {scale}.",
-        do="{do}",
         picture="tensor",
         hides=("gradients-always-zero", "scale-at-ceiling"),
     ),
@@ -130,7 +123,6 @@ RULES: Final = (
         measure=course.overflows_at_any_scale,
         title="Gradients become {kind} at any scale",
         number="In {count}, at {scales}.{input}",
-        do="{do}",
         picture="scale",
         hides=("overflow-in-one-place", *_SKIPS),
     ),
@@ -151,8 +143,6 @@ RULES: Final = (
         measure=course.losses_jump,
         title="The loss jumps to {value}",
         number="That is {times} the largest of the steps before{back}{more}.{rate}",
-        do="Look at the batch of step {step}: outliers, wrong labels, a sum in place of a mean. "
-        "If it is right, clip gradients or lower the learning rate.",
         picture="loss",
         when="at step {step}",
     ),
@@ -162,7 +152,6 @@ RULES: Final = (
         measure=course.overflows_in_one_place,
         title="Overflows keep beginning in the {place}",
         number="It came first in {count} of {total}, at loss scales of {scales}.{input}",
-        do="{do}",
         picture="scale",
     ),
     Rule(
@@ -216,6 +205,17 @@ RULES: Final = (
         picture="tensor",
     ),
     Rule(
+        id="loss-rises",
+        severity=Severity.NOTE,
+        measure=collapse.losses_rise,
+        title="A loss rises",
+        number="Loss {loss} went from {first} to {last}; the gradient that grew most is {times}"
+        " times what it was.",
+        do="Where that is meant, as against a critic that learns or with harder data, all is well."
+        " Otherwise lower the learning rate.",
+        picture="loss",
+    ),
+    Rule(
         id="scale-at-ceiling",
         severity=Severity.NOTE,
         measure=course.scale_at_ceiling,
@@ -253,7 +253,9 @@ def advise(run: Run) -> list[Finding]:
 
     Of critical findings the earliest comes first.
     """
-    found = [(rule, seen) for rule in RULES for seen in rule.measure(run)]
+    told = collapse.explain(run)
+    seen_by = [(rule, rule.measure(run) if rule.measure else told[rule.id]) for rule in RULES]
+    found = [(rule, seen) for rule, all_seen in seen_by for seen in all_seen]
     hidden = {
         name for rule, seen in found if _severity(rule, seen) > Severity.NOTE for name in rule.hides
     }
@@ -349,15 +351,13 @@ def _skips(run: Run) -> str:
 
 def _loss(run: Run) -> str:
     points = run.first_losses
-    finite = [loss for _, loss in points if math.isfinite(loss)]
+    finite = course.finite_of(points)
     if len(finite) < 2:
         return ""
-    start, end = words.magnitude(finite[0]), words.magnitude(finite[-1])
-    text = f"The loss went from {start} to {end}"
-    after = len(points) - 1 - max(i for i, (_, loss) in enumerate(points) if math.isfinite(loss))
-    if not after:
-        return f"{text}."
-    return f"{text}, and is not finite from step {points[-after][0]:,} on."
+    (_, start), (last, end) = finite[0], finite[-1]
+    text = f"The loss went from {words.magnitude(start)} to {words.magnitude(end)}"
+    lost = [step for step, _ in points if step > last]
+    return f"{text}, and is not finite from step {lost[0]:,} on." if lost else f"{text}."
 
 
 def _unseen(run: Run) -> dict[str, str]:

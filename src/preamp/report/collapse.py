@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import pairwise
@@ -15,12 +15,15 @@ from preamp.numerics import FORMATS, OverflowRecord, TraceRecord
 from preamp.report import words
 from preamp.report.course import (
     LOOK_AT_ZERO,
+    RISE,
     Point,
     ask_for_trace,
+    finite_of,
     in_float32,
     place_of,
     rate_before,
     rise_of,
+    went_on,
 )
 from preamp.report.evidence import Evidence, has_masters, named
 from preamp.report.gather import Run
@@ -74,61 +77,74 @@ def collapse(run: Run) -> Collapse | None:
     name = min(rows, key=lambda name: bad[name][0] if bad[name] else math.inf)
     steps = sorted({*bad[name], *(o.step for o in early)})
     row, end = rows[name], steps[0] if steps else math.inf
-    before = [(step, loss) for step, loss in row if step < end and math.isfinite(loss)]
-    cause = _by_gradients(run, end) or (_cause(run, steps[0], before, early) if steps else None)
-    if cause is None:
+    before = [point for point in finite_of(row) if point[0] < end]
+    after = sum(step > end for step, _ in finite_of(row))
+    overflown = _overflown(run, end) if run.static_scale else None
+    if overflown is not None:
+        cause, step = _cause_of_overflow(run, overflown[0]), overflown[0]
+    elif steps:
+        cause, step = _cause(run, steps[0], before, early, comes_back=after > 0)
+    else:
         return None
     return Collapse(
-        cause=cause[0],
-        step=cause[1],
-        gradients=cause[2],
+        cause=cause,
+        step=step,
+        gradients=() if overflown is None else overflown[1],
         loss=name,
         loss_id=int(name.partition(" ")[0]),
         bad=steps,
         before=before,
-        after=sum(step > end and math.isfinite(loss) for step, loss in row),
+        after=after,
         overflows=early,
     )
 
 
-def _by_gradients(run: Run, end: float) -> tuple[Cause, int, Sequence[str]] | None:
-    """Whether gradients overflowed into the weights before a step: the cause, when, and which."""
-    overflown = _overflown(run, end)
-    if overflown is None or not run.static_scale:
-        return None
-    finite = [
-        t.max_abs
-        for r in run.numerics
-        if r.step == overflown[0]
-        for t in gradients_of([r])
-        if t.max_abs > 0
-    ]
+def _cause_of_overflow(run: Run, step: int) -> Cause:
+    """The cause of gradients that overflowed into the weights at a step with a static scale."""
+    seen = gradients_of(r for r in run.numerics if r.step == step)
     # Where all that is left lies far below the format's end, it was not the scale that went beyond.
-    is_near = max(finite, default=math.inf) > NEAR * FORMATS["float16"].largest
-    is_scaled = run.static_scale > 1 and run.half == "float16" and is_near
-    return Cause.SCALE if is_scaled else Cause.GRADIENT, *overflown
+    largest = max((t.max_abs for t in seen if t.max_abs > 0), default=math.inf)
+    is_near = largest > NEAR * FORMATS["float16"].largest
+    is_scaled = (run.static_scale or 0) > 1 and run.half == "float16" and is_near
+    return Cause.SCALE if is_scaled else Cause.GRADIENT
 
 
 def _cause(
-    run: Run, bad: int, before: Sequence[Point], early: Sequence[OverflowRecord]
-) -> tuple[Cause, int, Sequence[str]]:
+    run: Run,
+    bad: int,
+    before: Sequence[Point],
+    early: Sequence[OverflowRecord],
+    *,
+    comes_back: bool,
+) -> tuple[Cause, int]:
     """The cause of a loss that is not finite at step ``bad``, and the step it began at."""
     last = before[-1][0] if before else 0  # the update of this step came before the first bad loss
     if any(o.step == bad and o.trace is not None and o.trace.phase == "data" for o in early):
-        return Cause.MODULE, bad, ()
-    rise = rise_of([(step, abs(loss)) for step, loss in before])
-    if rise is not None:
-        return Cause.RATE, rise[2], ()
+        return Cause.MODULE, bad
+    rise = rise_of(before) or _fall_of(before)
+    if rise is not None and not comes_back:
+        return Cause.RATE, rise[2]
     if last and (_raised(run, bad) or _throws_away(run, last)):
-        return Cause.RATE, bad, ()
+        return Cause.RATE, bad
     if last and zero_eps(run) and (bad <= EARLY or _weights_broke(run, bad)):
-        return Cause.EPS, last, ()
+        return Cause.EPS, last
     too_large = BEYOND * FORMATS["float16"].largest
     if last and run.half == "float16" and (run.static_scale or 0.0) > too_large:
-        return Cause.SCALE, last, ()
+        return Cause.SCALE, last
     if any(_told(o) is not None for o in early):
-        return Cause.MODULE, bad, ()
-    return Cause.UNKNOWN, bad, ()
+        return Cause.MODULE, bad
+    return Cause.UNKNOWN, bad
+
+
+def _fall_of(points: Sequence[Point]) -> tuple[float, float, int] | None:
+    """What `rise_of` tells of losses that fall below zero, most of the way at the end.
+
+    That of a likelihood falls below zero too, but ever more slowly.
+    """
+    losses = [loss for _, loss in points]
+    rest = losses[: -max(1, len(losses) // 4)]
+    is_faster = bool(rest) and rest[-1] - losses[-1] > RISE * (max(rest) - rest[-1])
+    return rise_of([(step, -loss) for step, loss in points]) if is_faster else None
 
 
 def _overflown(run: Run, end: float) -> tuple[int, list[str]] | None:
@@ -150,11 +166,15 @@ def _overflown(run: Run, end: float) -> tuple[int, list[str]] | None:
 
 
 def _raised(run: Run, first: int) -> tuple[float, float, int] | None:
-    """The learning rate before and after it was raised shortly before a step, and when."""
+    """The learning rate before and after it was raised shortly before a step, and when.
+
+    A restart to what it was before does not count: that rate has done no harm.
+    """
     for steps, _ in run.by_optimizer():
         rates = [(s.step, s.lr) for s in steps if s.lr is not None and s.step < first]
+        usual = max((rate for _, rate in rates[: -RAISED_STEPS - 1]), default=0.0)
         for (_, old), (step, new) in pairwise(rates[-RAISED_STEPS - 1 :]):
-            if old > 0 and new >= RAISED * old:
+            if old > 0 and new >= RAISED * old and new > usual:
                 return old, new, step
     return None
 
@@ -200,13 +220,23 @@ def _weights_broke(run: Run, first: int) -> bool:
 # -- what the rules say of it ----------------------------------------------------------------
 
 
-def eps_is_zero(run: Run) -> Iterator[Evidence]:
+def explain(run: Run) -> dict[str, Iterable[Evidence]]:
+    """Return what broke a run, or may yet, by the id of the rule that words it."""
+    found = collapse(run)
+    cause = None if found is None else found.cause
+    is_by_rule = cause in (Cause.EPS, Cause.RATE)
+    return {
+        "eps-is-zero": _eps_is_zero(run, found if cause is Cause.EPS else None),
+        "diverges": _diverges(run, found if cause is Cause.RATE else None),
+        "loss-not-finite": [] if found is None or is_by_rule else [_not_finite(run, found)],
+    }
+
+
+def _eps_is_zero(run: Run, found: Collapse | None) -> Iterator[Evidence]:
     """Yield an optimizer whose eps is zero in float16, where that broke the run or may yet."""
-    options, found = zero_eps(run), collapse(run)
+    options = zero_eps(run)
     if options is None:
         return
-    if found is not None and found.cause is not Cause.EPS:
-        found = None
     count = _not_finite_at(run, found.step) if found else ""
     broken = f" {count} were infinite or nan after it." if count else ""
     name = words.shown(options.get("class", "the optimizer"), 40)
@@ -229,19 +259,37 @@ def _not_finite_at(run: Run, step: int) -> str:
     return f"{count:,} of {sum(t.elements for t in tensors):,} weights" if count else ""
 
 
-def diverges(run: Run) -> Iterator[Evidence]:
+def _diverges(run: Run, found: Collapse | None) -> Iterator[Evidence]:
     """Yield losses that rise far above where they began, to the end or until they are infinite."""
-    found = collapse(run)
-    if found is not None and found.cause is Cause.RATE:
+    if found is not None:
         yield _rising(
             run, found.loss, found.before, found.step, f" and {_lost(found)}", is_grave=True
         )
         return
+    for name, finite, step in _rises(run):
+        growth = _growth(run, step)
+        if growth is None or growth[0] > RISE:
+            yield _rising(run, name, finite, step, "", is_grave=False)
+
+
+def losses_rise(run: Run) -> Iterator[Evidence]:
+    """Yield losses that rise far, though gradients do not: the task grew harder."""
+    for name, finite, step in _rises(run):
+        growth, rise = _growth(run, step), rise_of(finite)
+        if growth is not None and growth[0] <= RISE and rise is not None:
+            first, last = map(words.magnitude, rise[:2])
+            values = {"loss": name, "first": first, "last": last}
+            values["times"] = words.magnitude(growth[0])
+            yield Evidence(values=values, step=step, where=f"loss {name}")
+
+
+def _rises(run: Run) -> Iterator[tuple[str, Sequence[Point], int]]:
+    """Yield losses that end far above where they began: name, finite losses, first step."""
     for name, points in run.losses().items():
-        finite = [(step, loss) for step, loss in points if math.isfinite(loss)]
+        finite = finite_of(points)
         rise = rise_of(finite)
         if rise is not None:
-            yield _rising(run, name, finite, rise[2], "", is_grave=False)
+            yield name, finite, rise[2]
 
 
 def _rising(
@@ -268,7 +316,7 @@ def _rising(
             "first": words.magnitude(start),
             "last": words.magnitude(last),
             "end": end,
-            "rate": rate,
+            "rate": rate + went_on(run, step),
             "do": do,
         },
         step=step,
@@ -278,30 +326,35 @@ def _rising(
 
 
 def _grown(run: Run, step: int) -> str:
-    """The gradient that grew most between the looks before and after a step."""
+    times, name = _growth(run, step) or (0.0, "")
+    if times <= 1:
+        return ""
+    grew = f"grew most, {words.magnitude(times)} times"
+    return f"all of the model; the gradient of {words.shown(name)} {grew}"
+
+
+def _growth(run: Run, step: int) -> tuple[float, str] | None:
+    """How much the gradient that grew most did between the looks before and after a step.
+
+    ``None`` where none was looked at on either side.
+    """
     first: dict[str, float] = {}
-    most, name = 1.0, ""
+    grown: list[tuple[float, str]] = []
     for record in run.numerics:
         for t in gradients_of([record]):
             size = t.rms / t.scale
             if record.step <= step:
                 first[t.name] = size
-            elif first.get(t.name) and size / first[t.name] > most:
-                most, name = size / first[t.name], t.name
-    if not name:
-        return ""
-    times = words.magnitude(most)
-    return f"all of the model; the gradient of {words.shown(name)} grew most, {times} times"
+            elif first.get(t.name):
+                grown.append((size / first[t.name], t.name))
+    return max(grown, default=None)
 
 
-def loss_not_finite(run: Run) -> Iterator[Evidence]:
-    """Yield what broke the loss or the weights, unless it was the learning rate or an eps."""
-    found = collapse(run)
-    if found is None or found.cause in (Cause.RATE, Cause.EPS):
-        return
+def _not_finite(run: Run, found: Collapse) -> Evidence:
+    """Tell what broke the loss or the weights, if it was neither the learning rate nor an eps."""
     tell = {Cause.MODULE: _by_module, Cause.UNKNOWN: _by_elimination}.get(found.cause, _by_gradient)
     step, where, title, number, do = tell(run, found)
-    yield Evidence(values={"title": title, "number": number, "do": do}, step=step, where=where)
+    return Evidence(values={"title": title, "number": number, "do": do}, step=step, where=where)
 
 
 Told = tuple[int, str, str, str, str]  # step, place, title, numbers, what to do
@@ -393,7 +446,7 @@ def _by_elimination(run: Run, found: Collapse) -> Told:
         )
     else:
         where, do = _untraced(run, found)
-    number = f"{_steps(run, found)}{_last_finite(run, found)}"
+    number = f"{_steps(run, found)}{_last_finite(run, found)}{went_on(run, found.step)}"
     return found.bad[0], where, "The loss is infinite or nan", number, do
 
 
@@ -434,7 +487,8 @@ def _last_finite(run: Run, found: Collapse) -> str:
 
 def _steps(run: Run, found: Collapse) -> str:
     skipped = sum(o.was_skipped for o in found.overflows) if run.steps else 0
-    of_them = "all of them" if skipped == len(found.bad) > 1 else f"{skipped:,} of them"
+    of_them = "all of them" if skipped == len(found.bad) else f"{skipped:,} of them"
+    of_them = "which was" if len(found.bad) == 1 else of_them
     return f"In {_listed(found.bad)}{f', {of_them} skipped' if skipped else ''}."
 
 

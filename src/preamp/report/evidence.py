@@ -42,6 +42,8 @@ SUBNORMAL_SHARE: Final = 0.5  # part below the normal range from which zeros bes
 STALLED_SHARE: Final = 0.3  # part of the weights that a step may leave as they were
 HEADROOM: Final = 2.0  # powers of two below the largest value of the format
 
+LEARNT: Final = 0.1  # part of the first loss that the last before a loss of zero comes down to
+
 LINE_SHARE: Final = 0.5
 LINE_BYTES: Final = 2**20
 
@@ -63,11 +65,16 @@ def weights_not_finite(run: Run) -> Iterator[Evidence]:
 
 
 def gradients_all_zero(run: Run) -> Iterator[Evidence]:
-    """Yield that nothing is left of any gradient, from some look to the last."""
+    """Yield that nothing is left of any gradient, from some look to the last.
+
+    One batch may be learnt to the last digit, and so may all be, until the loss itself is zero.
+    """
     points = _totals(run, lambda t: t.zeros if t.what == "gradient" else None)
-    if not points or points[-1][1] < 1:
+    if not points or points[-1][1] < 1 or (len(points) > 1 and points[-2][1] < 1):
         return
     step = _since(points, lambda share: share == 1)
+    if _is_learnt(run, step):
+        return
     tensors = gradients_of(r for r in run.numerics if r.step == step)
     scale, gradients = tensors[0].scale, words.counted(len(tensors), "gradient")
     yield Evidence(
@@ -82,6 +89,17 @@ def gradients_all_zero(run: Run) -> Iterator[Evidence]:
         step=step,
         where=f"all {gradients}, {words.shown(tensors[0].name)} to {words.shown(tensors[-1].name)}",
         curve=Curve(name="Part of all gradient values that is zero", points=points),
+    )
+
+
+def _is_learnt(run: Run, step: int) -> bool:
+    """Whether losses fell far, and then to zero, which they are in all looks from a step on."""
+    looks = {record.step for record in run.numerics if record.step >= step}
+    rows = run.losses().values()
+    left = [[abs(loss) for at, loss in row if at < step and loss] for row in rows]
+    return bool(left) and all(
+        bool(rest) and rest[-1] <= LEARNT * rest[0] and not any(y for x, y in row if x in looks)
+        for row, rest in zip(rows, left, strict=True)
     )
 
 

@@ -43,7 +43,8 @@ class Run:
     of_modules: list[NumericsRecord] = field(default_factory=list[NumericsRecord])
     casts: CastsRecord | None = None  # the latest cast audit
     memory: MemoryRecord | None = None  # the latest count of bytes
-    restarts: int = 0  # how often it went on from a checkpoint
+    # The steps of the checkpoints that it went on from.
+    resumed: list[int] = field(default_factory=list[int])
 
     @property
     def skipped(self) -> list[StepRecord]:
@@ -152,7 +153,8 @@ def _is_same(a: list[tuple[int, float]], b: list[tuple[int, float]]) -> bool:
 
 def gather(records: History | Iterable[Record], name: str = "") -> Run:
     """Sort the records of a run as written, without those that a checkpoint took back."""
-    history = records if isinstance(records, History) else _replay(list(records))
+    records = records if isinstance(records, History) else list(records)
+    history = records if isinstance(records, History) else _replay(records)
     starts = history.of(RunRecord)
     casts, memory = history.of(CastsRecord), history.of(MemoryRecord)
     numerics, of_modules = _split(history.of(NumericsRecord))
@@ -165,7 +167,7 @@ def gather(records: History | Iterable[Record], name: str = "") -> Run:
         of_modules=of_modules,
         casts=casts[-1] if casts else None,
         memory=memory[-1] if memory else None,
-        restarts=len(history.of(ResumeRecord)),
+        resumed=_resumed(records),
     )
 
 
@@ -181,6 +183,20 @@ def _split(records: Iterable[NumericsRecord]) -> tuple[list[NumericsRecord], lis
         if params or not modules:
             of_params.append(replace(record, tensors=params))
     return of_params, of_modules
+
+
+def _resumed(records: Iterable[Record]) -> list[int]:
+    """The steps that a run went on from; one that began anew in the same file went on from none."""
+    steps, last = list[int](), 0
+    for record in records:
+        if isinstance(record, StepRecord):
+            last = max(last, record.step)
+        elif isinstance(record, RunRecord) and last:
+            steps.append(last)
+        elif isinstance(record, ResumeRecord):
+            last = record.step
+            steps = [step for step in (*steps, last) if 0 < step <= last]
+    return sorted({*steps})
 
 
 def _replay(records: list[Record]) -> History:
