@@ -47,7 +47,7 @@ class Spoil(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.forward_by == self.backward_by == 1.0:
             return x
-        return _Scaled.apply(x, self.forward_by, self.backward_by)  # type: ignore[return-value]
+        return cast("Any", _Scaled).apply(x, self.forward_by, self.backward_by)
 
 
 class Handled(nn.Module):
@@ -186,7 +186,7 @@ class Checkpointed(Mlp):
     reentrant = False
 
     def middle(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.layers, x, use_reentrant=self.reentrant)  # type: ignore[return-value]
+        return cast("torch.Tensor", checkpoint(self.layers, x, use_reentrant=self.reentrant))
 
 
 class Reentrant(Checkpointed):
@@ -550,7 +550,8 @@ class _Pair:
             scaler.update()
         else:
             if self.program == "penalty":
-                terms.append(sum(p.float().square().sum() for p in self.models[1].parameters()))  # type: ignore[arg-type]
+                penalties = (p.float().square().sum() for p in self.models[1].parameters())
+                terms.append(cast("torch.Tensor", sum(penalties)))
             with preamp.scale_loss(sum(terms, torch.zeros(())), used, loss_id) as scaled:
                 scaled.backward(retain_graph=self.program in ("retained", "twice"))
                 if self.program == "twice":

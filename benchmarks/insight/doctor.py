@@ -10,12 +10,14 @@ import contextlib
 import io
 import re
 import tempfile
+import textwrap
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import preamp
+from insight import doctor_idioms
 from insight.doctor_scripts import FURTHER
 from insight.score import Score
 from preamp.doctor import Examination, select_rules
@@ -30,17 +32,14 @@ model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
 data = [(torch.randn(8, 16), torch.randint(4, (8,))) for _ in range({steps})]
 {model}
 """
-TORCH = (
+LOOP = (
     HEAD
     + """
-optimizer = {optimizer}
-{scaler}
+<begin>
 {setup}
 for step, (x, y) in enumerate(data):
     {zero}
-    with torch.autocast("cpu", torch.{dtype}):
-        output = model(x)
-        loss = F.cross_entropy(output, y)
+<forward>
     {loss}
     {backward}
     {between}
@@ -49,62 +48,32 @@ for step, (x, y) in enumerate(data):
 {end}
 """
 )
-AMP = (
-    "from apex import amp\n"
-    + HEAD
-    + """
-optimizer = {optimizer}
-model, optimizer = amp.initialize(
-    model, optimizer, opt_level="{level}", verbosity=0, loss_scale={scale}
+
+
+def loop(begin: str, forward: str) -> str:
+    """A script with slots around the lines before its loop, and those of its forward."""
+    return LOOP.replace("<begin>", begin).replace("<forward>", textwrap.indent(forward, "    "))
+
+
+TORCH = loop(
+    "optimizer = {optimizer}\n{scaler}",
+    'with torch.autocast("cpu", torch.{dtype}):\n'
+    "    output = model(x)\n    loss = F.cross_entropy(output, y)",
 )
-if {scale} == "dynamic":
-    amp._amp_state.loss_scalers[0]._loss_scale = {start}
-{setup}
-for step, (x, y) in enumerate(data):
-    {zero}
-    loss = F.cross_entropy(model(x).float(), y)
-    {loss}
-    {backward}
-    {between}
-    {step}
-    {after}
-{end}
-"""
+AMP = loop(
+    "from apex import amp\noptimizer = {optimizer}\n"
+    'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}", verbosity=0,\n'
+    "                                  loss_scale={scale})\n"
+    'if {scale} == "dynamic":\n    amp._amp_state.loss_scalers[0]._loss_scale = {start}',
+    "loss = F.cross_entropy(model(x).float(), y)",
 )
-HAND = (
-    HEAD
-    + """
-model.to(torch.{dtype})
-optimizer = {optimizer}
-{setup}
-for step, (x, y) in enumerate(data):
-    {zero}
-    loss = F.cross_entropy(model(x.to(torch.{dtype})).float(), y)
-    {loss}
-    {backward}
-    {between}
-    {step}
-    {after}
-{end}
-"""
+HAND = loop(
+    "model.to(torch.{dtype})\noptimizer = {optimizer}",
+    "loss = F.cross_entropy(model(x.to(torch.{dtype})).float(), y)",
 )
-MASTERS = (
-    HEAD
-    + """
-model.half()
-masters = {masters}
-optimizer = {optimizer}
-{setup}
-for step, (x, y) in enumerate(data):
-    {zero}
-    loss = F.cross_entropy(model(x.half()).float(), y)
-    {loss}
-    {backward}
-    {between}
-    {step}
-    {after}
-{end}
-"""
+MASTERS = loop(
+    "model.half()\nmasters = {masters}\noptimizer = {optimizer}",
+    "loss = F.cross_entropy(model(x.half()).float(), y)",
 )
 SCALED = "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()"
 DEFAULTS = {
@@ -173,10 +142,13 @@ def _right(kind: str, skeleton: str, rows: dict[str, dict[str, str]]) -> list[Ca
 def _wrong(kind: str, skeleton: str, rows: dict[str, tuple[str, dict[str, str]]]) -> list[Case]:
     found: list[Case] = []
     for name, (rules, slots) in rows.items():
-        first, *also = rules.split("+")
-        text = script(skeleton, **slots)
-        found.append(Case(f"wrong: {kind}, {name}", text, tuple(first.split("|")), tuple(also)))
+        found.append(_flawed(f"{kind}, {name}", rules, script(skeleton, **slots)))
     return found
+
+
+def _flawed(name: str, rules: str, text: str) -> Case:
+    first, *also = rules.split("+")
+    return Case(f"wrong: {name}", text, tuple(first.split("|")), tuple(also))
 
 
 def adam(eps: float = 1e-8, of: str = "model.parameters()", lr: float = 1e-3) -> str:
@@ -397,11 +369,12 @@ def right_cases() -> list[Case]:
     cases |= {f"torch, {name}": script(TORCH, **s) for name, s in RIGHT_TORCH.items()}
     cases |= RIGHT_TEXTS
     found = [Case(f"right: {name}", text) for name, text in cases.items()]
-    return found + [case for row in FURTHER for case in _right(row[0], row[1], row[3])]
+    found += [case for row in FURTHER for case in _right(row[0], row[1], row[3])]
+    idioms = doctor_idioms.right_scripts()
+    return found + [Case(f"right: idioms, {name}", text) for name, text in idioms.items()]
 
 
 NAN_DATA = "data = [(x * float('nan'), y) for x, y in data]"
-DESTROYED = ("PA601", "PA602", "PA603", "PA604")
 
 
 WRONG_TORCH: dict[str, tuple[str, dict[str, str]]] = {
@@ -811,6 +784,7 @@ def wrong_cases() -> list[Case]:
         *_wrong("masters", MASTERS, WRONG_MASTERS),
         *_wrong("amp", AMP, WRONG_AMP),
         *(case for row in FURTHER for case in _wrong(row[0], row[1], row[4])),
+        *(_flawed(f"idioms, {n}", *flaw) for n, flaw in doctor_idioms.wrong_scripts().items()),
     ]
 
 

@@ -67,7 +67,7 @@ def train(training: Training, level: str, scale: float) -> Outcome | None:
             optimizer.zero_grad()
         engine.close()
         after = judged(training, model, batch)
-    except Exception:
+    except Exception:  # however a level fails, it does not train
         return None
     state = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     is_finite = all(map(math.isfinite, losses[_SETTLING:]))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -39,9 +39,8 @@ class Training:
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """The loss that is minimized."""
         parts = self.parts(model, batch)
-        return sum(  # type: ignore[return-value]
-            weight * part for weight, part in zip(self.weights, parts, strict=True)
-        )
+        weighted = (weight * part for weight, part in zip(self.weights, parts, strict=True))
+        return cast("torch.Tensor", sum(weighted))
 
 
 def normal(*shape: int, seed: int, std: float = 1.0) -> torch.Tensor:

@@ -24,6 +24,7 @@ from preamp.core.errors import (
     with_article,
 )
 from preamp.core.link import Link
+from preamp.core.tensors import find_again
 from preamp.core.undo import UndoStack, set_attribute
 
 # -- errors ----------------------------------------------------------------------------------
@@ -183,3 +184,22 @@ def test_in_a_job_rank_0_speaks(
     log.say("once")
     log.say("each", every_rank=True)
     assert capsys.readouterr().out == expected
+
+
+# -- tensors ---------------------------------------------------------------------------------
+
+
+def test_memory_is_found_while_somebody_has_it() -> None:
+    whole = torch.arange(12.0).reshape(3, 4)
+    find = find_again(whole[1:, ::2])
+    found = find()
+    assert found is not None
+    assert found.tolist() == [[4.0, 6.0], [8.0, 10.0]]
+    found.zero_()
+    assert whole.sum() == 66 - 28
+    del found
+    rest = whole[0]
+    del whole
+    assert find() is not None
+    del rest
+    assert find() is None

@@ -16,7 +16,7 @@ from cases.back_ends import every_way
 from cases.layouts import LAYOUTS
 from numerics import oracle
 from preamp.kernels.ops import ABOVE, BELOW, BINS, FIRST, NONFINITE, ZERO
-from preamp.numerics import EXPONENTS, FORMATS, count_exponents
+from preamp.numerics import EXPONENTS, FORMATS, count_exponents, is_eps_zero
 
 every_dtype = pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
 
@@ -144,3 +144,16 @@ def test_headroom(name: str) -> None:
 @every_way
 def test_the_bits_of_the_sign_are_where_they_are_looked_for(ops: Any) -> None:
     assert counts_of(ops, torch.full((10_000,), -1.0))[FIRST - EXPONENTS.start] == 10_000
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
+def test_an_eps_that_rounds_to_zero(name: str) -> None:
+    form, dtype = FORMATS[name], getattr(torch, name)
+    lost = torch.tensor(form.largest_lost, dtype=torch.float64)
+    for eps in (lost, 1.01 * lost, 0.0 * lost):
+        assert is_eps_zero({"eps": eps.item()}, form) == (eps.to(dtype) == 0).item()
+        assert is_eps_zero({"eps": str(eps.item())}, form) == (eps.to(dtype) == 0).item()
+    for options in ({"fused": True}, {"fused": "True"}, {"initial_accumulator_value": 0.1}):
+        assert not is_eps_zero({"eps": 0.0, **options}, form)
+    for options in ({}, {"eps": None}, {"eps": (1e-30, 1e-3)}, {"eps": -1.0}, {"eps": "none"}):
+        assert not is_eps_zero(options, form)

@@ -215,6 +215,21 @@ class WeightMarks:
 
 _address_of = torch.Tensor.data_ptr
 _is_expired: Callable[[int], bool] = cast("Any", torch.UntypedStorage)._expired  # noqa: SLF001
+_storage_at: Callable[[int], Any] = cast("Any", torch.UntypedStorage)._new_with_weak_ptr  # noqa: SLF001
+
+
+def find_again(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """Return what finds a dense tensor's memory, as long as somebody else keeps it alive."""
+    storage = StorageWeakRef(tensor.untyped_storage())
+    view = tensor.storage_offset(), tensor.shape, tensor.stride()
+    empty = tensor.new_empty(0)
+
+    def find() -> torch.Tensor | None:
+        if storage.expired():
+            return None
+        return empty.new_empty(0).set_(_storage_at(cast("Any", storage).cdata), *view)
+
+    return find
 
 
 def storage_key(storage: Any) -> int:

@@ -12,7 +12,7 @@ from preamp.doctor.rule import Rule
 from preamp.doctor.rules.half_compute import Autocast, BatchNorm, HalfLoss
 from preamp.doctor.rules.half_weights import Averages, BFloat16Weights, Eps, LostUpdates
 from preamp.doctor.rules.loss_scale import Clipping, Scheduling, Stepping
-from preamp.doctor.rules.outcome import Losses, Outcome
+from preamp.doctor.rules.outcome import Outcome
 from preamp.doctor.rules.parameters import Accumulation, Masters, Membership, Unserved
 from preamp.doctor.rules.scaler import LeftOn, Saving, ScalerUse
 from preamp.doctor.rules.speed import Casts, TensorCores
@@ -38,7 +38,6 @@ DETECTORS: Final[tuple[type[Detector], ...]] = (
     TensorCores,
     Casts,
     Outcome,
-    Losses,
 )
 
 RULES: Final[dict[str, Rule]] = {

@@ -67,6 +67,10 @@ class Detector:
 
     RULES: ClassVar[tuple[Rule, ...]] = ()
 
+    attempt: Callable[..., Any]
+    """Calls its first argument with the others, for what runs by itself, as hooks do: errors end in
+    a note and not in the script. The examination sets it."""
+
     def __init__(self, seen: Seen, findings: Findings) -> None:
         self.seen = seen
         self._findings = findings
@@ -114,6 +118,15 @@ class Detector:
     def model_called(self, module: nn.Module, output: Any) -> None:
         """A module that the script called, with gradients on, has returned."""
 
+    def model_evaluated(self, module: nn.Module) -> None:
+        """A module that the script called, with gradients off, has returned."""
+
+    def weights_loaded(self, module: nn.Module) -> None:
+        """``module.load_state_dict(…)`` has run."""
+
+    def script_failed(self) -> None:
+        """A model that the script called, a backward or a step has raised an error."""
+
     def average_updated(self, model: nn.Module) -> None:
         """``AveragedModel.update_parameters(model)`` is about to run."""
 
@@ -147,9 +160,9 @@ class Detector:
         """A backward has run; the gradients have been marked."""
 
     def gradients_unscaled(
-        self, params: Sequence[torch.Tensor], scale: Callable[[], float]
+        self, params: Sequence[torch.Tensor], scaler: object, scale: Callable[[], float]
     ) -> None:
-        """A scaler is about to unscale the gradients of ``params``; ``scale`` synchronises."""
+        """``scaler`` is about to unscale the gradients of ``params``; ``scale`` synchronises."""
 
     def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
         """A ``GradScaler`` has been built."""

@@ -43,6 +43,8 @@ class Examination:
             for kind in DETECTORS
             if wanted & {rule.id for rule in kind.RULES}
         ]
+        for detector in self._detectors:
+            detector.attempt = self.attempt
         self._undo = UndoStack()
         self._lock = threading.RLock()
         self._process: int | None = None
@@ -97,7 +99,7 @@ class Examination:
     def _tell_one(self, detector: Detector, event: str, values: tuple[Any, ...]) -> None:
         try:
             getattr(detector, event)(*values)
-        except Exception as error:
+        except Exception as error:  # whatever a rule gets wrong must not end the user's run
             self._failed.add(id(detector))
             self._note_failure(", ".join(rule.id for rule in detector.RULES), error)
 
@@ -112,11 +114,20 @@ class Examination:
             self._looking += 1
             try:
                 return look(*values)
-            except Exception as error:
+            except Exception as error:  # as above
                 self._note_failure("A probe", error)
                 return None
             finally:
                 self._looking -= 1
+
+    @contextmanager
+    def noting_errors(self) -> Generator[None]:
+        """Tell of errors of the script's that the body raises."""
+        try:
+            yield
+        except Exception:  # which an interrupt and `EnoughSteps` are not
+            self.tell("script_failed")
+            raise
 
     def _note_failure(self, who: str, error: Exception) -> None:
         note = (

@@ -113,13 +113,14 @@ def current_places() -> tuple[Place, ...]:
 
 
 def _places() -> Iterator[tuple[Place, bool]]:
-    for frame in _frames():
+    for frame in frames():
         code = frame.f_code
         if not code.co_filename.startswith("<") and not _is_below(frame):
             yield _shown(code, frame.f_lineno), code.co_filename.startswith(_LIBRARIES)
 
 
-def _frames() -> Iterator[FrameType]:
+def frames() -> Iterator[FrameType]:
+    """The stack, from the innermost frame on."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         yield frame

@@ -46,6 +46,9 @@ _SUMS: dict[frozenset[Origin], Origin] = {
 
 State = tuple[int, int, str]
 
+BATCH_NORM: type[nn.Module] = nn.BatchNorm1d.__bases__[0]
+"""What all layers with running averages are; its own name is private."""
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Source:
@@ -227,27 +230,46 @@ def sample_of(tensor: torch.Tensor) -> torch.Tensor:
 
 _PENDING = 64
 
+Moment = tuple[int, int]
+"""The number of a step, and how many steps all optimizers together had taken before."""
+
 
 class Streak:
     """How many of the latest events were bad; counted where the flags are, so nobody waits."""
 
     def __init__(self) -> None:
-        self._steps: list[int] = []
+        self._moments: list[Moment] = []
         self._latest: torch.Tensor | int = 0
+        self._restored: set[int] = set()  # after how many events weights were restored
 
-    def add(self, is_bad: torch.Tensor, step: int) -> None:
-        """Count an event of this step; the flag is a boolean scalar on any device."""
-        self._steps.append(step)
+    def add(self, is_bad: torch.Tensor, moment: Moment) -> None:
+        """Count an event; the flag is a boolean scalar on any device."""
+        self._moments.append(moment)
         self._latest = (self._latest + 1) * is_bad
+
+    def correct(self, is_bad: torch.Tensor) -> None:
+        """The latest event, if there was one, was bad or not after all."""
+        if self._moments:
+            self._latest = (self._latest + (self._latest == 0)) * is_bad
 
     def end(self) -> None:
         """The latest event was not bad after all."""
         self._latest = 0
 
+    def restore(self) -> None:
+        """The script has put back what it had before."""
+        self._restored.add(self.total)
+
+    @property
+    def is_mended(self) -> bool:
+        """Whether the bad ones that came last ended in one restoration. Synchronises."""
+        during = {number for number in self._restored if number > self.total - self.latest}
+        return self.latest < self.total and during == {self.total}
+
     @property
     def total(self) -> int:
         """How many events there were."""
-        return len(self._steps)
+        return len(self._moments)
 
     @property
     def latest(self) -> int:
@@ -255,9 +277,9 @@ class Streak:
         return int(self._latest)
 
     @property
-    def began(self) -> int:
-        """The step of the first of them, or else 0. Synchronises."""
-        return self._steps[-self.latest] if self.latest else 0
+    def began(self) -> Moment:
+        """The moment of the first of them. Synchronises."""
+        return self._moments[-self.latest]
 
 
 @dataclass(slots=True)
@@ -265,10 +287,11 @@ class OptimizerFacts:
     """What became of one optimizer."""
 
     made: Place | None = None  # the line that built it
+    lines: tuple[Place, ...] = ()  # of the script that led there, the innermost first
     begun: int = 0  # calls of ``step`` that reached it
     applied: int = 0  # those of them that updated weights
     skipped: int = 0  # calls that a ``GradScaler`` kept from it, or that it skipped by itself
-    is_inside: bool = False  # whether a step is under way
+    is_inside: bool = False  # whether a step is under way, or has failed
     # Whether a ``GradScaler`` has unscaled its gradients and not stepped yet.
     unscaled: bool = False
     by_scaler: bool = False  # whether its latest step was one of ``GradScaler.step``
@@ -297,6 +320,8 @@ class Seen:
         self.steps = 0  # of optimizers so far; those that an engine skips are not among them
         self.skipped = 0  # those of them that were left out
         self.compiles = False  # whether the script has called ``torch.compile``
+        self.zeroed = 0  # calls of ``Optimizer.zero_grad``
+        self.reads_gradients = False  # whether the script computes with gradients but no step
         self.notes: list[str] = []  # what could not be looked at, in sentences
 
     def facts(self, optimizer: torch.optim.Optimizer) -> OptimizerFacts:
@@ -357,10 +382,10 @@ class Seen:
         facts = self.facts(optimizer)
         return facts.applied, facts.skipped
 
-    def step(self) -> int:
-        """The number of the step under way, from 1; those that were skipped count."""
+    def now(self) -> Moment:
+        """The step under way, its number from 1; those that were skipped count."""
         counts = (sum(self.counts(optimizer)) for optimizer in tuple(self.optimizers))
-        return max(counts, default=0) + 1
+        return max(counts, default=0) + 1, self.steps
 
     def take_scaler(self, roots: Sequence[torch.Tensor]) -> tuple[Any, bool, bool]:
         """The scaler of the loss that a backward from ``roots`` starts from; asked for once.

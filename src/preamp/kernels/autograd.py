@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 
 def backward_under_way() -> int:
@@ -49,6 +51,9 @@ def leaves_through(roots: Iterable[torch.Tensor], dtype: torch.dtype) -> set[int
 
 _PASSED = ("Add", "Sub", "Mul", "Div", "Sum", "Mean", "Stack", "ToCopy", "Clone", "Squeeze", "View")
 _FEW = 64
+_MANY = 512
+
+Gradients = tuple[torch.Tensor | None, ...]
 
 
 def terms_of(root: torch.Tensor, stop: Container[Node]) -> list[Node]:
@@ -64,6 +69,41 @@ def terms_of(root: torch.Tensor, stop: Container[Node]) -> list[Node]:
         elif len(pending) < _FEW:
             pending += [after for after, _ in node.next_functions if after is not None]
     return found
+
+
+def reached_from(root: torch.Tensor, targets: Container[Node]) -> set[Node]:
+    """Those of ``targets`` that ``root`` was computed from, as far as a few hundred nodes tell."""
+    found: set[Node] = set()
+    pending = [] if root.grad_fn is None else [root.grad_fn]
+    seen = set(pending)
+    for node in pending:  # which grows
+        if node in targets:
+            found.add(node)
+        elif len(pending) < _MANY:
+            after = {n for n, _ in node.next_functions if n is not None} - seen
+            seen |= after
+            pending += after
+    return found
+
+
+def watch_gradients(
+    root: torch.Tensor, dtype: torch.dtype, look: Callable[[str, Gradients, Gradients], None]
+) -> list[RemovableHandle]:
+    """Have the backward from ``root`` show ``look`` whatever makes gradients of ``dtype``.
+
+    It gets the node's name, the gradients that were made and those that were given. The handles
+    returned end it. Nothing is changed, and nothing synchronises.
+    """
+    pending = [] if root.grad_fn is None else [root.grad_fn]
+    seen, handles = set(pending), list[RemovableHandle]()
+    for node in pending:  # which grows
+        following = _following(node)
+        metadata = (m for after in following for m in getattr(after, "_input_metadata", ()))
+        if any(getattr(m, "dtype", None) is dtype for m in metadata):
+            handles.append(node.register_hook(functools.partial(look, node.name())))
+        pending += (new := set(following) - seen)
+        seen |= new
+    return handles
 
 
 def constant_factor(loss: torch.Tensor) -> float:

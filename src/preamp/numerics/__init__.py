@@ -7,6 +7,7 @@ Nothing here knows an engine. Records are plain values; what makes them is hande
 from preamp.kernels.ops import EXPONENTS as EXPONENTS
 from preamp.numerics.formats import FORMATS as FORMATS
 from preamp.numerics.formats import NumberFormat as NumberFormat
+from preamp.numerics.formats import is_eps_zero as is_eps_zero
 from preamp.numerics.history import History as History
 from preamp.numerics.history import Listener as Listener
 from preamp.numerics.history import read_history as read_history

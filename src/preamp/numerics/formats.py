@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -35,6 +36,11 @@ class NumberFormat:
         return 2.0**self.subnormal_exponent
 
     @property
+    def largest_lost(self) -> float:
+        """The largest value that rounds to zero: half of the smallest one, since zero is even."""
+        return self.smallest_subnormal / 2
+
+    @property
     def max_exponent(self) -> int:
         """``floor(log2(largest))``."""
         return math.frexp(self.largest)[1] - 1
@@ -60,3 +66,20 @@ FORMATS: Final = {
     )
 }
 """By the name of their torch dtype."""
+
+
+def is_eps_zero(options: Mapping[str, Any], form: NumberFormat) -> bool:
+    """Whether an optimizer that computes in ``form`` divides by a root plus an eps of zero there.
+
+    Args:
+        options: Those of one of its groups, as torch has them or as text. Fused optimizers compute
+            in float32, and a sum of squares that does not begin at zero never is.
+        form: Of the weights that it updates.
+    """
+    if str(options.get("fused")) == "True":
+        return False
+    try:
+        added = [float(options["eps"]), float(options.get("initial_accumulator_value", 0.0))]
+    except (KeyError, TypeError, ValueError):  # it has none, or several
+        return False
+    return all(0 <= value <= form.largest_lost for value in added)

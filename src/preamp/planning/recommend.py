@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from preamp.numerics import NumberFormat
+from preamp.core.dtypes import dtype_name
+from preamp.numerics import FORMATS, NumberFormat, is_eps_zero
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.planning.forecast import MARGIN, Range, TensorForecast, forecast, starting_scale
 from preamp.planning.ranges import Places
@@ -83,12 +84,11 @@ def eps_problem(optimizer: torch.optim.Optimizer, policy: Policy) -> tuple[PlanP
         return ()
     groups: list[dict[str, Any]] = optimizer.param_groups
     for group in groups:
-        eps = group.get("eps")
-        if isinstance(eps, float) and not group.get("fused") and torch.tensor(eps).to(half) == 0:
-            name, form = type(optimizer).__name__, str(half).removeprefix("torch.")
+        if is_eps_zero(group, FORMATS[dtype_name(half)]):
+            name, form = type(optimizer).__name__, dtype_name(half)
             text = (
-                f"{name}'s eps of {eps:g} is zero in {form}: a weight whose squared gradient "
-                "vanishes is divided by zero. Pass eps=1e-4, or keep float32 masters."
+                f"{name}'s eps of {group['eps']:g} is zero in {form}: a weight whose squared "
+                "gradient vanishes is divided by zero. Pass eps=1e-4, or keep float32 masters."
             )
             return (PlanProblem(kind="optimizer", name="", text=text),)
     return ()

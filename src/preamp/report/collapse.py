@@ -11,7 +11,7 @@ from enum import Enum, auto
 from itertools import pairwise
 from typing import Final
 
-from preamp.numerics import FORMATS, OverflowRecord, TraceRecord
+from preamp.numerics import FORMATS, OverflowRecord, TraceRecord, is_eps_zero
 from preamp.report import words
 from preamp.report.course import (
     LOOK_AT_ZERO,
@@ -196,14 +196,10 @@ def zero_eps(run: Run) -> dict[str, str] | None:
     """The options of the first optimizer whose eps is zero in the float16 weights it updates."""
     if run.start is None or has_masters(run) or "float16" not in run.start.dtypes.values():
         return None
-    smallest = FORMATS["float16"].smallest_subnormal
     for options in _optimizers(run):
-        is_fused = options.get("fused") == "True" or options.get("class", "").startswith("Fused")
-        try:
-            if not is_fused and 0 <= float(options["eps"]) <= smallest / 2:
-                return options
-        except (KeyError, ValueError):
-            continue
+        is_fused = options.get("class", "").startswith("Fused")
+        if not is_fused and is_eps_zero(options, FORMATS["float16"]):
+            return options
     return None
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -16,11 +17,13 @@ from torch.optim.swa_utils import AveragedModel
 
 from preamp.core.dtypes import is_half
 from preamp.core.pytree import tensors_in
+from preamp.core.tensors import stored_grad
 from preamp.core.undo import UndoStack
 from preamp.doctor.detector import CastCount, ModuleCall
 from preamp.doctor.probes.watch import around
 from preamp.doctor.rule import Place, current_place
 from preamp.doctor.rules.speed import kind_of_cast
+from preamp.kernels.autograd import backward_under_way
 from preamp.kernels.observe import ObservedOps
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ class ModuleProbes:
             around(torch, name, self._read, self._hooks)
         around(nn.Module, "to", self._to, undo)
         around(nn.Module, "half", self._half, undo)
+        around(nn.Module, "load_state_dict", self._load, undo)
         around(AveragedModel, "update_parameters", self._average, undo)
         around(torch, "save", self._save, undo)
 
@@ -67,8 +71,12 @@ class ModuleProbes:
             return
         depth = self._depth.value = max(getattr(self._depth, "value", 1) - 1, 0)
         if not torch.is_grad_enabled():
+            if depth == 0:
+                self._watch.tell("model_evaluated", module)
             return
-        if depth == 0:
+        if depth == 0 and output is None and sys.exc_info()[0] is not None:
+            self._watch.tell("script_failed")
+        elif depth == 0:
             self._watch.seen.forwards += 1
             self._watch.tell("model_called", module, output)
         first = next(tensors_in(output), None)
@@ -98,6 +106,12 @@ class ModuleProbes:
             self._watch.tell("module_cast", args[0], torch.float16)
         return function(*args, **kwargs)
 
+    def _load(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if self._watch.is_active:
+            self._watch.tell("weights_loaded", args[0])
+        return result
+
     def _average(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._watch.is_active and len(args) > 1:
             self._watch.tell("average_updated", args[1])
@@ -117,11 +131,16 @@ def _casts(device: str) -> bool:
 
 
 _IN_PLACE: Final = ("add_", "sub_", "lerp_", "addcmul_", "addcdiv_", "copy_")
+_TO_ZERO: Final = ("zero_", "fill_", "detach_")
+_BACKWARDS = 3
 _CASTS: Final = ("aten._to_copy.default", "aten.copy_.default")
 
 
 class CastProbes:
-    """Looks at all operations between the first and the second optimizer step."""
+    """Looks at all operations between the first and the second optimizer step.
+
+    Where no step follows three backwards, at those that read gradients, until one does.
+    """
 
     def __init__(self, watch: Examination, undo: UndoStack) -> None:
         self._watch = watch
@@ -138,6 +157,10 @@ class CastProbes:
         self._regions: weakref.WeakSet[Any] = weakref.WeakSet()
         self._patches = UndoStack()
         undo.push(self._patches.unwind)
+        self._backwards = 0
+        self._addresses: set[int] = set()  # of gradients
+        self._is_read = self._is_changed = False  # gradients, by the script
+        around(torch.autograd, "backward", self._backward, self._patches)
         around(torch.autocast, "__init__", self._make_region, self._patches)
         around(torch.autocast, "__enter__", self._autocast, self._patches)
 
@@ -145,16 +168,54 @@ class CastProbes:
         """Start after the first step, and stop after the second."""
         steps = self._watch.seen.steps
         if steps == 1 and not self._is_over:
-            self._thread = threading.get_ident()
-            self._mode = ObservedOps(self._count)
             self._is_counting = True
-            self._mode.start()
+            self._start()
         elif steps == 2 and self._is_counting:
             self._stop()
             count = CastCount(self._moved, self._casts, self._has_half, self._autocasts)
             self._watch.tell("casts_counted", count)
         elif self._mode is not None:
             self._stop()
+
+    def _backward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        self._backwards += 1
+        if self._backwards == _BACKWARDS and not self._watch.seen.steps and self._watch.is_active:
+            self._start()
+        if self._mode is not None:
+            self._addresses = self._watch.attempt(self._gradients) or set()
+        return result
+
+    def _gradients(self) -> set[int]:
+        grads = map(stored_grad, self._watch.seen.all_params())
+        return {grad.data_ptr() for grad in grads if grad is not None}
+
+    def _start(self) -> None:
+        if self._mode is None:
+            self._thread = threading.get_ident()
+            self._mode = ObservedOps(self._look)
+            self._mode.start()
+
+    def _look(
+        self, func: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+    ) -> None:
+        if self._watch.is_looking:
+            return
+        if self._is_counting:
+            self._count(func, read, written)
+        elif not self._watch.seen.steps and backward_under_way() < 0:
+            self._watch.attempt(self._note_gradients, str(func.overloadpacket), read)
+
+    def _note_gradients(self, name: str, read: Sequence[torch.Tensor]) -> None:
+        """Tell what the script computes from gradients from what sets them to zero."""
+        addresses = {tensor.data_ptr() for tensor in read}
+        if addresses.isdisjoint(self._addresses) or name.endswith(_TO_ZERO):
+            return
+        self._addresses = self._gradients()  # an address may be another tensor's by now
+        if not addresses.isdisjoint(self._addresses):
+            self._is_changed |= name.endswith("_")
+            self._is_read |= not name.endswith("_")
+            self._watch.seen.reads_gradients = self._is_read and not self._is_changed
 
     def _stop(self) -> None:
         """Stop; where another mode is in the way, only listening stops, and the mode later."""
@@ -184,7 +245,7 @@ class CastProbes:
     def _count(
         self, func: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
     ) -> None:
-        if not self._is_counting or self._watch.is_looking or getattr(func, "is_view", False):
+        if getattr(func, "is_view", False):
             return
         self._note_average(str(func), [*read] if "foreach" in str(func) else written)
         if not written:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 from preamp.core.pytree import tensors_in
 from preamp.core.undo import UndoStack
 from preamp.doctor.probes.watch import around
-from preamp.doctor.rule import current_place, current_places
+from preamp.doctor.rule import current_place, current_places, frames
 from preamp.doctor.seen import Origin, Source
 from preamp.engine.loop import Block
 from preamp.kernels.autograd import constant_factor, is_mean, leaves_through
@@ -36,6 +36,7 @@ _CLIPPING = {
 }
 """Functions that clip, with the name of the limit that is their second argument."""
 
+_OPTIMIZER = torch.optim.Optimizer.__module__
 _READ = 64  # backwards whose graph is read; it takes milliseconds for a thousand layers
 
 
@@ -51,6 +52,7 @@ class TrainingProbes:
         )
         around(torch.optim.Optimizer, "__init__", self._make_optimizer, undo)
         around(torch.optim.Optimizer, "add_param_group", self._add_group, undo)
+        around(torch.optim.Optimizer, "zero_grad", self._zero, undo)
         around(torch.autograd, "backward", self._backward, undo)
         for kind in (lr_scheduler.LRScheduler, lr_scheduler.CosineAnnealingWarmRestarts):
             around(kind, "step", self._step_schedule, undo)
@@ -63,7 +65,9 @@ class TrainingProbes:
     def _make_optimizer(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         if self._watch.is_active:
-            self._watch.seen.facts(args[0]).made = self._watch.attempt(current_place)
+            facts = self._watch.seen.facts(args[0])
+            facts.made = self._watch.attempt(current_place)
+            facts.lines = self._watch.attempt(current_places) or ()
             self._watch.tell("optimizer_made", args[0])
         return result
 
@@ -73,14 +77,21 @@ class TrainingProbes:
             self._watch.tell("group_added", args[0])
         return result
 
+    def _zero(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        if self._watch.is_active:
+            self._watch.seen.zeroed += 1
+        return function(*args, **kwargs)
+
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if torch.compiler.is_compiling() or not self._watch.is_active:
             return
         facts = self._watch.seen.facts(optimizer)
-        if facts.is_inside:  # a subclass has called its parent's step
-            return
+        if facts.is_inside:
+            if _is_in_its_step(optimizer):  # a subclass has called its parent's step
+                return
+            self._watch.tell("script_failed")
         facts.is_inside = True
         facts.begun += 1
         self._watch.tell("step_begins", optimizer)
@@ -117,11 +128,13 @@ class TrainingProbes:
             return function(*args, **kwargs)
         given, params = _read_twice(given)
         marked = self._watch.attempt(self._before_clipping, function.__name__, params, args, kwargs)
+        reads = self._watch.seen.reads_gradients
         if args:
             result = function(given, *args[1:], **kwargs)
         else:
             result = function(**{**kwargs, "parameters": given})
         self._watch.attempt(self._watch.seen.gradients.clipped, marked or ())
+        self._watch.seen.reads_gradients = reads
         return result
 
     def _before_clipping(
@@ -137,7 +150,8 @@ class TrainingProbes:
         if not self._watch.is_active:
             return function(*args, **kwargs)
         known = self._watch.attempt(self._before_backward, args, kwargs)
-        result = function(*args, **kwargs)
+        with self._watch.noting_errors():
+            result = function(*args, **kwargs)
         if known is not None:
             seen = self._watch.seen
             self._watch.attempt(seen.gradients.backward_ends, seen.all_params(), *known)
@@ -193,6 +207,16 @@ class TrainingProbes:
         last = (root.grad_fn.name() for root in roots if root.grad_fn is not None)
         is_multiplied = seed is not None or any(name.startswith("MulBackward") for name in last)
         return Origin.OTHER if is_multiplied else Origin.PLAIN
+
+
+def _is_in_its_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of ``optimizer`` stands on the stack, around the one that begins."""
+    wrappers = (
+        frame.f_locals.get("args")
+        for frame in frames()
+        if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == _OPTIMIZER
+    )
+    return sum(bool(args) and args[0] is optimizer for args in wrappers) > 1
 
 
 def _single(seed: torch.Tensor) -> float:
@@ -273,7 +297,8 @@ class ScalerProbes:
         if not self._watch.is_active:
             return function(block, *args, **kwargs)
         if not block.scaler.is_identity:
-            self._watch.attempt(self._mark_block, block, self._tell_unscaled, block.scaler.value)
+            scaler = block.scaler
+            self._watch.attempt(self._mark_block, block, self._tell_unscaled, scaler, scaler.value)
         result = function(block, *args, **kwargs)
         self._watch.attempt(self._mark_block, block, self._watch.seen.gradients.block_ends)
         return result
@@ -281,8 +306,10 @@ class ScalerProbes:
     def _mark_block(self, block: Any, mark: Function, *more: Any) -> None:
         mark([p for session in block.sessions for p in session.model_params()], *more)
 
-    def _tell_unscaled(self, params: list[torch.Tensor], scale: Callable[[], float]) -> None:
-        self._watch.tell("gradients_unscaled", params, scale)
+    def _tell_unscaled(
+        self, params: list[torch.Tensor], scaler: object, scale: Callable[[], float]
+    ) -> None:
+        self._watch.tell("gradients_unscaled", params, scaler, scale)
 
     def _unscale(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         optimizer = self._optimizer_in(scaler, args, kwargs)
@@ -306,7 +333,8 @@ class ScalerProbes:
         return cast("torch.optim.Optimizer", optimizer) if is_seen and scaler.is_enabled() else None
 
     def _look_at_scaled(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
-        self._tell_unscaled(list(self._watch.seen.params(optimizer)), scaler.get_scale)
+        params = list(self._watch.seen.params(optimizer))
+        self._tell_unscaled(params, scaler, scaler.get_scale)
 
     def _step(self, function: Function, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         optimizer = self._optimizer_in(scaler, args, kwargs)
@@ -319,10 +347,11 @@ class ScalerProbes:
         self._watch.tell("scaler_steps", optimizer, scaler)
         seen.stepping.append(optimizer)
         try:
-            result = function(scaler, *args, **kwargs)
+            with self._watch.noting_errors():
+                result = function(scaler, *args, **kwargs)
         finally:
             seen.stepping.remove(optimizer)
-            facts.unscaled = False
+            facts.unscaled = facts.is_inside = False
         if facts.begun == begun:
             # A compiled step is not seen to begin, and was perhaps taken.
             is_skipped = bool(begun or not seen.compiles)

@@ -11,10 +11,10 @@ from torch import nn
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.doctor.detector import CastCount, Detector, Findings, ModuleCall
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
-from preamp.doctor.seen import Seen
+from preamp.doctor.seen import BATCH_NORM, Seen
 from preamp.numerics import FORMATS
 
-HALF_BATCH_NORM = define_rule(
+HALFBATCH_NORM = define_rule(
     id="PA301",
     severity=Severity.WARNING,
     title="BatchNorm keeps weights or statistics in half",
@@ -51,14 +51,13 @@ IDLE_AUTOCAST = define_rule(
     do="Put the forward and the loss inside the region, for the device that the model is on.",
 )
 
-_BATCH_NORM: type[nn.Module] = nn.BatchNorm1d.__bases__[0]  # its own name is private
 _LOSS_MODULES = "torch.nn.modules.loss"
 
 
 class BatchNorm(Detector):
     """Finds PA301."""
 
-    RULES = (HALF_BATCH_NORM,)
+    RULES = (HALFBATCH_NORM,)
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
@@ -68,7 +67,7 @@ class BatchNorm(Detector):
     def module_called(self, call: ModuleCall) -> None:
         """Note BatchNorm layers in half."""
         module = call.module
-        if not isinstance(module, _BATCH_NORM) or not module.training or id(module) in self._layers:
+        if not isinstance(module, BATCH_NORM) or not module.training or id(module) in self._layers:
             return
         held = (getattr(module, name, None) for name in ("running_var", "running_mean", "weight"))
         half = [tensor for tensor in held if isinstance(tensor, torch.Tensor) and is_half(tensor)]
@@ -84,7 +83,7 @@ class BatchNorm(Detector):
         dtype = dtype_name(next(iter(self._layers.values()))[1])
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         self.report(
-            HALF_BATCH_NORM,
+            HALFBATCH_NORM,
             "layers",
             f"{len(names)} BatchNorm layer(s) are {dtype}: {names[0]}{more}.",
             where=self._where,

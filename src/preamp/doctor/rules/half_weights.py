@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, cast
@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from preamp.core.dtypes import dtype_name, is_half
-from preamp.core.tensors import stored_grad
+from preamp.core.tensors import find_again, stored_grad
 from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.rules.scaler import is_known
 from preamp.doctor.seen import Seen, sample_of
-from preamp.numerics import FORMATS
+from preamp.numerics import FORMATS, is_eps_zero
 
 _SAMPLE = 4096
 _FEWEST = 256
@@ -57,8 +57,7 @@ def weight_range(params: Iterable[torch.Tensor]) -> WeightRange | None:
     elements = sum(matrix.numel() for matrix in exact)
     if not elements or elements < _MOST * sum(matrix.numel() for matrix in telling):
         return None
-    # Half of the smallest positive value rounds to even, which is zero.
-    limit = FORMATS["float16"].smallest_subnormal / 2
+    limit = FORMATS["float16"].largest_lost
     nonzero = vanishing = 0
     max_abs = 0.0
     for matrix in exact:
@@ -158,23 +157,19 @@ class Eps(Detector):
             return
         if not self.is_new(EPS_IS_ZERO, id(optimizer)):
             return
+        form = FORMATS["float16"]
         for group in optimizer.param_groups:
-            eps = group.get("eps")
-            if group.get("fused") or not isinstance(eps, float | int):
-                continue
             params: list[torch.Tensor] = group["params"]
             half = [p for p in params if p.dtype is torch.float16 and stored_grad(p) is not None]
-            smallest = FORMATS["float16"].smallest_subnormal
-            zero = smallest / 2  # and what is smaller; half of the smallest value rounds to even
-            if half and 0 <= eps <= zero and group.get("initial_accumulator_value", 0) <= zero:
-                count = sum(param.numel() for param in half)
+            if half and is_eps_zero(group, form):
+                count, eps = sum(param.numel() for param in half), group["eps"]
                 self.report(
                     EPS_IS_ZERO,
                     id(optimizer),
                     f"{type(optimizer).__name__} updates {count:,} float16 weights with "
-                    f"eps={eps:g}; the smallest positive float16 is {smallest:.3g}.",
+                    f"eps={eps:g}; the smallest positive float16 is {form.smallest_subnormal:.3g}.",
                     eps=eps,
-                    smallest_positive=smallest,
+                    smallest_positive=form.smallest_subnormal,
                     weights=count,
                 )
 
@@ -322,14 +317,18 @@ class BFloat16Weights(Detector):
 
 @dataclass(slots=True)
 class _Average:
-    """A tensor that may be an average, and parameters that it may be one of."""
+    """A half tensor that may be an average of parameters of its shape."""
 
-    tensor: torch.Tensor  # an alias, so the average lives until the run ends
+    find: Callable[[], torch.Tensor | None]  # as long as the script keeps it
     values: torch.Tensor  # a sample of it at the last look
+    shape: torch.Size
     where: Place | None
-    params: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     looks: int = 0
-    still: int = 0  # looks at which it had not moved while the model had
+    still: int = 0  # looks at which it had not moved while a parameter had
+
+
+def _same_share(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one == other.to(one.dtype)).float().mean())
 
 
 class Averages(Detector):
@@ -340,49 +339,48 @@ class Averages(Detector):
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
         self._found: dict[int, _Average] = {}
+        self._params: dict[int, torch.Tensor] = {}  # samples at the last look
         self._looked_at = 0
 
     def written(self, target: torch.Tensor) -> None:
         """Keep a few tensors that may be averages."""
         self._looked_at += 1
-        if self._looked_at > _WRITES:
-            return
         params, key = self.seen.all_params(), target.data_ptr()
-        if key in self._found or len(self._found) >= _AVERAGES or target.numel() < _FEWEST:
+        is_full = self._looked_at > _WRITES or len(self._found) >= _AVERAGES
+        if is_full or key in self._found or target.numel() < _FEWEST:
             return
-        grads = (stored_grad(param) for param in params)
-        taken = {t.data_ptr() for t in (*params, *grads) if t is not None}
-        alike = [param for param in params if param.shape == target.shape]
-        if key not in taken and alike:
-            average = _Average(target.detach(), sample_of(target), current_place())
-            average.params = {id(param): sample_of(param) for param in alike}
-            self._found[key] = average
+        own = (t for param in params for t in (param, stored_grad(param)) if t is not None)
+        if key in {tensor.data_ptr() for tensor in own}:
+            return
+        if any(param.shape == target.shape for param in params):
+            values, shape = sample_of(target), target.shape
+            self._found[key] = _Average(find_again(target), values, shape, current_place())
+            self._params = self._params or {id(param): sample_of(param) for param in params}
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Compare at some steps, when the average of the step before is there."""
         number = self.seen.steps + 1
-        if number < 4 or number & (number - 1):
+        if number < 4 or number & (number - 1) or not self._found:
             return
-        params = {id(param): param for param in self.seen.all_params()} if self._found else {}
+        params = self.seen.all_params()
+        samples = {id(param): sample_of(param) for param in params}
         for average in self._found.values():
-            now = sample_of(average.tensor)
-            models = [(sample_of(params[k]), v) for k, v in average.params.items() if k in params]
-            moved = any(2 * int((new != old).sum()) > new.numel() for new, old in models)
-            stays = 2 * int((now == average.values).sum()) > now.numel()
-            differs = all(
-                2 * int((now != new.to(now.dtype)).sum()) > now.numel() for new, _ in models
-            )
+            tensor = average.find()
+            if tensor is None:
+                continue
+            before, average.values = average.values, sample_of(tensor)
+            keys = [id(param) for param in params if param.shape == average.shape]
+            known = [key for key in keys if key in self._params]
+            has_moved = any(_same_share(samples[key], self._params[key]) < 0.5 for key in known)
+            is_copy = any(_same_share(average.values, samples[key]) >= 0.5 for key in keys)
             average.looks += 1
-            average.still += moved and stays and differs
-            average.values = now
-            average.params |= {k: sample_of(params[k]) for k in average.params if k in params}
+            average.still += has_moved and not is_copy and _same_share(average.values, before) > 0.5
+        self._params = samples
 
     def run_ended(self) -> None:
         """Report averages that stood still from look to look."""
         still = [a for a in self._found.values() if a.still >= 2 and a.still >= a.looks - 1]
         if still:
-            dtype = dtype_name(still[0].tensor.dtype)
-            count = sum(average.tensor.numel() for average in still)
+            dtype, count = dtype_name(still[0].values.dtype), sum(a.shape.numel() for a in still)
             what = f"{len(still)} {dtype} tensors with {count:,} values stand still."
             self.report(HALF_AVERAGE, "averages", what, where=still[0].where, tensors=len(still))
-        self._found.clear()

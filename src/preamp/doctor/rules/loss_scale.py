@@ -101,7 +101,7 @@ class Clipping(Detector):
         self._norms: dict[tuple[int, ...], tuple[int, float, torch.Tensor]] = {}
 
     def gradients_unscaled(
-        self, params: Sequence[torch.Tensor], scale: Callable[[], float]
+        self, params: Sequence[torch.Tensor], scaler: object, scale: Callable[[], float]
     ) -> None:
         """Look whether what the script did to scaled gradients was clipping."""
         if self.seen.steps >= _EARLY:  # all gradients are read

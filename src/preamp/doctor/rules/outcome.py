@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Container
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import stored_grad
 from preamp.doctor.detector import Detector, Findings
-from preamp.doctor.rule import Place, Severity, current_place, define_rule
-from preamp.doctor.seen import Seen, Source, Streak, largest
+from preamp.doctor.rule import Place, Severity, current_place, current_places, define_rule
+from preamp.doctor.seen import BATCH_NORM, Seen, Source, Streak, largest
+from preamp.kernels.autograd import Gradients, has_hooks, reached_from, watch_gradients
 
 NO_STEP = define_rule(
     id="PA601",
@@ -24,20 +29,27 @@ NO_STEP = define_rule(
     why="""A few skipped steps are part of finding the loss scale. If none follows that is applied,
     the loss or the weights are not finite or the scale does not adjust, and the run trains
     nothing.""",
-    how="""All steps of an optimizer were skipped, or the last eight or more; or eight backwards
-    gave gradients to parameters of optimizers and none was ever stepped. Up to three steps, all
-    skipped, are a warning, since the scale may be on its way.""",
+    how="""All steps of an optimizer were skipped, or the last eight or more; up to three, all
+    skipped, are a warning, since the scale may be on its way. Or there was no step at all, after
+    eight backwards in training mode whose gradients the script did not look at either, or after
+    eight calls of optimizer.zero_grad without a backward. Or the last eight calls of the model,
+    of backward or of step raised errors that the script went on from.""",
     do="""Look at the loss of the step named. If it is finite, start from a smaller scale and see
-    that scaler.update() is called; if not, no loss scale can help.""",
+    that scaler.update() is called; if not, no loss scale can help. Where errors are caught, print
+    them.""",
 )
 BAD_WEIGHTS = define_rule(
     id="PA602",
     severity=Severity.ERROR,
-    title="Weights are infinite or nan",
-    why="""All that is computed from such a weight is infinite or nan, no step brings it back, and
-    checkpoints from there on are worthless.""",
-    how="""After each step the largest magnitude is taken of what the optimizer updates, and of half
-    weights with masters. Reported if it is not finite in the end.""",
+    title="Weights or running averages are infinite or nan",
+    why="""All that is computed from them is infinite or nan, no step brings them back, and
+    checkpoints from there on are worthless. Running averages are destroyed by a single batch, even
+    if its step is skipped, and show in the evaluation only.""",
+    how="""After each step the largest magnitude is taken of what the optimizer updates, of half
+    weights with masters, and of BatchNorm's running averages. Reported if it is not finite in the
+    end, and no later optimizer has taken over. Left out is a trial that was given up: another
+    training went well whose optimizer was built by the same lines, or that came later, when these
+    weights were gone.""",
     do="""Go back to a checkpoint from before the step named. Make a static loss scale smaller, or
     use a dynamic one, which skips such steps; look at the learning rate, and at PA201.""",
 )
@@ -47,9 +59,11 @@ BAD_LOSS = define_rule(
     title="The loss is infinite or nan, and the loop goes on",
     why="""Such a loss has no useful gradient. A dynamic loss scale skips the step, a script that
     looks leaves it out, any other destroys its weights: in no case is there training.""",
-    how="""The last three losses of a line, or all, were infinite or nan where a backward began or
-    where the script read them; or so were the last three outputs of a model called with gradients
-    on. Infinite outputs count if no backward followed.""",
+    how="""The last three losses of a line, or all, were infinite or nan where a backward began, or
+    were computed from such a value or from outputs that are nan throughout. Values that the script
+    reads, and outputs of a model, count as well where no backward followed, if one did before, or
+    none ever: metrics may be nan. Left out is what ended in weights restored, or in a trial that
+    was given up as in PA602.""",
     do="""Stop the loop. Look at the data of that step, at what overflows in half (preamp's
     trace_overflow names it), and at the learning rate.""",
 )
@@ -59,183 +73,392 @@ NO_GRADIENT = define_rule(
     title="All gradients are zero",
     why="""float16 has nothing between zero and 6e-8. If all gradients fall in there, no weight
     moves, however good the loss looks.""",
-    how="""In an optimizer's last three steps, or in all, every gradient was zero; gradients were
-    float16 or had been on their way, and the loss was not zero.""",
+    how="""In an optimizer's last three steps, or in all, every gradient was zero, and small ones
+    became so on their way through float16. A satisfied hinge has such gradients by right.""",
     do="Use a dynamic loss scale or a larger static one, or train in bfloat16.",
 )
 
 _LAST = 3
 _SKIPPED = 8
 _SURELY = 4
+_OUTPUTS = 8
+_AWAITED = 8  # values of one line whose graph is kept until a backward begins
+_SMALL = 2.0**-10  # what rounding makes zero is smaller; other gradients an operation makes zero
+_SELECTING = (
+    *("Relu", "Threshold", "Hardtanh", "Clamp", "Where", "MaskedFill", "NativeDropout", "Abs"),
+    *("Max", "Min", "Amax", "Amin", "Sort", "Topk", "Index", "Select", "Slice", "Gather"),
+)
+"""Beginnings of the names of operations that may rightly give no gradient at all."""
 
 
 @dataclass(slots=True)
-class _Fate:
-    """What became of one optimizer."""
+class _Training:
+    """What became of one optimizer and its weights."""
 
     name: str
     made: Place | None
+    lines: tuple[Place, ...]
+    # How many steps all optimizers together had taken before its first one, and before its last.
+    first: int = -1
+    last: int = -1
     applied: int = 0
     skipped: int = 0
     in_row: int = 0  # skipped steps since the last one that was applied
     backwards: int = 0  # that gave its parameters gradients
-    weights: Streak = field(default_factory=Streak)
-    gradients: Streak = field(default_factory=Streak)
+    # Weights and running averages, as long as the script has them.
+    tensors: list[weakref.ref[torch.Tensor]] = field(
+        default_factory=list[weakref.ref[torch.Tensor]]
+    )
+    state: Streak = field(default_factory=Streak)  # of them
+    gradients: Streak = field(default_factory=Streak)  # whether they have become zero in float16
+    is_zero: torch.Tensor | bool = False  # whether the last ones were, whatever the reason
     at: Place | None = None  # the line of its steps
+
+    def count(self, applied: int, skipped: int) -> None:
+        """Take over how many steps were applied and skipped so far."""
+        self.in_row = skipped - self.skipped + (self.in_row if applied == self.applied else 0)
+        if applied != self.applied and skipped == self.skipped:
+            self.in_row = 0
+        self.applied, self.skipped = applied, skipped
+
+    def look_again(self) -> None:
+        """See whether what was destroyed has been restored, or something was destroyed since."""
+        alive = [tensor for ref in self.tensors if (tensor := ref()) is not None]
+        size = largest(alive) if len(alive) == len(self.tensors) else None
+        if size is not None:
+            self.state.correct(size.isfinite().logical_not())
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the script has thrown the weights away."""
+        return all(ref() is None for ref in self.tensors)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it has come to something. Synchronises."""
+        is_bad = self.state.latest or self.gradients.latest or self.in_row >= _SKIPPED
+        return self.applied > 0 and not is_bad
+
+    def shares(self, other: _Training) -> bool:
+        """Whether both have a tensor in common."""
+        return not {*map(id, self.tensors)}.isdisjoint(map(id, other.tensors))
 
 
 class Outcome(Detector):
-    """Finds PA601, PA602 and PA604."""
+    """Finds PA601 to PA604."""
 
-    RULES = (NO_STEP, BAD_WEIGHTS, NO_GRADIENT)
+    RULES = (NO_STEP, BAD_WEIGHTS, BAD_LOSS, NO_GRADIENT)
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
-        self._fates: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Fate] = (
+        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Training] = (
             weakref.WeakKeyDictionary()
         )
-        self._all: list[_Fate] = []
-        self._loss: torch.Tensor | None = None
+        self._all: list[_Training] = []
+        self._losses = _Losses(seen)
+        self._hooks: list[RemovableHandle] = []
+        self._underflow: torch.Tensor | None = None  # whether a gradient has become zero
+        self._failed = 0  # calls in a row that raised
+        self._failed_at: Place | None = None
 
-    def _fate(self, optimizer: torch.optim.Optimizer) -> _Fate:
-        fate = self._fates.get(optimizer)
-        if fate is None:
-            fate = _Fate(type(optimizer).__name__, self.seen.facts(optimizer).made)
-            self._fates[optimizer] = fate
-            self._all.append(fate)
-        return fate
+    def _training(self, optimizer: torch.optim.Optimizer) -> _Training:
+        training = self._known.get(optimizer)
+        if training is None:
+            facts = self.seen.facts(optimizer)
+            training = _Training(type(optimizer).__name__, facts.made, facts.lines)
+            self._known[optimizer] = training
+            self._all.append(training)
+        return training
+
+    # -- losses and gradients ----------------------------------------------------------------
+
+    def loss_read(self, loss: torch.Tensor) -> None:
+        """Keep it until a backward begins from it, or none does."""
+        self._losses.read(loss)
 
     def loss_made(self, loss: torch.Tensor) -> None:
-        """Keep the latest one: where it is zero, so are gradients."""
-        self._loss = loss.detach()
+        """Look whether it is finite; and where its gradients become zero, if they do."""
+        self._losses.begin(loss)
+        is_zero = any(bool(training.is_zero) for training in self._all)
+        if is_zero or self._losses.backwards <= _LAST:
+            look = functools.partial(self.attempt, self._look_at_gradients)
+            self._hooks += watch_gradients(loss, torch.float16, look)
+
+    def _look_at_gradients(self, name: str, made: Gradients, given: Gradients) -> None:
+        before, after = largest(given), largest(made)
+        if before is not None and after is not None and not name.startswith(_SELECTING):
+            is_lost = (before > 0) & (before < _SMALL) & (after == 0).to(before.device)
+            lost = self._underflow
+            self._underflow = is_lost if lost is None else is_lost | lost.to(is_lost.device)
 
     def backward_ended(self, source: Source, was_half: Container[int]) -> None:
-        """Count what has become of the steps before."""
+        """Count those of parameters that are never stepped."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        is_training = any(root.training for root in tuple(self.seen.roots))
         for optimizer in tuple(self.seen.optimizers):
-            fate = self._fate(optimizer)
-            self._count(optimizer, fate)
-            if fate.backwards < _SKIPPED and not fate.applied + fate.skipped:
-                params = self.seen.params(optimizer)
-                marks = (self.seen.gradients.live(param) for param in params)
-                fate.backwards += any(m is not None and m.source is source for m in marks)
+            training = self._training(optimizer)
+            training.count(*self.seen.counts(optimizer))
+            if is_training and training.backwards < _SKIPPED and not self.seen.steps:
+                params = list(self.seen.params(optimizer))
+                marks = (self.seen.gradients.live(p) for p in params if not has_hooks(p))
+                training.backwards += any(m is not None and m.source is source for m in marks)
 
-    def _count(self, optimizer: torch.optim.Optimizer, fate: _Fate) -> None:
-        applied, skipped = self.seen.counts(optimizer)
-        fate.in_row = skipped - fate.skipped + (fate.in_row if applied == fate.applied else 0)
-        if applied != fate.applied and skipped == fate.skipped:
-            fate.in_row = 0
-        fate.applied, fate.skipped = applied, skipped
+    def model_called(self, module: nn.Module, output: Any) -> None:
+        """Look at what the loss will be computed from."""
+        if module.training:
+            self._losses.call(module, output)
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def script_failed(self) -> None:
+        """Count it, unless a step follows."""
+        self._failed += 1
+        self._failed_at = current_place()
 
     def step_over(self) -> None:
         """Count it now: when the run ends, the optimizer may be gone."""
+        self._failed = 0
         for optimizer in tuple(self.seen.optimizers):
-            self._count(optimizer, self._fate(optimizer))
+            training, skipped = self._training(optimizer), self._training(optimizer).skipped
+            training.count(*self.seen.counts(optimizer))
+            if training.skipped > skipped:  # running averages know of no skips
+                training.look_again()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Look whether there is any gradient in it."""
-        fate = self._fate(optimizer)
-        fate.at = fate.at or current_place()
+        training = self._training(optimizer)
+        training.at = training.at or current_place()
+        training.last = self.seen.steps
+        training.first = training.last if training.first < 0 else training.first
+        lost, self._underflow = self._underflow, None
         params = [p for p in self.seen.params(optimizer) if stored_grad(p) is not None]
-        is_half = self.seen.gradients.was_half
-        loss = self._loss
-        if loss is None or not any(p.dtype is torch.float16 or is_half(p) for p in params):
-            return
-        size = largest(map(stored_grad, params))
+        through_half = self.seen.through_half
+        is_half = any(p.dtype is torch.float16 or id(p) in through_half for p in params)
+        size = largest(map(stored_grad, params)) if is_half else None
         if size is not None:
-            is_zero = (size == 0).logical_and((loss != 0).any().to(size.device))
-            fate.gradients.add(is_zero, sum(self.seen.counts(optimizer)) + 1)
+            training.is_zero = size == 0
+            if lost is not None:
+                training.gradients.add(training.is_zero & lost.to(size.device), self.seen.now())
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at the weights."""
         own = [param for group in optimizer.param_groups for param in group["params"]]
-        size = largest([*own, *self.seen.params(optimizer)])
+        params = [*own, *self.seen.params(optimizer)]
+        tensors = [*params, *_averages(tuple(self.seen.roots), {*map(id, params)})]
+        size, training = largest(tensors), self._training(optimizer)
+        training.tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._losses.forget()
         if size is not None:
-            steps = sum(self.seen.counts(optimizer))
-            self._fate(optimizer).weights.add(size.isfinite().logical_not(), steps)
+            step = sum(self.seen.counts(optimizer))
+            training.state.add(size.isfinite().logical_not(), (step, self.seen.steps))
+
+    # -- what the script puts right, and what is left in the end ------------------------------
+
+    def weights_loaded(self, module: nn.Module) -> None:
+        """Forget what came to nothing with the weights that were there before."""
+        loaded = {*map(id, map(weakref.ref, module.parameters()))}
+        for training in self._all:
+            if training.applied and not loaded.isdisjoint(map(id, training.tensors)):
+                training.in_row = 0
+                self._losses.restore()
+        self._look_again(filter(_is_bad, self._all))
+
+    def model_evaluated(self, module: nn.Module) -> None:
+        """Look at weights that were bad; perhaps they have been restored by hand."""
+        self._look_again(filter(_is_bad, self._all))
+
+    def saved(self, content: object) -> None:
+        """Look once more."""
+        self._look_again(filter(_is_bad, self._all))
+
+    def _look_again(self, trainings: Iterable[_Training]) -> None:
+        for training in trainings:
+            was_bad = training.state.latest
+            training.look_again()
+            if was_bad and not training.state.latest:
+                self._losses.restore()
 
     def run_ended(self) -> None:
-        """Report optimizers that trained nothing, or destroyed what they trained."""
-        for optimizer, fate in tuple(self._fates.items()):
-            self._count(optimizer, fate)
-        for number, fate in enumerate(self._all):
-            self._report_skips(number, fate)
-            if bad := fate.weights.latest:
-                step = fate.weights.began
-                what = f"{fate.name}'s weights are not finite since step {step}, for {bad} steps."
-                self.report(BAD_WEIGHTS, number, what, where=fate.at, step=step, steps=bad)
-            zero = fate.gradients.latest
-            if zero and zero >= min(_LAST, fate.gradients.total):
-                step = fate.gradients.began
-                what = f"All gradients of {fate.name} are zero since step {step}, for {zero} steps."
-                self.report(NO_GRADIENT, number, what, where=fate.at, step=step, steps=zero)
+        """Report trainings that came to nothing, or destroyed what they trained."""
+        for optimizer, training in tuple(self._known.items()):
+            training.count(*self.seen.counts(optimizer))
+            self._failed += self.seen.facts(optimizer).is_inside
+        self._look_again(self._all)
+        given_up = [training for training in self._all if self._is_given_up(training)]
+        for number, training in enumerate(self._all):
+            if training not in given_up:
+                self._report(number, training)
+        if not self._report_losses(given_up):  # which would be the reason
+            self._report_no_backward()
+        self._report_no_step()
+        self._losses.forget()
 
-    def _report_skips(self, number: int, fate: _Fate) -> None:
-        steps = fate.applied + fate.skipped
-        is_trained = steps or self.seen.steps or self.seen.compiles
-        if fate.backwards >= _SKIPPED and not is_trained:
-            what = f"{fate.name} was never stepped, though its parameters got gradients."
-            self.report(NO_STEP, number, what, where=fate.made, backwards=fate.backwards)
-        if fate.in_row < _SKIPPED and (fate.applied or not fate.skipped):
+    def _is_given_up(self, training: _Training) -> bool:
+        """Whether it was one of several trials, and another one went well."""
+        return any(
+            other.is_well and not other.shares(training)
+            for other in self._all
+            if other is not training and training.first >= 0
+            if (other.first > training.last and training.is_gone)
+            or (
+                other.lines == training.lines
+                and (other.first > training.last or 0 <= other.last < training.first)
+            )
+        )
+
+    def _report(self, number: int, training: _Training) -> None:
+        self._report_skips(number, training)
+        later = (other for other in self._all if other.first > training.last)
+        bad = training.state.latest
+        if bad and not any(other.shares(training) for other in later):
+            step, _ = training.state.began
+            whose = f"weights, or running averages of its model, are not finite since step {step}"
+            what = f"{training.name}'s {whose}, for {bad} steps."
+            self.report(BAD_WEIGHTS, number, what, where=training.at, step=step, steps=bad)
+        zero = training.gradients.latest
+        if zero and zero >= min(_LAST, training.gradients.total):
+            step, _ = training.gradients.began
+            what = f"All gradients of {training.name} are zero since step {step}, for {zero} steps."
+            self.report(NO_GRADIENT, number, what, where=training.at, step=step, steps=zero)
+
+    def _report_skips(self, number: int, training: _Training) -> None:
+        steps = training.applied + training.skipped
+        if training.in_row < _SKIPPED and (training.applied or not training.skipped):
             return
-        first = steps - fate.in_row + 1
+        first = steps - training.in_row + 1
         self.report(
             NO_STEP,
             number,
-            f"{fate.name} has skipped every step since step {first}: {fate.in_row} of {steps}.",
-            where=fate.at or fate.made,
-            severity=None if fate.in_row >= _SURELY else Severity.WARNING,
+            f"{training.name} has skipped every step since step {first}: "
+            f"{training.in_row} of {steps}.",
+            where=training.at or training.made,
+            severity=None if training.in_row >= _SURELY else Severity.WARNING,
             step=first,
-            skipped=fate.in_row,
+            skipped=training.in_row,
             steps=steps,
         )
 
-
-class Losses(Detector):
-    """Finds PA603."""
-
-    RULES = (BAD_LOSS,)
-
-    def __init__(self, seen: Seen, findings: Findings) -> None:
-        super().__init__(seen, findings)
-        self._losses: dict[Place | None, Streak] = {}
-        self._nan: dict[str, Streak] = {}
-        self._unused: dict[str, Streak] = {}
-
-    def loss_made(self, loss: torch.Tensor) -> None:
-        """Look whether it is finite."""
-        self.loss_read(loss)
-        for streak in self._unused.values():
-            streak.end()
-
-    def loss_read(self, loss: torch.Tensor) -> None:
-        """Look at what the script may leave out afterwards."""
-        finite = loss.detach().isfinite().all()
-        streak = self._losses.setdefault(current_place(), Streak())
-        streak.add(finite.logical_not(), self.seen.step())
-
-    def model_called(self, module: nn.Module, output: Any) -> None:
-        """Look whether the output is finite; where values are masked they are -inf."""
-        floats = [t.detach() for t in tensors_in(output) if t.is_floating_point() and t.numel()]
-        if not floats or not any(tensor.requires_grad for tensor in tensors_in(output)):
+    def _report_no_step(self) -> None:
+        """Report scripts that take no step, or none any more, for other reasons than a skip."""
+        if self._failed >= _SKIPPED:
+            what = f"The last {self._failed} calls of a model, of backward or of step raised errors"
+            what = f"{what} that the script went on from."
+            self.report(NO_STEP, "errors", what, where=self._failed_at, errors=self._failed)
+        if self.seen.steps or self.seen.compiles:
             return
+        for number, training in enumerate(self._all):
+            if training.backwards >= _SKIPPED and not self.seen.reads_gradients:
+                what = f"{training.name} was never stepped, though its parameters got gradients."
+                backwards = training.backwards
+                self.report(NO_STEP, number, what, where=training.made, backwards=backwards)
+
+    def _report_no_backward(self) -> None:
+        zeroed, has_trained = self.seen.zeroed, self.seen.steps or self._losses.backwards
+        if zeroed >= _SKIPPED and not has_trained and not self.seen.compiles:
+            what = f"zero_grad was called {zeroed} times, and there was no backward."
+            self.report(NO_STEP, "backward", what, where=None, zeroed=zeroed)
+
+    def _report_losses(self, given_up: list[_Training]) -> bool:
+        """Report one at most, and tell whether there was one."""
+        for value in self._losses.suspects():
+            count, streak = value.streak.latest, value.streak
+            if not count or count < min(_LAST, streak.total) or streak.is_mended:
+                continue
+            step, taken = streak.began
+            if any(training.first <= taken <= training.last + 1 for training in given_up):
+                continue
+            last = f"the last {count} of {streak.total}"
+            what = f"{value.name} is not finite since step {step}: {last}."
+            self.report(BAD_LOSS, "loss", what, where=value.where, step=step, bad=count)
+            return True
+        return False
+
+
+def _is_bad(training: _Training) -> bool:
+    return training.state.latest > 0
+
+
+def _averages(roots: tuple[nn.Module, ...], params: set[int]) -> Iterator[torch.Tensor]:
+    """The running averages of the models that have any of ``params``."""
+    for root in roots:
+        if any(id(param) in params for param in root.parameters()):
+            for module in root.modules():
+                if isinstance(module, BATCH_NORM):
+                    yield from (b for b in module.buffers(recurse=False) if b.is_floating_point())
+
+
+@dataclass(slots=True, eq=False)
+class _Value:
+    """What a line of the script, or a model, computes again and again."""
+
+    name: str
+    where: Place | None = None
+    is_loss: bool = False  # whether a backward has begun from it
+    streak: Streak = field(default_factory=Streak)
+    # The latest, until a backward begins from one: their nodes, and whether a loss is then bad.
+    pending: dict[Node, torch.Tensor] = field(default_factory=dict[Node, torch.Tensor])
+
+
+class _Losses:
+    """Losses, and what they are computed from."""
+
+    def __init__(self, seen: Seen) -> None:
+        self._seen = seen
+        self._values: dict[object, _Value] = {}
+        self.backwards = 0
+
+    def begin(self, loss: torch.Tensor) -> None:
+        """A backward begins from it, or is about to."""
+        self.backwards += 1
+        is_bad = loss.detach().isfinite().all().logical_not()
+        pending = {node: value for value in self._values.values() for node in value.pending}
+        for node in reached_from(loss, pending) if pending else ():
+            value = pending[node]
+            is_bad = is_bad | value.pending.pop(node).to(is_bad.device)
+            value.is_loss = True
+            value.streak.end()
+        place = current_place()
+        value = self._values.setdefault(place, _Value("The loss", place, is_loss=True))
+        value.streak.add(is_bad, self._seen.now())
+
+    def read(self, loss: torch.Tensor) -> None:
+        """The script reads a scalar, which may be a loss, or no more than a metric."""
+        lines, is_bad = current_places(), loss.detach().isfinite().logical_not().reshape(())
+        value = _Value("The loss", lines[0] if lines else None)
+        self._await(self._values.setdefault(lines, value), loss, is_bad, is_bad)
+
+    def call(self, module: nn.Module, output: Any) -> None:
+        """A model has made an output; where values are masked it is -inf, or nan in places."""
         name = type(module).__name__
-        # A maximum of nan is nan.
-        top = torch.stack([t.max().float().to(floats[0].device) for t in floats]).max()
-        step = self.seen.step()
-        self._nan.setdefault(name, Streak()).add(top.isnan(), step)
-        self._unused.setdefault(name, Streak()).add(top.isposinf().logical_or(top.isnan()), step)
+        for number, tensor in enumerate(islice(tensors_in(output), _OUTPUTS)):
+            if tensor.is_floating_point() and tensor.numel():
+                values = tensor.detach()
+                top = values.max()  # nan if any value is
+                value = self._values.setdefault((name, number), _Value(f"The output of {name}"))
+                is_bad = top.isnan() | top.isposinf()
+                self._await(value, tensor, is_bad, values.isnan().all())
 
-    def run_ended(self) -> None:
-        """Report what is not finite at the end."""
-        for place, streak in self._losses.items():
-            self._report("The loss", place, streak)
-        for which in (self._nan, self._unused):
-            for name, streak in which.items():
-                if self.is_new(BAD_LOSS, "loss"):
-                    self._report(f"The output of {name}", None, streak)
+    def _await(
+        self, value: _Value, tensor: torch.Tensor, is_bad: torch.Tensor, is_lost: torch.Tensor
+    ) -> None:
+        if tensor.grad_fn is not None:
+            value.streak.add(is_bad, self._seen.now())
+            value.pending[tensor.grad_fn] = is_lost
+            if len(value.pending) > _AWAITED:
+                del value.pending[next(iter(value.pending))]
 
-    def _report(self, what: str, place: Place | None, streak: Streak) -> None:
-        count, first = streak.latest, streak.began
-        if count and count >= min(_LAST, streak.total):
-            text = f"{what} is not finite since step {first}: the last {count} of {streak.total}."
-            self.report(BAD_LOSS, "loss", text, where=place, step=first, bad=count)
+    def forget(self) -> None:
+        """Keep no graph any more."""
+        for value in self._values.values():
+            value.pending.clear()
+
+    def restore(self) -> None:
+        """The script has put back weights from before."""
+        for value in self._values.values():
+            value.streak.restore()
+
+    def suspects(self) -> list[_Value]:
+        """What a backward began from, first of all; all values if there was none."""
+        found = [value for value in self._values.values() if value.is_loss or not self.backwards]
+        return sorted(found, key=lambda value: value.where is None)

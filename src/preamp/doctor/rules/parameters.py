@@ -351,15 +351,15 @@ class Masters(Detector):
         halves = () if begun & (begun - 1) else self.seen.behind(optimizer)
         own: list[torch.Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
         size = largest(map(stored_grad, own)) if halves else None
-        if size is None or not any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+        is_still = not any(float(group.get("lr", 1.0)) for group in optimizer.param_groups)
+        if size is None or float(size) == 0 or is_still:
             return
         now, masters = torch.cat([*map(sample_of, halves)]), torch.cat([*map(sample_of, own)])
         before = self._known.get(id(optimizer))
         self._known[id(optimizer)] = now
-        if begun <= _STEPS or before is None or not torch.equal(now, before) or float(size) == 0:
+        if begun <= _STEPS or before is None or not torch.equal(now, before):
             return
-        if now.shape != masters.shape:  # one long tensor, of which there is less
-            now = now[: len(masters)]
+        now = now[: len(masters)]  # of one long tensor there is less
         # Where they were copied, masters are the same when rounded, and have more digits.
         if torch.equal(masters.to(now.dtype), now) and not torch.equal(masters, now.float()):
             return
@@ -382,12 +382,10 @@ class Unserved(Detector):
 
     def average_updated(self, model: nn.Module) -> None:
         """Look whether the model's parameters are rounded masters."""
-        masters = [session.masters for e in self.seen.engines() for session in e.sessions.values()]
-        count = sum(
-            any(m is not None and m.of_half(param) is not None for m in masters)
-            for param in model.parameters()
-            if is_half(param)
-        )
+        masters = [s.masters for engine in self.seen.engines() for s in engine.sessions.values()]
+        halves = {id(twin.half) for column in masters if column is not None for twin in column}
+        # Inside of exact_weights they are not half.
+        count = sum(id(param) in halves for param in filter(is_half, model.parameters()))
         if count:
             what = f"AveragedModel averages {count} half parameters in place of their masters."
             self.report(UNSERVED, "average", what, parameters=count)

@@ -46,8 +46,9 @@ SCALE_CHANGED = define_rule(
     why="""A scaler unscales by the scale that it has then. After an update that is another number
     than the one the loss was multiplied by.""",
     how="""scaler.unscale_ or scaler.step was called on gradients from before the latest
-    scaler.update.""",
-    do="Call scaler.update() once, after the last scaler.step of the iteration.",
+    scaler.update, or on those of a loss that another scaler had scaled.""",
+    do="""Call scaler.update() once, after the last scaler.step of the iteration, and step with the
+    scaler that has scaled the loss.""",
 )
 NEW_SCALER = define_rule(
     id="PA108",
@@ -136,7 +137,7 @@ class ScalerUse(Detector):
             self.report(BFLOAT16_SCALER, "scaler", what, parameters=count)
 
     def gradients_unscaled(
-        self, params: Sequence[torch.Tensor], scale: Callable[[], float]
+        self, params: Sequence[torch.Tensor], scaler: object, scale: Callable[[], float]
     ) -> None:
         """Look at what the gradients are that are about to be unscaled."""
         marks = [mark for p in params if (mark := self.seen.gradients.live(p)) is not None]
@@ -158,10 +159,13 @@ class ScalerUse(Detector):
             mark
             for mark in marks
             if mark.origin in (Origin.GRAD_SCALER, Origin.UNSCALED) and mark.source.scaler
-            if mark.source.updates != self.seen.updates.get(mark.source.scaler(), 0)
+            if mark.source.scaler() is not scaler
+            or mark.source.updates != self.seen.updates.get(scaler, 0)
         ]
         if late:
-            what = f"{len(late)} gradients are from before scaler.update; the scale is {scale():g}."
+            is_own = all(mark.source.scaler and mark.source.scaler() is scaler for mark in late)
+            since = "before scaler.update" if is_own else "another scaler"
+            what = f"{len(late)} gradients are from {since}; the scale is {scale():g}."
             self.report(SCALE_CHANGED, place, what, gradients=len(late), loss_scale=scale())
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
