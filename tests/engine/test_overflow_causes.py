@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import itertools
 import math
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -410,6 +412,77 @@ def test_a_graph_that_is_not_freed_is_not_kept(
     assert run.cause.candidates == (2 if retains else 1)
     if not retains:
         assert run.cause.parameters == ("last.weight", "first.weight")
+
+
+def test_micro_batches_that_reach_different_heads() -> None:
+    """Which of them has overflowed nobody knows, so neither is certainly the first."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.a, self.b = (nn.Linear(4, 4, bias=False) for _ in range(3))
+            self.head = self.a
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(torch.ones(len(words), 4)))
+
+    run = Run(model=Heads())
+    run.damage("body.weight")  # in the first, which does not reach the other head
+    run.backward(delay_unscale=True)
+    run.model.head = run.model.b
+    run.damage("b.weight")
+    run.backward()
+    run.optimizer.step()
+    assert set(run.cause.parameters) == {"body.weight", "b.weight"}
+    assert run.cause.candidates == 2
+
+
+class Keeping(torch.autograd.Function):
+    """Keeps a tensor as an attribute, which no backward frees."""
+
+    kept: weakref.ref[torch.Tensor]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.x = x.clone()
+        Keeping.kept = weakref.ref(ctx.x)
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 2.0
+
+
+def test_attributes_of_functions_are_not_kept_while_gradients_are_left_scaled() -> None:
+    run = Run()
+    run.model.spoil = Keeping.apply
+    kept: list[weakref.ref[torch.Tensor]] = []
+    for _ in range(3):
+        run.backward(delay_unscale=True)
+        gc.collect()
+        kept.append(Keeping.kept)
+    assert [one() for one in kept] == [None] * 3
+    run.damage("first.weight")
+    run.damage("last.weight")
+    run.backward()
+    run.optimizer.step()
+    assert (run.cause.parameters, run.cause.candidates) == (("last.weight", "first.weight"), 1)
+
+
+def test_a_checkpoint_that_is_retained_does_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a graph is freed is asked without unpacking what was saved."""
+    far_from_the_host(monkeypatch)
+    run, calls = Run(make=FusedAdam), list[int]()
+
+    def loss() -> torch.Tensor:
+        calls.append(1)
+        return run.model(torch.arange(3)).float().square().sum()
+
+    with preamp.scale_loss(checkpoint(loss, use_reentrant=False), run.optimizer) as scaled:
+        scaled.backward(retain_graph=True)
+    assert len(calls) == 2
+    run.optimizer.step()
+    assert len(calls) == 2
 
 
 @levels

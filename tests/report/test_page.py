@@ -158,6 +158,21 @@ def test_skips_of_two_optimizers_at_the_same_step_are_both_listed() -> None:
     assert "All 2 skipped steps" in words
     assert "0.weight" in words
     assert "1.weight" in words
+    assert "2 steps of 2 optimizers, of which 2 were skipped" in words
+
+
+def test_skips_are_counted_by_optimizer() -> None:
+    steps = [made.step(n, skipped=n == 3, optimizer=index) for n in (1, 2, 3) for index in (0, 1)]
+    text = render([made.start(), *steps])
+    assert "Skipped: step 3 of optimizer 0. Skipped: step 3 of optimizer 1." in text
+    assert "Skipped: step 3." in render([made.start(), *steps[::2]])
+
+
+def test_taken_steps_are_not_called_skipped() -> None:
+    taken = made.overflow(2, "b.weight", was_skipped=False)
+    outline = Outline(render([made.step(1), made.step(2), taken]))
+    assert "Skipped steps" not in outline.words
+    assert "At a static loss scale it is taken all the same." in " ".join(outline.words)
 
 
 def test_everything_recorded_is_on_the_page() -> None:

@@ -177,7 +177,8 @@ class Engine(EngineCore):
         waits for nobody. What is compiled or scripted is not looked into.
         """
         if self.policy.enabled:
-            self.tracer.arm()
+            backwards = sum(session.backwards for session in self.sessions.values())
+            self.tracer.arm(is_first=backwards == 0)
 
     def watch_activations(
         self,

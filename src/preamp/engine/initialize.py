@@ -306,7 +306,7 @@ def _attach(engine: Engine) -> None:
     for session in engine.sessions.values():
         OptimizerHooks(engine, session).attach(engine.undo)
     if policy.overflow == "trace":
-        engine.tracer.arm(stays=True)
+        engine.tracer.arm(stays=True, is_first=True)
 
 
 def _hook_model(engine: Engine, model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from preamp.core.splits import Splits
 from preamp.core.tensors import dtype_of, has_sharded, kinds_of
 from preamp.engine import refusals
 from preamp.engine.engine import Engine, engines_in_use
-from preamp.engine.order import released
+from preamp.engine.order import kept_long, released
 from preamp.engine.overflow import GradientNote
 from preamp.engine.reductions import NO_ANSWER, REDUCED
 from preamp.engine.session import OptimizerSession, Plan, Stage
@@ -217,7 +217,7 @@ class Block:
     def delay(self) -> None:
         """End it and leave gradients scaled."""
         self._end_body()
-        self.note.graphs = released(self.note.graphs)
+        self.note.graphs = kept_long(self.note.graphs)
         if self._engine.unreduced.models:
             self._engine.unreduced.end(self.scaler)
         for session in self.sessions:
@@ -282,10 +282,12 @@ def unscale_and_commit(
     be told; ``None`` if nobody looked. ``note`` holds the scale and is filled with what is found;
     ``is_reduced`` says that all gradients have certainly been reduced over ranks.
     """
+    # An overflow skips the steps of all; of those that are taken each has its own.
+    notes = [note if scaler.is_dynamic else replace(note, found_inf=[], found=[]) for _ in sessions]
     try:
         for session in sessions:
             session.gradients.arrive()
-        found = [session.gradients.census(scaler, note) for session in sessions]
+        found = [s.gradients.census(scaler, own) for s, own in zip(sessions, notes, strict=True)]
         factor = None if scaler.is_identity else note.scale.reciprocal()
         for session in sessions:
             session.gradients.merge(factor)
@@ -293,11 +295,11 @@ def unscale_and_commit(
         for session in sessions:
             session.gradients.undo()
         raise
-    for session in sessions:
+    for session, own in zip(sessions, notes, strict=True):
         session.commit(factor, is_reduced=is_reduced)
-        if note.watched is not None and not scaler.is_dynamic:
-            note.graphs = released(note.graphs)
-            session.remember_watched(note)
+        if own.watched is not None and not scaler.is_dynamic:
+            own.graphs = released(own.graphs)
+            session.remember_watched(own)
     pairs = [(s, flag) for s, flag in zip(sessions, found, strict=True) if flag is not None]
     flags = [session.unheard(flag) for session, flag in pairs]
     for _, found_inf in pairs:

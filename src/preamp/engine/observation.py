@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What was seen of the modules in one training step, and the first of them to go wrong."""
+"""What was seen in one training step: values of tensors, and what each was made from."""
 
 from __future__ import annotations
 
@@ -7,23 +7,18 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import chain
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Literal, cast
 
 import torch
 
-from preamp.core.dtypes import dtype_name
-from preamp.core.program import Line, shown
+from preamp.core.program import Line
 from preamp.kernels.extremes import extremes
-from preamp.kernels.operations import version_of
+from preamp.kernels.operations import Memory, memory_of, version_of
 from preamp.kernels.vectors import stack
-from preamp.numerics import FrameRecord, TraceRecord
 
-_KEPT = 1 << 16  # calls of modules, and as many of their backwards, in one step
-_RECENT = 64  # tensors that may be handed on
-_FRAMES = 8  # passes that are told before the one that went wrong
+_KEPT = 1 << 16  # calls of modules, as many of their backwards, and readings not put together
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +33,34 @@ OUTSIDE = Place("", "")
 
 
 class Reading:
-    """Smallest and largest value of one tensor, left on its device."""
+    """Smallest and largest value of one tensor, left on its device, and what has made it."""
 
-    __slots__ = ("_row", "_table", "dtype", "is_activation", "parts", "storage")
+    __slots__ = (
+        "_row",
+        "_table",
+        "by",
+        "dtype",
+        "inside",
+        "is_leaf",
+        "is_made",
+        "moment",
+        "numel",
+        "parts",
+    )
 
-    def __init__(self, tensor: torch.Tensor, parts: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, parts: tuple[torch.Tensor, torch.Tensor], moment: int
+    ) -> None:
         """Keep ``parts`` of ``tensor``, not the tensor."""
         self.dtype = tensor.dtype
-        # Address of its memory, by which to tell copies from what is just alike
-        self.storage = 0 if tensor.layout is not torch.strided else tensor.data_ptr()
-        self.is_activation = tensor.requires_grad  # whether gradients flow to it
+        self.numel = tensor.numel()
+        self.is_leaf = tensor.is_leaf and tensor.requires_grad  # such as a parameter
         # The two numbers, as 0-dim tensors, until `store` has collected them
         self.parts: tuple[torch.Tensor, torch.Tensor] | None = parts
+        self.moment = moment  # by the observation's clock
+        self.by: Operation | None = None  # the function that has made it; ``None`` if none was seen
+        self.inside: Pass | None = None  # the call in which it was seen first
+        self.is_made = False  # whether a module has made it, or a function from such values
         self._table: _Table | None = None
         self._row = 0
 
@@ -70,6 +81,12 @@ class Reading:
         return all(map(math.isfinite, self.values()))
 
     @property
+    def is_minus_infinity(self) -> bool:
+        """Whether all that is not finite is minus infinity, and there is some. Synchronises."""
+        low, high = self.values()
+        return low == -math.inf and high < math.inf
+
+    @property
     def max_abs(self) -> float:
         """Largest magnitude. Synchronises."""
         return max(map(abs, self.values()))
@@ -88,13 +105,17 @@ class _Table:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """A function of torch that a module has called."""
+    """A function of torch that was called."""
 
-    name: str
+    name: str  # empty for changes of a tensor that nobody has told
     line: Line | None  # of the program
-    inputs: Sequence[Reading]  # those arguments that were read before
-    outputs: Sequence[Reading]
-    moment: int  # by the observation's clock
+    inputs: Sequence[Reading]
+    call: Pass | None  # the module's forward that has called it
+    has_constant: bool = False  # whether a number that is not finite was among the arguments
+
+
+EARLIER = Operation("", None, (), None)
+"""What was made so long ago that nobody remembers from what."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,59 +133,145 @@ class Pass:
     has_grad: bool = True  # whether a call was made with gradients
     began: int = 0  # by the observation's clock
     ended: int = 0
-    operations: list[Operation] = field(default_factory=list[Operation])
-    operation: str = ""  # of a backward, as autograd calls it
-    line: Line | None = None  # where the operation was called
+    operation: Operation | None = None  # whose backward it is, if it was seen
+    name: str = ""  # of that, else as autograd calls it
     is_cast: bool = False  # whether the backward is of a cast of the model's output
+    is_tensor: bool = False  # whether it is no module, but a tensor that the program has named
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What the watching of one step has come to."""
+class Values:
+    """What is known of tensors: their values, and what they were made from."""
 
-    was_watched: bool  # whether the whole step was watched, or the forward of any module
-    # Whether no module's forward could be seen, as where the whole model is compiled
-    is_blind: bool = False
-    trace: TraceRecord | None = None  # the first to go wrong, if it was found
-
-
-class Observation:
-    """The passes of one training step, in the order they ended."""
-
-    def __init__(self, *, is_whole: bool = False) -> None:
-        """Start without passes."""
-        # Whether it began with the step, so that no forward can have come before it
-        self.is_whole = is_whole
-        # Whether the loss comes from code that ``torch.compile`` has made
-        self.has_compiled = False
-        self.clock = 0
-        self._recent: dict[int, tuple[weakref.ref[torch.Tensor], int, Reading]] = {}
-        self._calls: deque[Pass] = deque(maxlen=_KEPT)
-        self._backwards: deque[Pass] = deque(maxlen=_KEPT)
+    def __init__(self) -> None:
+        """Know nothing."""
+        self._clock = 0
+        self._count = 0
         self._fresh: list[Reading] = []
+        # The latest reading of each tensor that lives, and of the memory that tensors share
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, Reading]] = {}
+        self._memory: dict[int, tuple[Memory, Reading]] = {}
+        self._carried: list[Reading] = []  # those that were there when the step began
 
-    def read(self, tensors: Iterable[torch.Tensor]) -> list[Reading]:
-        """Read those of ``tensors`` that can be. Does not synchronise.
+    def begin_step(self) -> None:
+        """Forget data and weights, and what values were made from two steps ago.
 
-        A tensor that goes from one module to the next is read once.
+        A hidden state that goes from step to step has all that ever was behind it.
+        """
+        self.collect()
+        for reading in self._carried:
+            reading.by = EARLIER
+        for key, (_, _, reading) in list(self._known.items()):
+            if not reading.is_made:
+                self._known.pop(key, None)
+        for key, (memory, reading) in list(self._memory.items()):
+            if memory.expired() or not reading.is_made:
+                self._memory.pop(key, None)
+        self._carried = [
+            *(own[2] for own in list(self._known.values())),
+            *(own[1] for own in list(self._memory.values())),
+        ]
+        self._count = 0
+
+    def read(
+        self, tensors: Iterable[torch.Tensor], inside: Pass | None = None, *, is_made: bool = False
+    ) -> list[Reading]:
+        """Read those of ``tensors`` that can be, ``inside`` of a call. Does not synchronise.
+
+        A tensor that goes from one module to the next is read once. ``is_made`` for what a module
+        has returned.
         """
         found: list[Reading] = []
         for tensor in tensors:
-            version = version_of(tensor)
-            known = self._recent.get(id(tensor))
-            if known is not None and known[0]() is tensor and known[1] == version >= 0:
-                found.append(known[2])
-            elif (parts := extremes(tensor)) is not None:
-                found.append(reading := Reading(tensor, parts))
-                self._recent[id(tensor)] = weakref.ref(tensor), version, reading
-        if len(self._recent) > _RECENT:  # other threads may be adding
-            self._recent = dict(list(self._recent.items())[-_RECENT // 2 :])
+            reading = self._current(tensor)
+            if reading is None and (reading := self._new(tensor)) is not None:
+                reading.inside = inside
+                earlier = self._sharing(tensor)
+                if earlier is not None and earlier.is_made:  # or all batches of a data set are one
+                    reading.by = Operation("", None, [earlier], inside)
+                    reading.is_made = True
+            if reading is not None:
+                reading.is_made |= is_made
+                found.append(reading)
         return found
 
-    def known(self, tensors: Iterable[torch.Tensor]) -> list[Reading]:
-        """What was read of ``tensors`` lately; none of them is read."""
-        found = ((tensor, self._recent.get(id(tensor))) for tensor in tensors)
-        return [entry[2] for tensor, entry in found if entry and entry[0]() is tensor]
+    def _current(self, tensor: torch.Tensor) -> Reading | None:
+        known = self._known.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1] == version_of(tensor) >= 0:
+            return known[2]
+        return None
+
+    def _sharing(self, tensor: torch.Tensor) -> Reading | None:
+        """What was read last of the memory of ``tensor``."""
+        memory = memory_of(tensor)
+        found = None if memory is None else self._memory.get(memory.cdata)
+        return None if found is None else found[1]
+
+    def _new(self, tensor: torch.Tensor) -> Reading | None:
+        parts = extremes(tensor)
+        if parts is None:
+            return None
+        reading = Reading(tensor, parts, self.tick())
+        self._keep(tensor, reading)
+        self.keep((reading,))
+        self._count += 1
+        if self._count > _KEPT:
+            self.begin_step()
+        return reading
+
+    def _keep(self, tensor: torch.Tensor, reading: Reading) -> None:
+        key = id(tensor)
+        alive = weakref.ref(tensor, partial(_drop, self._known, key))
+        self._known[key] = alive, version_of(tensor), reading
+        memory = memory_of(tensor)
+        if memory is not None:
+            self._memory[memory.cdata] = memory, reading
+
+    def hear(
+        self,
+        arguments: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        call: Pass | None,
+        describe: Callable[[Sequence[Reading]], Operation],
+    ) -> Operation | None:
+        """A function has been called, perhaps in a module's forward; return it if it is kept.
+
+        What is done to data, outside of all modules, is no business of the models'. ``results``
+        have the arguments that it has written to as well; ``describe`` gets what went in.
+        """
+        old = [self._before(tensor) for tensor in arguments]
+        if call is None and not any(one is not None and one.is_made for one in old):
+            return None
+        written = set(map(id, results))
+        inputs: list[Reading] = []
+        for tensor, one in zip(arguments, old, strict=True):
+            if id(tensor) in written:
+                inputs += [one] if one is not None else []
+            else:
+                inputs += self.read([tensor], call)
+        operation = describe(inputs)
+        for tensor in results:
+            if self._current(tensor) is None and not self._is_view(tensor, arguments):
+                reading = self._new(tensor)
+                if reading is not None:
+                    reading.by, reading.inside, reading.is_made = operation, call, True
+        return operation
+
+    def _before(self, tensor: torch.Tensor) -> Reading | None:
+        """What was read last of ``tensor``, even if it was written to since."""
+        known = self._known.get(id(tensor))
+        return known[2] if known is not None and known[0]() is tensor else self._sharing(tensor)
+
+    def _is_view(self, tensor: torch.Tensor, arguments: Sequence[torch.Tensor]) -> bool:
+        """Whether it has the very values of the first argument, which were read."""
+        first = arguments[0] if arguments else tensor
+        reading = None if first is tensor else self._current(first)
+        if reading is None or (reading.dtype, reading.numel) != (tensor.dtype, tensor.numel()):
+            return False
+        memory, own = memory_of(first), memory_of(tensor)
+        if memory is None or own is None or memory.cdata != own.cdata:
+            return False
+        self._keep(tensor, reading)
+        return True
 
     def keep(self, readings: Iterable[Reading]) -> None:
         """Put the numbers of ``readings`` together as well; see `collect`."""
@@ -174,16 +281,8 @@ class Observation:
 
     def tick(self) -> int:
         """What time it is, and a moment later the next time that one asks."""
-        self.clock += 1
-        return self.clock
-
-    def add(self, seen: Pass) -> None:
-        """Keep a pass."""
-        seen.ended = self.tick()
-        (self._calls if seen.phase == "forward" else self._backwards).append(seen)
-        of_operations = (reading for one in seen.operations for reading in one.outputs)
-        more = chain(seen.given or (), seen.made or (), of_operations)
-        self.keep((*seen.inputs, *seen.outputs, *more))
+        self._clock += 1
+        return self._clock
 
     def collect(self) -> None:
         """Put the numbers read so far together, which takes less memory. Does not synchronise."""
@@ -194,254 +293,39 @@ class Observation:
                 low = reading.parts[0]
                 groups.setdefault((low.device, low.dtype), []).append(reading)
         for readings in groups.values():
-            own = list({id(reading): reading for reading in readings}.values())
-            table = _Table(stack([n for one in own for n in one.parts or ()]).reshape(-1, 2))
-            for row, reading in enumerate(own):
+            table = _Table(stack([n for one in readings for n in one.parts or ()]).reshape(-1, 2))
+            for row, reading in enumerate(readings):
                 reading.store(table, row)
 
-    @property
-    def has_calls(self) -> bool:
-        """Whether a forward with gradients was seen."""
-        return any(call.has_grad for call in self._calls)
 
-    def ends_finite(self) -> bool:
-        """Whether no forward has left infinite values or nan. Synchronises."""
-        self.collect()
-        return _Story([_Judged(seen) for seen in self._calls]).origin is None
+class Observation:
+    """The passes of one training step, in the order they ended."""
 
-    def find(
-        self,
-        backward: int,
-        loss_was_finite: bool,
-        weights_of: Callable[[Place], list[Reading]] | None = None,
-    ) -> Finding:
-        """Look for what first turned finite values into infinite ones or nan. Synchronises.
+    def __init__(self, *, follows: bool = False, is_whole: bool = False) -> None:
+        """Start without passes."""
+        # Whether it began with the step, so that no forward can have come before it
+        self.is_whole = is_whole
+        # Whether there was no step before that was not watched
+        self.follows = follows
+        # Whether all functions between forwards were heard as well
+        self.hears = True
+        # Whether the loss comes from code that ``torch.compile`` has made
+        self.has_compiled = False
+        self.calls: deque[Pass] = deque(maxlen=_KEPT)
+        self.backwards: deque[Pass] = deque(maxlen=_KEPT)
+        self.losses: list[tuple[int, Reading]] = []  # and the number of the backward of each
 
-        If the loss was not finite, it was a forward, the data, or the loss function; what a later
-        forward has made finite again does not count. If it was finite, it was a backward; only
-        where the forward that belongs to it had such values already, what they came from.
-        """
-        self.collect()
-        calls = [_Judged(seen) for seen in self._calls if seen.backward <= backward]
-        trained = [call for call in self._calls if call.has_grad]
-        mine = (_Judged(seen) for seen in self._backwards if seen.backward == backward)
-        wrong = [judged for judged in mine if judged.goes_wrong]
-        is_blind = not trained and (self.is_whole or self.has_compiled)
-        story = _Story(calls)
-        if loss_was_finite:
-            origin = _in_a_backward(wrong, story)
-        elif is_blind:
-            origin = None  # it came from a forward, and the backward only shows what it led to
-        else:
-            origin = story.origin or (_backward(wrong[0]) if wrong else None)
-        trace = None
-        if origin is not None and origin.is_known:
-            trace = origin.record(self._frames_before(origin.moment, weights_of))
-        return Finding(bool(trained) or self.is_whole, is_blind, trace)
-
-    def _frames_before(
-        self, moment: int, weights_of: Callable[[Place], list[Reading]] | None
-    ) -> list[FrameRecord]:
-        seen = sorted((*self._calls, *self._backwards), key=lambda one: one.ended)
-        frames: list[FrameRecord] = []
-        for one in [one for one in seen if one.ended < moment][-_FRAMES:]:
-            weights: Sequence[Reading] = ()
-            if weights_of is not None and one.phase == "forward":
-                weights = weights_of(one.place)
-            frames.append(
-                FrameRecord(
-                    module=one.place.module,
-                    type=one.place.type,
-                    phase=one.phase,
-                    inputs=[[*reading.values()] for reading in one.inputs],
-                    outputs=[[*reading.values()] for reading in one.outputs],
-                    weights=[[*reading.values()] for reading in weights],
-                )
-            )
-        return frames
-
-
-class _Judged:
-    """A pass with its numbers on the host."""
-
-    def __init__(self, seen: Pass) -> None:
-        self.seen = seen
-        self.bad_inputs = _bad(seen.inputs)
-        # A mask goes with something that it masks.
-        masks = [one for one in self.bad_inputs if not one.is_activation and _is_mask(one)]
-        if seen.phase == "forward" and len(masks) < len(seen.inputs):
-            self.bad_inputs = [one for one in self.bad_inputs if one not in masks]
-        self.bad_outputs = _bad(seen.outputs)
+    def add(self, seen: Pass) -> None:
+        """Keep a pass."""
+        (self.calls if seen.phase == "forward" else self.backwards).append(seen)
 
     @property
-    def goes_wrong(self) -> bool:
-        """Whether finite values went in, and others came out."""
-        return bool(self.bad_outputs) and not self.bad_inputs
-
-    @property
-    def is_tainted(self) -> bool:
-        """Whether a forward had values that are not finite, but for masks."""
-        return any(not _is_mask(one) for one in (*self.bad_inputs, *self.bad_outputs))
+    def trained(self) -> list[Pass]:
+        """The forwards with gradients that were seen."""
+        return [call for call in self.calls if call.has_grad and not call.is_tensor]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Origin:
-    """Where values became infinite or nan."""
-
-    seen: Pass
-    phase: Literal["forward", "backward", "data", "input cast", "output cast"]
-    bad: Sequence[Reading]  # what did
-    moment: int  # when, by the observation's clock
-    is_known: bool = True  # whether it was nothing else
-
-    def record(self, frames: list[FrameRecord]) -> TraceRecord:
-        """Return it in words."""
-        seen, phase, bad = self.seen, self.phase, self.bad[0]
-        operation, line, inputs = seen.operation, seen.line, seen.inputs
-        if phase == "forward" and (first := _first_bad(seen)) is not None:
-            operation, line, bad = first.name, first.line, _bad(first.outputs)[0]
-        if phase == "input cast":
-            inputs = seen.given or inputs
-        elif phase == "output cast":
-            inputs = seen.made or inputs
-        return TraceRecord(
-            module=seen.place.module,
-            type=seen.place.type,
-            phase="output cast backward" if seen.is_cast else phase,
-            input_max_abs=max([one.max_abs for one in inputs if one.is_finite], default=0.0),
-            output_found="nan" if math.isnan(bad.values()[0]) else "inf",
-            dtype=dtype_name(bad.dtype),
-            operation=operation,
-            where="" if line is None else shown(line),
-            frames=frames,
-        )
-
-
-def _in_a_backward(wrong: Sequence[_Judged], story: _Story) -> _Origin | None:
-    """The first backward to go wrong, or what was wrong in the forward that it belongs to."""
-    for judged in wrong:
-        if story.taint_of(judged.seen.call) is None:
-            return _backward(judged)
-    if not wrong:
-        return None  # in the forward there may be what the script expects, such as masks
-    origin = story.taint_of(wrong[0].seen.call)
-    if origin is None or (origin.seen is wrong[0].seen.call and origin.phase == "forward"):
-        return _backward(wrong[0])
-    return origin
-
-
-def _backward(judged: _Judged) -> _Origin:
-    return _Origin(judged.seen, "backward", judged.bad_outputs, judged.seen.ended)
-
-
-class _Story:
-    """The forwards of a step in time: where values became infinite or nan, and finite again."""
-
-    def __init__(self, calls: Sequence[_Judged]) -> None:
-        """Go through ``calls``, those without gradients included."""
-        self._judged = {call.seen: call for call in calls}
-        self._taints: dict[Pass, _Origin] = {}
-        self._frozen: list[Pass] = []  # calls without gradients that others may go on from
-        frozen = self._go_through([call for call in calls if not call.seen.has_grad])
-        self._frozen += [c.seen for c in calls if not c.seen.has_grad and c.bad_outputs]
-        trained = self._go_through([call for call in calls if call.seen.has_grad])
-        # What was never made finite again. A teacher's output, which nobody trains, goes into a
-        # loss as well.
-        self.origin = trained or frozen
-
-    def taint_of(self, call: Pass | None) -> _Origin | None:
-        """What was wrong already when ``call`` ran, or behind all calls; masks do not count."""
-        origin = self.origin if call is None else self._taints.get(call)
-        if origin is None or not self._judged[call or origin.seen].is_tainted:
-            return None
-        return origin
-
-    def _go_through(self, calls: Sequence[_Judged]) -> _Origin | None:
-        """Return what was not made finite again by a later call."""
-        moments: list[tuple[int, _Judged, Operation | bool]] = []
-        for call in calls:
-            moments += [(call.seen.began, call, True), (call.seen.ended, call, False)]
-            moments += [(one.moment, call, one) for one in call.seen.operations if one.inputs]
-        origin: _Origin | None = None
-        handled: _Origin | None = None
-        for _, call, what in sorted(moments, key=lambda moment: moment[0]):
-            if isinstance(what, Operation):
-                makes_finite = what.outputs and _bad(what.inputs) and not _bad(what.outputs)
-            elif call.bad_inputs if what else call.bad_outputs:
-                if origin is None:
-                    origin = self._came_in(call, handled) if what else self._made(call, handled)
-                self._taints.setdefault(call.seen, origin)
-                continue
-            else:
-                is_in = origin is not None and origin.moment >= call.seen.began
-                makes_finite = not what and call.seen.outputs and (call.bad_inputs or is_in)
-            if makes_finite and origin is not None:
-                origin, handled = None, origin
-        return origin
-
-    def _made(self, call: _Judged, handled: _Origin | None) -> _Origin:
-        """A call has made them from finite values."""
-        seen, bad = call.seen, call.bad_outputs
-        if handled is not None and handled.moment >= seen.began:
-            later = (one for one in seen.operations if one.moment > handled.moment)
-            if not any(_bad(one.outputs) and not _bad(one.inputs) for one in later):
-                return handled  # a part of it was never made finite
-        if seen.made is not None and not _bad(seen.made):
-            return _Origin(seen, "output cast", bad, seen.ended)
-        first = _first_bad(seen)
-        if first is not None and first is seen.operations[0]:
-            # Where functions are cast one by one, what they are given may be too large for that.
-            limit = torch.finfo(_bad(first.outputs)[0].dtype).max
-            if any(one.is_finite and one.max_abs > limit for one in seen.inputs):
-                return _Origin(seen, "input cast", _bad(first.outputs), seen.ended)
-        return _Origin(seen, "forward", bad, seen.ended)
-
-    def _came_in(self, call: _Judged, handled: _Origin | None) -> _Origin:
-        """They went into a call, and none before it has left any."""
-        seen, bad, parent = call.seen, call.bad_inputs, call.seen.call
-        if seen.given is not None and not _bad(seen.given):
-            return _Origin(seen, "input cast", bad, seen.began)
-        if parent is not None:
-            if parent in self._taints:
-                return self._taints[parent]
-            if handled is not None and handled.moment >= parent.began:
-                return handled  # by another way than the one on which they became finite
-            return _Origin(parent, "forward", bad, seen.began)
-        for frozen in self._frozen:
-            given = _bad(seen.given or seen.inputs)
-            if any(_are_linked(out, one) for out in frozen.outputs for one in given):
-                return self._taints[frozen]
-        # What they come from may have been changed on the way here, so that it is not recognised.
-        others = [self._taints[frozen].phase for frozen in self._frozen]
-        is_known = all(phase in ("data", "input cast") for phase in others)
-        return _Origin(seen, "data", bad, seen.began, is_known=is_known)
-
-
-def _first_bad(seen: Pass) -> Operation | None:
-    """The first function whose result was not finite, nor made so by a later one, as masks are."""
-    first: Operation | None = None
-    for one in seen.operations:
-        if _bad(one.outputs):
-            first = first or one
-        elif one.outputs and _bad(one.inputs):
-            first = None
-    return first
-
-
-def _bad(readings: Sequence[Reading]) -> list[Reading]:
-    return [one for one in readings if not one.is_finite]
-
-
-def _are_linked(output: Reading, argument: Reading) -> bool:
-    """Whether they are one tensor, or copies of it."""
-    (low, high), others = output.values(), argument.values()
-    if math.isnan(low) or (math.isinf(low) and math.isinf(high)):
-        is_same = output.storage == argument.storage != 0
-        return is_same and (math.isnan(low) == math.isnan(others[0]))
-    return (low, high) == others
-
-
-def _is_mask(reading: Reading) -> bool:
-    """Whether all that is not finite is minus infinity."""
-    low, high = reading.values()
-    return low == -math.inf and high < math.inf
+def _drop(known: dict[int, Any], key: int, reference: Any) -> None:
+    """A tensor is gone; another one may have its ``id`` by now."""
+    if key in known and known[key][0] is reference:
+        known.pop(key, None)

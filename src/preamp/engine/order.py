@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch.autograd.graph import Node
 
-from preamp.kernels.autograd import BackwardOrder, backward_order, is_freed
+from preamp.kernels.autograd import BackwardOrder, backward_order, has_functions_of_python, is_freed
 
 T = TypeVar("T")
 
@@ -31,6 +31,15 @@ def released(graphs: Sequence[Graph]) -> list[Graph]:
     return [*kept, None] if len(graphs) > _KEPT else kept
 
 
+def kept_long(graphs: Sequence[Graph]) -> list[Graph]:
+    """As `released`, without the attributes of Python's functions in the latest of ``graphs``."""
+    kept = released(graphs)
+    latest = kept[-1] if kept else None
+    if isinstance(latest, Node) and has_functions_of_python(latest):
+        kept[-1] = backward_order(latest)
+    return kept
+
+
 def sort(
     graphs: Sequence[Graph], items: Sequence[T], param_of: Callable[[T], torch.Tensor]
 ) -> tuple[list[T], int]:
@@ -41,12 +50,12 @@ def sort(
     orders = [graph for graph in followed(graphs) if isinstance(graph, BackwardOrder)]
     if not orders or len(orders) < len(graphs):
         return list(items), len(items)
-    # Whichever of several has made all of them explains them all.
+    # Of several backwards any that has made one of them may have made the first.
     ids = [id(param_of(item)) for item in items]
-    whole = [order for order in orders if all(key in order.places for key in ids)]
-    likely = whole or orders
-    qualify = {place for order in likely for place in _earliest(order, ids)}
-    when = _times(likely[0], ids)
+    made = {key for order in orders for key in order.places}
+    own = [one for one in orders if one.opaque or not one.places.keys().isdisjoint(ids)]
+    qualify = {place for order in own or orders for place in _earliest(order, ids, made)}
+    when = _times((own or orders)[0], ids)
     by_time = sorted(range(len(items)), key=lambda place: (place not in qualify, when[place]))
     return [items[place] for place in by_time], len(qualify)
 
@@ -57,12 +66,13 @@ def _times(order: BackwardOrder, ids: Sequence[int]) -> list[float]:
     return [order.places.get(key, inside) for key in ids]
 
 
-def _earliest(order: BackwardOrder, ids: Sequence[int]) -> list[int]:
-    """Which gradients may have been made first."""
+def _earliest(order: BackwardOrder, ids: Sequence[int], made: set[int]) -> list[int]:
+    """Which gradients may have been made first; any of the backwards has ``made`` some of them."""
     times = _times(order, ids)
     known = [time for key, time in zip(ids, times, strict=True) if key in order.places]
     first = min(known, default=math.inf)
-    early = [place for place, key in enumerate(ids) if key not in order.places]
+    strange = order.places if order.opaque else made
+    early = [place for place, key in enumerate(ids) if key not in strange]
     if order.opaque and order.opaque[0] > first:
         early.clear()
     # What was made inside of the only node that can have made it was made before all later ones.

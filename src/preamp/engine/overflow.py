@@ -15,7 +15,7 @@ from preamp.engine.order import Graph, followed, released, sort
 from preamp.kernels import Census
 
 if TYPE_CHECKING:
-    from preamp.engine.observation import Finding
+    from preamp.engine.origin import Finding
     from preamp.numerics import OverflowRecord, TraceRecord
 
 Kind = Literal["inf", "nan"]
@@ -120,7 +120,7 @@ class GradientNote:
     scale: torch.Tensor  # float32 scalar tensor, the scale it was multiplied by
     # Of the backwards that made the gradients; they tell which was made first
     graphs: list[Graph] = field(default_factory=list[Graph])
-    # See `Observation.find`; given whether the loss was finite. ``None`` if nobody watched
+    # See `find`; given whether the loss was finite. ``None`` if nobody watched
     watched: Callable[[bool], Finding] | None = None
     # Per optimizer, float32 scalar, not zero if a gradient overflowed on any rank
     found_inf: list[torch.Tensor] = field(default_factory=list[torch.Tensor])

@@ -11,10 +11,11 @@ and torch's module backward hooks forbid operations in place on what goes in and
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -25,23 +26,20 @@ from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
 
 from preamp.core.link import Link
-from preamp.core.program import Line, line_of_program
+from preamp.core.program import line_of_program
 from preamp.core.pytree import map_leaves
 from preamp.core.tensors import host_reaches
 from preamp.core.undo import UndoStack
 from preamp.engine.events import Backward, Events
-from preamp.engine.observation import OUTSIDE, Finding, Observation, Operation, Pass, Place, Reading
+from preamp.engine.observation import OUTSIDE, Observation, Operation, Pass, Place, Reading, Values
+from preamp.engine.origin import Finding, find
 from preamp.engine.overflow import GradientNote, OverflowCause
 from preamp.engine.session import OptimizerSession
 from preamp.kernels.modules import add_hook
-from preamp.kernels.operations import OperationMode, is_view_of, may_be_compiled
+from preamp.kernels.operations import OperationMode, asked_for, may_be_compiled
 
 _TAG = "preamp.operation"  # in the notes of a node: the function that has made it
 _COMPILED = "CompiledFunctionBackward"  # autograd's node of a graph that torch.compile has made
-
-
-_Tag = tuple[str, Line | None]
-"""A function of torch, and the line of the program that has called it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +82,11 @@ class Tracer:
         self._hooks: dict[int, UndoStack] = {}
         self._stays = False
         self._backward = 1
-        self.observation = Observation()
+        self._is_over = False  # whether a step was taken or not since the latest forward
+        self._has_seen = False  # a forward with gradients
+        self._thread = 0  # of the first forward
+        self._started: Reading | None = None  # the latest tensor that ``backward`` was called on
+        self.values, self.observation = Values(), Observation()
         self.stack = _Stack()  # forwards under way
 
     @property
@@ -92,12 +94,17 @@ class Tracer:
         """Whether anything is watched."""
         return bool(self._hooks)
 
-    def arm(self, *, stays: bool = False) -> None:
-        """Put hooks on all modules, if there are none; they may stay after an overflow too."""
+    def arm(self, *, stays: bool = False, is_first: bool = False) -> None:
+        """Put hooks on all modules, if there are none; they may stay after an overflow too.
+
+        ``is_first`` if there was no backward yet.
+        """
         self._stays = self._stays or stays
         if self.is_armed:
             return
-        self.observation = Observation()
+        self.values, self.observation = Values(), Observation(follows=is_first)
+        self._is_over = self._has_seen = False
+        self._thread = 0
         self._hooks = {id(model): UndoStack() for model in self._models}
         for listeners, listener in self._subscriptions if self._models else ():
             listeners.append(listener)
@@ -131,7 +138,8 @@ class Tracer:
         self._unsubscribe()
         self._hooks = {}
         self._stays = False
-        self.observation = Observation()
+        self.values, self.observation = Values(), Observation()
+        self._listen(False)
 
     def release(self, model: nn.Module) -> None:
         """Watch ``model`` no longer, now or later."""
@@ -157,24 +165,29 @@ class Tracer:
         """Read what a node of the graph has got and what it returned, and add that to ``seen``."""
         if self.is_armed:
             seen.inputs, seen.outputs = (
-                self.observation.read(grad for grad in grads if isinstance(grad, torch.Tensor))
+                self.values.read(grad for grad in grads if isinstance(grad, torch.Tensor))
                 for grads in (grad_outputs, grad_inputs)
             )
             seen.backward = self._backward
-            self.observation.add(seen)
+            self._add(self.observation, seen)
 
     def begin_call(self, place: Place, tensors: Sequence[torch.Tensor]) -> None:
         """A module's forward begins with ``tensors`` among its arguments."""
-        stack, step = self.stack, self.observation
-        if stack.calls and stack.calls[0].step is not step:
+        stack = self.stack
+        if stack.calls and stack.calls[0].step is not self.observation:
             stack.calls.clear()  # forwards that went on when the step was over
         outer = stack.calls[-1].seen if stack.calls else None
         # Inside of a forward with gradients one without is a checkpoint's.
         has_grad = torch.is_grad_enabled() if outer is None else outer.has_grad
-        if outer is None and has_grad:
-            self._hear_operations()
-        seen = Pass(place, "forward", step.read(tensors), call=outer, has_grad=has_grad)
-        seen.began, seen.backward = step.tick(), self._backward
+        if outer is None:
+            self._renew()
+            self._listen(has_grad)
+        self._has_seen |= has_grad
+        step = self.observation
+        seen = Pass(
+            place, "forward", self.values.read(tensors, outer), call=outer, has_grad=has_grad
+        )
+        seen.began, seen.backward = self.values.tick(), self._backward
         nodes = frozenset(t.grad_fn for t in tensors if t.grad_fn is not None)
         stack.calls.append(_Call(self, step, seen, tuple(map(id, tensors)), nodes))
 
@@ -186,12 +199,11 @@ class Tracer:
         if not calls:
             return
         call = calls.pop()
-        if not calls and self.stack.mode is not None:
-            self.stack.mode.leave()
-            self.stack.mode = None
+        if not calls:
+            self._listen(threading.get_ident() == self._thread)
         if call.step is self.observation:
-            call.seen.outputs = call.step.read(tensors)
-            call.step.add(call.seen)
+            call.seen.outputs = self.values.read(tensors, call.seen, is_made=True)
+            self._add(call.step, call.seen)
             if call.seen.has_grad:
                 _watch_nodes(tensors, call)
 
@@ -200,72 +212,112 @@ class Tracer:
         outer = self.stack.calls[-1].seen if self.stack.calls else None
         inside = "" if outer is None or not outer.place.module else f"{outer.place.module}."
         has_grad = torch.is_grad_enabled() if outer is None else outer.has_grad
-        seen = Pass(Place(inside + name, "a tensor"), "forward", call=outer, has_grad=has_grad)
-        seen.began, seen.backward = self.observation.tick(), self._backward
-        seen.outputs = self.observation.read([tensor])
-        if outer is not None:
-            seen.operations = outer.operations  # one of these has made it
-        self.observation.add(seen)
+        place = Place(inside + name, "a tensor")
+        seen = Pass(place, "forward", call=outer, has_grad=has_grad, is_tensor=True)
+        seen.began, seen.backward = self.values.tick(), self._backward
+        seen.outputs = self.values.read([tensor], outer)
+        self._add(self.observation, seen)
         if tensor.grad_fn is not None:
             _watch_node(tensor.grad_fn, _Call(self, self.observation, seen), None)
 
-    def _hear_operations(self) -> None:
-        if self.stack.mode is not None:
-            self.stack.mode.leave()
-            self.stack.mode = None
-        if not may_be_compiled():
-            self.stack.mode = OperationMode(self._heard)
-            self.stack.mode.enter()
+    # -- functions -----------------------------------------------------------------------------
 
-    def _heard(self, name: str, args: Sequence[Any], result: Any) -> None:
-        """A function has been called in a forward."""
-        if not self.stack.calls:
-            return
-        tensors = tensors_of(result)
-        if not tensors:
-            return
-        tag = name, line_of_program(inspect.currentframe())
-        for tensor in tensors:
-            if tensor.grad_fn is not None:
-                cast("Any", tensor.grad_fn).metadata.setdefault(_TAG, tag)
-        if not is_view_of(tensors[0], args):
-            call = self.stack.calls[-1]
-            # A function that takes the shape of its argument has not made its values finite.
-            inputs = [] if "like" in name or "new" in name else call.step.known(tensors_of(args))
-            outputs = call.step.read(tensors)
-            call.seen.operations.append(Operation(*tag, inputs, outputs, call.step.tick()))
+    def _listen(self, hears: bool) -> None:
+        """Hear of torch's functions on this thread from now on, or no longer.
+
+        Not in forwards without gradients, where some modules would take another way.
+        """
+        own, is_compiled = threading.get_ident(), may_be_compiled()
+        self._thread = self._thread or own
+        self.observation.hears &= own == self._thread and not is_compiled
+        mode = self.stack.mode
+        if mode is None and hears and not is_compiled:
+            mode = self.stack.mode = OperationMode(partial(_tell, weakref.ref(self)))
+            weakref.finalize(self, mode.leave).atexit = False
+            mode.enter()
+        elif mode is not None and (is_compiled or not hears):
+            mode.leave()
+            self.stack.mode = None
+
+    def heard(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """A function has been called, by a forward or between two."""
+        call = self.stack.calls[-1].seen if self.stack.calls else None
+        arguments, results = _tensors_among(args), _tensors_among((result,))
+        if name == "backward" and arguments:
+            self._started = next(iter(self.values.read(arguments[:1])), None)
+        if name == "__setitem__":
+            results = arguments[:1]
+
+        def describe(inputs: Sequence[Reading]) -> Operation:
+            line = line_of_program(inspect.currentframe())
+            numbers = (one for one in args if isinstance(one, float))
+            has_constant = not all(map(math.isfinite, numbers))
+            return Operation(asked_for(name), line, inputs, call, has_constant)
+
+        operation = self.values.hear(arguments, results, call, describe)
+        if operation is not None:
+            for tensor in results:
+                if tensor.grad_fn is not None:
+                    cast("Any", tensor.grad_fn).metadata.setdefault(_TAG, operation)
 
     # -- what the engine reports ---------------------------------------------------------------
 
     def _note_watching(self, backward: Backward) -> None:
         """The note of the coming backward keeps what is seen."""
-        backward.note.watched = partial(
-            self.observation.find, self._backward, weights_of=self._weights_of
-        )
+        if not self.observation.trained:  # else it may be of a forward from before the latest step
+            self._renew()
+        losses = self.values.read([backward.loss])
+        self.observation.losses += [(self._backward, loss) for loss in losses]
+        backward.note.watched = self._finder()
+
+    def _renew(self) -> None:
+        """Begin a new observation, if a step has ended the one before."""
+        if self._is_over:
+            self.values.begin_step()
+            self.observation = Observation(follows=True, is_whole=True)
+            self._is_over = False
+
+    def _finder(self) -> Callable[[bool], Finding]:
+        """See `find`; given whether the loss was finite."""
+        step, backward = self.observation, self._backward
+
+        def found(loss_was_finite: bool) -> Finding:
+            self.values.collect()
+            is_blind = not self._has_seen and (step.is_whole or step.has_compiled)
+            trace = None
+            if not is_blind or loss_was_finite:  # a backward shows what a forward has led to
+                trace = find(step, backward, loss_was_finite, self._weights_of)
+            trained = any(call.backward <= backward for call in step.trained)
+            return Finding(trained or step.is_whole, is_blind, trace)
+
+        return found
 
     def _weights_of(self, place: Place) -> list[Reading]:
         """Read a module's own parameters, without those of modules inside."""
-        step = Observation()
+        values = Values()
         for model in self._models:
             for name, module in places_of(self._models, model):
                 if name == place:
-                    found = step.read(module.parameters(recurse=False))
-                    step.keep(found)
-                    step.collect()
+                    found = values.read(module.parameters(recurse=False))
+                    values.collect()
                     return found
         return []
+
+    def _add(self, step: Observation, seen: Pass) -> None:
+        seen.ended = self.values.tick()
+        step.add(seen)
 
     def _end_backward(self, backward: Backward) -> None:
         """A backward has ended, and gradients left scaled with it."""
         del backward
-        self.observation.collect()
+        self.values.collect()
         self._backward += 1
 
     def _look_before_update(self, session: OptimizerSession, has_closure: bool) -> None:
         """No loss scale has looked for an overflow: do so while the weights are as they were."""
         if has_closure or not self._looks:
             return
-        if not session.watched and not session.notes and self.observation.has_calls:
+        if not session.watched and not session.notes and self.observation.trained:
             self._look_at_gradients(session)
         for note in session.watched:
             if note.watched is not None and host_reaches(note.scale):
@@ -282,15 +334,23 @@ class Tracer:
         note = GradientNote(0, torch.tensor(True), torch.ones((), device=device))
         session.gradients.look(leaves, device, note, is_joint=False)
         if any(bool(flag != 0) for flag in note.found_inf):
-            note.loss_finite = torch.tensor(self.observation.ends_finite())
-            note.watched = partial(self.observation.find, 1, weights_of=self._weights_of)
+            losses = [self._started] if self._started else self._ends()
+            self.values.collect()
+            self.observation.losses += [(self._backward, loss) for loss in losses]
+            note.loss_finite = torch.tensor(all(loss.is_finite for loss in losses))
+            note.watched = self._finder()
             note.graphs = [None]
             session.remember_watched(note)
 
+    def _ends(self) -> list[Reading]:
+        """What the outermost forwards have returned."""
+        outermost = (call for call in self.observation.trained if call.call is None)
+        return [one for call in outermost for one in call.outputs]
+
     def _end_step(self, session: object) -> None:
-        """A step has been taken or not; what was seen so far belongs to it."""
+        """A step has been taken or not; the next forward begins another one."""
         del session
-        self.observation = Observation(is_whole=True)
+        self._is_over, self._started = True, None
 
     def told(self, session: object, cause: OverflowCause) -> None:
         """An overflow was told: if its step was watched, that was it. A listener of the ledger."""
@@ -346,7 +406,8 @@ class _Ready(_Hook):
             return
         call, tensors = tracer.stack.calls[-1], tensors_of((args, kwargs))
         if call.seen.place == self._place and call.arguments != tuple(map(id, tensors)):
-            call.seen.given, call.seen.inputs = call.seen.inputs, call.step.read(tensors)
+            call.seen.given = call.seen.inputs
+            call.seen.inputs = tracer.values.read(tensors, call.seen)
 
 
 class _BeforeCasts(_Hook):
@@ -359,7 +420,7 @@ class _BeforeCasts(_Hook):
             return
         call, tensors = tracer.stack.calls[-1], tensors_of(output)
         if call.seen.place == self._place:
-            call.seen.made = call.step.read(tensors)
+            call.seen.made = tracer.values.read(tensors, call.seen, is_made=True)
             call.before_casts = frozenset(t.grad_fn for t in tensors if t.grad_fn is not None)
 
 
@@ -370,6 +431,12 @@ class _After(_Hook):
         del module, args
         if (tracer := self._tracer()) is not None:
             tracer.end_call(self._place, tensors_of(output))
+
+
+def _tell(tracer: weakref.ref[Tracer], name: str, args: Sequence[Any], result: Any) -> None:
+    own = tracer()
+    if own is not None and own.is_armed:
+        own.heard(name, args, result)
 
 
 def _found(finding: Finding, loss_was_finite: bool) -> Finding:
@@ -401,49 +468,62 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 def _watch_nodes(outputs: Sequence[torch.Tensor], call: _Call) -> None:
     """Hook the nodes between a forward's arguments and ``outputs`` that no inner module has."""
-    pending: list[tuple[Node, _Tag | None, bool]] = [
+    pending: list[tuple[Node, Operation | None, bool]] = [
         (tensor.grad_fn, None, bool(call.before_casts)) for tensor in outputs if tensor.grad_fn
     ]
     is_outside = call.seen.place is OUTSIDE
     seen: set[Node] = set()
     while pending:
-        node, tag, is_cast = pending.pop()
+        node, operation, is_cast = pending.pop()
         if node in seen or node in call.nodes:
             continue
         seen.add(node)
         notes: dict[str, Any] = cast("Any", node).metadata  # torch's stubs have a method there
-        tag = notes.get(_TAG, tag)  # nodes that a function has made on its way have none
+        # Nodes that a function has made on its way have none.
+        operation = notes.get(_TAG, operation)
         is_cast = is_cast and node not in call.before_casts
         following = [after for after, _ in node.next_functions if after is not None]
-        pending += [(after, tag, is_cast) for after in following]
+        pending += [(after, operation, is_cast) for after in following]
         is_compiled = node.name() == _COMPILED
         call.step.has_compiled |= is_compiled
         if is_compiled and is_outside:
             continue  # nobody knows which modules are in it
         # Nodes without successors collect the gradients of parameters.
         if following:
-            _watch_node(node, call, tag, is_cast=is_cast)
+            _watch_node(node, call, operation, is_cast=is_cast)
 
 
-def _watch_node(node: Node, call: _Call, tag: _Tag | None, *, is_cast: bool = False) -> None:
+def _watch_node(
+    node: Node, call: _Call, operation: Operation | None, *, is_cast: bool = False
+) -> None:
     """Hook a node, unless a module inside of the one that is called has done so."""
     notes: dict[str, Any] = cast("Any", node).metadata
     mark = f"preamp.trace.{id(call.tracer)}"
     if mark not in notes:
         notes[mark] = True
-        own = notes.get(_TAG, tag) or (_named(node), None)
-        node.register_hook(_NodeHook(weakref.ref(call.tracer), call.seen, own, is_cast))
+        own = notes.get(_TAG, operation)
+        node.register_hook(
+            _NodeHook(weakref.ref(call.tracer), call.seen, own, _named(node), is_cast)
+        )
 
 
 class _NodeHook:
     """Reads the gradients that go in and out of a node of the graph."""
 
-    __slots__ = ("_call", "_is_cast", "_tag", "_tracer")
+    __slots__ = ("_call", "_is_cast", "_name", "_operation", "_tracer")
 
-    def __init__(self, tracer: weakref.ref[Tracer], call: Pass, tag: _Tag, is_cast: bool) -> None:
+    def __init__(
+        self,
+        tracer: weakref.ref[Tracer],
+        call: Pass,
+        operation: Operation | None,
+        name: str,
+        is_cast: bool,
+    ) -> None:
         self._tracer = tracer
         self._call = call
-        self._tag = tag
+        self._operation = operation
+        self._name = name
         self._is_cast = is_cast
 
     def __call__(self, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> None:
@@ -451,8 +531,19 @@ class _NodeHook:
         if tracer is not None:
             call = None if self._call.place is OUTSIDE else self._call
             seen = Pass(self._call.place, "backward", call=call, is_cast=self._is_cast)
-            seen.operation, seen.line = self._tag
+            seen.operation, seen.name = self._operation, self._name
             tracer.saw_backward(seen, grad_outputs, grad_inputs)
+
+
+def _tensors_among(values: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors of a function's arguments or results, which nest less than those of modules."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors_among(cast("Sequence[Any]", value))
+    return found
 
 
 def _named(node: Node) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -144,25 +144,40 @@ def is_freed(root: Node) -> bool:
     """Whether a backward has freed what the graph above ``root`` kept for it.
 
     Such a graph costs next to nothing to hold, but for attributes of Python's functions. Also true
-    of one that had kept nothing; false where only such functions could tell.
+    of one that had kept nothing; false where only such functions could tell. What hooks keep, such
+    as those of activation checkpoints, is not asked for.
     """
-    pending, seen = deque([root]), {root}
-    while pending:
-        node = pending.popleft()  # nearest first: what is kept by hooks may be costly to look at
+    for node in _nodes_above(root):
         if isinstance(node, BackwardCFunction):
             return False
         for name in dir(node):
             if name.startswith("_saved_"):
                 try:
+                    raw = getattr(node, f"_raw{name}", None)
+                    if getattr(raw, "unpack_hook", None) is not None:
+                        return False
                     saved = getattr(node, name)
                 except RuntimeError:
                     return True
                 if isinstance(saved, torch.Tensor):
                     return False
-        following = [after for after, _ in node.next_functions if after is not None]
-        pending += [after for after in following if after not in seen]
-        seen.update(following)
     return True
+
+
+def has_functions_of_python(root: Node) -> bool:
+    """Whether there are any in the graph above ``root``; they keep attributes when it is freed."""
+    return any(isinstance(node, BackwardCFunction) for node in _nodes_above(root))
+
+
+def _nodes_above(root: Node) -> Iterator[Node]:
+    """All nodes of a graph, the nearest first."""
+    pending, seen = deque([root]), {root}
+    while pending:
+        node = pending.popleft()
+        yield node
+        following = [after for after in _following(node) if after not in seen]
+        pending += following
+        seen.update(following)
 
 
 @dataclass(frozen=True, slots=True)

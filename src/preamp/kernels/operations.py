@@ -6,13 +6,15 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import overrides
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 _overrides: Any = overrides
+_READ = "__get__"  # the name of an attribute's function when it is read, whichever it is
 
 
 def may_be_compiled() -> bool:
@@ -25,21 +27,30 @@ def may_be_compiled() -> bool:
     return any(map(callable, backends.values()))  # functions kept from it are there as `False`
 
 
-def is_view_of(tensor: torch.Tensor, others: Sequence[Any]) -> bool:
-    """Whether ``tensor`` is a view of the first of ``others``, or both are of a third one."""
-    view: Any = tensor
-    first: Any = others[0] if others else None
-    if not view._is_view() or not isinstance(first, torch.Tensor):
-        return False
-    return view._base is first or view._base is first._base
-
-
 def version_of(tensor: torch.Tensor) -> int:
     """How often ``tensor`` was written to; -1 where torch does not count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _asked_for(name: str) -> str:
+class Memory(Protocol):
+    """What tensors have in common that share memory; it does not keep that memory."""
+
+    cdata: int  # no other memory has the same one while this lives
+
+    def expired(self) -> bool:
+        """Whether the memory is gone."""
+        ...
+
+
+def memory_of(tensor: torch.Tensor) -> Memory | None:
+    """The memory of ``tensor``, or ``None`` for one without a storage."""
+    try:
+        return cast("Memory", StorageWeakRef(tensor.untyped_storage()))
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and those of other back ends
+        return None
+
+
+def asked_for(name: str) -> str:
     """The function that the program has called, where one put over it has called ``name``."""
     frame = inspect.currentframe()
     while frame is not None:
@@ -67,16 +78,23 @@ class OperationMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call ``func`` and tell of it, but not of attributes that are read."""
+        """Call ``func`` and tell of it; of attributes that are read only if they are tensors."""
         result = func(*args, **(kwargs or {}))
+        if torch.compiler.is_compiling():
+            return result
         name = getattr(func, "__name__", "")
-        if name != "__get__":
-            self._tell(_asked_for(name), args, result)
+        if name != _READ or isinstance(result, torch.Tensor):
+            self._tell(name, (*args, *kwargs.values()) if kwargs else args, result)
         return result
 
     def enter(self) -> None:
-        """Begin, on this thread."""
-        _overrides._push_mode(self)
+        """Begin, on this thread, below all modes of the program, which may end before this one."""
+        stack: Sequence[Any] = _overrides._get_current_function_mode_stack()
+        # torch wants that of a default device to be the lowest of all.
+        default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+        above = [_overrides._pop_mode() for mode in stack if mode is not default]
+        for mode in (self, *reversed(above)):
+            _overrides._push_mode(mode)
 
     def leave(self) -> None:
         """End, also where others have begun since and not ended; those go on."""

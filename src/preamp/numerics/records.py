@@ -129,7 +129,9 @@ class FrameRecord:
     weights: list[Range] = field(default_factory=list[Range])
 
 
-Phase = Literal["forward", "backward", "data", "input cast", "output cast", "output cast backward"]
+Phase = Literal[
+    "forward", "backward", "data", "given", "input cast", "output cast", "output cast backward"
+]
 """Where a value became infinite or nan; see `TraceRecord`."""
 
 
@@ -142,9 +144,11 @@ class TraceRecord:
         type: Class of the module; empty for what runs outside of all modules, as loss functions do.
         phase: ``"forward"``: its output; ``"backward"``: the gradient of its input or of one of
             its parameters; ``"data"``: it was given such values, which no module has made;
+            ``"given"``: so it seems, but not all that came before was seen;
             ``"input cast"``, ``"output cast"``: the cast of what went in or came out;
             ``"output cast backward"``: the cast of the gradient of its output.
-        input_max_abs: Largest finite magnitude that went in: forward input, or gradient of output.
+        input_max_abs: Largest finite magnitude that went in: forward input, or gradient of output;
+            ``None`` where nothing floating and finite did.
         output_found: ``"inf"`` or ``"nan"``.
         dtype: Of what became non-finite.
         operation: The operation that did, such as ``"matmul"``; empty where that is not known.
@@ -156,7 +160,7 @@ class TraceRecord:
     module: str
     type: str
     phase: Phase
-    input_max_abs: float
+    input_max_abs: float | None
     output_found: Literal["inf", "nan"]
     dtype: str
     operation: str = ""
@@ -171,14 +175,17 @@ class TraceRecord:
             where = "what runs outside of the modules, such as the loss function"
         by = f", in {self.operation}" if self.operation else ""
         by += f" at {self.where}" if self.where else ""
-        most = f"up to {self.input_max_abs:.4g}"
+        most = "" if self.input_max_abs is None else f"up to {self.input_max_abs:.4g}"
+        given = f"{where} was given {self.output_found} in a {self.dtype} argument"
         return {
-            "forward": f"The first to go wrong was the forward of {where}{by}: {made} output, from "
-            f"an input {most}.",
+            "forward": f"The first to go wrong was the forward of {where}{by}: {made} output"
+            + (f", from an input {most}." if most else "."),
             "backward": f"The first to go wrong was the backward of {where}{by}: "
-            f"{self.output_found} in a {self.dtype} gradient, from an incoming one {most}.",
-            "data": f"No module has made it: {where} was given {self.output_found} in a "
-            f"{self.dtype} argument. It came in with the data.",
+            f"{self.output_found} in a {self.dtype} gradient"
+            + (f", from an incoming one {most}." if most else "."),
+            "data": f"No module has made it: {given}. It came in with the data.",
+            "given": f"No module was seen to make it: {given}. It came in with the data, or from "
+            "what was not watched.",
             "input cast": f"The first to go wrong was the cast to {self.dtype} of what {where} was "
             f"given, {most}.",
             "output cast": f"The first to go wrong was the cast to {self.dtype} of the output of "

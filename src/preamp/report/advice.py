@@ -335,6 +335,8 @@ def _skips(run: Run) -> str:
     if not run.steps:
         return ""
     skipped, steps = len(run.skipped), words.counted(len(run.steps), "step")
+    count = sum(1 for _ in run.by_optimizer())
+    steps += f" of {count} optimizers" if count > 1 else ""
     if not skipped:
         return f"{steps}, none of them skipped."
     verb = "was" if skipped == 1 else "were"

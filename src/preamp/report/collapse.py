@@ -361,6 +361,10 @@ _FORWARD: Final = {  # what became infinite or nan, and what to do, by the phase
         "The data hold {found}",
         "Look at the data of step {step}, and mask or drop such values.",
     ),
+    "given": (
+        "{module} is given {found}",
+        "Look at the data of step {step}, and at what is kept from one step to the next.",
+    ),
     "input cast": ("The data become {found} in {dtype}", "Normalise the data{cure}."),
     "output cast": ("The output of {module} becomes {found} in {dtype}", "Bound it{cure}."),
 }
@@ -379,12 +383,14 @@ def _by_module(run: Run, found: Collapse) -> Told:
     place = places.most_common(1)[0][0] if run.is_dynamic else place_of(told[0][1])
     step, trace = next((step, trace) for step, trace in told if place_of(trace) == place)
     values = {"found": trace.output_found, "dtype": trace.dtype, "cure": in_float32(run, trace)}
-    values |= {"module": words.shown(trace.module or "the model itself"), "step": f"{step:,}"}
+    module = trace.module or ("the model itself" if trace.type else "the loss function")
+    values |= {"module": words.shown(module), "step": f"{step:,}"}
     title, do = (text.format(**values) for text in _FORWARD[trace.phase])
+    most = trace.input_max_abs
     number = (
         f"{_steps(run, found)} The first bad value came from there in {places[place]:,} of"
-        f" {words.counted(len(told), 'traced step')}: {trace.output_found} in {trace.dtype}, from"
-        f" an input up to {words.magnitude(trace.input_max_abs)}."
+        f" {words.counted(len(told), 'traced step')}: {trace.output_found} in {trace.dtype}"
+        + ("." if most is None else f", from an input up to {words.magnitude(most)}.")
     )
     return step, place, title, number, f"No loss scale changes that. {do}"
 

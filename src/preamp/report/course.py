@@ -43,6 +43,7 @@ Point = tuple[int, float]
 
 _PHASES: Final = {  # of a trace, in words
     "data": "data that came into",
+    "given": "what was given to",
     "input cast": "cast of what came into",
     "output cast": "cast of the output of",
     "output cast backward": "cast of the gradient of the output of",
@@ -148,15 +149,16 @@ def _makes_nan(trace: TraceRecord) -> bool:
         trace.phase == "backward"
         and trace.output_found == "nan"
         and form is not None
+        and trace.input_max_abs is not None
         and trace.input_max_abs < form.largest * SMALL
     )
 
 
 def _input(found: Sequence[OverflowRecord]) -> str:
     traces = [o.trace for o in found if o.trace is not None]
-    if not traces:
+    largest = max((t.input_max_abs for t in traces if t.input_max_abs is not None), default=None)
+    if largest is None:
         return ""
-    largest = max(trace.input_max_abs for trace in traces)
     return f" What went in reached {words.magnitude(largest)} at most."
 
 

@@ -116,13 +116,17 @@ def _first(overflow: OverflowRecord) -> str:
 def _trace(trace: TraceRecord | None) -> str:
     if trace is None:
         return words.MISSING
-    what = {"forward": "output", "data": "argument"}.get(trace.phase, "gradient")
+    what = {"forward": "output", "data": "argument", "given": "argument"}.get(
+        trace.phase, "gradient"
+    )
     what = "value" if trace.phase in ("input cast", "output cast") else what
     return joined(
         [
             name(place_of(trace), PLACE_LIMIT),
-            f": {what} in {trace.dtype} became {trace.output_found}; what went in reached"
-            f" {words.magnitude(trace.input_max_abs)}",
+            f": {what} in {trace.dtype} became {trace.output_found}",
+            ""
+            if trace.input_max_abs is None
+            else f"; what went in reached {words.magnitude(trace.input_max_abs)}",
         ]
     )
 
@@ -264,13 +268,16 @@ def _skips(run: Run, prefix: str) -> Section:
     listed = skips(run, prefix)
     lead = (
         "A step is skipped when a gradient is infinite or not a number; the loss scale then falls."
-        " Named is the parameter whose gradient was the first, in the order of the backward pass."
     )
+    title = "Skipped steps"
+    if any(not overflow.was_skipped for overflow in run.overflows):
+        lead, title = f"{lead} At a static loss scale it is taken all the same.", "Overflows"
     if not listed:
-        return Section(
-            name=prefix, title="Skipped steps", blocks=[Text(text="No step was skipped.")]
-        )
-    return Section(name=prefix, title="Skipped steps", lead=lead, blocks=listed)
+        return Section(name=prefix, title=title, blocks=[Text(text="No step was skipped.")])
+    named = (
+        "Named is the parameter whose gradient was the first, in the order of the backward pass."
+    )
+    return Section(name=prefix, title=title, lead=f"{lead} {named}", blocks=listed)
 
 
 def _underflow(run: Run, prefix: str) -> Section:

@@ -185,12 +185,17 @@ def _skip_marks(run: Run) -> Marks:
 
 
 def _skips(run: Run) -> str:
-    steps = [f"{step.step:,}" for step in run.skipped]
-    if not steps:
+    if not run.skipped:
         return "No step was skipped."
+    rows = [([s.step for s in steps if s.skipped], whose) for steps, whose in run.by_optimizer()]
+    return " ".join(_skipped(numbers, whose) for numbers, whose in rows if numbers)
+
+
+def _skipped(steps: Sequence[int], whose: str) -> str:
     if len(steps) > _NAMED_STEPS:
-        return f"{len(steps):,} steps were skipped, from step {steps[0]} to step {steps[-1]}."
-    return f"Skipped: {'step' if len(steps) == 1 else 'steps'} {', '.join(steps)}."
+        return f"{len(steps):,} steps{whose} were skipped, from {steps[0]:,} to {steps[-1]:,}."
+    numbers = ", ".join(f"{step:,}" for step in steps)
+    return f"Skipped: {'step' if len(steps) == 1 else 'steps'} {numbers}{whose}."
 
 
 def _describe_loss(name: str, points: Sequence[Point]) -> str:

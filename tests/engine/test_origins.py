@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whom a watched step names: what led to the loss, and nobody where that was not seen."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import math
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, overrides
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+import preamp
+from preamp.engine import Engine
+from preamp.kernels.operations import OperationMode
+from preamp.numerics import TraceRecord
+
+
+class Runs:
+    """Models with one engine, whose modules are watched."""
+
+    def __init__(self, *models: nn.Module, late: bool = False, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.models = list(models)
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=2.0**-8) for model in models]
+        settings: dict[str, Any] = {"loss_scale": "dynamic", "verbosity": 0, **options}
+        if not late:
+            settings["overflow"] = "trace"
+        preamp.initialize(self.models, self.optimizers, opt_level="O0", **settings)
+        self.engine: Engine = preamp.engine_of(self.optimizers[0])
+
+    def step(self, loss: torch.Tensor, which: int = 0) -> None:
+        with preamp.scale_loss(loss, self.optimizers[which]) as scaled:
+            scaled.backward()
+        self.optimizers[which].step()
+        self.optimizers[which].zero_grad()
+
+    @property
+    def trace(self) -> TraceRecord | None:
+        return self.engine.overflow_causes[-1].trace
+
+    @property
+    def told(self) -> tuple[str, str, str] | None:
+        trace = self.trace
+        return None if trace is None else (trace.type, trace.phase, trace.operation)
+
+
+class Function(nn.Module):
+    """A linear layer, and a function of what it returns."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.linear(x))
+
+
+def line_of(function: Callable[..., object], offset: int = 0) -> str:
+    return f"test_origins.py:{inspect.getsourcelines(function)[1] + offset}"
+
+
+# -- what no module has made -----------------------------------------------------------------------
+
+
+class Cell(nn.Module):
+    """Returns a number to train, and a state for the step after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.by = 1.0
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.linear(x)
+        return y + state, y.exp() * self.by
+
+
+def write(state: torch.Tensor) -> torch.Tensor:
+    kept = torch.zeros(3, 2, 4)
+    kept[1] = state
+    kept[2] = 0.0
+    return kept[1]
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda s: s,
+        lambda s: s.clone(),
+        lambda s: torch.cat([s[:1], s[1:]]),
+        lambda s: s.mT.contiguous().view(4, 2).t(),
+        lambda s: torch.zeros(2, 4).copy_(s),
+        write,
+    ],
+)
+def test_a_state_of_the_step_before(keep: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """It is no data, whatever was done to it in between."""
+    model = Cell()
+    runs = Runs(model)
+    state = torch.zeros(2, 4)
+    for index in range(3):
+        model.by = math.inf if index == 1 else 1.0
+        y, state = model(torch.ones(2, 4), state)
+        runs.step(y.square().sum())
+        assert len(runs.engine.overflow_causes) == int(index > 1)
+        state = keep(state.detach())
+    assert runs.told == ("Cell", "forward", "mul")
+    assert runs.trace is not None
+    assert runs.trace.where.endswith(line_of(Cell.forward, 2))
+
+
+def test_a_state_from_before_the_watching() -> None:
+    """Whether it is data nobody knows, and that is said."""
+    model = Cell()
+    runs = Runs(model, late=True)
+    y, state = model(torch.ones(2, 4), torch.full((2, 4), 1e38))
+    runs.step(y.sum())
+    runs.engine.trace_overflow()
+    runs.step(model(torch.ones(2, 4), state.detach() * math.inf)[0].square().sum())
+    assert runs.trace is not None
+    assert runs.trace.told() == (
+        "No module was seen to make it: the Cell itself was given inf in a float32 argument. "
+        "It came in with the data, or from what was not watched."
+    )
+
+
+def test_a_state_that_is_kept_for_long_is_not_known() -> None:
+    model = Cell()
+    runs = Runs(model)
+    model.by = math.inf
+    y, state = model(torch.ones(2, 4), torch.zeros(2, 4))
+    runs.step(y.sum())
+    state = state.detach()
+    for _ in range(3):
+        runs.step(model(torch.ones(2, 4), torch.zeros(2, 4))[0].sum())
+    runs.step(model(torch.ones(2, 4), state)[0].square().sum())
+    assert runs.told is None
+
+
+def test_what_a_generator_has_made() -> None:
+    generator, critic = Function(torch.exp), Function(torch.tanh)
+    runs = Runs(generator, critic)
+    fake = generator(torch.full((2, 4), 1e30))
+    runs.step(critic(fake.detach().reshape(4, 2).repeat(1, 2)).sum(), 1)
+    assert runs.told == ("Function", "forward", "exp")
+    assert runs.trace is not None
+    assert runs.trace.module == "0"
+
+
+def test_what_a_validation_has_made() -> None:
+    """Features that a forward without gradients has returned go into a later one."""
+    model = Function(lambda x: x.pow(9))
+    runs = Runs(model)
+    with torch.no_grad():
+        model(torch.full((2, 4), math.inf))  # nobody uses this
+        features = model(torch.full((2, 4), 1e30))
+    runs.step(model(features.mean(0, keepdim=True)).sum())
+    assert runs.told == ("Function", "forward", "")
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_validation_has_nothing_to_do_with_it(bad: float) -> None:
+    model = Function(torch.tanh)
+    runs = Runs(model)
+    with torch.no_grad():
+        model(torch.full((2, 4), bad))
+    runs.step(model(torch.ones(2, 4)).sum() * math.nan)
+    assert runs.told == ("", "forward", "mul")
+
+
+def test_targets_are_data() -> None:
+    model = Function(torch.tanh)
+    runs = Runs(model)
+    runs.step(F.mse_loss(model(torch.ones(2, 4)), torch.full((2, 4), math.nan)))
+    assert runs.told == ("", "data", "")
+
+
+def test_data_that_another_thread_has_made() -> None:
+    """It may have been with a model; functions are heard on one thread only."""
+    model = Function(torch.exp)
+    runs = Runs(model)
+    made: list[torch.Tensor] = []
+
+    def features() -> None:
+        with torch.no_grad():
+            made.append(model(torch.full((2, 4), 1e30)).mean(0, keepdim=True))
+
+    runs.step(model(torch.ones(2, 4)).sum())
+    thread = threading.Thread(target=features)
+    thread.start()
+    thread.join()
+    runs.step(model(made[0]).sum())
+    assert runs.told is None
+
+
+# -- operations ------------------------------------------------------------------------------------
+
+
+def causal(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.full(x.shape, -math.inf).triu(1)
+    return (x + mask).softmax(-1)
+
+
+def filled(x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.ones_like(x, dtype=torch.bool).triu(1)
+    return x.masked_fill(hidden, value=-math.inf).logsumexp(-1, keepdim=True) + x
+
+
+def chosen(x: torch.Tensor) -> torch.Tensor:
+    lowest = torch.tensor(-math.inf)
+    return torch.where(x > 9.0, x, lowest).clamp(min=-1.0) + x
+
+
+def largest(x: torch.Tensor) -> torch.Tensor:
+    start = torch.empty_like(x).fill_(-math.inf)
+    start[0] = -math.inf
+    return torch.maximum(start, x)
+
+
+def unused(x: torch.Tensor) -> torch.Tensor:
+    lost = (x.detach() * 0.0).log()
+    return x + (lost.shape[0] - lost.shape[0])
+
+
+def attended(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.full((x.shape[0], x.shape[0]), -math.inf).triu(1)
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+HANDLED = [causal, filled, chosen, largest, unused, attended]
+
+
+@pytest.mark.parametrize("before", HANDLED)
+def test_what_is_handled_is_not_named(before: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A mask, what makes one, and what does not lead to the loss."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = before(x)
+        return (y * 1e30).square()
+
+    runs = Runs(Function(function))
+    runs.step(runs.models[0](torch.ones(4, 4)).sum())
+    assert runs.told == ("Function", "forward", "square")
+    assert runs.trace is not None
+    assert runs.trace.where.endswith(line_of(function, 2))
+
+
+@pytest.mark.parametrize("before", [causal, filled, largest])
+def test_a_mask_of_everything_is_not_named(before: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """But what turns it into nan."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        hidden = x.masked_fill(torch.ones_like(x, dtype=torch.bool), -math.inf)
+        return (before(x) + hidden.softmax(-1)).square()
+
+    runs = Runs(Function(function))
+    runs.step(runs.models[0](torch.ones(4, 4)).sum())
+    assert runs.told == ("Function", "forward", "softmax")
+
+
+class Kept(nn.Module):
+    """Keeps a mask, and may have no row left to look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.full((4, 4), -math.inf))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) + self.mask).softmax(-1)
+
+
+def test_a_mask_that_a_module_keeps() -> None:
+    runs = Runs(Kept())
+    runs.step(runs.models[0](torch.ones(4, 4)).sum())
+    assert runs.told == ("Kept", "forward", "softmax")
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_arguments_by_keyword(keyword: bool) -> None:
+    """What came in by keyword is not made by the function that got it."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        return torch.mul(input=y, other=y) if keyword else torch.mul(y, y)
+
+    runs = Runs(Function(function))
+    runs.step(runs.models[0](torch.full((4, 4), 1e30)).sum())
+    assert runs.told == ("Function", "forward", "exp")
+
+
+def test_views_and_attributes() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = (x.mT * 1e30).reshape(-1)
+        y[:2] *= 1e30
+        return y.view(4, 4).T[1:].chunk(3)[0].square()
+
+    runs = Runs(Function(function))
+    runs.step(runs.models[0](torch.ones(4, 4)).sum())
+    assert runs.told is not None
+    assert runs.told[2] in {"imul", "mul", "square"}
+
+
+def test_a_part_that_is_finite_is_not_bad_like_the_whole() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        both = torch.stack([x.exp() * math.inf, x])
+        return (both[1] * 1e30).square()
+
+    runs = Runs(Function(function))
+    runs.step(runs.models[0](torch.ones(4, 4)).sum())
+    assert runs.told == ("Function", "forward", "square")
+
+
+def test_a_weight_is_to_blame_and_no_operation() -> None:
+    model = Function(torch.tanh)
+    runs = Runs(model)
+    with torch.no_grad():
+        model.linear.weight.fill_(math.nan)
+    runs.step(model(torch.ones(2, 4)).sum())
+    assert runs.told == ("Linear", "forward", "")
+
+
+def test_nothing_is_said_of_a_range_where_nothing_floating_went_in() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.words(x)
+
+    runs = Runs(Words())
+    with torch.no_grad():
+        runs.models[0].words.weight.fill_(math.nan)  # type: ignore[union-attr, operator]
+    runs.step(runs.models[0](torch.arange(4)).square().sum())
+    assert runs.trace is not None
+    assert runs.trace.input_max_abs is None
+    assert runs.trace.told() == (
+        "The first to go wrong was the forward of 'words' (Embedding): nan in its float32 output."
+    )
+
+
+# -- several steps, and what stays -----------------------------------------------------------------
+
+
+def test_a_second_optimizer_of_one_forward() -> None:
+    """Its step comes after another one's, and no forward in between."""
+    model, head = Function(torch.tanh), Function(lambda x: x)
+    runs = Runs(model, head)
+    for index in range(2):
+        features = model(torch.ones(2, 4))
+        other = head(features.detach())
+        runs.step(features.sum(), 0)
+        runs.step(other.sum() * (math.inf if index else 1.0), 1)
+    (cause,) = runs.engine.overflow_causes
+    assert cause.was_watched
+    assert not cause.is_blind
+    assert runs.told == ("", "forward", "mul")
+
+
+@pytest.mark.parametrize("way", ["validation", "backward"])
+def test_a_forward_in_between(way: str) -> None:
+    model, head = Function(torch.tanh), Function(lambda x: x)
+    runs = Runs(model, head)
+    features = model(torch.ones(2, 4))
+    other = head(features.detach())
+    runs.step(features.sum(), 0)
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    if way == "backward":
+        head.linear.weight.register_hook(lambda grad: grad * math.inf)
+    runs.step(other.sum() * (1.0 if way == "backward" else math.nan), 1)
+    (cause,) = runs.engine.overflow_causes
+    assert not cause.is_blind
+    assert runs.told == (None if way == "backward" else ("", "forward", "mul"))
+
+
+def test_a_state_does_not_keep_all_that_ever_was() -> None:
+    """Else memory would grow with each step."""
+    model = Cell()
+    runs = Runs(model)
+    state, made = torch.zeros(2, 4), list[weakref.ref[Any]]()
+    for _ in range(6):
+        y, state = model(torch.ones(2, 4), state * 0.5)
+        runs.step(y.sum())
+        state = state.detach()
+        table = runs.engine.tracer.values.read([state])[0]._table
+        assert table is not None
+        made.append(weakref.ref(table))
+    gc.collect()
+    assert [one() is None for one in made] == [True] * 4 + [False] * 2
+
+
+class Mode(TorchFunctionMode):
+    """Does nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("default", [None, "cpu"])
+def test_functions_are_heard_below_the_programs_own_modes(default: str | None) -> None:
+    """Which end by taking off the topmost."""
+    stack = overrides._get_current_function_mode_stack
+    model = Function(torch.exp)
+    runs = Runs(model)
+    torch.set_default_device(default)
+    try:
+        for around in (Mode, partial(torch.device, "cpu")):
+            with around(), Mode(), torch.device("cpu"):
+                own = [mode for mode in stack() if not isinstance(mode, OperationMode)]
+                y = model(torch.ones(2, 4))
+                assert [mode for mode in stack() if not isinstance(mode, OperationMode)] == own
+            assert len(stack()) == (1 if default is None else 2)
+        y = model(torch.full((2, 4), 1e30))
+    finally:
+        torch.set_default_device(None)
+    runs.step(y.sum())
+    assert runs.told == ("Function", "forward", "exp")
+    runs.engine.close()
+    assert not stack()
