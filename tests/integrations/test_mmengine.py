@@ -113,7 +113,10 @@ def run(
         train_dataloader=loader(data),
         train_cfg={"by_epoch": True, "max_epochs": more.pop("epochs", 1)},
         optim_wrapper=wrapper,
-        default_hooks={"checkpoint": {"type": "CheckpointHook", "interval": 1}},
+        default_hooks={
+            "checkpoint": {"type": "CheckpointHook", "interval": 1},
+            **more.pop("default_hooks", {}),
+        },
         resume=resume,
         experiment_name=f"run{id(model)}",
         log_level="ERROR",
@@ -167,6 +170,39 @@ def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:
     for name, value in exact(model).items():
         assert_same(value, before[name])
     assert preamp.engine_of(model).steps_skipped == 1
+
+
+class Overflowing(Model):
+    """Its loss overflows in some iterations."""
+
+    def __init__(self, *iterations: int) -> None:
+        super().__init__()
+        self.iterations = iterations
+
+    def forward(self, x: Any, y: Any = None, mode: str = "tensor") -> Any:
+        self.factor = 1e30 if len(self.losses) in self.iterations else 1.0
+        return super().forward(x, y, mode)
+
+
+SCHEDULE = {
+    "param_scheduler": {"type": "ExponentialLR", "gamma": 0.5, "by_epoch": False, "end": 99},
+    "default_hooks": {"param_scheduler": {"type": "PreampParamSchedulerHook"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("every", "at", "waits"), [(1, (), 0), (1, (1,), 1), (1, (1, 5), 2), (2, (3,), 1), (2, (2,), 1)]
+)
+def test_schedules_wait_for_skipped_steps(
+    every: int, at: tuple[int, ...], waits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    options = {"max_loss_scale": 128.0}  # without skips of its own
+    more: Any = {**SCHEDULE, "wrapper": {"accumulative_counts": every}, "options": options}
+    _, runner = run(tmp_path, "O2", batches(6), model=Overflowing(*at), **more)
+    assert runner.optim_wrapper.get_lr()["lr"] == [0.02 * 0.5 ** (6 - waits)]
+    _, again = run(tmp_path, "O2", batches(6), resume=True, epochs=2, **more)
+    assert again.optim_wrapper.get_lr()["lr"] == [0.02 * 0.5 ** (12 - waits)]
 
 
 def test_values_are_clipped_on_masters(tmp_path: Path) -> None:

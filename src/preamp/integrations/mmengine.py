@@ -18,6 +18,7 @@ from preamp.core.errors import bad_state
 from preamp.engine import clip_grad_norm_, find_engine
 from preamp.integrations.shared import EngineScaler, Options, framework, start
 
+_hooks: Any = framework("mmengine.hooks", "mmengine")
 _model: Any = framework("mmengine.model", "mmengine")
 _optim: Any = framework("mmengine.optim", "mmengine")
 _registry: Any = framework("mmengine.registry", "mmengine")
@@ -129,6 +130,24 @@ class PreampOptimWrapper(_optim.OptimWrapper):
         else:
             self._loaded = found
         super().load_state_dict(rest)
+
+
+@_registry.HOOKS.register_module()
+class PreampParamSchedulerHook(_hooks.ParamSchedulerHook):
+    """Lets schedules by iteration wait when a step is skipped, as mmengine's own do not.
+
+    In a configuration:
+    ``default_hooks=dict(param_scheduler=dict(type="PreampParamSchedulerHook"))``.
+    It synchronises in each iteration, but not at static loss scales.
+    """
+
+    def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        """Step the schedules by iteration, unless this one's step was skipped."""
+        engine, wrapper = find_engine(runner.model), runner.optim_wrapper
+        # With accumulation not every iteration has a step.
+        has_stepped = not isinstance(wrapper, _optim.OptimWrapper) or wrapper.should_update()
+        if engine is None or not (has_stepped and engine.last_step_skipped):
+            super().after_train_iter(runner, *args, **kwargs)
 
 
 @_registry.MODEL_WRAPPERS.register_module()
