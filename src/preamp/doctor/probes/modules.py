@@ -131,7 +131,7 @@ def _casts(device: str) -> bool:
 
 
 _IN_PLACE: Final = ("add_", "sub_", "lerp_", "addcmul_", "addcdiv_", "copy_")
-_TO_ZERO: Final = ("zero_", "fill_", "detach_")
+_NO_USE: Final = ("zero_", "fill_", "detach_", "unscale_")
 _BACKWARDS = 3
 _CASTS: Final = ("aten._to_copy.default", "aten.copy_.default")
 
@@ -209,7 +209,7 @@ class CastProbes:
     def _note_gradients(self, name: str, read: Sequence[torch.Tensor]) -> None:
         """Tell what the script computes from gradients from what sets them to zero."""
         addresses = {tensor.data_ptr() for tensor in read}
-        if addresses.isdisjoint(self._addresses) or name.endswith(_TO_ZERO):
+        if addresses.isdisjoint(self._addresses) or name.endswith(_NO_USE):
             return
         self._addresses = self._gradients()  # an address may be another tensor's by now
         if not addresses.isdisjoint(self._addresses):
