@@ -168,8 +168,7 @@ class CastProbes:
         """Start after the first step, and stop after the second."""
         steps = self._watch.seen.steps
         if steps == 1 and not self._is_over:
-            self._is_counting = True
-            self._start()
+            self._is_counting = self._start()
         elif steps == 2 and self._is_counting:
             self._stop()
             count = CastCount(self._moved, self._casts, self._has_half, self._autocasts)
@@ -190,11 +189,12 @@ class CastProbes:
         grads = map(stored_grad, self._watch.seen.all_params())
         return {grad.data_ptr() for grad in grads if grad is not None}
 
-    def _start(self) -> None:
-        if self._mode is None:
-            self._thread = threading.get_ident()
-            self._mode = ObservedOps(self._look)
-            self._mode.start()
+    def _start(self) -> bool:
+        """Look from now on, unless a mode of the script's is in the way."""
+        mode = ObservedOps(self._look)
+        if self._mode is None and mode.start():
+            self._thread, self._mode = threading.get_ident(), mode
+        return self._mode is not None
 
     def _look(
         self, func: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]

@@ -19,7 +19,7 @@ from preamp.core.pytree import tensors_in
 from preamp.core.tensors import stored_grad
 from preamp.doctor.detector import Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, current_places, define_rule
-from preamp.doctor.seen import Seen, Source, Streak, largest
+from preamp.doctor.seen import Moment, Seen, Source, Streak, largest
 from preamp.kernels.autograd import Gradients, has_hooks, reached_from, watch_gradients
 
 NO_STEP = define_rule(
@@ -112,7 +112,8 @@ class _Training:
     tensors: list[weakref.ref[torch.Tensor]] = field(
         default_factory=list[weakref.ref[torch.Tensor]]
     )
-    state: Streak = field(default_factory=Streak)  # of them
+    weights: int = 0  # as many of them come first
+    state: Streak = field(default_factory=Streak)  # of all of them
     gradients: Streak = field(default_factory=Streak)  # whether they have become zero in float16
     is_zero: torch.Tensor | bool = False  # whether the last ones were, whatever the reason
     at: Place | None = None  # the line of its steps
@@ -124,11 +125,13 @@ class _Training:
             self.in_row = 0
         self.applied, self.skipped = applied, skipped
 
-    def look_again(self) -> None:
-        """See whether what was destroyed has been restored, or something was destroyed since."""
+    def look_again(self, moment: Moment | None = None) -> None:
+        """See what was restored, or destroyed, since the latest step, or at a moment after it."""
         alive = [tensor for ref in self.tensors if (tensor := ref()) is not None]
         size = largest(alive) if len(alive) == len(self.tensors) else None
-        if size is not None:
+        if size is not None and moment is not None:
+            self.state.add(size.isfinite().logical_not(), moment)
+        elif size is not None:
             self.state.correct(size.isfinite().logical_not())
 
     def is_given_up_for(self, module: nn.Module) -> bool:
@@ -143,6 +146,16 @@ class _Training:
             return False
         mine, theirs = largest(own), largest(others)
         return mine is not None and theirs is not None and bool(theirs.isfinite() > mine.isfinite())
+
+    @property
+    def bad_part(self) -> str:
+        """What of it is not finite. Synchronises."""
+        alive = [tensor for ref in self.tensors[: self.weights] if (tensor := ref()) is not None]
+        size = largest(alive)
+        if size is None and self.weights < len(self.tensors):
+            return f"{self.name}'s weights, or running averages of its model,"
+        is_finite = size is not None and bool(size.isfinite())
+        return f"Running averages of {self.name}'s model" if is_finite else f"{self.name}'s weights"
 
     @property
     def is_gone(self) -> bool:
@@ -251,7 +264,7 @@ class Outcome(Detector):
             training, skipped = self._training(optimizer), self._training(optimizer).skipped
             training.count(*self.seen.counts(optimizer))
             if training.skipped > skipped:  # running averages know of no skips
-                training.look_again()
+                training.look_again((training.applied + training.skipped, self.seen.steps))
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Look whether there is any gradient in it."""
@@ -276,7 +289,7 @@ class Outcome(Detector):
         params = {id(param): param for param in (*own, *self.seen.params(optimizer))}
         tensors = [*params.values(), *_averages(tuple(self.seen.roots), params)]
         size, training = largest(tensors), self._training(optimizer)
-        training.tensors = [weakref.ref(tensor) for tensor in tensors]
+        training.tensors, training.weights = [*map(weakref.ref, tensors)], len(params)
         self._losses.forget()
         if size is not None:
             step = sum(self.seen.counts(optimizer))
@@ -347,8 +360,7 @@ class Outcome(Detector):
         bad = training.state.latest
         if bad and not any(other.shares(training) for other in later):
             step, _ = training.state.began
-            whose = f"weights, or running averages of its model, are not finite since step {step}"
-            what = f"{training.name}'s {whose}, for {bad} steps."
+            what = f"{training.bad_part} are not finite since step {step}, for {bad} steps."
             self.report(BAD_WEIGHTS, number, what, where=training.at, step=step, steps=bad)
         zero = training.gradients.latest
         if zero and zero >= min(_LAST, training.gradients.total):
