@@ -686,6 +686,23 @@ for step in range(16):
     opt.step()
     with torch.no_grad():
         torch._foreach_copy_(list(model.parameters()), masters)
+## masters by hand in several sizes
+def trial(width):
+    model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 4)).half()
+    masters = [p.detach().clone().float().requires_grad_() for p in model.parameters()]
+    opt = torch.optim.SGD(masters, lr=0.1)
+    for step in range(9):
+        x, y = batch()
+        model.zero_grad()
+        (F.cross_entropy(model(x.half()).float(), y) * 128.0).backward()
+        for m, p in zip(masters, model.parameters()):
+            m.grad = p.grad.float() / 128.0
+        opt.step()
+        with torch.no_grad():
+            for m, p in zip(masters, model.parameters()):
+                p.copy_(m)
+for width in (32, 48, 16, 64, 33):
+    trial(width)
 ## checkpointed activations
 from torch.utils.checkpoint import checkpoint
 body, head, scaler = net(16, 16), nn.Linear(16, 4), Scaler()

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import stored_grad
-from preamp.doctor.detector import Detector, Findings
+from preamp.doctor.detector import ByOptimizer, Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, current_places, define_rule
 from preamp.doctor.seen import Moment, Seen, Source, Streak, largest
 from preamp.kernels.autograd import Gradients, has_hooks, reached_from, watch_gradients
@@ -180,10 +180,8 @@ class Outcome(Detector):
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
-        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Training] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._all: list[_Training] = []
+        self._trainings = ByOptimizer(self._training)
+        self._all = self._trainings.all
         self._losses = _Losses(seen)
         self._hooks: list[RemovableHandle] = []
         self._underflow: torch.Tensor | None = None  # whether a gradient has become zero
@@ -195,13 +193,8 @@ class Outcome(Detector):
         self._failed_at: Place | None = None
 
     def _training(self, optimizer: torch.optim.Optimizer) -> _Training:
-        training = self._known.get(optimizer)
-        if training is None:
-            facts = self.seen.facts(optimizer)
-            training = _Training(type(optimizer).__name__, facts.made, facts.lines)
-            self._known[optimizer] = training
-            self._all.append(training)
-        return training
+        facts = self.seen.facts(optimizer)
+        return _Training(type(optimizer).__name__, facts.made, facts.lines)
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """A script that only evaluates makes none."""
@@ -237,7 +230,7 @@ class Outcome(Detector):
             self._hooks.pop().remove()
         is_training = any(root.training for root in tuple(self.seen.roots))
         for optimizer in tuple(self.seen.optimizers):
-            training = self._training(optimizer)
+            training = self._trainings[optimizer]
             training.count(*self.seen.counts(optimizer))
             if is_training and training.backwards < _SKIPPED and not self.seen.steps:
                 params = list(self.seen.params(optimizer))
@@ -261,14 +254,15 @@ class Outcome(Detector):
         """Count it now: when the run ends, the optimizer may be gone."""
         self._failed = 0
         for optimizer in tuple(self.seen.optimizers):
-            training, skipped = self._training(optimizer), self._training(optimizer).skipped
+            training = self._trainings[optimizer]
+            skipped = training.skipped
             training.count(*self.seen.counts(optimizer))
             if training.skipped > skipped:  # running averages know of no skips
                 training.look_again((training.applied + training.skipped, self.seen.steps))
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Look whether there is any gradient in it."""
-        training = self._training(optimizer)
+        training = self._trainings[optimizer]
         training.at = training.at or current_place()
         training.last = self.seen.steps
         training.first = training.last if training.first < 0 else training.first
@@ -288,7 +282,7 @@ class Outcome(Detector):
         own = [param for group in optimizer.param_groups for param in group["params"]]
         params = {id(param): param for param in (*own, *self.seen.params(optimizer))}
         tensors = [*params.values(), *_averages(tuple(self.seen.roots), params)]
-        size, training = largest(tensors), self._training(optimizer)
+        size, training = largest(tensors), self._trainings[optimizer]
         training.tensors, training.weights = [*map(weakref.ref, tensors)], len(params)
         self._losses.forget()
         if size is not None:
@@ -328,7 +322,7 @@ class Outcome(Detector):
 
     def run_ended(self) -> None:
         """Report trainings that came to nothing, or destroyed what they trained."""
-        for optimizer, training in tuple(self._known.items()):
+        for optimizer, training in self._trainings.alive():
             training.count(*self.seen.counts(optimizer))
             self._failed += self.seen.facts(optimizer).is_inside
         self._look_again(self._all)
