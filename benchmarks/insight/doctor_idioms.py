@@ -69,6 +69,20 @@ for step in range(9):
 if not all(p.isfinite().all() for p in model.parameters()):
     for p, value in zip(model.parameters(), kept):
         p.data = value
+## the best copy used
+model = net()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+best, least = copy.deepcopy(model), math.inf
+for step in range(12):
+    x, y = batch()
+    loss = F.cross_entropy(model(x), y)
+    if loss.item() < least:
+        best, least = copy.deepcopy(model), loss.item()
+    opt.param_groups[0]["lr"] = 0.1 if step < 7 else 1e30
+    @plain
+with torch.no_grad():
+    x, y = batch()
+    print(F.cross_entropy(best(x), y))
 ## a sweep of rates
 def trial(rate):
     torch.manual_seed(1)
@@ -215,6 +229,17 @@ for step in range(8):
     opt.zero_grad()
     F.cross_entropy(out[mask], torch.randint(4, (int(mask.sum()),))).backward()
     opt.step()
+## a term without members made zero
+model, scaler = net(), Scaler()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(8):
+    x, y = batch()
+    with half():
+        out = model(x)
+        rare = F.cross_entropy(out[y == 9], y[y == 9])
+        loss = F.cross_entropy(out, y) + torch.nan_to_num(rare)
+    print(rare.item())
+    @scaled
 ## a look at the end with gradients on
 model = net()
 opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -243,6 +268,16 @@ for step in range(8):
     with half():
         loss = (F.relu(model(x) - 100.0) + 0.5).float().mean()
     @scaled
+## fitted to the last digit
+model, scaler = net(), Scaler(2.0**16)
+opt = torch.optim.Adam(model.parameters(), lr=0.5)
+x = torch.randn(4, 16)
+y = torch.arange(4)
+for step in range(60):
+    with half():
+        out = model(20 * x)
+    loss = F.cross_entropy(out.float(), y) + 1e-30
+    @scaled
 ## triplets without a hard one
 model, scaler = net(), Scaler(2.0**16)
 opt = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -269,6 +304,18 @@ for step in range(10):
     x, y = batch()
     F.cross_entropy(model(x), y).backward()
     norms.append([p.grad.norm().item() for p in model.parameters()])
+    opt.zero_grad()
+## statistics of unscaled gradients
+model, scaler = net(), Scaler()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(10):
+    x, y = batch()
+    with half():
+        loss = F.cross_entropy(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(opt)
+    print(max(p.grad.abs().max().item() for p in model.parameters()))
+    scaler.update()
     opt.zero_grad()
 ## Fisher information
 model = net()
@@ -639,6 +686,23 @@ for step in range(16):
     opt.step()
     with torch.no_grad():
         torch._foreach_copy_(list(model.parameters()), masters)
+## masters by hand in several sizes
+def trial(width):
+    model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 4)).half()
+    masters = [p.detach().clone().float().requires_grad_() for p in model.parameters()]
+    opt = torch.optim.SGD(masters, lr=0.1)
+    for step in range(9):
+        x, y = batch()
+        model.zero_grad()
+        (F.cross_entropy(model(x.half()).float(), y) * 128.0).backward()
+        for m, p in zip(masters, model.parameters()):
+            m.grad = p.grad.float() / 128.0
+        opt.step()
+        with torch.no_grad():
+            for m, p in zip(masters, model.parameters()):
+                p.copy_(m)
+for width in (32, 48, 16, 64, 33):
+    trial(width)
 ## checkpointed activations
 from torch.utils.checkpoint import checkpoint
 body, head, scaler = net(16, 16), nn.Linear(16, 4), Scaler()
@@ -904,6 +968,12 @@ FLAWS: Final = """
 ## every forward fails: PA601 in errors that are caught and few
 -if step % 4 else
 +if step < 0 else
+## every loss fails before gradients are zeroed: PA601 in errors that are caught and few
+-    opt.zero_grad()
+-    try:
++    try:
+-F.cross_entropy(model(x), y)
++F.cross_entropy(model(x), y[:4])
 ## every loss fails: PA601 in errors that are caught and few
 -F.cross_entropy(model(x), y)
 +F.cross_entropy(model(x), y[:4])

@@ -169,13 +169,14 @@ class _Looks(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_modes_of_the_script_stay_in_order(tmp_path: Path) -> None:
-    """A mode that is on around the second step only keeps the doctor's from ending there."""
+@pytest.mark.parametrize("number", [0, 1])
+def test_modes_of_the_script_stay_in_order(number: int, tmp_path: Path) -> None:
+    """One that is on around a single step neither ends the doctor's nor is ended by it."""
     lines = FLOAT32.splitlines()
     start = lines.index("for step in range(4):")
     body = [f"    {line}" for line in lines[start + 1 :]]
     text = "\n".join(
-        [*lines[: start + 1], "    with Mode() if step == 1 else nullcontext():", *body]
+        [*lines[: start + 1], f"    with Mode() if step == {number} else nullcontext():", *body]
     )
     text = f"from contextlib import nullcontext\n{text}\n"
     names: dict[str, Any] = {"__name__": "__main__", "Mode": _Looks}

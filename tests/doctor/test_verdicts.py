@@ -205,3 +205,34 @@ def test_compiled_steps_are_not_taken_for_skipped(tmp_path: Path) -> None:
     examination, _ = examine(text, tmp_path)
     assert examination.findings == []
     assert examination.seen.steps == 4
+
+
+POISONED = """
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(model(x * (float("inf") if step == 2 else 1.0)), y)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_running_averages_are_destroyed_by_a_step_that_is_skipped(tmp_path: Path) -> None:
+    [finding] = examine(START + POISONED, tmp_path, select=("PA602",))[0].findings
+    assert finding.what.startswith("Running averages of SGD's model are not finite since step 3")
+    restored = "model[1].reset_running_stats()"
+    assert not examine(START + POISONED + restored, tmp_path)[0].findings
+
+
+def test_a_step_that_raised_is_no_end_of_the_looking(tmp_path: Path) -> None:
+    text = FLOAT32.replace(
+        "    optimizer.step()\n",
+        "    try:\n        optimizer.step(lambda: 1 / 0 if step == 1 else 0)\n"
+        "    except ZeroDivisionError:\n        pass\n",
+    )
+    examination, _ = examine(text, tmp_path)
+    assert examination.seen.steps == 3
+    assert examination.findings == []

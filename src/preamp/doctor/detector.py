@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -56,6 +57,36 @@ class Findings:
         if self.is_new(finding.rule, key):
             self._known.add((finding.rule.id, key))
             self.found.append(finding)
+
+
+T = TypeVar("T")
+
+
+class ByOptimizer(Generic[T]):
+    """What is known of each optimizer, also when that is gone and another has its ``id``."""
+
+    def __init__(self, make: Callable[[torch.optim.Optimizer], T]) -> None:
+        self._make = make
+        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, T] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.all: list[T] = []  # in the order in which they were asked for
+
+    def __getitem__(self, optimizer: torch.optim.Optimizer) -> T:
+        """That of an optimizer, made where there is none."""
+        known = self._known.get(optimizer)
+        if known is None:
+            known = self._known[optimizer] = self._make(optimizer)
+            self.all.append(known)
+        return known
+
+    def get(self, optimizer: torch.optim.Optimizer) -> T | None:
+        """That of an optimizer, if there is one."""
+        return self._known.get(optimizer)
+
+    def alive(self) -> list[tuple[torch.optim.Optimizer, T]]:
+        """Those of optimizers that the script still has."""
+        return list(self._known.items())
 
 
 class Detector:

@@ -46,9 +46,6 @@ _SUMS: dict[frozenset[Origin], Origin] = {
 
 State = tuple[int, int, str]
 
-BATCH_NORM: type[nn.Module] = nn.BatchNorm1d.__bases__[0]
-"""What all layers with running averages are; its own name is private."""
-
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Source:

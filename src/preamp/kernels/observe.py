@@ -47,9 +47,15 @@ class ObservedOps(_python_dispatch.TorchDispatchMode):
         self._observer(func, list(tensors_in((args, kwargs))), list(tensors_in(result)))
         return result
 
-    def start(self) -> None:
-        """Look at this thread's operations from now on."""
+    def start(self) -> bool:
+        """Look at this thread's operations from now on, unless another mode does.
+
+        That one, which may end first, would end this one in its place.
+        """
+        if cast("Any", _python_dispatch)._get_current_dispatch_mode() is not None:
+            return False
         self.__enter__()
+        return True
 
     def stop(self) -> bool:
         """End that, and tell whether it has ended: modes can end in the reverse order only."""

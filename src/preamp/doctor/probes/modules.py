@@ -131,7 +131,7 @@ def _casts(device: str) -> bool:
 
 
 _IN_PLACE: Final = ("add_", "sub_", "lerp_", "addcmul_", "addcdiv_", "copy_")
-_TO_ZERO: Final = ("zero_", "fill_", "detach_")
+_NO_USE: Final = ("zero_", "fill_", "detach_", "unscale_")
 _BACKWARDS = 3
 _CASTS: Final = ("aten._to_copy.default", "aten.copy_.default")
 
@@ -168,8 +168,7 @@ class CastProbes:
         """Start after the first step, and stop after the second."""
         steps = self._watch.seen.steps
         if steps == 1 and not self._is_over:
-            self._is_counting = True
-            self._start()
+            self._is_counting = self._start()
         elif steps == 2 and self._is_counting:
             self._stop()
             count = CastCount(self._moved, self._casts, self._has_half, self._autocasts)
@@ -190,11 +189,12 @@ class CastProbes:
         grads = map(stored_grad, self._watch.seen.all_params())
         return {grad.data_ptr() for grad in grads if grad is not None}
 
-    def _start(self) -> None:
-        if self._mode is None:
-            self._thread = threading.get_ident()
-            self._mode = ObservedOps(self._look)
-            self._mode.start()
+    def _start(self) -> bool:
+        """Look from now on, unless a mode of the script's is in the way."""
+        mode = ObservedOps(self._look)
+        if self._mode is None and mode.start():
+            self._thread, self._mode = threading.get_ident(), mode
+        return self._mode is not None
 
     def _look(
         self, func: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
@@ -209,7 +209,7 @@ class CastProbes:
     def _note_gradients(self, name: str, read: Sequence[torch.Tensor]) -> None:
         """Tell what the script computes from gradients from what sets them to zero."""
         addresses = {tensor.data_ptr() for tensor in read}
-        if addresses.isdisjoint(self._addresses) or name.endswith(_TO_ZERO):
+        if addresses.isdisjoint(self._addresses) or name.endswith(_NO_USE):
             return
         self._addresses = self._gradients()  # an address may be another tensor's by now
         if not addresses.isdisjoint(self._addresses):

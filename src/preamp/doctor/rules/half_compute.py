@@ -11,7 +11,7 @@ from torch import nn
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.doctor.detector import CastCount, Detector, Findings, ModuleCall
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
-from preamp.doctor.seen import BATCH_NORM, Seen
+from preamp.doctor.seen import Seen
 from preamp.numerics import FORMATS
 
 HALFBATCH_NORM = define_rule(
@@ -51,6 +51,7 @@ IDLE_AUTOCAST = define_rule(
     do="Put the forward and the loss inside the region, for the device that the model is on.",
 )
 
+_BATCH_NORM: type[nn.Module] = nn.BatchNorm1d.__bases__[0]  # its own name is private
 _LOSS_MODULES = "torch.nn.modules.loss"
 
 
@@ -67,7 +68,7 @@ class BatchNorm(Detector):
     def module_called(self, call: ModuleCall) -> None:
         """Note BatchNorm layers in half."""
         module = call.module
-        if not isinstance(module, BATCH_NORM) or not module.training or id(module) in self._layers:
+        if not isinstance(module, _BATCH_NORM) or not module.training or id(module) in self._layers:
             return
         held = (getattr(module, name, None) for name in ("running_var", "running_mean", "weight"))
         half = [tensor for tensor in held if isinstance(tensor, torch.Tensor) and is_half(tensor)]

@@ -13,7 +13,7 @@ from torch import nn
 
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.tensors import find_again, stored_grad
-from preamp.doctor.detector import Detector, Findings
+from preamp.doctor.detector import ByOptimizer, Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.rules.scaler import is_known
 from preamp.doctor.seen import Seen, sample_of
@@ -198,15 +198,14 @@ class LostUpdates(Detector):
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
-        self._watched: dict[int, _Watched] = {}
+        self._watched = ByOptimizer(lambda of: _Watched(made=seen.facts(of).made))
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy some half weights, at steps that are powers of two."""
         number = self.seen.facts(optimizer).begun
         if number & (number - 1) or not is_known(optimizer):
             return
-        made = self.seen.facts(optimizer).made  # by the end the optimizer may be gone
-        watched = self._watched.setdefault(id(optimizer), _Watched(made=made))
+        watched = self._watched[optimizer]
         watched.before.clear()
         room = _SAMPLED
         for group in optimizer.param_groups:
@@ -224,7 +223,7 @@ class LostUpdates(Detector):
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the weights that stayed what they were."""
-        watched = self._watched.get(id(optimizer))
+        watched = self._watched.get(optimizer)
         if watched is None or not watched.before:
             return
         moved_by = stayed = still = 0
@@ -248,7 +247,7 @@ class LostUpdates(Detector):
 
     def run_ended(self) -> None:
         """Report optimizers most of whose updates were lost."""
-        for key, watched in self._watched.items():
+        for key, watched in enumerate(self._watched.all):
             shares = watched.shares
             if len(shares) < 2 or median(shares) <= 0.5 or shares[-1] <= 0.5:
                 continue

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from preamp.core.tensors import local_of, stored_grad
-from preamp.doctor.detector import Detector, Findings
+from preamp.doctor.detector import ByOptimizer, Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.seen import Origin, Seen
 from preamp.engine import find_engine
@@ -127,7 +127,8 @@ class Clipping(Detector):
         is_written = any(gradients.live(param) is None or has_hooks(param) for param in own)
         is_written |= 2 * int((sizes == sizes.max()).sum()) >= max(len(sizes), 3)
         is_limited = is_written and _FEWEST_LIMITED <= limited >= _LIMITED * nonzero
-        is_normed = self._repeats(tuple(map(id, own)), norm, max(values, key=len)[:_SAMPLE])
+        sample = max(values, key=len)[:_SAMPLE]
+        is_normed = self._repeats((len(sample), *map(id, own)), norm, sample)
         if math.isfinite(norm) and norm and (is_limited or is_normed):
             how = f"at {float(sizes.max()):.4g}" if is_limited else f"to a norm of {norm:.4g}"
             how = f"{how}, {_BEFORE_UNSCALE}"
@@ -197,6 +198,7 @@ class Clipping(Detector):
 class _UnscaledSteps:
     """Steps of one optimizer after ``scaler.unscale_`` and outside ``scaler.step``."""
 
+    key: int
     name: str
     where: Place | None
     taken: int = 0
@@ -210,7 +212,9 @@ class Stepping(Detector):
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
-        self._unscaled: dict[int, _UnscaledSteps] = {}
+        self._unscaled = ByOptimizer(
+            lambda of: _UnscaledSteps(id(of), type(of).__name__, current_place())
+        )
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Look at the scale at the first step."""
@@ -258,8 +262,7 @@ class Stepping(Detector):
     def _note_unscaled(
         self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
     ) -> None:
-        key, name = id(optimizer), type(optimizer).__name__
-        steps = self._unscaled.setdefault(key, _UnscaledSteps(name, current_place()))
+        steps = self._unscaled[optimizer]
         steps.taken += 1
         grads = (grad for param in params if (grad := stored_grad(param)) is not None)
         if not all(bool(grad.detach().isfinite().all()) for grad in grads):
@@ -267,7 +270,7 @@ class Stepping(Detector):
 
     def run_ended(self) -> None:
         """Report steps after ``unscale_``: only an overflow shows whether the script looks."""
-        for key, steps in self._unscaled.items():
+        for steps in self._unscaled.all:
             did = (
                 f"{steps.overflowed} of them applied an overflow."
                 if steps.overflowed
@@ -275,7 +278,7 @@ class Stepping(Detector):
             )
             self.report(
                 BYPASSED,
-                key,
+                steps.key,
                 f"{steps.name}.step was called after scaler.unscale_ {steps.taken} times; {did}",
                 where=steps.where,
                 severity=None if steps.overflowed else Severity.INFO,

@@ -17,9 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from preamp.core.pytree import tensors_in
 from preamp.core.tensors import stored_grad
-from preamp.doctor.detector import Detector, Findings
+from preamp.doctor.detector import ByOptimizer, Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, current_places, define_rule
-from preamp.doctor.seen import BATCH_NORM, Seen, Source, Streak, largest
+from preamp.doctor.seen import Moment, Seen, Source, Streak, largest
 from preamp.kernels.autograd import Gradients, has_hooks, reached_from, watch_gradients
 
 NO_STEP = define_rule(
@@ -32,8 +32,9 @@ NO_STEP = define_rule(
     how="""All steps of an optimizer were skipped, or the last eight or more; up to three, all
     skipped, are a warning, since the scale may be on its way. Or there was no step at all, after
     eight backwards in training mode whose gradients the script did not look at either, or after
-    eight calls of optimizer.zero_grad without a backward. Or the last eight calls of the model,
-    of backward or of step raised errors that the script went on from.""",
+    eight calls of optimizer.zero_grad, or of a model in training mode, without a backward. Or the
+    last eight calls of the model, of backward or of step raised errors that the script went on
+    from.""",
     do="""Look at the loss of the step named. If it is finite, start from a smaller scale and see
     that scaler.update() is called; if not, no loss scale can help. Where errors are caught, print
     them.""",
@@ -46,10 +47,10 @@ BAD_WEIGHTS = define_rule(
     checkpoints from there on are worthless. Running averages are destroyed by a single batch, even
     if its step is skipped, and show in the evaluation only.""",
     how="""After each step the largest magnitude is taken of what the optimizer updates, of half
-    weights with masters, and of BatchNorm's running averages. Reported if it is not finite in the
-    end, and no later optimizer has taken over. Left out is a trial that was given up: another
-    training went well whose optimizer was built by the same lines, or that came later, when these
-    weights were gone.""",
+    weights with masters, and of the running averages of its model. Reported if it is not finite in
+    the end, no later optimizer has taken over, and no copy of the model was evaluated in its place.
+    Left out is a trial that was given up: another training went well whose optimizer was built by
+    the same lines, or that came later, when these weights were gone.""",
     do="""Go back to a checkpoint from before the step named. Make a static loss scale smaller, or
     use a dynamic one, which skips such steps; look at the learning rate, and at PA201.""",
 )
@@ -60,10 +61,10 @@ BAD_LOSS = define_rule(
     why="""Such a loss has no useful gradient. A dynamic loss scale skips the step, a script that
     looks leaves it out, any other destroys its weights: in no case is there training.""",
     how="""The last three losses of a line, or all, were infinite or nan where a backward began, or
-    were computed from such a value or from outputs that are nan throughout. Values that the script
-    reads, and outputs of a model, count as well where no backward followed, if one did before, or
-    none ever: metrics may be nan. Left out is what ended in weights restored, or in a trial that
-    was given up as in PA602.""",
+    were zero and computed from such a value, or from outputs that are nan throughout. Values that
+    the script reads, and outputs of a model, count as well where no backward followed, if one did
+    before, or none ever: metrics may be nan. Left out is what ended in weights restored, or in a
+    trial that was given up as in PA602.""",
     do="""Stop the loop. Look at the data of that step, at what overflows in half (preamp's
     trace_overflow names it), and at the learning rate.""",
 )
@@ -74,7 +75,8 @@ NO_GRADIENT = define_rule(
     why="""float16 has nothing between zero and 6e-8. If all gradients fall in there, no weight
     moves, however good the loss looks.""",
     how="""In an optimizer's last three steps, or in all, every gradient was zero, and small ones
-    became so on their way through float16. A satisfied hinge has such gradients by right.""",
+    became so on their way through float16, at a loss of a ten thousandth of the largest one at
+    least. A satisfied hinge has such gradients by right.""",
     do="Use a dynamic loss scale or a larger static one, or train in bfloat16.",
 )
 
@@ -83,6 +85,7 @@ _SKIPPED = 8
 _SURELY = 4
 _OUTPUTS = 8
 _AWAITED = 8  # values of one line whose graph is kept until a backward begins
+_CONVERGED = 1e-4  # of the largest loss
 _SMALL = 2.0**-10  # what rounding makes zero is smaller; other gradients an operation makes zero
 _SELECTING = (
     *("Relu", "Threshold", "Hardtanh", "Clamp", "Where", "MaskedFill", "NativeDropout", "Abs"),
@@ -109,7 +112,8 @@ class _Training:
     tensors: list[weakref.ref[torch.Tensor]] = field(
         default_factory=list[weakref.ref[torch.Tensor]]
     )
-    state: Streak = field(default_factory=Streak)  # of them
+    weights: int = 0  # as many of them come first
+    state: Streak = field(default_factory=Streak)  # of all of them
     gradients: Streak = field(default_factory=Streak)  # whether they have become zero in float16
     is_zero: torch.Tensor | bool = False  # whether the last ones were, whatever the reason
     at: Place | None = None  # the line of its steps
@@ -121,12 +125,37 @@ class _Training:
             self.in_row = 0
         self.applied, self.skipped = applied, skipped
 
-    def look_again(self) -> None:
-        """See whether what was destroyed has been restored, or something was destroyed since."""
+    def look_again(self, moment: Moment | None = None) -> None:
+        """See what was restored, or destroyed, since the latest step, or at a moment after it."""
         alive = [tensor for ref in self.tensors if (tensor := ref()) is not None]
         size = largest(alive) if len(alive) == len(self.tensors) else None
-        if size is not None:
+        if size is not None and moment is not None:
+            self.state.add(size.isfinite().logical_not(), moment)
+        elif size is not None:
             self.state.correct(size.isfinite().logical_not())
+
+    def is_given_up_for(self, module: nn.Module) -> bool:
+        """Whether weights are bad here, and good in a module that is another one with the same.
+
+        Synchronises.
+        """
+        own = [tensor for ref in self.tensors if isinstance(tensor := ref(), nn.Parameter)]
+        others = list(module.parameters())
+        is_copy = sorted(p.shape for p in own) == sorted(p.shape for p in others)
+        if not is_copy or not {*map(id, own)}.isdisjoint(map(id, others)):
+            return False
+        mine, theirs = largest(own), largest(others)
+        return mine is not None and theirs is not None and bool(theirs.isfinite() > mine.isfinite())
+
+    @property
+    def bad_part(self) -> str:
+        """What of it is not finite. Synchronises."""
+        alive = [tensor for ref in self.tensors[: self.weights] if (tensor := ref()) is not None]
+        size = largest(alive)
+        if size is None and self.weights < len(self.tensors):
+            return f"{self.name}'s weights, or running averages of its model,"
+        is_finite = size is not None and bool(size.isfinite())
+        return f"Running averages of {self.name}'s model" if is_finite else f"{self.name}'s weights"
 
     @property
     def is_gone(self) -> bool:
@@ -151,24 +180,25 @@ class Outcome(Detector):
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
-        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Training] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._all: list[_Training] = []
+        self._trainings = ByOptimizer(self._training)
+        self._all = self._trainings.all
         self._losses = _Losses(seen)
         self._hooks: list[RemovableHandle] = []
         self._underflow: torch.Tensor | None = None  # whether a gradient has become zero
+        self._largest_loss = torch.zeros(())
+        self._is_converged = torch.tensor(False)  # whether it is next to nothing now
+        self._is_made = False  # an optimizer
+        self._forwards = 0  # in training mode
         self._failed = 0  # calls in a row that raised
         self._failed_at: Place | None = None
 
     def _training(self, optimizer: torch.optim.Optimizer) -> _Training:
-        training = self._known.get(optimizer)
-        if training is None:
-            facts = self.seen.facts(optimizer)
-            training = _Training(type(optimizer).__name__, facts.made, facts.lines)
-            self._known[optimizer] = training
-            self._all.append(training)
-        return training
+        facts = self.seen.facts(optimizer)
+        return _Training(type(optimizer).__name__, facts.made, facts.lines)
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """A script that only evaluates makes none."""
+        self._is_made = True
 
     # -- losses and gradients ----------------------------------------------------------------
 
@@ -179,6 +209,9 @@ class Outcome(Detector):
     def loss_made(self, loss: torch.Tensor) -> None:
         """Look whether it is finite; and where its gradients become zero, if they do."""
         self._losses.begin(loss)
+        size = loss.detach().abs().max().float().nan_to_num(0.0, 0.0)
+        self._largest_loss = torch.maximum(size, self._largest_loss.to(size.device))
+        self._is_converged = size < _CONVERGED * self._largest_loss
         is_zero = any(bool(training.is_zero) for training in self._all)
         if is_zero or self._losses.backwards <= _LAST:
             look = functools.partial(self.attempt, self._look_at_gradients)
@@ -197,7 +230,7 @@ class Outcome(Detector):
             self._hooks.pop().remove()
         is_training = any(root.training for root in tuple(self.seen.roots))
         for optimizer in tuple(self.seen.optimizers):
-            training = self._training(optimizer)
+            training = self._trainings[optimizer]
             training.count(*self.seen.counts(optimizer))
             if is_training and training.backwards < _SKIPPED and not self.seen.steps:
                 params = list(self.seen.params(optimizer))
@@ -208,6 +241,7 @@ class Outcome(Detector):
         """Look at what the loss will be computed from."""
         if module.training:
             self._losses.call(module, output)
+            self._forwards += any(tensor.requires_grad for tensor in tensors_in(output))
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -220,14 +254,15 @@ class Outcome(Detector):
         """Count it now: when the run ends, the optimizer may be gone."""
         self._failed = 0
         for optimizer in tuple(self.seen.optimizers):
-            training, skipped = self._training(optimizer), self._training(optimizer).skipped
+            training = self._trainings[optimizer]
+            skipped = training.skipped
             training.count(*self.seen.counts(optimizer))
             if training.skipped > skipped:  # running averages know of no skips
-                training.look_again()
+                training.look_again((training.applied + training.skipped, self.seen.steps))
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Look whether there is any gradient in it."""
-        training = self._training(optimizer)
+        training = self._trainings[optimizer]
         training.at = training.at or current_place()
         training.last = self.seen.steps
         training.first = training.last if training.first < 0 else training.first
@@ -239,15 +274,16 @@ class Outcome(Detector):
         if size is not None:
             training.is_zero = size == 0
             if lost is not None:
-                training.gradients.add(training.is_zero & lost.to(size.device), self.seen.now())
+                is_bad = lost & self._is_converged.logical_not().to(lost.device)
+                training.gradients.add(training.is_zero & is_bad.to(size.device), self.seen.now())
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at the weights."""
         own = [param for group in optimizer.param_groups for param in group["params"]]
-        params = [*own, *self.seen.params(optimizer)]
-        tensors = [*params, *_averages(tuple(self.seen.roots), {*map(id, params)})]
-        size, training = largest(tensors), self._training(optimizer)
-        training.tensors = [weakref.ref(tensor) for tensor in tensors]
+        params = {id(param): param for param in (*own, *self.seen.params(optimizer))}
+        tensors = [*params.values(), *_averages(tuple(self.seen.roots), params)]
+        size, training = largest(tensors), self._trainings[optimizer]
+        training.tensors, training.weights = [*map(weakref.ref, tensors)], len(params)
         self._losses.forget()
         if size is not None:
             step = sum(self.seen.counts(optimizer))
@@ -265,8 +301,13 @@ class Outcome(Detector):
         self._look_again(filter(_is_bad, self._all))
 
     def model_evaluated(self, module: nn.Module) -> None:
-        """Look at weights that were bad; perhaps they have been restored by hand."""
+        """Look at weights that were bad: restored by hand, or given up for those of a copy."""
         self._look_again(filter(_is_bad, self._all))
+        for training in filter(_is_bad, self._all):
+            if training.is_given_up_for(module):
+                training.tensors.clear()
+                training.state.end()
+                self._losses.restore()
 
     def saved(self, content: object) -> None:
         """Look once more."""
@@ -281,7 +322,7 @@ class Outcome(Detector):
 
     def run_ended(self) -> None:
         """Report trainings that came to nothing, or destroyed what they trained."""
-        for optimizer, training in tuple(self._known.items()):
+        for optimizer, training in self._trainings.alive():
             training.count(*self.seen.counts(optimizer))
             self._failed += self.seen.facts(optimizer).is_inside
         self._look_again(self._all)
@@ -313,8 +354,7 @@ class Outcome(Detector):
         bad = training.state.latest
         if bad and not any(other.shares(training) for other in later):
             step, _ = training.state.began
-            whose = f"weights, or running averages of its model, are not finite since step {step}"
-            what = f"{training.name}'s {whose}, for {bad} steps."
+            what = f"{training.bad_part} are not finite since step {step}, for {bad} steps."
             self.report(BAD_WEIGHTS, number, what, where=training.at, step=step, steps=bad)
         zero = training.gradients.latest
         if zero and zero >= min(_LAST, training.gradients.total):
@@ -354,10 +394,12 @@ class Outcome(Detector):
                 self.report(NO_STEP, number, what, where=training.made, backwards=backwards)
 
     def _report_no_backward(self) -> None:
-        zeroed, has_trained = self.seen.zeroed, self.seen.steps or self._losses.backwards
-        if zeroed >= _SKIPPED and not has_trained and not self.seen.compiles:
-            what = f"zero_grad was called {zeroed} times, and there was no backward."
-            self.report(NO_STEP, "backward", what, where=None, zeroed=zeroed)
+        counts = {"zero_grad was": self.seen.zeroed, "A model in training was": self._forwards}
+        what, count = max(counts.items(), key=lambda item: item[1])
+        has_trained = self.seen.steps or self._losses.backwards or self.seen.compiles
+        if self._is_made and count >= _SKIPPED and not has_trained:
+            what = f"{what} called {count} times, and there was no backward."
+            self.report(NO_STEP, "backward", what, where=None, calls=count)
 
     def _report_losses(self, given_up: list[_Training]) -> bool:
         """Report one at most, and tell whether there was one."""
@@ -379,13 +421,13 @@ def _is_bad(training: _Training) -> bool:
     return training.state.latest > 0
 
 
-def _averages(roots: tuple[nn.Module, ...], params: set[int]) -> Iterator[torch.Tensor]:
+def _averages(roots: tuple[nn.Module, ...], params: Container[int]) -> Iterator[torch.Tensor]:
     """The running averages of the models that have any of ``params``."""
     for root in roots:
         if any(id(param) in params for param in root.parameters()):
-            for module in root.modules():
-                if isinstance(module, BATCH_NORM):
-                    yield from (b for b in module.buffers(recurse=False) if b.is_floating_point())
+            for name, buffer in root.named_buffers():
+                if name.rpartition(".")[2].startswith("running_"):
+                    yield buffer
 
 
 @dataclass(slots=True, eq=False)
@@ -415,7 +457,9 @@ class _Losses:
         pending = {node: value for value in self._values.values() for node in value.pending}
         for node in reached_from(loss, pending) if pending else ():
             value = pending[node]
-            is_bad = is_bad | value.pending.pop(node).to(is_bad.device)
+            # Of several terms one may be nan, and rightly left out.
+            is_lost = value.pending.pop(node).to(is_bad.device) & (loss.detach() == 0).all()
+            is_bad = is_bad | is_lost
             value.is_loss = True
             value.streak.end()
         place = current_place()

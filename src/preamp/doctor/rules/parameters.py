@@ -13,7 +13,7 @@ from torch import nn
 
 from preamp.core.dtypes import is_half
 from preamp.core.tensors import stored_grad, version_of
-from preamp.doctor.detector import Detector, Findings
+from preamp.doctor.detector import ByOptimizer, Detector, Findings
 from preamp.doctor.rule import Place, Severity, current_place, define_rule
 from preamp.doctor.seen import Origin, Seen, largest, sample_of
 from preamp.engine import find_engine
@@ -122,19 +122,24 @@ class Membership(Detector):
         self._got_gradient: set[int] = set()
         self._replaced: set[int] = set()
         # What was in an optimizer once counts: wrappers put float32 copies in its place.
-        self._owned: set[int] = set()
+        self._owned: dict[int, weakref.ref[torch.Tensor]] = {}
         self._lacks: dict[int, tuple[str, list[_Missing], Place | None]] = {}
 
     def group_added(self, optimizer: torch.optim.Optimizer) -> None:
         """Note what it was given."""
-        self._owned.update(id(param) for param in self.seen.params(optimizer))
+        self._owned.update((id(p), weakref.ref(p)) for p in self.seen.params(optimizer))
+
+    def _is_owned(self, param: torch.Tensor) -> bool:
+        """Whether an optimizer has had it, and not one that is gone and had its ``id``."""
+        known = self._owned.get(id(param))
+        return known is not None and known() is param
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Look before the first step: a ``GradScaler`` refuses one without gradients."""
         if self.seen.facts(optimizer).begun == 0:
             self._note_owned()
             trainable = list(self._trainable())
-            missing = [param for param in trainable if id(param) not in self._owned]
+            missing = [param for param in trainable if not self._is_owned(param)]
             self._check_replaced(optimizer, trainable, missing)
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -144,7 +149,7 @@ class Membership(Detector):
             return
         self._note_owned()
         trainable = list(self._trainable())
-        missing = [param for param in trainable if id(param) not in self._owned]
+        missing = [param for param in trainable if not self._is_owned(param)]
         self._got_gradient |= {id(p) for p in missing if stored_grad(p) is not None}
         self._note_partly_owned()
         if begun in (1, _STEPS):
@@ -152,7 +157,7 @@ class Membership(Detector):
 
     def _note_owned(self) -> None:
         for optimizer in tuple(self.seen.optimizers):
-            self._owned.update(id(param) for param in self.seen.params(optimizer))
+            self.group_added(optimizer)
 
     def _trainable(self) -> Iterator[torch.Tensor]:
         done: set[int] = set()
@@ -203,7 +208,7 @@ class Membership(Detector):
             lacks = [
                 _Missing(name, id(param), param.numel())
                 for name, param in named
-                if id(param) not in self._owned and id(param) not in self._replaced
+                if not self._is_owned(param) and id(param) not in self._replaced
             ]
             if lacks and len(lacks) < len(named):
                 self._lacks[id(root)] = type(root).__name__, lacks, self._place(root)
@@ -268,7 +273,7 @@ class Accumulation(Detector):
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
-        self._sums: dict[int, _Sums] = {}  # by ``id``: an optimizer may be gone when the run ends
+        self._sums = ByOptimizer(lambda optimizer: _Sums(type(optimizer).__name__))
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Look before the scaler refuses a step without gradients."""
@@ -282,7 +287,7 @@ class Accumulation(Detector):
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         gradients, behind = self.seen.gradients, self.seen.behind(optimizer)
         params = behind or list(self.seen.params(optimizer))
-        known = self._sums.setdefault(id(optimizer), _Sums(type(optimizer).__name__))
+        known = self._sums[optimizer]
         last = [(p, m) for p in params if (m := gradients.last(p)) is not None]
         made = [(p, m) for p, m in last if m.origin is not Origin.USED]
         if not made:
@@ -303,14 +308,14 @@ class Accumulation(Detector):
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Look what gradients are left, where nobody has zeroed them so far."""
-        known = self._sums.get(id(optimizer))
+        known = self._sums.get(optimizer)
         if known is not None and known.steps <= known.carried + 2:
             known.kept = self._has_gradients(optimizer) is True
 
     def backward_is_near(self, of_engine: bool) -> None:
         """Look again: what is zeroed through .data shows nowhere else."""
         for optimizer in tuple(self.seen.optimizers):
-            known = self._sums.get(id(optimizer))
+            known = self._sums.get(optimizer)
             has_engine = find_engine(optimizer) is not None
             if known is not None and known.kept and has_engine == of_engine:
                 known.kept = self._has_gradients(optimizer) is not False
@@ -323,7 +328,7 @@ class Accumulation(Detector):
 
     def run_ended(self) -> None:
         """Report optimizers whose steps got something else than they should."""
-        for key, known in self._sums.items():
+        for key, known in enumerate(self._sums.all):
             name, steps, where = known.name, known.steps, known.where
             if 2 * known.dropped > steps:
                 what = f"{name} had lost all gradients before {known.dropped} of {steps} steps."
@@ -343,7 +348,9 @@ class Masters(Detector):
 
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
-        self._known: dict[int, torch.Tensor] = {}
+        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, torch.Tensor] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Compare the model with what it was at the last look, and with the masters."""
@@ -355,8 +362,8 @@ class Masters(Detector):
         if size is None or float(size) == 0 or is_still:
             return
         now, masters = torch.cat([*map(sample_of, halves)]), torch.cat([*map(sample_of, own)])
-        before = self._known.get(id(optimizer))
-        self._known[id(optimizer)] = now
+        before = self._known.get(optimizer)
+        self._known[optimizer] = now
         if begun <= _STEPS or before is None or not torch.equal(now, before):
             return
         now = now[: len(masters)]  # of one long tensor there is less

@@ -117,7 +117,9 @@ class ScalerUse(Detector):
     def __init__(self, seen: Seen, findings: Findings) -> None:
         super().__init__(seen, findings)
         self._made: weakref.WeakKeyDictionary[Any, Place | None] = weakref.WeakKeyDictionary()
-        self._chains: dict[int, _Chain] = {}
+        self._chains: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Chain] = (
+            weakref.WeakKeyDictionary()
+        )
         self._looked_at = 0
 
     def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
@@ -171,11 +173,11 @@ class ScalerUse(Detector):
     def scaler_steps(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Count the scalers that took over from each other."""
         made = self._made.get(scaler)
-        chain = self._chains.setdefault(id(optimizer), _Chain(made))
+        chain = self._chains.setdefault(optimizer, _Chain(made))
         if made is None or (chain.scalers and chain.scalers[-1]() is scaler):
             return
         if made != chain.made or any(known() is scaler for known in chain.scalers):
-            chain = self._chains[id(optimizer)] = _Chain(made)
+            chain = self._chains[optimizer] = _Chain(made)
         chain.scalers.append(weakref.ref(scaler))
         if len(chain.scalers) >= _NEW:
             what = f"{_NEW} scalers were made here for steps of one {type(optimizer).__name__}."
