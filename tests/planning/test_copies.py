@@ -181,6 +181,25 @@ def test_what_cannot_be_copied_is_refused_by_name() -> None:
         report_of(task(lambda model, rows: model(next(rows)).float().mean(), batch))
 
 
+bound: Any = functools.partial(nn.functional.layer_norm, normalized_shape=(1,))
+again: Any = functools.partial(lambda model, batch, depth: around(model, batch, depth), depth=0)
+
+
+def around(model: nn.Module, batch: Any, depth: int = 1) -> torch.Tensor:
+    return again(model, batch) if depth else model(batch).float().square().mean()
+
+
+def test_functions_that_use_each_other_or_a_librarys_are_copied_once() -> None:
+    copied = copies_of(model=nn.Linear(1, 1), loss_fn=around)["loss_fn"]
+    scope = copied.__globals__
+    assert scope is not around.__globals__
+    assert scope["again"].func.__globals__ is scope
+    assert scope["around"] is copied
+    copied = copies_of(model=nn.Linear(1, 1), loss_fn=lambda model, batch: bound(model(batch)))
+    assert copied["loss_fn"].__globals__["bound"].func is nn.functional.layer_norm
+    assert all(plan.fits for plan in report_of(task(around)).levels.values())
+
+
 @torch.jit.script
 def compiled(x: torch.Tensor) -> torch.Tensor:
     return x * 2

@@ -19,7 +19,7 @@ from preamp.planning.isolation import Task
 from preamp.planning.page import render
 from preamp.planning.ranges import find_noise
 from preamp.planning.recommend import candidates
-from preamp.planning.records import LevelPlan, PlanReport
+from preamp.planning.records import PURE_BFLOAT16, LevelPlan, PlanReport
 from preamp.planning.verify import Trained, compare
 
 QUICK = ("unequal heads", "Adam's eps")
@@ -154,6 +154,7 @@ def trained(losses: list[float], moved: float = 1.0, skipped: tuple[int, ...] = 
         skipped=skipped,
         moved={"w": torch.full((4,), moved)},
         is_finite=True,
+        has_squares=False,
         has_half_squares=False,
     )
 
@@ -189,6 +190,18 @@ def test_skipped_steps_are_a_delay() -> None:
     assert (found.sunk, found.frozen, found.skipped) == (1.0, (), 2)
     assert found.holds
     assert not compare(trained([1.0] * 4, 0.0, (0, 1, 2, 3)), trained(FALLING)).holds
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"), [("Huber", False), ("hinge", False), ("saturated", True)]
+)
+def test_a_stall_that_has_begun_grows_where_updates_shrink(name: str, fits: bool) -> None:
+    """SGD's updates become smaller with the gradients, Adam's do not."""
+    plan = report_of(CASES[name], levels=[PURE_BFLOAT16]).levels[PURE_BFLOAT16]
+    assert plan.fits == fits
+    assert plan.verification is not None
+    assert 0.7 < plan.verification.followed < 0.9
+    assert fits or (plan.problems[-1].kind, plan.problems[-1].was_tried) == ("stall", True)
 
 
 @pytest.mark.parametrize(("moved", "frozen"), [(0.0, ("w",)), (0.4, ("w",)), (0.6, ())])

@@ -69,43 +69,19 @@ def copies_of(memo: dict[int, Any] | None = None, /, **parts: Any) -> dict[str, 
     """Copy objects together, so that what they share their copies share, too.
 
     A function is copied with what it closes over and with the globals that it and the functions
-    of its module use. ``memo`` is `copy.deepcopy`'s: what to take in place of copies, by id.
+    of its module read. ``memo`` is `copy.deepcopy`'s: what to take in place of copies, by id.
 
     Raises:
         ValueError: One of them cannot be copied.
     """
-    memo = {} if memo is None else memo
-    twins: dict[str, Any] = {}
-    for name, part in parts.items():
-        twins[name] = _copied(part, memo, f"The argument {name}")
+    copier = _Copier({} if memo is None else memo)
+    for part in parts.values():
+        copier.include_module_of(part)
+    twins = {name: copier.copy(part, f"The argument {name}") for name, part in parts.items()}
     model: nn.Module = twins["model"]
     for param in model.parameters():
         param.grad = None
     return twins
-
-
-def _copied(value: Any, memo: dict[int, Any], what: str) -> Any:
-    if isinstance(value, functools.partial):
-        made = cast("functools.partial[Any]", value)
-        args, keywords = _copied((made.args, made.keywords), memo, what)
-        return functools.partial(_copied(made.func, memo, what), *args, **keywords)
-    if isinstance(value, FunctionType):
-        inner: object = inspect.unwrap(value)
-        home = inner if isinstance(inner, FunctionType) else value
-        return _FunctionCopies(home.__globals__, memo).copy(value)
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        if callable(value) and not isinstance(value, nn.Module):
-            return value  # a function that torch.jit or Triton compiled: it has no state
-        raise bad_value(
-            f"{what} cannot be copied: {error}",
-            "Every level is tried on copies made by copy.deepcopy, so that all see the same and "
-            "nothing of the caller's changes",
-            "Move what cannot be copied (open files, locks, iterators, graphs) out of it",
-        ) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -114,54 +90,84 @@ def is_out_of_memory(error: BaseException) -> bool:
     return is_cpus or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
-class _FunctionCopies:
-    """Copies of functions of one module, which share their globals as the originals do.
+class _Copier:
+    """Makes copies that share what their originals share, functions and globals included.
 
-    `copy.deepcopy` takes functions as they are, with all state that they close over.
+    `copy.deepcopy` takes functions as they are, with all state that they close over or read.
     """
 
-    def __init__(self, home: dict[str, Any], memo: dict[int, Any]) -> None:
-        self._home = home  # the module's globals
-        self._globals = dict(home)
-        self._known = set[str]()  # names in it that are copies, or about to be
-        self._made: dict[int, FunctionType] = {}  # by id of the original
+    def __init__(self, memo: dict[int, Any]) -> None:
         self._memo = memo
+        self._scopes: dict[int, dict[str, Any]] = {}  # copies of modules' globals, by id
+        self._read = set[tuple[int, str]]()  # the names in them that are copies, or about to be
+        self._made: dict[int, FunctionType] = {}  # copies of functions, by id
 
-    def copy(self, function: FunctionType) -> FunctionType:
-        """Copy a function of the module, or what another library has wrapped around one."""
-        is_ours = function.__globals__ is self._home
-        if id(function) in self._made:
-            return self._made[id(function)]
-        if not is_ours and not hasattr(function, "__wrapped__"):
+    def include_module_of(self, value: Any) -> None:
+        """Copy the functions of the module that a function is from; others are left alone."""
+        while isinstance(value, functools.partial):
+            value = cast("functools.partial[Any]", value).func
+        inner: object = inspect.unwrap(value) if isinstance(value, FunctionType) else None
+        if isinstance(inner, FunctionType):
+            self._scopes.setdefault(id(inner.__globals__), dict(inner.__globals__))
+
+    def copy(self, value: Any, what: str) -> Any:
+        """Copy anything; ``what`` names it in an error."""
+        if isinstance(value, ModuleType):
+            return value
+        if isinstance(value, FunctionType):
+            return self._copy_function(value)
+        if isinstance(value, functools.partial):
+            made = cast("functools.partial[Any]", value)
+            args, keywords = self.copy((made.args, made.keywords), what)
+            return functools.partial(self.copy(made.func, what), *args, **keywords)
+        try:
+            return copy.deepcopy(value, self._memo)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            if callable(value) and not isinstance(value, nn.Module):
+                return value  # a function that torch.jit or Triton compiled: it has no state
+            raise bad_value(
+                f"{what} cannot be copied: {error}",
+                "Every level is tried on copies made by copy.deepcopy, so that all see the same "
+                "and nothing of the caller's changes",
+                "Move what cannot be copied (open files, locks, iterators, graphs) out of it",
+            ) from error
+
+    def _copy_function(self, function: FunctionType) -> FunctionType:
+        """Copy a function of a module that counts, or what a library has wrapped around one."""
+        known = self._made.get(id(function))
+        if known is not None:
+            return known
+        scope = self._scopes.get(id(function.__globals__))
+        if scope is None and not hasattr(function, "__wrapped__"):
             return function
         code, cells = function.__code__, function.__closure__ or ()
         twins = tuple(CellType() for _ in cells)
-        scope = self._globals if is_ours else function.__globals__
-        twin = FunctionType(code, scope, function.__name__, None, twins)
+        own = function.__globals__ if scope is None else scope
+        twin = FunctionType(code, own, function.__name__, None, twins)
         self._made[id(function)] = twin  # before what it uses, which may be the function itself
         twin.__dict__.update(function.__dict__)
         given = (function.__defaults__, function.__kwdefaults__)
-        what = f"A default of {function.__name__}"
-        twin.__defaults__, twin.__kwdefaults__ = _copied(given, self._memo, what)
+        twin.__defaults__, twin.__kwdefaults__ = self.copy(given, f"A default of {code.co_name}")
         for name, cell, old in zip(code.co_freevars, twins, cells, strict=True):
             for content in _contents(old):
-                is_copied = is_ours or isinstance(content, FunctionType)
-                cell.cell_contents = self._copy_value(name, content) if is_copied else content
-        if is_ours:
-            self._copy_globals(code)
+                # A library's wrapper has more in its closure, which is the library's own.
+                is_copied = scope is not None or isinstance(content, FunctionType)
+                cell.cell_contents = self._copy_used(name, content) if is_copied else content
+        if scope is not None:
+            self._copy_globals(function, scope)
         return twin
 
-    def _copy_globals(self, code: CodeType) -> None:
-        for name in {*_global_names(code)} & self._home.keys() - self._known:
-            self._known.add(name)
-            self._globals[name] = self._copy_value(name, self._home[name])
+    def _copy_globals(self, function: FunctionType, scope: dict[str, Any]) -> None:
+        home = function.__globals__
+        for name in {*_global_names(function.__code__)} & home.keys():
+            if (id(home), name) not in self._read:
+                self._read.add((id(home), name))
+                scope[name] = self._copy_used(name, home[name])
 
-    def _copy_value(self, name: str, value: Any) -> Any:
-        if isinstance(value, FunctionType):
-            return self.copy(value)
-        if isinstance(value, ModuleType):
-            return value
-        return _copied(value, self._memo, f"{name!r}, which loss_fn uses,")
+    def _copy_used(self, name: str, value: Any) -> Any:
+        return self.copy(value, f"{name!r}, which loss_fn uses,")
 
 
 def _contents(cell: CellType) -> Iterator[Any]:

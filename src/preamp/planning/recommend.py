@@ -16,7 +16,7 @@ from preamp.optim.fused.base import FusedOptimizer
 from preamp.planning.forecast import MARGIN, Range, TensorForecast, forecast, starting_scale
 from preamp.planning.ranges import Places
 from preamp.planning.report import LevelPlan, PlanProblem, ProblemKind, bytes_text, problem_lines
-from preamp.planning.verify import FOLLOWED, NEAR, SUNK, TOLERANCE, Trained, Verification
+from preamp.planning.verify import FOLLOWED, NEAR, STALLING, SUNK, TOLERANCE, Trained, Verification
 from preamp.policy import OPT_LEVELS, Policy
 
 LOST_LIMIT = 0.1  # share of what does something in a gradient that may vanish
@@ -127,7 +127,7 @@ def settle(plan: LevelPlan, trained: Trained, result: Verification) -> LevelPlan
     becomes a note, except those of what the steps do not use or do not reach.
     """
     plan = dataclasses.replace(plan, verification=result)
-    found = departures(result, plan)
+    found = departures(result, plan, shrinks=not trained.has_squares)
     if found is not None:
         return dataclasses.replace(plan, problems=(*plan.problems, found))  # the cause first
     stored = {t.name for t in plan.tensors if t.what == "weight"}
@@ -151,8 +151,11 @@ def settle(plan: LevelPlan, trained: Trained, result: Verification) -> LevelPlan
     return dataclasses.replace(plan, problems=tuple(lasting), notes=tuple(notes), is_tight=is_tight)
 
 
-def departures(result: Verification, plan: LevelPlan) -> PlanProblem | None:
-    """Say how a training at a level did not follow float32's; ``None`` if it did."""
+def departures(result: Verification, plan: LevelPlan, *, shrinks: bool) -> PlanProblem | None:
+    """Say how a training at a level did not follow float32's; ``None`` if it did.
+
+    ``shrinks`` says that updates become smaller as gradients do.
+    """
     steps = len(result.losses)
     if not all(map(math.isfinite, result.losses)) or not math.isfinite(result.deviation):
         return _measured("losses", f"In {steps} steps the loss or a weight became infinite or nan.")
@@ -173,7 +176,9 @@ def departures(result: Verification, plan: LevelPlan) -> PlanProblem | None:
         text = f"In {steps} steps {frozen[0]} moved less than half as far as in float32{more}."
         return _measured("underflow", text, frozen[0])
     # Float32 weights do not stand still: they went somewhere else, where the losses are as good.
-    if result.followed < FOLLOWED and not _has_float32_weights(plan):
+    # A stall that was forecast and shows already grows where updates shrink with the gradients.
+    stalls = shrinks and any(problem.kind == "stall" for problem in plan.problems)
+    if result.followed < (STALLING if stalls else FOLLOWED) and not _has_float32_weights(plan):
         return _measured("stall", _way(result))
     return None
 

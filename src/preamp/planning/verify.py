@@ -23,6 +23,7 @@ TOLERANCE = 0.05  # how far a loss may be from float32's, as a share of the larg
 NEAR = 2.0  # up to so many times the tolerance a level is near the limit, not beyond it
 SUNK = 0.75  # of float32's fall of the loss, the part that a level has to reach
 FOLLOWED = 2 / 3  # of float32's way, the part that the weights have to go
+STALLING = 0.9  # the same where updates round to nothing as it was forecast, and shrink
 _MOVED = 0.5  # of float32's way, the part below which a parameter counts as frozen
 _VISIBLE = 0.1  # share of its largest value that a loss has to fall to be compared by that
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")  # torch's names for averages of squares
@@ -73,7 +74,8 @@ class Trained:
     skipped: tuple[int, ...]  # steps, counted from 0
     moved: Mapping[str, torch.Tensor]  # by parameter, from the first weights to the last, float32
     is_finite: bool  # whether the weights are
-    has_half_squares: bool  # whether the optimizer keeps averages of squares in half
+    has_squares: bool  # whether the optimizer divides by the root of averages of squares
+    has_half_squares: bool  # whether it keeps these in half
 
 
 def train_at(task: Task, policy: Policy, *, steps: int, scale: float = 1.0) -> Trained:
@@ -83,7 +85,7 @@ def train_at(task: Task, policy: Policy, *, steps: int, scale: float = 1.0) -> T
     with where the level's is dynamic, and to stay with at O3. Synchronises.
     """
     model, optimizer = task.model, task.optimizer
-    losses, skipped = list[float](), list[int]()
+    losses, skipped, squares = list[float](), list[int](), list[torch.Tensor]()
     weights = {n: param for n, param in model.named_parameters() if is_measurable(param)}
     start = {name: weight.detach().clone() for name, weight in weights.items()}
     engine = create_engine([model], [optimizer], policy)
@@ -104,11 +106,10 @@ def train_at(task: Task, policy: Policy, *, steps: int, scale: float = 1.0) -> T
                 optimizer.zero_grad()
                 skipped += [step] * (engine.steps_skipped > before)
         states: list[dict[str, Any]] = list(cast("Any", optimizer.state).values())
-        squares = (state.get(key) for state in states for key in _SQUARES)
-        has_half_squares = any(isinstance(t, torch.Tensor) and is_half(t) for t in squares)
+        kept = [state.get(key) for state in states for key in _SQUARES]
+        squares = [value for value in kept if isinstance(value, torch.Tensor)]
     except LossScaleError:
         losses.append(math.nan)
-        has_half_squares = False
     finally:
         engine.close()
     return Trained(
@@ -116,7 +117,8 @@ def train_at(task: Task, policy: Policy, *, steps: int, scale: float = 1.0) -> T
         skipped=tuple(skipped),
         moved={name: weights[name].detach() - before for name, before in start.items()},
         is_finite=all(bool(torch.isfinite(weight).all()) for weight in weights.values()),
-        has_half_squares=has_half_squares,
+        has_squares=bool(squares),
+        has_half_squares=any(map(is_half, squares)),
     )
 
 
