@@ -238,7 +238,8 @@ class Tracer:
         if hears and not is_compiled:
             if mode is None:
                 mode = self.stack.mode = OperationMode(partial(_tell, weakref.ref(self)))
-                weakref.finalize(self, mode.leave).atexit = False
+                if own == self._thread:  # elsewhere it ends with the forward
+                    weakref.finalize(self, mode.leave).atexit = False
             mode.enter()
         elif mode is not None:
             mode.leave()
