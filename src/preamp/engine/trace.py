@@ -36,7 +36,7 @@ from preamp.engine.origin import Finding, find
 from preamp.engine.overflow import GradientNote, OverflowCause
 from preamp.engine.session import OptimizerSession
 from preamp.kernels.modules import add_hook
-from preamp.kernels.operations import OperationMode, asked_for, may_be_compiled
+from preamp.kernels.operations import OperationMode, asked_for, may_be_compiled, unheard
 
 _TAG = "preamp.operation"  # in the notes of a node: the function that has made it
 _COMPILED = "CompiledFunctionBackward"  # autograd's node of a graph that torch.compile has made
@@ -74,6 +74,7 @@ class Tracer:
         self._subscriptions: tuple[tuple[list[Any], Any], ...] = (
             (events.block_begins, self._note_watching),
             (events.loss_scaled, self._watch_loss),
+            (events.gradients_made, self._end_hearing),
             (events.block_over, self._end_backward),
             (events.update_begins, self._look_before_update),
             (events.step_over, self._end_step),
@@ -139,7 +140,8 @@ class Tracer:
         self._hooks = {}
         self._stays = False
         self.values, self.observation = Values(), Observation()
-        self._listen(False)
+        self._pause()
+        self.stack.mode = None
 
     def release(self, model: nn.Module) -> None:
         """Watch ``model`` no longer, now or later."""
@@ -157,6 +159,7 @@ class Tracer:
 
     def _watch_loss(self, loss: torch.Tensor) -> None:
         """Watch the backward of what lies between the modules and ``loss``."""
+        self._resume()
         _watch_nodes([loss], _Call(self, self.observation, Pass(OUTSIDE, "forward")))
 
     def saw_backward(
@@ -164,10 +167,11 @@ class Tracer:
     ) -> None:
         """Read what a node of the graph has got and what it returned, and add that to ``seen``."""
         if self.is_armed:
-            seen.inputs, seen.outputs = (
-                self.values.read(grad for grad in grads if isinstance(grad, torch.Tensor))
-                for grads in (grad_outputs, grad_inputs)
-            )
+            with unheard():
+                seen.inputs, seen.outputs = (
+                    self.values.read(grad for grad in grads if isinstance(grad, torch.Tensor))
+                    for grads in (grad_outputs, grad_inputs)
+                )
             seen.backward = self._backward
             self._add(self.observation, seen)
 
@@ -231,13 +235,25 @@ class Tracer:
         self._thread = self._thread or own
         self.observation.hears &= own == self._thread and not is_compiled
         mode = self.stack.mode
-        if mode is None and hears and not is_compiled:
-            mode = self.stack.mode = OperationMode(partial(_tell, weakref.ref(self)))
-            weakref.finalize(self, mode.leave).atexit = False
+        if hears and not is_compiled:
+            if mode is None:
+                mode = self.stack.mode = OperationMode(partial(_tell, weakref.ref(self)))
+                if own == self._thread:  # elsewhere it ends with the forward
+                    weakref.finalize(self, mode.leave).atexit = False
             mode.enter()
-        elif mode is not None and (is_compiled or not hears):
+        elif mode is not None:
             mode.leave()
-            self.stack.mode = None
+            if is_compiled or own != self._thread:
+                self.stack.mode = None
+
+    def _pause(self) -> None:
+        """What the engine does by itself from now on is not to be heard."""
+        if self.stack.mode is not None:
+            self.stack.mode.leave()
+
+    def _resume(self) -> None:
+        if self.stack.mode is not None:
+            self.stack.mode.enter()
 
     def heard(self, name: str, args: Sequence[Any], result: Any) -> None:
         """A function has been called, by a forward or between two."""
@@ -264,6 +280,7 @@ class Tracer:
 
     def _note_watching(self, backward: Backward) -> None:
         """The note of the coming backward keeps what is seen."""
+        self._pause()
         if not self.observation.trained:  # else it may be of a forward from before the latest step
             self._renew()
         losses = self.values.read([backward.loss])
@@ -307,15 +324,24 @@ class Tracer:
         seen.ended = self.values.tick()
         step.add(seen)
 
+    def _end_hearing(self, backward: Backward, will_delay: bool) -> None:
+        del backward
+        if not will_delay:  # else nothing follows
+            self._pause()
+
     def _end_backward(self, backward: Backward) -> None:
         """A backward has ended, and gradients left scaled with it."""
         del backward
+        self._resume()
         self.values.collect()
         self._backward += 1
 
     def _look_before_update(self, session: OptimizerSession, has_closure: bool) -> None:
         """No loss scale has looked for an overflow: do so while the weights are as they were."""
-        if has_closure or not self._looks:
+        if has_closure:
+            return
+        self._pause()
+        if not self._looks:
             return
         if not session.watched and not session.notes and self.observation.trained:
             self._look_at_gradients(session)
@@ -350,6 +376,7 @@ class Tracer:
     def _end_step(self, session: object) -> None:
         """A step has been taken or not; the next forward begins another one."""
         del session
+        self._resume()
         self._is_over, self._started = True, None
 
     def told(self, session: object, cause: OverflowCause) -> None:
@@ -393,7 +420,8 @@ class _Before(_Hook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         del module
         if (tracer := self._tracer()) is not None:
-            tracer.begin_call(self._place, tensors_of((args, kwargs)))
+            with unheard():
+                tracer.begin_call(self._place, tensors_of((args, kwargs)))
 
 
 class _Ready(_Hook):
@@ -407,7 +435,8 @@ class _Ready(_Hook):
         call, tensors = tracer.stack.calls[-1], tensors_of((args, kwargs))
         if call.seen.place == self._place and call.arguments != tuple(map(id, tensors)):
             call.seen.given = call.seen.inputs
-            call.seen.inputs = tracer.values.read(tensors, call.seen)
+            with unheard():
+                call.seen.inputs = tracer.values.read(tensors, call.seen)
 
 
 class _BeforeCasts(_Hook):
@@ -420,7 +449,8 @@ class _BeforeCasts(_Hook):
             return
         call, tensors = tracer.stack.calls[-1], tensors_of(output)
         if call.seen.place == self._place:
-            call.seen.made = tracer.values.read(tensors, call.seen, is_made=True)
+            with unheard():
+                call.seen.made = tracer.values.read(tensors, call.seen, is_made=True)
             call.before_casts = frozenset(t.grad_fn for t in tensors if t.grad_fn is not None)
 
 
@@ -430,7 +460,8 @@ class _After(_Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args
         if (tracer := self._tracer()) is not None:
-            tracer.end_call(self._place, tensors_of(output))
+            with unheard():
+                tracer.end_call(self._place, tensors_of(output))
 
 
 def _tell(tracer: weakref.ref[Tracer], name: str, args: Sequence[Any], result: Any) -> None:

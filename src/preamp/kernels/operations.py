@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 import torch
@@ -63,6 +64,11 @@ def asked_for(name: str) -> str:
     return name.strip("_")
 
 
+def unheard() -> AbstractContextManager[None]:
+    """Let functions be called without any mode hearing of them."""
+    return cast("Any", torch)._C.DisableTorchFunction()
+
+
 class OperationMode(TorchFunctionMode):
     """Tells of each function that was called on this thread, its arguments and its result."""
 
@@ -70,6 +76,7 @@ class OperationMode(TorchFunctionMode):
         """Tell nothing before `enter`."""
         super().__init__()
         self._tell = tell
+        self._is_on = False
 
     def __torch_function__(
         self,
@@ -80,15 +87,17 @@ class OperationMode(TorchFunctionMode):
     ) -> Any:
         """Call ``func`` and tell of it; of attributes that are read only if they are tensors."""
         result = func(*args, **(kwargs or {}))
-        if torch.compiler.is_compiling():
-            return result
         name = getattr(func, "__name__", "")
-        if name != _READ or isinstance(result, torch.Tensor):
+        is_number = name == _READ and not isinstance(result, torch.Tensor)
+        if not is_number and not torch.compiler.is_compiling():
             self._tell(name, (*args, *kwargs.values()) if kwargs else args, result)
         return result
 
     def enter(self) -> None:
         """Begin, on this thread, below all modes of the program, which may end before this one."""
+        if self._is_on:
+            return
+        self._is_on = True
         stack: Sequence[Any] = _overrides._get_current_function_mode_stack()
         # torch wants that of a default device to be the lowest of all.
         default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
@@ -98,6 +107,7 @@ class OperationMode(TorchFunctionMode):
 
     def leave(self) -> None:
         """End, also where others have begun since and not ended; those go on."""
+        self._is_on = False
         above: list[Any] = []
         if self in _overrides._get_current_function_mode_stack():
             while (top := _overrides._pop_mode()) is not self:
