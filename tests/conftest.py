@@ -21,6 +21,7 @@ from alias.harness import Zygote
 from cases.selection import SUITE, SUITES, select
 from preamp.engine import Engine
 from preamp.kernels import dispatch
+from preamp.kernels.operations import may_be_compiled
 
 torch.set_num_threads(1)
 
@@ -121,6 +122,8 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for engine in [ref() for ref in reversed(engines)]:
         if engine is not None:
             engine.close()
+    if may_be_compiled():  # where something is, modules that are watched in later tests hear less
+        torch.compiler.reset()
     left = _autocast_state()
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(grad)
