@@ -230,6 +230,63 @@ def test_watching_ends_when_it_is_told_to_and_with_the_engine() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+class Shifted(nn.Module):
+    """Hands a parameter to a module, as positions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shift = nn.Parameter(torch.randn(6))
+        self.add = Sum()
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.add(x, self.shift))
+
+
+class Sum(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_leaves_are_read_in_the_steps_that_were_asked_for_only(level: str) -> None:
+    model, optimizer = started(level, Shifted())
+    engine = preamp.engine_of(model)
+    stop = engine.watch_activations("add", kinds="input gradient", steps=[1, 3, 5])
+    for number in range(4):
+        step(model, optimizer, number)
+    found = [(n, t.elements) for n, t in watched(model) if t.name == "add[1]"]
+    assert found == [(1, 6), (3, 6)]
+    model(batch(4))  # on the way to step 5
+    stop()
+    step(model, optimizer, 5)
+    assert [n for n, t in watched(model) if t.name == "add[1]"] == [1, 3]
+    assert not model.shift._backward_hooks
+
+
+def test_a_penalty_on_gradients_is_not_read_as_their_gradient() -> None:
+    model, optimizer = started("O2", loss_scale=64.0)
+    preamp.engine_of(model).watch_activations("head", kinds="output gradient")
+    x = batch(0).requires_grad_()
+    output = model(x)
+    (grad,) = torch.autograd.grad(output.float().sum(), x, create_graph=True)
+    with preamp.scale_loss(output.float().mean() + grad.square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert [(t.scale, t.elements) for _, t in watched(model)] == [(64.0, 5)]
+
+
+@pytest.mark.parametrize("what", ["watch_activations", "trace_overflow"])
+def test_a_closed_engine_watches_nothing(what: str) -> None:
+    model, _ = started()
+    engine = preamp.engine_of(model)
+    engine.close()
+    with pytest.raises(PreampStateError, match=f"{what} was called after Engine.close"):
+        getattr(engine, what)()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
 def test_a_module_that_is_watched_twice_counts_once() -> None:
     model, optimizer = started()
     engine = preamp.engine_of(model)

@@ -13,6 +13,7 @@ from typing import Any, cast, get_args
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from preamp.core.errors import bad_type, bad_value
@@ -39,6 +40,8 @@ class Activations:
         self._step = 1
         self._taken: dict[int, Statistics] = {}  # since the last step, by loss id
         self._seen = cast("_Seen", WeakTensorKeyDictionary())  # what each tensor was read as
+        # On the tensors whose gradients are read, by what has seen them
+        self._handles: dict[_Hook, list[RemovableHandle]] = {}
         self._backward: Backward | None = None  # the block that is open
         self._scale: int | None = None  # place of its loss scale among the copies, if it is there
         self._events = events
@@ -48,6 +51,7 @@ class Activations:
         with self._lock:
             taken, self._taken, self._step = list(self._taken.values()), {}, number
             self._seen.clear()
+            self._remove(list(self._handles))
         return taken
 
     def watch(
@@ -66,9 +70,11 @@ class Activations:
             hooks = UndoStack()
             undo.push(hooks.unwind)
             all_hooks.push(hooks.unwind)
-            for hook in (_Before, _After):
-                if hook.KIND in kinds or hook.GRADIENT in kinds:
-                    hook(link, name, kinds, steps).add_to(module, hooks)
+            for kind in (_Before, _After):
+                if kind.KIND in kinds or kind.GRADIENT in kinds:
+                    hook = kind(link, name, kinds, steps)
+                    hooks.push(partial(self._remove, [hook]))
+                    hook.add_to(module, hooks)
         return all_hooks.unwind
 
     def saw(self, hook: _Hook, tensors: Sequence[torch.Tensor]) -> None:
@@ -85,9 +91,16 @@ class Activations:
         if hook.GRADIENT in hook.kinds and torch.is_grad_enabled():
             own: weakref.ref[Activations] = weakref.ref(self)
             differentiable = [(name, tensor) for name, tensor in named if tensor.requires_grad]
+            handles = self._handles.setdefault(hook, [])
             for name, tensor in self._unseen(hook.GRADIENT, differentiable):
                 saw = partial(_saw_gradient, own, hook.GRADIENT, name)
-                cast("Any", tensor).register_hook(saw)
+                handles.append(cast("Any", tensor).register_hook(saw))
+
+    def _remove(self, hooks: Iterable[_Hook]) -> None:
+        """Take the hooks off the tensors that these have seen; leaves would keep them for ever."""
+        for hook in hooks:
+            for handle in self._handles.pop(hook, ()):
+                handle.remove()
 
     def _unseen(
         self, kind: OfModules, named: Iterable[tuple[str, torch.Tensor]]
@@ -106,7 +119,8 @@ class Activations:
 
     def saw_gradient(self, kind: OfModules, name: str, grad: torch.Tensor) -> None:
         """All parts of a gradient have been added up. Does not synchronise."""
-        self._read(kind, [(name, grad)], self._backward)
+        if not torch.is_grad_enabled():  # else the script goes on with it, as in a penalty
+            self._read(kind, [(name, grad)], self._backward)
 
     def _read(
         self,

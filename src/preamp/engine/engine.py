@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from preamp.casting import PATCH_LOCK, settle_thread
+from preamp.core.errors import bad_state
 from preamp.core.link import ATTRIBUTE, Link
 from preamp.core.splits import Splits
 from preamp.core.undo import UndoStack, run_all, set_attribute
@@ -175,7 +176,11 @@ class Engine(EngineCore):
         turn finite values into others is its skipped step's `OverflowCause.trace`; then the hooks
         go. With a static loss scale the step is taken, and told in the same way. Changes nothing,
         waits for nobody. What is compiled or scripted is not looked into.
+
+        Raises:
+            PreampStateError: The engine is closed.
         """
+        self._check_open("trace_overflow")
         if self.policy.enabled:
             backwards = sum(session.backwards for session in self.sessions.values())
             self.tracer.arm(is_first=backwards == 0)
@@ -203,8 +208,10 @@ class Engine(EngineCore):
         Raises:
             ValueError: No module matches, or a kind is not known.
             TypeError: ``pattern`` holds no names, or ``steps`` no numbers.
-            PreampStateError: Neither ``history`` nor ``numerics`` was given to ``initialize``.
+            PreampStateError: Neither ``history`` nor ``numerics`` was given to ``initialize``; or
+                the engine is closed.
         """
+        self._check_open("watch_activations")
         undo = self._model_undo
         return self.recorder.watch_activations(pattern, kinds, steps, self.models, undo)
 
@@ -228,6 +235,14 @@ class Engine(EngineCore):
 
     exact_value, load_exact, exact_weights = exact_value, load_exact, exact_weights
     trust_masters = trust_masters
+
+    def _check_open(self, what: str) -> None:
+        if self.closed:
+            raise bad_state(
+                f"Engine.{what} was called after Engine.close",
+                "The models of a closed engine are nobody's to watch",
+                "Call preamp.initialize again, and this on preamp.engine_of(model)",
+            )
 
     # -- checkpoints -------------------------------------------------------------------------
 
