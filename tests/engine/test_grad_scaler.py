@@ -584,6 +584,44 @@ def test_unscaled_gradients_are_shown_and_nothing_is_lost(level: str) -> None:
     assert_same(tiny, torch.full((5,), 2.0**-27))
 
 
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize(
+    ("backwards", "unscales", "change", "warns"),
+    [
+        (2, False, "mul_", True),
+        (2, True, "mul_", False),
+        (1, False, "mul_", False),
+        (2, False, "zero_", False),
+        (2, False, "drop", False),
+    ],
+)
+def test_changing_a_part_of_what_was_accumulated_is_warned_of_once(
+    level: str, backwards: int, unscales: bool, change: str, warns: bool
+) -> None:
+    """In torch, where nothing is set aside, such a clip is of the whole at a scale of 1."""
+    model = Parts(0)
+    optimizer = BUILDS["sgd"](model.parameters())
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    scaler = preamp.GradScaler(optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for index in range(backwards):
+                scaler.scale(loss_of([model], index)).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            for param in model.parameters():
+                if change == "drop":
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.mul_(0.5) if change == "mul_" else param.grad.zero_()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    told = [w for w in caught if "before GradScaler.unscale_" in str(w.message)]
+    assert len(told) == warns
+
+
 @pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("max_norm", [0.37, 1e-4, 1e4])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,13 +16,16 @@ from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import Node
 
 from preamp.casting import settle_thread
-from preamp.core.errors import bad_state, bad_type, bad_value, with_article
+from preamp.core.errors import bad_state, bad_type, bad_value, message, with_article
+from preamp.core.ranks import has_process_group
+from preamp.core.tensors import version_of, versions_of
 from preamp.engine.loop import Block, as_optimizers, bare, check_loss, common_engine
 from preamp.engine.optimizer_hooks import skips_step
 from preamp.engine.order import released
 from preamp.engine.overflow import GradientNote
 from preamp.engine.session import OptimizerSession
 from preamp.kernels.autograd import after_backward
+from preamp.optim.direct import has_nonzero
 from preamp.scaling import DynamicScale
 from preamp.scaling.scaler import larger
 
@@ -108,6 +112,9 @@ class GradScaler(torch.amp.GradScaler):
         self._blocks: dict[int, Block] = {}
         # What they have found and the loss scale has yet to hear of
         self._found: dict[int, torch.Tensor] = {}
+        # Gradients that others have joined or will, with their versions when they were made
+        self._parts: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        self._has_warned = False
         self._forget_steps()
         given = {
             "scale": init_scale,
@@ -229,7 +236,26 @@ class GradScaler(torch.amp.GradScaler):
         del grad
         notes = [block.note for block in self._blocks.values()]
         if (tensor := scaled()) is not None and notes:
-            after_backward(partial(_note_graph, notes, tensor.grad_fn))
+            after_backward(partial(self._backward_over, notes, tensor.grad_fn))
+
+    def _backward_over(self, notes: Sequence[GradientNote], root: Node | None) -> None:
+        for note in notes:
+            note.graphs = released((*note.graphs, root))
+        if has_process_group():
+            return  # ranks may exchange gradients after this
+        for session in self._sessions:
+            if id(session) in self._blocks and session.gradients.holds_earlier():
+                grads = [p.grad for p in session.model_params() if p.grad is not None]
+                self._parts[id(session)] = list(zip(grads, versions_of(grads), strict=True))
+
+    def _warn_of_changed_parts(self, session: OptimizerSession) -> None:
+        """Say once that a script has changed a part of what was accumulated, and that alone."""
+        parts = self._parts.pop(id(session), [])
+        now = {id(param.grad) for param in session.model_params()}
+        changed = (g for g, version in parts if id(g) in now and version_of(g) != version)
+        if not self._has_warned and any(map(has_nonzero, changed)):
+            self._has_warned = True
+            warnings.warn(_changed_part(), stacklevel=5)
 
     def _begin(self, loss: torch.Tensor) -> torch.Tensor:
         """Open a block for every optimizer; returns the scale that holds in it."""
@@ -269,6 +295,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _end(self, session: OptimizerSession) -> None:
         """Unscale what has come since `scale`; the loss scale reacts in `update`."""
+        self._warn_of_changed_parts(session)
         block = self._blocks.get(id(session))
         try:
             if block is None:
@@ -486,9 +513,15 @@ class _States(dict[int, dict[str, Any]]):
         return state
 
 
-def _note_graph(notes: Sequence[GradientNote], root: Node | None) -> None:
-    for note in notes:
-        note.graphs = released((*note.graphs, root))
+def _changed_part() -> str:
+    return message(
+        "Gradients were changed before GradScaler.unscale_, while those of earlier backwards were "
+        "kept in float32 beside them",
+        "Until unscale_ or step, grad holds what the latest backward has made, and clipping it "
+        "clips that alone",
+        "Call scaler.unscale_(optimizer) before torch.nn.utils.clip_grad_norm_, at levels without "
+        "a loss scale too, or use preamp.clip_grad_norm_(optimizer, max_norm)",
+    )
 
 
 def _tensors_in(items: Iterable[Any]) -> Iterator[torch.Tensor]:

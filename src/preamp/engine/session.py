@@ -364,7 +364,7 @@ class GradientBooks:
             return None
         wants_norm = self.known_norm.is_wanted
         grads, census = self.look(leaves, scaler.device, note, with_norm=wants_norm)
-        if census.norm is not None and not self._holds_earlier():
+        if census.norm is not None and not self.holds_earlier():
             self.known_norm.note(census.norm, grads)
         return census.found_inf
 
@@ -421,7 +421,7 @@ class GradientBooks:
         """Hold no parameters or masters any more; they are looked up anew where needed."""
         self._params, self._leaves, self._direct_params, self._own = [], [], [], []
 
-    def _holds_earlier(self) -> bool:
+    def holds_earlier(self) -> bool:
         """Whether earlier gradients join those of this backward."""
         return self.direct.has_earlier or any([table.has_bases for table in self.tables])
 
