@@ -76,7 +76,9 @@ def test_damage_is_told_with_status_2(suffix: str, tmp_path: Path) -> None:
     done = invoke(path)
     assert done.exit_code == 2
     assert "the checksum of its part 'extra/best' is wrong" in done.stderr
-    assert f"Load {good}, the newest complete checkpoint" in done.stderr
+    assert f"Show {good}, the newest complete checkpoint" in done.stderr
+    assert f"{path} is not shown: " in done.stderr
+    assert "load" not in done.stderr
     told = invoke(path, "--json")
     assert told.exit_code == 2
     found = json.loads(told.stdout)
@@ -88,8 +90,18 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     missing = invoke(tmp_path / "none.pt")
     assert missing.exit_code == 2
     assert "There is no file" in missing.stderr
+    assert "load" not in missing.stderr
     (tmp_path / "text.pt").write_text("hello, this is text")
     foreign = invoke(tmp_path / "text.pt")
     assert foreign.exit_code == 2
     assert "it is in neither of the two formats" in foreign.stderr
     assert invoke(tmp_path).exit_code == 2
+
+
+def test_a_checkpoint_without_extra_says_none(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    preamp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    preamp.save_checkpoint(tmp_path / "run.pt", model, optimizer)
+    assert "extra: none\n" in invoke(tmp_path / "run.pt").output
+    assert json.loads(invoke(tmp_path / "run.pt", "--json").output)["extra"] == "none"

@@ -1050,6 +1050,20 @@ def test_no_backward_adds_to_unscaled_gradients(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_the_error_of_a_cell_run_again_says_what_gets_out(level: str) -> None:
+    ours, _ = both(level)
+    ours.backward((0,))
+    ours.scaler.unscale_(ours.optimizers[0])
+    for _ in range(2):
+        with pytest.raises(preamp.PreampStateError, match=r"exception.*optimizer\.zero_grad\(\)"):
+            ours.backward((0,))
+    ours.zero(0)
+    ours.backward((0,))
+    ours.scaler.unscale_(ours.optimizers[0])
+    ours.scaler.step(ours.optimizers[0])
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 @pytest.mark.parametrize("again", ["loop", "scaler", "block"])
 def test_a_session_goes_on_after_an_exception_behind_unscale(level: str, again: str) -> None:
     """A cell failed between `unscale_` and `step`, and the cell with the loop runs again."""

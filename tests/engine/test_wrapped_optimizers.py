@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 import preamp
 from cases.pair import Pair
+from preamp.engine import serve_imitations
 from preamp.fp16_utils import FP16_Optimizer
 
 
@@ -134,3 +137,40 @@ def test_an_optimizer_that_scales_by_itself_is_not_looked_through() -> None:
     optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
     with pytest.raises(TypeError, match="FP16_Optimizer"):
         preamp.initialize(model, optimizer, opt_level="O2", verbosity=0, allow_half_model=True)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_an_imitation_drops_gradients_and_adds_groups_as_the_optimizer_does(level: str) -> None:
+    pair = Pair(level)
+    serve_imitations(pair.engine)
+    serve_imitations(pair.engine)  # as for a second model of the same engine
+    wrapped: Any = Imitates(pair.optimizer)
+    for index in range(6):
+        pair.backward(index)
+        if index % 2:
+            pair.step()
+        wrapped.zero_grad()  # drops every second batch unused
+        pair.plain_optimizer.zero_grad()
+        assert all(param.grad is None for param in pair.model.parameters())
+    pair.check()
+    late = nn.Parameter(torch.ones(3))
+    wrapped.add_param_group({"params": [late]})
+    assert id(late) in pair.engine.updated_params()
+    with pytest.raises(ValueError, match=r"more than one parameter group|already"):
+        wrapped.add_param_group({"params": list(pair.model.parameters())[:1]})
+
+
+def test_an_imitated_class_is_the_optimizers_own_elsewhere() -> None:
+    model = nn.Linear(4, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.5)
+    preamp.initialize(model, inner, opt_level="O2", verbosity=0)
+    engine = preamp.engine_of(model)
+    serve_imitations(engine)
+    wrapped: Any = Imitates(inner)
+    assert type(pickle.loads(pickle.dumps(inner))) is type(copy.deepcopy(inner)) is torch.optim.SGD
+    assert isinstance(wrapped, torch.optim.SGD)
+    engine.close()
+    assert type(inner) is torch.optim.SGD
+    model(torch.ones(3, 4)).sum().backward()
+    wrapped.zero_grad()
+    assert model.weight.grad is None

@@ -69,6 +69,14 @@ class Run:
                 self.optimizer.zero_grad()
         return self
 
+    def run_every_second(self, data: Any) -> Run:
+        for number, batch in enumerate(data):
+            self.fabric.backward(loss_of(self.model, batch))
+            if number % 2:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
     def state(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer}
 
@@ -80,6 +88,14 @@ def test_a_run_is_that_of_a_loop_by_hand(level: str, every: int) -> None:
     run = Run(level).run(data, every=every)
     hand = ByHand(level).run(data, every=every)
     assert run.losses == hand.losses
+    assert_same_models(run.bare, hand.model)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_discarded_batch_leaves_no_gradients(level: str) -> None:
+    data = batches(8)
+    run = Run(level, loss_scale=128.0).run_every_second(data)
+    hand = ByHand(level, loss_scale=128.0).run(data[1::2])
     assert_same_models(run.bare, hand.model)
 
 

@@ -232,6 +232,28 @@ def test_two_optimizers_stepped_by_hand(tmp_path: Path) -> None:
     assert_same_models(module.b, hand.model)
 
 
+class Discards(Manual):
+    """Throws every second batch away."""
+
+    def training_step(self, batch: Any, index: int) -> None:
+        for net, optimizer in zip((self.a, self.b), self.optimizers(), strict=True):
+            self.manual_backward(loss_of(net, batch))
+            if index % 2:
+                optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_discarded_batch_leaves_no_gradients(level: str, tmp_path: Path) -> None:
+    data, module = batches(8), Discards()
+    trainer_of(tmp_path, level, {"loss_scale": 128.0}, gradient_clip_val=None).fit(
+        module, through(data)
+    )
+    hand = ByHand(level, loss_scale=128.0).run(data[1::2])
+    assert_same_models(module.a, hand.model)
+    assert_same_models(module.b, hand.model)
+
+
 def test_lbfgs_is_refused(tmp_path: Path) -> None:
     class WithLBFGS(Module):
         def configure_optimizers(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,26 @@ def test_a_missing_framework_is_named_with_the_command(
     monkeypatch.delitem(sys.modules, f"preamp.integrations.{name}", raising=False)
     with pytest.raises(preamp.PreampUnavailableError, match=f"Run {PACKAGES[name]}"):
         importlib.import_module(f"preamp.integrations.{name}")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("import no_such_dependency", "No module named 'no_such_dependency'"),
+        ("from json import no_such_name", "cannot import name 'no_such_name'"),
+        ("import broken.no_such_part", "No module named 'broken.no_such_part'"),
+    ],
+)
+def test_a_framework_that_fails_to_import_is_not_advised_to_be_installed(
+    content: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(preamp.PreampUnavailableError, match="Importing broken failed") as caught:
+        framework("broken", "broken")
+    assert reason in str(caught.value)
+    assert "pip install" not in str(caught.value)
 
 
 def test_a_part_that_is_there_is_returned() -> None:

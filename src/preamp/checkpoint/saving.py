@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,8 @@ from preamp.checkpoint.placing import placed, whole
 from preamp.checkpoint.ranks import check_same, rank, together, world_size
 from preamp.checkpoint.restore import owned, restore
 from preamp.checkpoint.storage import (
+    LOADED,
+    SHOWN,
     Draft,
     Loaded,
     Reader,
@@ -233,23 +236,24 @@ def _check_ranks(loaded: Loaded) -> None:
         )
 
 
-def read_or_refuse(path: Path, reader: Reader | None = None) -> Loaded:
-    """Read a file, or say what is wrong with it and which one to load instead."""
+def read_or_refuse(path: Path, reader: Reader | None = None, purpose: str = LOADED) -> Loaded:
+    """Read a file, or say what is wrong with it and which one to load, or to show, instead."""
+    instead = partial(instead_of, path, "Show" if purpose == SHOWN else "Load")
     try:
         return read(path, reader)
     except FileNotFoundError as error:
         text = message(
             f"There is no file {path}",
-            "A file that preamp.save_checkpoint has written is loaded; nothing was",
-            instead_of(path),
+            f"A file that preamp.save_checkpoint has written is {purpose}",
+            instead(),
         )
         raise FileNotFoundError(errno.ENOENT, text) from error
     except CheckpointError as error:
         raise worded(
             CheckpointError,
-            f"{path} is not loaded: {error}",
-            "Complete and unchanged files of preamp.save_checkpoint are loaded; nothing was",
-            instead_of(path),
+            f"{path} is not {purpose.partition(';')[0]}: {error}",
+            f"Complete and unchanged files of preamp.save_checkpoint are {purpose}",
+            instead(),
         ) from error
 
 
@@ -316,14 +320,14 @@ def _number_in(name: str) -> int | None:
     return None if match is None else int(match[0])
 
 
-def instead_of(path: Path) -> str:
-    """Say which checkpoint to load instead of ``path``."""
+def instead_of(path: Path, verb: str) -> str:
+    """Say which checkpoint to load instead of ``path``, or whatever else ``verb`` is."""
     inside = good_ones(path) if path.is_dir() else iter(())  # a folder of checkpoints, perhaps
     others = (good for good in itertools.chain(inside, good_ones(path.parent)) if good != path)
     other = next(others, None)
     if other is None:
         return f"There is no other complete checkpoint in {path.parent}; take one from elsewhere"
-    return f"Load {other}, the newest complete checkpoint in its folder"
+    return f"{verb} {other}, the newest complete checkpoint in its folder"
 
 
 def check_keep_last(path: Path, keep_last: int | None) -> None:

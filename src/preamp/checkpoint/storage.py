@@ -342,6 +342,9 @@ def read(path: Path, reader: Reader | None = None) -> Loaded:
             raise CheckpointError(cause_of(error)) from error
 
 
+LOADED, SHOWN = "loaded; nothing was", "shown"
+"""What becomes of a good file, at the end of a sentence in an error."""
+
 _NO_NUMBER = ("Boolean value of Tensor", "a Tensor with")
 _OF_THIS_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
 
@@ -354,8 +357,11 @@ def _is_of_this_machine(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def taken_apart() -> Generator[None]:
-    """Let a content that is whole, but not of the form that `save_checkpoint` writes, say so."""
+def taken_apart(purpose: str = LOADED) -> Generator[None]:
+    """Let a content that is whole, but not of the form that `save_checkpoint` writes, say so.
+
+    ``purpose`` is what becomes of files that are of this form, and did not of this one.
+    """
     try:
         yield
     except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -365,7 +371,7 @@ def taken_apart() -> Generator[None]:
         raise worded(
             CheckpointError,
             f"The content of the checkpoint is of another form: {error!r}",
-            "Files of preamp.save_checkpoint are loaded; nothing was",
+            f"Files of preamp.save_checkpoint are {purpose}",
             "Take another file; this one was made or changed by another program",
         ) from error
 

@@ -13,7 +13,7 @@ import torch
 from preamp.checkpoint.background import LATEST
 from preamp.checkpoint.placing import whole
 from preamp.checkpoint.saving import read_or_refuse
-from preamp.checkpoint.storage import Loaded, files_of, taken_apart
+from preamp.checkpoint.storage import SHOWN, Loaded, files_of, taken_apart
 from preamp.core.dtypes import dtype_name
 from preamp.core.pytree import tensors_in
 from preamp.kernels.sparse import stored_parts
@@ -48,7 +48,7 @@ class Summary:
     models: list[dict[str, Any]]
     optimizers: list[dict[str, Any]]  # for each the class and the number of its parameters
     schedulers: list[str]  # their classes
-    extra: list[str] | str  # the keys of ``extra``, or the type of it if it is no dict
+    extra: list[str] | str  # its keys, or its type if it is no dict; "none" where there is none
     # Of the first rank's tensors, sharded ones in whole, by category; what is referred to twice
     # counts once.
     bytes: dict[str, int]
@@ -57,8 +57,8 @@ class Summary:
 def summarize_checkpoint(path: Path) -> Summary:
     """Read and verify a checkpoint, a file or the folder of a sharded one; tell what is in it."""
     LATEST.join()
-    loaded = read_or_refuse(path)
-    with taken_apart():
+    loaded = read_or_refuse(path, purpose=SHOWN)
+    with taken_apart(SHOWN):
         return _summary(path, loaded)
 
 
@@ -120,7 +120,7 @@ def _model(saved: Mapping[str, Any]) -> dict[str, Any]:
 def _extra(extra: Any) -> list[str] | str:
     if isinstance(extra, dict):
         return [str(key) for key in cast("dict[Any, Any]", extra)]
-    return type(extra).__name__
+    return "none" if extra is None else type(extra).__name__
 
 
 def _bytes(content: Mapping[str, Any]) -> dict[str, int]:

@@ -6,6 +6,7 @@ from preamp.engine.engine import Engine as Engine
 from preamp.engine.engine import detect_overflow as detect_overflow
 from preamp.engine.entrance import Entrance as Entrance
 from preamp.engine.grad_scaler import GradScaler as GradScaler
+from preamp.engine.imitations import serve_imitations as serve_imitations
 from preamp.engine.initialize import create_engine as create_engine
 from preamp.engine.initialize import initialize as initialize
 from preamp.engine.initialize import start as start

@@ -501,7 +501,8 @@ def _refuse(param: torch.Tensor) -> None:
         f"A backward has reached a parameter of shape {tuple(param.shape)} whose gradient "
         "unscale_ has unscaled already",
         "The sum with a scaled gradient would be neither",
-        "Call unscale_ after the last backward of its optimizer, and update() before the next",
+        "Call unscale_ after the last backward of its optimizer, and update() before the next. "
+        "After an exception in between call optimizer.zero_grad(), and begin again with the batch",
     )
 
 

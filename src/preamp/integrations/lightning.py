@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from preamp.core.errors import bad_state
-from preamp.engine import clip_grad_norm_, engine_of, find_engine
+from preamp.engine import clip_grad_norm_, engine_of, find_engine, serve_imitations
 from preamp.integrations.shared import EngineScaler, Options, framework, start
 
 _trainer: Any = framework("lightning.pytorch.plugins.precision", "lightning")
@@ -57,6 +57,7 @@ class TrainerPrecision(_trainer.Precision):
             is_wrapped = isinstance(model, DistributedDataParallel)
             module: Any = model.module if is_wrapped else model
             self._scaler = start([module], optimizers, self._opt_level, self._options)
+            serve_imitations(self._scaler.engine)  # of which Lightning makes wrappers next
             if is_wrapped and engine_of(module).policy.cast_model_type is not None:
                 model = _wrapped_again(module)
         return super().connect(model, optimizers, lr_schedulers)
@@ -133,7 +134,9 @@ class FabricPrecision(_fabric.Precision):
 
     Fabric shows a plugin no optimizers when it wraps a model, so the script calls
     ``preamp.initialize(model, optimizer, opt_level=…)`` before ``fabric.setup(model, optimizer)``,
-    on the device where they stay. Save ``precision.state_dict()`` with the rest.
+    on the device where they stay. Where a script sets both up apart, ``setup_module`` comes before
+    ``setup_optimizers``: a wrapper made earlier has no part in the engine. Save
+    ``precision.state_dict()`` with the rest.
     """
 
     def __init__(self) -> None:
@@ -157,6 +160,7 @@ class FabricPrecision(_fabric.Precision):
                 "Initialize them together: preamp.initialize([model_a, model_b], [optimizer_a, …])",
             )
         self._scaler = EngineScaler(engine.optimizers)
+        serve_imitations(engine)  # of which Fabric makes wrappers next
         return module
 
     def _started(self) -> EngineScaler:

@@ -18,10 +18,23 @@ Options = Mapping[str, Any] | None
 
 
 def framework(module: str, package: str) -> Any:
-    """Import ``module`` of a framework; raises `PreampUnavailableError` with what installs it."""
+    """Import ``module`` of a framework, which pip installs as ``package``.
+
+    Raises:
+        PreampUnavailableError: It is not installed, or importing it failed.
+    """
+    root = module.partition(".")[0]
     try:
+        importlib.import_module(root)  # by itself, so that the error names it where it is missing
         return importlib.import_module(module)
     except ImportError as error:
+        names = {root, *package.split()}
+        if not (isinstance(error, ModuleNotFoundError) and error.name in names):
+            raise unavailable(
+                f"Importing {module} failed ({error})",
+                "This part of preamp works inside that framework, which must be imported first",
+                f'Mend the installation until python -c "import {module}" ends without an error',
+            ) from error
         raise unavailable(
             f"Cannot import {module} ({error})",
             f"This part of preamp works inside that framework, which is the package {package}",

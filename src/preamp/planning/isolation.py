@@ -131,7 +131,7 @@ class _Copier:
                 f"{what} cannot be copied: {error}",
                 "Every level is tried on copies made by copy.deepcopy, so that all see the same "
                 "and nothing of the caller's changes",
-                "Move what cannot be copied (open files, locks, iterators, graphs) out of it",
+                "Move what cannot be copied (open files, locks, generators, graphs) out of it",
             ) from error
 
     def _copy_function(self, function: FunctionType) -> FunctionType:
