@@ -63,6 +63,23 @@ def own_step(kind: str, healthy: str) -> str:
 BY_HAND = BY_HAND.replace("from torch import nn", "from torch import nn, optim")
 ADAGRAD = BY_HAND.replace(SGD, "optim.Adagrad(model.parameters(), initial_accumulator_value=0.1)")
 
+SPARSE = (
+    START
+    + """
+table = nn.Embedding(8, 16, sparse=True)
+x, y = torch.arange(8), torch.randint(4, (8,))
+model = nn.Sequential(table, model)
+params = list(model.parameters())
+optimizer = torch.optim.SGD(params, lr=0.1)
+"""
+)
+USUAL = """
+for step in range(10):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+
 RIGHT = {
     "a float32 model beside one under float16 autocast": loop(after=PLAIN),
     # It is in the float16 graph of the first, and its own step has a float32 graph.
@@ -102,6 +119,13 @@ RIGHT = {
         "        optimizer.add_param_group({'params': list(model[3].parameters())})\n",
     )
     + "del model, optimizer\n",
+    "sparse gradients of an embedding": SPARSE + USUAL,
+    "sparse gradients read by the script, and not stepped": SPARSE
+    + USUAL.replace("optimizer.step()", "norms = [p.grad.norm() for p in params]"),
+    "a sparse matrix in the model": FLOAT32.replace(
+        "F.cross_entropy(model(x), y)",
+        "F.cross_entropy(torch.sparse.mm(torch.eye(8).to_sparse(), model(x)), y)",
+    ),
 }
 
 
