@@ -80,6 +80,8 @@ for step in range(10):
     optimizer.step()
 """
 
+TRACED = START + "\ntorch.jit.trace(nn.Sequential(model[0], model[2]), x)\n"
+
 RIGHT = {
     "a float32 model beside one under float16 autocast": loop(after=PLAIN),
     # It is in the float16 graph of the first, and its own step has a float32 graph.
@@ -126,6 +128,18 @@ RIGHT = {
         "F.cross_entropy(model(x), y)",
         "F.cross_entropy(torch.sparse.mm(torch.eye(8).to_sparse(), model(x)), y)",
     ),
+    "traced before and after it is trained": TRACED
+    + FLOAT32.partition(START)[2]
+    + "model.train()"
+    + TRACED.partition(START)[2],
+    "sized with fake tensors": FLOAT32
+    + "from torch._subclasses import FakeTensorMode\n"
+    + "with FakeTensorMode():\n"
+    + "    model = nn.Linear(16, 4)\n"
+    + "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    + "    for step in range(10):\n"
+    + "        model(torch.randn(8, 16)).mean().backward()\n",
+    "counted without memory": FLOAT32 + "model.to('meta')(x.to('meta')).mean().backward()\n",
 }
 
 

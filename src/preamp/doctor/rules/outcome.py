@@ -208,6 +208,8 @@ class Outcome(Detector):
 
     def loss_made(self, loss: torch.Tensor) -> None:
         """Look whether it is finite; and where its gradients become zero, if they do."""
+        if loss.is_meta:  # it has no value
+            return
         self._losses.begin(loss)
         size = loss.detach().abs().max().float().nan_to_num(0.0, 0.0)
         self._largest_loss = torch.maximum(size, self._largest_loss.to(size.device))
@@ -486,7 +488,7 @@ class _Losses:
     def _await(
         self, value: _Value, tensor: torch.Tensor, is_bad: torch.Tensor, is_lost: torch.Tensor
     ) -> None:
-        if tensor.grad_fn is not None:
+        if tensor.grad_fn is not None and not tensor.is_meta:
             value.streak.add(is_bad, self._seen.now())
             value.pending[tensor.grad_fn] = is_lost
             if len(value.pending) > _AWAITED:
