@@ -71,13 +71,15 @@ class ModuleProbes:
         if torch.compiler.is_compiling() or not self._watch.is_active:
             return
         depth = self._depth.value = max(getattr(self._depth, "value", 1) - 1, 0)
+        # In a backward a checkpoint calls modules once more, and may end that with its own error.
+        is_call = depth == 0 and backward_under_way() < 0
         if not torch.is_grad_enabled():
-            if depth == 0:
+            if is_call:
                 self._watch.tell("model_evaluated", module)
             return
-        if depth == 0 and output is None and sys.exc_info()[0] is not None:
-            self._watch.tell("script_failed")
-        elif depth == 0:
+        if is_call and output is None and sys.exc_info()[0] is not None:
+            self._watch.tell("model_failed")
+        elif is_call:
             self._watch.seen.forwards += 1
             self._watch.tell("model_called", module, output)
         first = next(tensors_in(output), None)
