@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
 
-from doctor.cases import BY_HAND, CLIP, FLOAT32, GRAD_SCALER, START
+from doctor.cases import BY_HAND, CLIP, FLOAT32, GRAD_SCALER, GRAD_SCALER_O2, START
 from doctor.harness import HERE, examine, marked_line, where
 from preamp.doctor import Severity
 
@@ -63,6 +64,73 @@ def own_step(kind: str, healthy: str) -> str:
 BY_HAND = BY_HAND.replace("from torch import nn", "from torch import nn, optim")
 ADAGRAD = BY_HAND.replace(SGD, "optim.Adagrad(model.parameters(), initial_accumulator_value=0.1)")
 
+SPARSE = (
+    START
+    + """
+table = nn.Embedding(8, 16, sparse=True)
+x, y = torch.arange(8), torch.randint(4, (8,))
+model = nn.Sequential(table, model)
+params = list(model.parameters())
+optimizer = torch.optim.SGD(params, lr=0.1)
+"""
+)
+USUAL = """
+for step in range(10):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+
+TRACED = START + "\ntorch.jit.trace(nn.Sequential(model[0], model[2]), x)\n"
+
+CHECKPOINTS = (
+    START
+    + """
+import preamp
+from torch.utils.checkpoint import checkpoint
+blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(9))
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = blocks, nn.Linear(16, 4)
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = preamp.initialize(model, optimizer, opt_level="{level}", verbosity=0)
+scaler = preamp.GradScaler(optimizer)
+for step in range(9):
+    loss = F.cross_entropy(model(x).float(), y) / 4
+    if step == 8:
+        loss = loss * 1e6
+    scaler.scale(loss).backward()
+    if step % 4 == 3:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+"""
+)
+ERRORS = (
+    GRAD_SCALER_O2.replace("range(4)", "range(13)")
+    .replace("step == 2", "step == 8")
+    .replace(
+        "    scaler.scale(loss).backward()\n",
+        "    try:\n"
+        "        scaler.scale(loss if step in (0, 1, 2, 3, 8) else loss.detach()).backward()\n"
+        "    except RuntimeError:\n"
+        "        continue\n",
+    )
+)
+TRIED = """
+for width in range(1, 40):
+    try:
+        model(torch.randn(8, width))
+    except RuntimeError:
+        pass
+"""
+
 RIGHT = {
     "a float32 model beside one under float16 autocast": loop(after=PLAIN),
     # It is in the float16 graph of the first, and its own step has a float32 graph.
@@ -102,6 +170,32 @@ RIGHT = {
         "        optimizer.add_param_group({'params': list(model[3].parameters())})\n",
     )
     + "del model, optimizer\n",
+    "sparse gradients of an embedding": SPARSE + USUAL,
+    "sparse gradients read by the script, and not stepped": SPARSE
+    + USUAL.replace("optimizer.step()", "norms = [p.grad.norm() for p in params]"),
+    "a sparse matrix in the model": FLOAT32.replace(
+        "F.cross_entropy(model(x), y)",
+        "F.cross_entropy(torch.sparse.mm(torch.eye(8).to_sparse(), model(x)), y)",
+    ),
+    "traced before and after it is trained": TRACED
+    + FLOAT32.partition(START)[2]
+    + "model.train()"
+    + TRACED.partition(START)[2],
+    "sized with fake tensors": FLOAT32
+    + "from torch._subclasses import FakeTensorMode\n"
+    + "with FakeTensorMode():\n"
+    + "    model = nn.Linear(16, 4)\n"
+    + "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    + "    for step in range(10):\n"
+    + "        model(torch.randn(8, 16)).mean().backward()\n",
+    "counted without memory": FLOAT32 + "model.to('meta')(x.to('meta')).mean().backward()\n",
+    "checkpoints recomputed after the last step": CHECKPOINTS.format(level="O0"),
+    "checkpoints recomputed for a step that an engine skips": CHECKPOINTS.format(
+        level="O2"
+    ).replace("3:", "3 or step > 6:"),
+    "errors before and after a step that an engine skips": ERRORS,
+    "inputs that the model may take are tried": FLOAT32 + TRIED,
+    "inputs tried in every step": FLOAT32 + textwrap.indent(TRIED, "    "),
 }
 
 

@@ -156,7 +156,10 @@ class Detector:
         """``module.load_state_dict(…)`` has run."""
 
     def script_failed(self) -> None:
-        """A model that the script called, a backward or a step has raised an error."""
+        """A backward or a step has raised an error."""
+
+    def model_failed(self) -> None:
+        """A module that the script called, with gradients on, has raised an error."""
 
     def average_updated(self, model: nn.Module) -> None:
         """``AveragedModel.update_parameters(model)`` is about to run."""

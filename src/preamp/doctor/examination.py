@@ -9,7 +9,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -21,6 +21,7 @@ from preamp.doctor.probes.modules import CastProbes, CompileProbe, ModuleProbes
 from preamp.doctor.probes.training import ScalerProbes, TrainingProbes
 from preamp.doctor.rule import Finding, Rule, Severity
 from preamp.doctor.seen import Seen
+from preamp.kernels.observe import fakes_tensors
 
 T = TypeVar("T")
 
@@ -54,12 +55,15 @@ class Examination:
 
     @property
     def is_active(self) -> bool:
-        """Whether the calling process is the examined one, no fork of it, and not in a capture.
+        """Whether the calling process is the examined one, no fork of it, and computes for itself.
 
-        What is captured into a CUDA graph may not be looked at: the host must not wait there.
+        What is captured into a CUDA graph may not be looked at: the host must not wait there. What
+        ``torch.jit.trace`` records would have the doctor's own operations in it, and what is
+        computed with fake tensors has no values.
         """
         captures = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        return self._process == os.getpid() and not captures
+        is_recorded = captures or cast("Any", torch.jit).is_tracing()
+        return self._process == os.getpid() and not is_recorded and not fakes_tensors()
 
     @contextmanager
     def watching(self) -> Generator[None]:

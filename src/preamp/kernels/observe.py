@@ -70,6 +70,12 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def fakes_tensors() -> bool:
+    """Whether this thread's operations run on such tensors, whoever has asked for them."""
+    modes = cast("Any", _python_dispatch)._get_current_dispatch_mode_stack()
+    return any(isinstance(mode, FakeTensorMode) for mode in modes)
+
+
 def _written_lists(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
     """The tensors that an operation on lists is about to write to, where they have versions."""
     name = str(func.overloadpacket)

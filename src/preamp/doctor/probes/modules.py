@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -25,6 +25,7 @@ from preamp.doctor.rule import Place, current_place
 from preamp.doctor.rules.speed import kind_of_cast
 from preamp.kernels.autograd import backward_under_way
 from preamp.kernels.observe import ObservedOps
+from preamp.kernels.sparse import stored_bytes
 
 if TYPE_CHECKING:
     from preamp.doctor.examination import Examination
@@ -70,13 +71,15 @@ class ModuleProbes:
         if torch.compiler.is_compiling() or not self._watch.is_active:
             return
         depth = self._depth.value = max(getattr(self._depth, "value", 1) - 1, 0)
+        # In a backward a checkpoint calls modules once more, and may end that with its own error.
+        is_call = depth == 0 and backward_under_way() < 0
         if not torch.is_grad_enabled():
-            if depth == 0:
+            if is_call:
                 self._watch.tell("model_evaluated", module)
             return
-        if depth == 0 and output is None and sys.exc_info()[0] is not None:
-            self._watch.tell("script_failed")
-        elif depth == 0:
+        if is_call and output is None and sys.exc_info()[0] is not None:
+            self._watch.tell("model_failed")
+        elif is_call:
             self._watch.seen.forwards += 1
             self._watch.tell("model_called", module, output)
         first = next(tensors_in(output), None)
@@ -187,7 +190,7 @@ class CastProbes:
 
     def _gradients(self) -> set[int]:
         grads = map(stored_grad, self._watch.seen.all_params())
-        return {grad.data_ptr() for grad in grads if grad is not None}
+        return _addresses(grad for grad in grads if grad is not None)
 
     def _start(self) -> bool:
         """Look from now on, unless a mode of the script's is in the way."""
@@ -202,13 +205,13 @@ class CastProbes:
         if self._watch.is_looking:
             return
         if self._is_counting:
-            self._count(func, read, written)
+            self._watch.attempt(self._count, func, read, written)
         elif not self._watch.seen.steps and backward_under_way() < 0:
             self._watch.attempt(self._note_gradients, str(func.overloadpacket), read)
 
     def _note_gradients(self, name: str, read: Sequence[torch.Tensor]) -> None:
         """Tell what the script computes from gradients from what sets them to zero."""
-        addresses = {tensor.data_ptr() for tensor in read}
+        addresses = _addresses(read)
         if addresses.isdisjoint(self._addresses) or name.endswith(_NO_USE):
             return
         self._addresses = self._gradients()  # an address may be another tensor's by now
@@ -251,7 +254,7 @@ class CastProbes:
         if not written:
             return
         self._has_half = self._has_half or any(is_half(tensor) for tensor in written)
-        size = sum(tensor.nbytes for tensor in (*read, *written))
+        size = sum(map(stored_bytes, (*read, *written)))
         self._moved += size
         source, target = _cast_of(func, read, written[0])
         if source is not target:
@@ -263,6 +266,11 @@ class CastProbes:
         if name in _IN_PLACE and not any(f.is_inside for f in self._watch.seen.optimizers.values()):
             for target in filter(is_half, targets):
                 self._watch.tell("written", target)
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Where their values are; sparse tensors have no one place."""
+    return {tensor.data_ptr() for tensor in tensors if tensor.layout is torch.strided}
 
 
 def _cast_of(

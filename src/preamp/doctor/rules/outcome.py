@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -34,7 +35,7 @@ NO_STEP = define_rule(
     eight backwards in training mode whose gradients the script did not look at either, or after
     eight calls of optimizer.zero_grad, or of a model in training mode, without a backward. Or the
     last eight calls of the model, of backward or of step raised errors that the script went on
-    from.""",
+    from; those of the model count in lines that have trained, or where none ever went well.""",
     do="""Look at the loss of the step named. If it is finite, start from a smaller scale and see
     that scaler.update() is called; if not, no loss scale can help. Where errors are caught, print
     them.""",
@@ -189,8 +190,16 @@ class Outcome(Detector):
         self._is_converged = torch.tensor(False)  # whether it is next to nothing now
         self._is_made = False  # an optimizer
         self._forwards = 0  # in training mode
-        self._failed = 0  # calls in a row that raised
+        # Calls that raised, since the latest step: of backward and step, and of models by line.
+        self._failed = 0
+        self._refused: Counter[Place | None] = Counter()
         self._failed_at: Place | None = None
+        # The line of each model's latest call, and those that a backward has followed.
+        self._called: weakref.WeakKeyDictionary[nn.Module, Place | None] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._trained: set[Place | None] = set()
+        self._has_called = False
 
     def _training(self, optimizer: torch.optim.Optimizer) -> _Training:
         facts = self.seen.facts(optimizer)
@@ -208,6 +217,8 @@ class Outcome(Detector):
 
     def loss_made(self, loss: torch.Tensor) -> None:
         """Look whether it is finite; and where its gradients become zero, if they do."""
+        if loss.is_meta:  # it has no value
+            return
         self._losses.begin(loss)
         size = loss.detach().abs().max().float().nan_to_num(0.0, 0.0)
         self._largest_loss = torch.maximum(size, self._largest_loss.to(size.device))
@@ -228,10 +239,11 @@ class Outcome(Detector):
         """Count those of parameters that are never stepped."""
         while self._hooks:
             self._hooks.pop().remove()
+        self._trained.update(self._called.values())
+        self._see_steps()
         is_training = any(root.training for root in tuple(self.seen.roots))
         for optimizer in tuple(self.seen.optimizers):
             training = self._trainings[optimizer]
-            training.count(*self.seen.counts(optimizer))
             if is_training and training.backwards < _SKIPPED and not self.seen.steps:
                 params = list(self.seen.params(optimizer))
                 marks = (self.seen.gradients.live(p) for p in params if not has_hooks(p))
@@ -239,6 +251,9 @@ class Outcome(Detector):
 
     def model_called(self, module: nn.Module, output: Any) -> None:
         """Look at what the loss will be computed from."""
+        place = self._called[module] = current_place()
+        self._refused.pop(place, None)
+        self._has_called = True
         if module.training:
             self._losses.call(module, output)
             self._forwards += any(tensor.requires_grad for tensor in tensors_in(output))
@@ -247,12 +262,32 @@ class Outcome(Detector):
 
     def script_failed(self) -> None:
         """Count it, unless a step follows."""
+        self._see_steps()
         self._failed += 1
         self._failed_at = current_place()
 
+    def model_failed(self) -> None:
+        """Count it, unless a step follows, or a call in the same line goes well."""
+        self._see_steps()
+        self._failed_at = current_place()
+        self._refused[self._failed_at] += 1
+
+    def _see_steps(self) -> None:
+        """Count steps, those too that an engine has skipped, of which no event tells."""
+        for optimizer in tuple(self.seen.optimizers):
+            training = self._trainings[optimizer]
+            known = training.applied + training.skipped
+            training.count(*self.seen.counts(optimizer))
+            if training.applied + training.skipped > known:
+                self._forget_errors()
+
+    def _forget_errors(self) -> None:
+        self._failed = 0
+        self._refused.clear()
+
     def step_over(self) -> None:
         """Count it now: when the run ends, the optimizer may be gone."""
-        self._failed = 0
+        self._forget_errors()
         for optimizer in tuple(self.seen.optimizers):
             training = self._trainings[optimizer]
             skipped = training.skipped
@@ -322,8 +357,8 @@ class Outcome(Detector):
 
     def run_ended(self) -> None:
         """Report trainings that came to nothing, or destroyed what they trained."""
-        for optimizer, training in self._trainings.alive():
-            training.count(*self.seen.counts(optimizer))
+        self._see_steps()
+        for optimizer in tuple(self.seen.optimizers):
             self._failed += self.seen.facts(optimizer).is_inside
         self._look_again(self._all)
         given_up = [training for training in self._all if self._is_given_up(training)]
@@ -381,10 +416,13 @@ class Outcome(Detector):
 
     def _report_no_step(self) -> None:
         """Report scripts that take no step, or none any more, for other reasons than a skip."""
-        if self._failed >= _SKIPPED:
-            what = f"The last {self._failed} calls of a model, of backward or of step raised errors"
+        # Which inputs a model takes is tried in lines that train nothing.
+        is_told = self._trained.__contains__ if self._has_called else lambda _: True
+        failed = self._failed + sum(n for line, n in self._refused.items() if is_told(line))
+        if failed >= _SKIPPED:
+            what = f"The last {failed} calls of a model, of backward or of step raised errors"
             what = f"{what} that the script went on from."
-            self.report(NO_STEP, "errors", what, where=self._failed_at, errors=self._failed)
+            self.report(NO_STEP, "errors", what, where=self._failed_at, errors=failed)
         if self.seen.steps or self.seen.compiles:
             return
         for number, training in enumerate(self._all):
@@ -486,7 +524,7 @@ class _Losses:
     def _await(
         self, value: _Value, tensor: torch.Tensor, is_bad: torch.Tensor, is_lost: torch.Tensor
     ) -> None:
-        if tensor.grad_fn is not None:
+        if tensor.grad_fn is not None and not tensor.is_meta:
             value.streak.add(is_bad, self._seen.now())
             value.pending[tensor.grad_fn] = is_lost
             if len(value.pending) > _AWAITED:
