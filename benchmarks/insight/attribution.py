@@ -280,6 +280,7 @@ class Run:
         x = torch.randn(4, WIDTH, generator=generator) * self.data_by
         if self.first_value is not None:
             x[0, 0] = self.first_value
+        x = torch.from_numpy(x.numpy())  # as a loader hands it over, that nobody has heard of
         if self.uses_backbone:
             with torch.no_grad():
                 x = self.backbone(x)

@@ -130,7 +130,8 @@ def test_a_state_from_before_the_watching() -> None:
     assert runs.trace is not None
     assert runs.trace.told() == (
         "No module was seen to make it: the Cell itself was given inf in a float32 argument. "
-        "It came in with the data, or from what was not watched."
+        "Look at the batch first, then at what the program computes outside of its models or "
+        "keeps from step to step."
     )
 
 
@@ -178,11 +179,68 @@ def test_a_validation_has_nothing_to_do_with_it(bad: float) -> None:
     assert runs.told == ("", "forward", "mul")
 
 
-def test_targets_are_data() -> None:
+def test_targets_may_be_data_or_made_by_another_model() -> None:
     model = Function(torch.tanh)
     runs = Runs(model)
     runs.step(F.mse_loss(model(torch.ones(2, 4)), torch.full((2, 4), math.nan)))
-    assert runs.told == ("", "data", "")
+    assert runs.told == ("", "given", "")
+
+
+def bad_layer() -> nn.Linear:
+    layer = nn.Linear(4, 4)
+    with torch.no_grad():
+        layer.bias.fill_(math.nan)
+    return layer
+
+
+def of_frozen_layer(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return bad_layer()(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "phase"),
+    [
+        (lambda x: x, "data"),
+        (lambda x: torch.stack([x[0], x[1]]).requires_grad_(), "data"),
+        (lambda x: x.log(), "given"),
+        (lambda x: x.log().detach()[:1], "given"),
+        (lambda x: x.mul_(math.inf), "given"),
+        (lambda x: (x.double() * 1e300).float(), "given"),
+        (of_frozen_layer, "given"),
+    ],
+)
+def test_data_are_what_no_function_has_made(
+    make: Callable[[torch.Tensor], torch.Tensor], phase: str
+) -> None:
+    """Else it may be another model's, or computed by the program, and that is said."""
+    model = Function(torch.tanh)
+    runs = Runs(model)
+    runs.step(model(torch.ones(2, 4)).sum())
+    runs.step(model(make(torch.full((2, 4), math.nan if phase == "data" else -1.0))).sum())
+    assert runs.told == ("Function", phase, "")
+    assert runs.trace is not None
+    assert "came in with the data" not in runs.trace.told()
+
+
+def test_what_another_engine_has_made_is_no_data() -> None:
+    generator, critic = Runs(bad_layer()), Runs(Function(torch.tanh))
+    for _ in range(2):
+        fake = generator.models[0](torch.ones(2, 4))
+        critic.step(critic.models[0](fake.detach()).square().sum())
+        generator.step(fake.square().sum())
+    assert critic.told == ("Function", "given", "")
+    assert generator.told == ("Linear", "forward", "")
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_weight_outside_of_the_watched_modules(is_frozen: bool) -> None:
+    model, judge = Function(torch.tanh), bad_layer().requires_grad_(not is_frozen)
+    runs = Runs(model)
+    runs.step(judge(model(torch.ones(2, 4))).square().sum())
+    assert runs.told == ("", "weight", "")
+    assert runs.trace is not None
+    assert "nan in a float32 parameter" in runs.trace.told()
 
 
 def test_data_that_another_thread_has_made() -> None:

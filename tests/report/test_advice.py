@@ -288,9 +288,11 @@ def test_gradients_are_blamed_only_where_their_loss_was_finite(loss: float, titl
         ("forward", "The forward of body.2 makes inf", "forward of body.2 (body.2), in sqrt at mo"),
         (
             "data",
-            "The data hold inf",
+            "body.2 is given inf",
             "data that came into body.2 (body.2), in sqrt at model.py:12",
         ),
+        ("given", "body.2 is given inf", "what was given to body.2 (body.2)"),
+        ("weight", "A weight that body.2 uses holds inf", "weight that was given to body.2"),
         ("input cast", "The data become inf in float16", "cast of what came into body.2 (body.2)"),
         (
             "output cast",

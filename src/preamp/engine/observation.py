@@ -41,8 +41,10 @@ class Reading:
         "by",
         "dtype",
         "inside",
+        "is_computed",
         "is_leaf",
         "is_made",
+        "is_parameter",
         "moment",
         "numel",
         "parts",
@@ -55,12 +57,14 @@ class Reading:
         self.dtype = tensor.dtype
         self.numel = tensor.numel()
         self.is_leaf = tensor.is_leaf and tensor.requires_grad  # such as a parameter
+        self.is_parameter = isinstance(tensor, torch.nn.Parameter)  # frozen or not
         # The two numbers, as 0-dim tensors, until `store` has collected them
         self.parts: tuple[torch.Tensor, torch.Tensor] | None = parts
         self.moment = moment  # by the observation's clock
         self.by: Operation | None = None  # the function that has made it; ``None`` if none was seen
         self.inside: Pass | None = None  # the call in which it was seen first
         self.is_made = False  # whether a module has made it, or a function from such values
+        self.is_computed = False  # whether a function has made it of nothing that was watched
         self._table: _Table | None = None
         self._row = 0
 
@@ -151,6 +155,8 @@ class Values:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, Reading]] = {}
         self._memory: dict[int, tuple[Memory, Reading]] = {}
         self._carried: list[Reading] = []  # those that were there when the step began
+        # What functions outside of all modules have made of other values than theirs
+        self._computed: dict[int, tuple[weakref.ref[torch.Tensor]]] = {}
 
     def begin_step(self) -> None:
         """Forget data and weights, and what values were made from two steps ago.
@@ -211,6 +217,7 @@ class Values:
         if parts is None:
             return None
         reading = Reading(tensor, parts, self.tick())
+        reading.is_computed = self._is_computed(tensor)
         self._keep(tensor, reading)
         self.keep((reading,))
         self._count += 1
@@ -232,14 +239,20 @@ class Values:
         results: Sequence[torch.Tensor],
         call: Pass | None,
         describe: Callable[[Sequence[Reading]], Operation],
+        *,
+        moves: bool = False,
     ) -> Operation | None:
         """A function has been called, perhaps in a module's forward; return it if it is kept.
 
-        What is done to data, outside of all modules, is no business of the models'. ``results``
-        have the arguments that it has written to as well; ``describe`` gets what went in.
+        Of what is done to data, outside of all modules, no more is kept than whether it ``moves``
+        them only. ``results`` have the arguments that it has written to as well; ``describe`` gets
+        what went in.
         """
         old = [self._before(tensor) for tensor in arguments]
         if call is None and not any(one is not None and one.is_made for one in old):
+            dtypes = {tensor.dtype for tensor in (*arguments, *results)}
+            if not (moves and len(dtypes) == 1) or any(map(self._is_computed, arguments)):
+                self._note_computed(results if arguments else ())
             return None
         written = set(map(id, results))
         inputs: list[Reading] = []
@@ -255,6 +268,16 @@ class Values:
                 if reading is not None:
                     reading.by, reading.inside, reading.is_made = operation, call, True
         return operation
+
+    def _note_computed(self, results: Sequence[torch.Tensor]) -> None:
+        for tensor in results:
+            key = id(tensor)
+            alive = weakref.ref(tensor, partial(_drop, self._computed, key))
+            self._computed[key] = (alive,)
+
+    def _is_computed(self, tensor: torch.Tensor) -> bool:
+        known = self._computed.get(id(tensor))
+        return known is not None and known[0]() is tensor
 
     def _before(self, tensor: torch.Tensor) -> Reading | None:
         """What was read last of ``tensor``, even if it was written to since."""

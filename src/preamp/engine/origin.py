@@ -190,9 +190,12 @@ class Search:
         roots = [self._first(one) for one in left if self._is_bad(one)]
         if any(one.by is not None or one.inside is not None for one in roots):
             raise _NotKnownError
-        phase = "data" if self._step.follows and self._step.hears else "given"
         takers = [c for c in self._step.calls if reading in (*(c.given or ()), *c.inputs)]
         seen = min(takers, key=lambda one: one.began, default=Pass(OUTSIDE, "forward"))
+        is_heard = self._step.follows and self._step.hears
+        phase: Phase = "data" if takers and is_heard and not reading.is_computed else "given"
+        if reading.is_parameter:
+            phase = "weight"
         return _Origin(seen, phase, reading, reading.moment, seen.given or seen.inputs)
 
     def _first(self, start: Reading) -> Reading:
@@ -224,7 +227,8 @@ class Search:
         if call is not None and call.made is not None:
             if reading in call.outputs and reading not in call.made:
                 return call.made
-        if reading.is_leaf or (call is None and self._step.hears and reading not in self._losses):
+        is_weight = reading.is_leaf or reading.is_parameter
+        if is_weight or (call is None and self._step.hears and reading not in self._losses):
             return ()
         before = [one for one in self._inside.get(call, ()) if one.ended < reading.moment]
         left = [one for call in before for one in call.outputs]

@@ -39,6 +39,11 @@ from preamp.kernels.modules import add_hook
 from preamp.kernels.operations import OperationMode, asked_for, may_be_compiled, unheard
 
 _TAG = "preamp.operation"  # in the notes of a node: the function that has made it
+# Functions that leave values as they are, but for a change of dtype
+_MOVES = frozenset(
+    "__get__ __getitem__ chunk clone contiguous cpu cuda detach expand flatten pin_memory "
+    "requires_grad_ reshape split squeeze stack t to transpose unbind unsqueeze view".split()
+)
 _COMPILED = "CompiledFunctionBackward"  # autograd's node of a graph that torch.compile has made
 
 
@@ -270,7 +275,7 @@ class Tracer:
             has_constant = not all(map(math.isfinite, numbers))
             return Operation(asked_for(name), line, inputs, call, has_constant)
 
-        operation = self.values.hear(arguments, results, call, describe)
+        operation = self.values.hear(arguments, results, call, describe, moves=name in _MOVES)
         if operation is not None:
             for tensor in results:
                 if tensor.grad_fn is not None:

@@ -130,7 +130,14 @@ class FrameRecord:
 
 
 Phase = Literal[
-    "forward", "backward", "data", "given", "input cast", "output cast", "output cast backward"
+    "forward",
+    "backward",
+    "data",
+    "given",
+    "weight",
+    "input cast",
+    "output cast",
+    "output cast backward",
 ]
 """Where a value became infinite or nan; see `TraceRecord`."""
 
@@ -143,8 +150,10 @@ class TraceRecord:
         module: Qualified name; empty for the model itself.
         type: Class of the module; empty for what runs outside of all modules, as loss functions do.
         phase: ``"forward"``: its output; ``"backward"``: the gradient of its input or of one of
-            its parameters; ``"data"``: it was given such values, which no module has made;
-            ``"given"``: so it seems, but not all that came before was seen;
+            its parameters; ``"data"``: a module was given such values, and neither a module nor
+            a function of torch was seen to make them; ``"given"``: no module was, but what runs
+            outside of them may have; ``"weight"``: a parameter held them that is used outside of
+            the watched modules;
             ``"input cast"``, ``"output cast"``: the cast of what went in or came out;
             ``"output cast backward"``: the cast of the gradient of its output.
         input_max_abs: Largest finite magnitude that went in: forward input, or gradient of output;
@@ -176,16 +185,18 @@ class TraceRecord:
         by = f", in {self.operation}" if self.operation else ""
         by += f" at {self.where}" if self.where else ""
         most = "" if self.input_max_abs is None else f"up to {self.input_max_abs:.4g}"
-        given = f"{where} was given {self.output_found} in a {self.dtype} argument"
+        given = f"{where} was given {self.output_found} in a {self.dtype}"
         return {
             "forward": f"The first to go wrong was the forward of {where}{by}: {made} output"
             + (f", from an input {most}." if most else "."),
             "backward": f"The first to go wrong was the backward of {where}{by}: "
             f"{self.output_found} in a {self.dtype} gradient"
             + (f", from an incoming one {most}." if most else "."),
-            "data": f"No module has made it: {given}. It came in with the data.",
-            "given": f"No module was seen to make it: {given}. It came in with the data, or from "
-            "what was not watched.",
+            "data": f"No module was seen to make it: {given} argument. Look at the batch first: it "
+            "was there, or came through what cannot be followed, such as numpy or lists.",
+            "given": f"No module was seen to make it: {given} argument. Look at the batch first, "
+            "then at what the program computes outside of its models or keeps from step to step.",
+            "weight": f"A weight held it already: {given} parameter.",
             "input cast": f"The first to go wrong was the cast to {self.dtype} of what {where} was "
             f"given, {most}.",
             "output cast": f"The first to go wrong was the cast to {self.dtype} of the output of "

@@ -119,7 +119,8 @@ def _cause(
 ) -> tuple[Cause, int]:
     """The cause of a loss that is not finite at step ``bad``, and the step it began at."""
     last = before[-1][0] if before else 0  # the update of this step came before the first bad loss
-    if any(o.step == bad and o.trace is not None and o.trace.phase == "data" for o in early):
+    given = ("data", "given")
+    if any(o.step == bad and o.trace is not None and o.trace.phase in given for o in early):
         return Cause.MODULE, bad
     rise = rise_of(before) or _fall_of(before)
     if rise is not None and not comes_back:
@@ -358,12 +359,18 @@ Told = tuple[int, str, str, str, str]  # step, place, title, numbers, what to do
 _FORWARD: Final = {  # what became infinite or nan, and what to do, by the phase of a trace
     "forward": ("The forward of {module} makes {found}", "Bound what it computes{cure}."),
     "data": (
-        "The data hold {found}",
-        "Look at the data of step {step}, and mask or drop such values.",
+        "{module} is given {found}",
+        "Look at the data of step {step} first, and mask or drop such values. If it holds none,"
+        " look at what numpy or lists lead to it.",
     ),
     "given": (
         "{module} is given {found}",
-        "Look at the data of step {step}, and at what is kept from one step to the next.",
+        "Look at the data of step {step} first, then at what is computed outside of the models or"
+        " kept from one step to the next.",
+    ),
+    "weight": (
+        "A weight that {module} uses holds {found}",
+        "Look at what writes to it, and at the file that it was loaded from.",
     ),
     "input cast": ("The data become {found} in {dtype}", "Normalise the data{cure}."),
     "output cast": ("The output of {module} becomes {found} in {dtype}", "Bound it{cure}."),

@@ -44,6 +44,7 @@ Point = tuple[int, float]
 _PHASES: Final = {  # of a trace, in words
     "data": "data that came into",
     "given": "what was given to",
+    "weight": "weight that was given to",
     "input cast": "cast of what came into",
     "output cast": "cast of the output of",
     "output cast backward": "cast of the gradient of the output of",
@@ -56,7 +57,9 @@ def place_of(trace: TraceRecord) -> str:
     kind = f" ({words.shown(trace.type, 32)})" if trace.type else ""
     place = f"{_PHASES.get(trace.phase, f'{trace.phase} of')} {module}{kind}"
     if not trace.type and not trace.module:
-        place = f"{trace.phase} outside of all modules, such as in the loss function"
+        what = {"data": "value given", "given": "value given", "weight": "weight used"}
+        phase = what.get(trace.phase, trace.phase)
+        place = f"{phase} outside of all modules, such as in the loss function"
     operation, where = words.shown(trace.operation), words.shown(trace.where)
     return place + (f", in {operation}" if operation else "") + (f" at {where}" if where else "")
 

@@ -116,9 +116,12 @@ def _first(overflow: OverflowRecord) -> str:
 def _trace(trace: TraceRecord | None) -> str:
     if trace is None:
         return words.MISSING
-    what = {"forward": "output", "data": "argument", "given": "argument"}.get(
-        trace.phase, "gradient"
-    )
+    what = {
+        "forward": "output",
+        "data": "argument",
+        "given": "argument",
+        "weight": "parameter",
+    }.get(trace.phase, "gradient")
     what = "value" if trace.phase in ("input cast", "output cast") else what
     return joined(
         [
