@@ -131,6 +131,17 @@ for width in range(1, 40):
         pass
 """
 
+MASK = """
+model.mask = nn.Parameter(torch.tensor([0.0, 0.0, 0.0, 0.0]), requires_grad=False)
+y = y.clamp(max=2)
+model.mask[3] = -torch.inf
+optimizer ="""
+SAVED = """
+import io
+state = {**optimizer.state_dict(), "preamp": scaler.state_dict()}
+torch.save({"state_dict": model.state_dict(), "optimizer": state}, io.BytesIO())
+"""
+
 RIGHT = {
     "a float32 model beside one under float16 autocast": loop(after=PLAIN),
     # It is in the float16 graph of the first, and its own step has a float32 graph.
@@ -196,6 +207,26 @@ RIGHT = {
     "errors before and after a step that an engine skips": ERRORS,
     "inputs that the model may take are tried": FLOAT32 + TRIED,
     "inputs tried in every step": FLOAT32 + textwrap.indent(TRIED, "    "),
+    "a mask that is infinite and never trained": FLOAT32.replace("optimizer =", MASK).replace(
+        "model(x)", "model(x) + model.mask"
+    ),
+    "a minimum that begins infinite": FLOAT32.replace(
+        "optimizer =",
+        "model[0].register_buffer('running_min', torch.full((16,), torch.inf))\noptimizer =",
+    ),
+    "a copy, partly frozen, in place of what diverged": "import copy\n"
+    + FLOAT32.replace("optimizer =", "model[0].requires_grad_(False)\noptimizer =")
+    .replace("Adam(", "SGD(")
+    .replace("lr=1e-3)", "lr=1e30)\nbest = copy.deepcopy(model)")
+    + "with torch.no_grad():\n    best(x)\n",
+    "complex parameters": FLOAT32.replace(
+        "F.cross_entropy(model(x), y)", "F.cross_entropy((model(x) * turn).real, y)"
+    ).replace(
+        "optimizer = torch.optim.Adam(model.parameters(),",
+        "turn = nn.Parameter(torch.ones(4, dtype=torch.cfloat))\n"
+        "optimizer = torch.optim.Adam([*model.parameters(), turn],",
+    ),
+    "a scale saved beside the optimizer's state": GRAD_SCALER + SAVED,
 }
 
 
@@ -217,6 +248,11 @@ IN_FUNCTION = FLOAT32.replace(
 )
 
 WRONG = {
+    "no scale saved beside the optimizer's state": (
+        "PA110",
+        GRAD_SCALER
+        + SAVED.replace("scaler.state_dict()", "{}").replace("BytesIO())", f"BytesIO())  {HERE}"),
+    ),
     "a clipped step without a scaler": (
         "PA102",
         NO_SCALER.replace("scaler.step(optimizer)", f"{CLIP}\n    optimizer.step()  {HERE}"),

@@ -202,7 +202,7 @@ def _digest(grad: torch.Tensor) -> str:
     if not host_reaches(grad) or not grad.numel():
         return ""
     flat = grad.flatten() if grad.is_contiguous() else grad[0].flatten()
-    return str(flat[:: max(1, flat.numel() // 256)].double().abs().sum().item())
+    return str(flat[:: max(1, flat.numel() // 256)].abs().double().sum().item())
 
 
 @torch.no_grad()

@@ -47,8 +47,9 @@ BAD_WEIGHTS = define_rule(
     why="""All that is computed from them is infinite or nan, no step brings them back, and
     checkpoints from there on are worthless. Running averages are destroyed by a single batch, even
     if its step is skipped, and show in the evaluation only.""",
-    how="""After each step the largest magnitude is taken of what the optimizer updates, of half
-    weights with masters, and of the running averages of its model. Reported if it is not finite in
+    how="""After each step the largest magnitude is taken of what the optimizer updates and has had
+    a gradient, of half weights with masters, and of the running means and variances of its
+    model. Reported if it is not finite in
     the end, no later optimizer has taken over, and no copy of the model was evaluated in its place.
     Left out is a trial that was given up: another training went well whose optimizer was built by
     the same lines, or that came later, when these weights were gone.""",
@@ -114,6 +115,10 @@ class _Training:
         default_factory=list[weakref.ref[torch.Tensor]]
     )
     weights: int = 0  # as many of them come first
+    # Parameters that have never had a gradient.
+    untrained: list[weakref.ref[torch.Tensor]] = field(
+        default_factory=list[weakref.ref[torch.Tensor]]
+    )
     state: Streak = field(default_factory=Streak)  # of all of them
     gradients: Streak = field(default_factory=Streak)  # whether they have become zero in float16
     is_zero: torch.Tensor | bool = False  # whether the last ones were, whatever the reason
@@ -140,7 +145,8 @@ class _Training:
 
         Synchronises.
         """
-        own = [tensor for ref in self.tensors if isinstance(tensor := ref(), nn.Parameter)]
+        refs = (*self.tensors, *self.untrained)
+        own = [tensor for ref in refs if isinstance(tensor := ref(), nn.Parameter)]
         others = list(module.parameters())
         is_copy = sorted(p.shape for p in own) == sorted(p.shape for p in others)
         if not is_copy or not {*map(id, own)}.isdisjoint(map(id, others)):
@@ -316,13 +322,23 @@ class Outcome(Detector):
         """Look at the weights."""
         own = [param for group in optimizer.param_groups for param in group["params"]]
         params = {id(param): param for param in (*own, *self.seen.params(optimizer))}
-        tensors = [*params.values(), *_averages(tuple(self.seen.roots), params)]
+        weights = [param for param in params.values() if self._is_trained(param)]
+        trained = {*map(id, weights)}
+        tensors = [*weights, *_averages(tuple(self.seen.roots), params)]
         size, training = largest(tensors), self._trainings[optimizer]
-        training.tensors, training.weights = [*map(weakref.ref, tensors)], len(params)
+        training.tensors, training.weights = [*map(weakref.ref, tensors)], len(weights)
+        training.untrained = [weakref.ref(p) for key, p in params.items() if key not in trained]
         self._losses.forget()
         if size is not None:
             step = sum(self.seen.counts(optimizer))
             training.state.add(size.isfinite().logical_not(), (step, self.seen.steps))
+
+    def _is_trained(self, param: torch.Tensor) -> bool:
+        """Whether it has had a gradient: what has none may be a mask, infinite by design."""
+        if stored_grad(param) is not None:
+            return True
+        # One that takes a dead one's ``id`` has its mark as well, and may be a mask.
+        return param.requires_grad and self.seen.gradients.last(param) is not None
 
     # -- what the script puts right, and what is left in the end ------------------------------
 
@@ -417,8 +433,10 @@ class Outcome(Detector):
     def _report_no_step(self) -> None:
         """Report scripts that take no step, or none any more, for other reasons than a skip."""
         # Which inputs a model takes is tried in lines that train nothing.
-        is_told = self._trained.__contains__ if self._has_called else lambda _: True
-        failed = self._failed + sum(n for line, n in self._refused.items() if is_told(line))
+        refused = self._refused.items()
+        failed = self._failed + sum(
+            count for line, count in refused if line in self._trained or not self._has_called
+        )
         if failed >= _SKIPPED:
             what = f"The last {failed} calls of a model, of backward or of step raised errors"
             what = f"{what} that the script went on from."
@@ -460,11 +478,11 @@ def _is_bad(training: _Training) -> bool:
 
 
 def _averages(roots: tuple[nn.Module, ...], params: Container[int]) -> Iterator[torch.Tensor]:
-    """The running averages of the models that have any of ``params``."""
+    """The running averages of the models that have any of ``params``; extremes begin infinite."""
     for root in roots:
         if any(id(param) in params for param in root.parameters()):
             for name, buffer in root.named_buffers():
-                if name.rpartition(".")[2].startswith("running_"):
+                if name.rpartition(".")[2] in ("running_mean", "running_var"):
                     yield buffer
 
 

@@ -272,7 +272,9 @@ def _kinds_in(content: object, depth: int = 0) -> Sequence[str]:
     if isinstance(content, Mapping):
         mapping = cast("Mapping[Any, Any]", content)
         if "state" in mapping and "param_groups" in mapping:
-            return ["optimizer"]
+            own = ("state", "param_groups")
+            rest = {key: value for key, value in mapping.items() if key not in own}
+            return ["optimizer", *_kinds_in(rest, depth)]
         if any(word in str(key) for key in mapping for word in _SCALER_WORDS):
             return ["scaler", *_kinds_in(list(mapping.values()), depth)]
         return _kinds_in(list(mapping.values()), depth)
