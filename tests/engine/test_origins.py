@@ -379,6 +379,57 @@ def test_a_part_that_is_finite_is_not_bad_like_the_whole() -> None:
     assert runs.told == ("Function", "forward", "square")
 
 
+class Steep(torch.autograd.Function):
+    """Passes values on; its gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * math.inf
+
+
+@pytest.mark.parametrize(
+    "after", [lambda x: x, lambda x: x.relu(), lambda x: x.float().contiguous(), torch.sin]
+)
+def test_the_backward_of_the_programs_own_function(after: Callable[[Any], Any]) -> None:
+    """It is told by its name, not by that of the function after it."""
+    runs = Runs(Function(lambda x: after(Steep.apply(x))))
+    runs.step(runs.models[0](torch.ones(2, 4)).sum())
+    assert runs.told == ("Function", "backward", "Steep")
+    runs = Runs(Function(lambda x: x))
+    runs.step(after(Steep.apply(runs.models[0](torch.ones(2, 4)))).sum())
+    assert runs.told == ("", "backward", "Steep")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_casts_are_told_by_torchs_names(level: str) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, overflow="trace")
+    with preamp.scale_loss(model(torch.ones(2, 4)).float().sum() * 1e9, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    engine = preamp.engine_of(optimizer)
+    trace = engine.overflow_causes[-1].trace
+    assert trace is not None
+    assert trace.operation in {"to", "float", "half", ""}
+    engine.close()
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_a_model_can_be_traced_by_torch_jit(is_watched: bool) -> None:
+    """What watching reads is no part of the graph."""
+    named = Function(lambda x: preamp.detect_overflow(x.tanh(), "features"))
+    runs = Runs(named if is_watched else Function(torch.tanh))
+    features = runs.models[0](torch.ones(2, 4)).detach()
+    traced: Any = torch.jit.trace(named, features)
+    torch.testing.assert_close(traced(features), named(features))
+    assert "aminmax" not in str(traced.inlined_graph)
+
+
 def test_a_weight_is_to_blame_and_no_operation() -> None:
     model = Function(torch.tanh)
     runs = Runs(model)
@@ -443,9 +494,13 @@ def test_a_forward_in_between(way: str) -> None:
     assert runs.told == (None if way == "backward" else ("", "forward", "mul"))
 
 
-def test_a_state_does_not_keep_all_that_ever_was() -> None:
-    """Else memory would grow with each step."""
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_state_does_not_keep_all_that_ever_was(others: int) -> None:
+    """Else memory would grow with each step, also where another engine watches."""
     model = Cell()
+    other = [Runs(Function(torch.tanh)) for _ in range(others)]
+    for one in other:
+        one.step(one.models[0](torch.ones(2, 4)).sum())
     runs = Runs(model)
     state, made = torch.zeros(2, 4), list[weakref.ref[Any]]()
     for _ in range(6):
