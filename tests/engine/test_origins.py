@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, overrides
@@ -295,7 +296,17 @@ def attended(x: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
 
 
-HANDLED = [causal, filled, chosen, largest, unused, attended]
+def listed(x: torch.Tensor) -> torch.Tensor:
+    return (x + torch.tensor([0.0, 0.0, 0.0, -math.inf])).softmax(-1)
+
+
+def by_numpy(x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.ones_like(x, dtype=torch.bool).triu(1)
+    lowest: Any = np.float32(-math.inf)
+    return x.masked_fill(hidden, lowest).softmax(-1)
+
+
+HANDLED = [listed, by_numpy, causal, filled, chosen, largest, unused, attended]
 
 
 @pytest.mark.parametrize("before", HANDLED)
@@ -313,7 +324,7 @@ def test_what_is_handled_is_not_named(before: Callable[[torch.Tensor], torch.Ten
     assert runs.trace.where.endswith(line_of(function, 2))
 
 
-@pytest.mark.parametrize("before", [causal, filled, largest])
+@pytest.mark.parametrize("before", [listed, by_numpy, causal, filled, largest])
 def test_a_mask_of_everything_is_not_named(before: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """But what turns it into nan."""
 
@@ -324,6 +335,35 @@ def test_a_mask_of_everything_is_not_named(before: Callable[[torch.Tensor], torc
     runs = Runs(Function(function))
     runs.step(runs.models[0](torch.ones(4, 4)).sum())
     assert runs.told == ("Function", "forward", "softmax")
+
+
+def test_a_mask_of_everything_that_came_in() -> None:
+    runs = Runs(Function(torch.tanh))
+    mask = torch.zeros(4, 4)
+    mask[2] = -math.inf
+    runs.step((runs.models[0](torch.ones(4, 4)) + mask).softmax(-1).square().sum())
+    assert runs.told == ("", "forward", "softmax")
+
+
+def test_the_largest_value_that_went_into_a_function() -> None:
+    runs = Runs(Function(lambda x: (x * 0.0 + 1e3).exp()))
+    runs.step(runs.models[0](torch.ones(4, 4)).sum())
+    assert runs.trace is not None
+    assert runs.trace.input_max_abs == 1e3
+
+
+def test_an_evaluation_does_not_add_up() -> None:
+    model = Function(torch.tanh)
+    runs = Runs(model)
+    runs.step(model(torch.ones(2, 4)).sum())
+    tracer = runs.engine.tracer
+    with torch.no_grad():
+        for _ in range(20):
+            model(torch.ones(2, 4))
+    assert len(tracer.observation.calls) == 2
+    assert len(tracer.values._fresh) + len(tracer.values._memory) < 20
+    runs.step(model(torch.ones(2, 4)).sum() * math.nan)
+    assert runs.told == ("", "forward", "mul")
 
 
 class Kept(nn.Module):

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -197,6 +198,9 @@ class Tracer:
         has_grad = torch.is_grad_enabled() if outer is None else outer.has_grad
         if outer is None:
             self._renew()
+            if not has_grad and not self.observation.is_under_way:
+                self.values.forget()
+                self.observation = self.observation.without_passes()
             self._listen(has_grad)
         self._has_seen |= has_grad
         step = self.observation
@@ -278,8 +282,9 @@ class Tracer:
 
         def describe(inputs: Sequence[Reading]) -> Operation:
             line = line_of_program(inspect.currentframe())
-            numbers = (one for one in args if isinstance(one, float))
-            has_constant = not all(map(math.isfinite, numbers))
+            floats = (one for one in args if isinstance(one, Real) and not isinstance(one, int))
+            # A function of no tensors, such as `torch.tensor`, has its values from the program.
+            has_constant = not arguments or not all(map(math.isfinite, floats))
             return Operation(asked_for(name), line, inputs, call, has_constant)
 
         with unheard():  # by another engine as well
