@@ -49,7 +49,7 @@ class _Origin:
         """Return it in words."""
         by = self.seen.operation if self.phase == "backward" else self.bad.by
         line = None if by is None else by.line
-        finite = [one.max_abs for one in self.inputs if one.is_finite and not one.is_parameter]
+        finite = [one.max_abs for one in self.inputs if one.is_finite]
         return TraceRecord(
             module=self.seen.place.module,
             type=self.seen.place.type,
@@ -174,8 +174,7 @@ class Search:
             begins |= any(one in given and one.max_abs > limit for one in first.by.inputs)
         if begins:
             return _Origin(call, "input cast", first, first.moment, given)
-        inputs = first.by.inputs if first.by is not None and first.by.name else call.inputs
-        return self._named(_Origin(call, "forward", first, first.moment, inputs))
+        return self._named(_Origin(call, "forward", first, first.moment, call.inputs))
 
     def _named(self, origin: _Origin) -> _Origin:
         """The tensor that the program has named in the same forward, if it is the first of them."""

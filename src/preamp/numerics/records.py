@@ -156,9 +156,8 @@ class TraceRecord:
             the watched modules;
             ``"input cast"``, ``"output cast"``: the cast of what went in or came out;
             ``"output cast backward"``: the cast of the gradient of its output.
-        input_max_abs: Largest finite magnitude that went in: into ``operation`` where one is named,
-            without parameters, else into the module; of a backward, that of the gradients of the
-            output. ``None`` where nothing floating and finite did.
+        input_max_abs: Largest finite magnitude that went in: forward input, or gradient of output;
+            ``None`` where nothing floating and finite did.
         output_found: ``"inf"`` or ``"nan"``.
         dtype: Of what became non-finite.
         operation: The operation that did, such as ``"matmul"``; empty where that is not known.
