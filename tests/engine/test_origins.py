@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, overrides
@@ -295,7 +296,17 @@ def attended(x: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
 
 
-HANDLED = [causal, filled, chosen, largest, unused, attended]
+def listed(x: torch.Tensor) -> torch.Tensor:
+    return (x + torch.tensor([0.0, 0.0, 0.0, -math.inf])).softmax(-1)
+
+
+def by_numpy(x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.ones_like(x, dtype=torch.bool).triu(1)
+    lowest: Any = np.float32(-math.inf)
+    return x.masked_fill(hidden, lowest).softmax(-1)
+
+
+HANDLED = [listed, by_numpy, causal, filled, chosen, largest, unused, attended]
 
 
 @pytest.mark.parametrize("before", HANDLED)
@@ -313,7 +324,7 @@ def test_what_is_handled_is_not_named(before: Callable[[torch.Tensor], torch.Ten
     assert runs.trace.where.endswith(line_of(function, 2))
 
 
-@pytest.mark.parametrize("before", [causal, filled, largest])
+@pytest.mark.parametrize("before", [listed, by_numpy, causal, filled, largest])
 def test_a_mask_of_everything_is_not_named(before: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """But what turns it into nan."""
 
@@ -324,6 +335,28 @@ def test_a_mask_of_everything_is_not_named(before: Callable[[torch.Tensor], torc
     runs = Runs(Function(function))
     runs.step(runs.models[0](torch.ones(4, 4)).sum())
     assert runs.told == ("Function", "forward", "softmax")
+
+
+def test_a_mask_of_everything_that_came_in() -> None:
+    runs = Runs(Function(torch.tanh))
+    mask = torch.zeros(4, 4)
+    mask[2] = -math.inf
+    runs.step((runs.models[0](torch.ones(4, 4)) + mask).softmax(-1).square().sum())
+    assert runs.told == ("", "forward", "softmax")
+
+
+def test_an_evaluation_does_not_add_up() -> None:
+    model = Function(torch.tanh)
+    runs = Runs(model)
+    runs.step(model(torch.ones(2, 4)).sum())
+    tracer = runs.engine.tracer
+    with torch.no_grad():
+        for _ in range(20):
+            model(torch.ones(2, 4))
+    assert len(tracer.observation.calls) == 2
+    assert len(tracer.values._fresh) + len(tracer.values._memory) < 20
+    runs.step(model(torch.ones(2, 4)).sum() * math.nan)
+    assert runs.told == ("", "forward", "mul")
 
 
 class Kept(nn.Module):
@@ -377,6 +410,57 @@ def test_a_part_that_is_finite_is_not_bad_like_the_whole() -> None:
     runs = Runs(Function(function))
     runs.step(runs.models[0](torch.ones(4, 4)).sum())
     assert runs.told == ("Function", "forward", "square")
+
+
+class Steep(torch.autograd.Function):
+    """Passes values on; its gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * math.inf
+
+
+@pytest.mark.parametrize(
+    "after", [lambda x: x, lambda x: x.relu(), lambda x: x.float().contiguous(), torch.sin]
+)
+def test_the_backward_of_the_programs_own_function(after: Callable[[Any], Any]) -> None:
+    """It is told by its name, not by that of the function after it."""
+    runs = Runs(Function(lambda x: after(Steep.apply(x))))
+    runs.step(runs.models[0](torch.ones(2, 4)).sum())
+    assert runs.told == ("Function", "backward", "Steep")
+    runs = Runs(Function(lambda x: x))
+    runs.step(after(Steep.apply(runs.models[0](torch.ones(2, 4)))).sum())
+    assert runs.told == ("", "backward", "Steep")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_casts_are_told_by_torchs_names(level: str) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    preamp.initialize(model, optimizer, opt_level=level, verbosity=0, overflow="trace")
+    with preamp.scale_loss(model(torch.ones(2, 4)).float().sum() * 1e9, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    engine = preamp.engine_of(optimizer)
+    trace = engine.overflow_causes[-1].trace
+    assert trace is not None
+    assert trace.operation in {"to", "float", "half", ""}
+    engine.close()
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_a_model_can_be_traced_by_torch_jit(is_watched: bool) -> None:
+    """What watching reads is no part of the graph."""
+    named = Function(lambda x: preamp.detect_overflow(x.tanh(), "features"))
+    runs = Runs(named if is_watched else Function(torch.tanh))
+    features = runs.models[0](torch.ones(2, 4)).detach()
+    traced: Any = torch.jit.trace(named, features)
+    torch.testing.assert_close(traced(features), named(features))
+    assert "aminmax" not in str(traced.inlined_graph)
 
 
 def test_a_weight_is_to_blame_and_no_operation() -> None:
@@ -443,9 +527,13 @@ def test_a_forward_in_between(way: str) -> None:
     assert runs.told == (None if way == "backward" else ("", "forward", "mul"))
 
 
-def test_a_state_does_not_keep_all_that_ever_was() -> None:
-    """Else memory would grow with each step."""
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_state_does_not_keep_all_that_ever_was(others: int) -> None:
+    """Else memory would grow with each step, also where another engine watches."""
     model = Cell()
+    other = [Runs(Function(torch.tanh)) for _ in range(others)]
+    for one in other:
+        one.step(one.models[0](torch.ones(2, 4)).sum())
     runs = Runs(model)
     state, made = torch.zeros(2, 4), list[weakref.ref[Any]]()
     for _ in range(6):

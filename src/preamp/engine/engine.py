@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from preamp.casting import PATCH_LOCK, settle_thread
-from preamp.core.errors import bad_state
+from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.link import ATTRIBUTE, Link
 from preamp.core.splits import Splits
 from preamp.core.undo import UndoStack, run_all, set_attribute
@@ -33,6 +33,7 @@ from preamp.engine.weights import (
     trust_masters,
 )
 from preamp.kernels import Ops
+from preamp.kernels.operations import may_not_be_read
 from preamp.policy import Policy
 
 if TYPE_CHECKING:
@@ -64,8 +65,19 @@ def detect_overflow(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
     Returns:
         ``tensor`` itself. Does not synchronise.
+
+    Raises:
+        TypeError: ``tensor`` is none, or ``name`` is no string.
     """
-    if not torch.compiler.is_compiling():
+    wanted: tuple[tuple[object, type], ...] = ((tensor, torch.Tensor), (name, str))
+    for given, kind in wanted:
+        if not isinstance(given, kind):
+            raise bad_type(
+                f"detect_overflow was given {with_article(type(given).__name__)}",
+                "It takes a tensor and a string to call it by",
+                "Pass each tensor of a list or a dict by itself",
+            )
+    if not may_not_be_read():
         armed = [engine.tracer for engine in engines_in_use() if engine.tracer.is_armed]
         inside = [tracer for tracer in armed if tracer.stack.calls]
         for tracer in inside or armed:

@@ -115,7 +115,8 @@ class Operation:
     line: Line | None  # of the program
     inputs: Sequence[Reading]
     call: Pass | None  # the module's forward that has called it
-    has_constant: bool = False  # whether a number that is not finite was among the arguments
+    # Whether a number that is not finite was among the arguments, or no tensor was
+    has_constant: bool = False
 
 
 EARLIER = Operation("", None, (), None)
@@ -163,19 +164,23 @@ class Values:
 
         A hidden state that goes from step to step has all that ever was behind it.
         """
-        self.collect()
         for reading in self._carried:
             reading.by = EARLIER
+        self.forget()
+        self._carried = [
+            *(own[2] for own in list(self._known.values())),
+            *(own[1] for own in list(self._memory.values())),
+        ]
+
+    def forget(self) -> None:
+        """Forget data, weights and memory that is gone."""
+        self.collect()
         for key, (_, _, reading) in list(self._known.items()):
             if not reading.is_made:
                 self._known.pop(key, None)
         for key, (memory, reading) in list(self._memory.items()):
             if memory.expired() or not reading.is_made:
                 self._memory.pop(key, None)
-        self._carried = [
-            *(own[2] for own in list(self._known.values())),
-            *(own[1] for own in list(self._memory.values())),
-        ]
         self._count = 0
 
     def read(
@@ -341,6 +346,17 @@ class Observation:
     def add(self, seen: Pass) -> None:
         """Keep a pass."""
         (self.calls if seen.phase == "forward" else self.backwards).append(seen)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether what was seen may be of a step: a forward with gradients, a loss, a backward."""
+        return bool(self.backwards or self.losses or self.trained)
+
+    def without_passes(self) -> Observation:
+        """Return one of the same step."""
+        begun = Observation(follows=self.follows, is_whole=self.is_whole)
+        begun.hears = self.hears
+        return begun
 
     @property
     def trained(self) -> list[Pass]:

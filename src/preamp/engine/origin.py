@@ -11,10 +11,11 @@ import torch
 
 from preamp.core.dtypes import dtype_name
 from preamp.core.program import shown
-from preamp.engine.observation import EARLIER, OUTSIDE, Observation, Pass, Place, Reading
+from preamp.engine.observation import EARLIER, OUTSIDE, Observation, Operation, Pass, Place, Reading
 from preamp.numerics import FrameRecord, TraceRecord
 from preamp.numerics.records import Phase
 
+_SOFTMAX = ("softmax", "log_softmax", "scaled_dot_product_attention")
 _FRAMES = 8  # passes that are told before the one that went wrong
 
 WeightsOf = Callable[[Place], list[Reading]]
@@ -121,6 +122,7 @@ class Search:
         self._inside: dict[Pass | None, list[Pass]] = {}
         for call in step.calls:
             self._inside.setdefault(call.call, []).append(call)
+        self._calls = set(step.calls)
         self._losses = {one for _, one in step.losses}
         self._masks: dict[Reading, bool] = {}
         self._firsts: dict[Reading, Reading] = {}
@@ -222,7 +224,7 @@ class Search:
         if reading.by is EARLIER:
             raise _NotKnownError
         if reading.by is not None:
-            return reading.by.inputs
+            return () if self._hides_all(reading.by) else reading.by.inputs
         call = reading.inside
         if call is not None and call.made is not None:
             if reading in call.outputs and reading not in call.made:
@@ -230,6 +232,8 @@ class Search:
         is_weight = reading.is_leaf or reading.is_parameter
         if is_weight or (call is None and self._step.hears and reading not in self._losses):
             return ()
+        if call is not None and call not in self._calls:
+            raise _NotKnownError  # it was in a forward that is not remembered
         before = [one for one in self._inside.get(call, ()) if one.ended < reading.moment]
         left = [one for call in before for one in call.outputs]
         if call is not None:
@@ -240,6 +244,14 @@ class Search:
         if bad and (not is_told or is_handled or len(set(map(self._first, bad))) > 1):
             raise _NotKnownError
         return bad
+
+    def _hides_all(self, by: Operation) -> bool:
+        """Whether a softmax made nan of a row that a mask which came in with the data hides."""
+        bad = [one for one in by.inputs if self._is_bad(one)] if by.name in _SOFTMAX else []
+        if not bad or not all(one.is_minus_infinity for one in bad):
+            return False
+        firsts = [self._first(one) for one in bad]
+        return all(one.by is None and one.inside is None for one in firsts)
 
     def _makes_finite(self, call: Pass) -> bool:
         given = call.inputs if call.given is None else call.given

@@ -18,10 +18,12 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
 
@@ -36,7 +38,13 @@ from preamp.engine.origin import Finding, find
 from preamp.engine.overflow import GradientNote, OverflowCause
 from preamp.engine.session import OptimizerSession
 from preamp.kernels.modules import add_hook
-from preamp.kernels.operations import OperationMode, asked_for, may_be_compiled, unheard
+from preamp.kernels.operations import (
+    OperationMode,
+    asked_for,
+    may_be_compiled,
+    may_not_be_read,
+    unheard,
+)
 
 _TAG = "preamp.operation"  # in the notes of a node: the function that has made it
 # Functions that leave values as they are, but for a change of dtype
@@ -190,6 +198,9 @@ class Tracer:
         has_grad = torch.is_grad_enabled() if outer is None else outer.has_grad
         if outer is None:
             self._renew()
+            if not has_grad and not self.observation.is_under_way:
+                self.values.forget()
+                self.observation = self.observation.without_passes()
             self._listen(has_grad)
         self._has_seen |= has_grad
         step = self.observation
@@ -271,14 +282,16 @@ class Tracer:
 
         def describe(inputs: Sequence[Reading]) -> Operation:
             line = line_of_program(inspect.currentframe())
-            numbers = (one for one in args if isinstance(one, float))
-            has_constant = not all(map(math.isfinite, numbers))
+            floats = (one for one in args if isinstance(one, Real) and not isinstance(one, int))
+            # A function of no tensors, such as `torch.tensor`, has its values from the program.
+            has_constant = not arguments or not all(map(math.isfinite, floats))
             return Operation(asked_for(name), line, inputs, call, has_constant)
 
-        operation = self.values.hear(arguments, results, call, describe, moves=name in _MOVES)
+        with unheard():  # by another engine as well
+            operation = self.values.hear(arguments, results, call, describe, moves=name in _MOVES)
         if operation is not None:
             for tensor in results:
-                if tensor.grad_fn is not None:
+                if tensor.grad_fn is not None and not _is_own(tensor.grad_fn):
                     cast("Any", tensor.grad_fn).metadata.setdefault(_TAG, operation)
 
     # -- what the engine reports ---------------------------------------------------------------
@@ -413,7 +426,7 @@ class _Hook:
         self._place = place
 
     def _tracer(self) -> Tracer | None:
-        if torch.compiler.is_compiling():  # what is traced must not change by being watched
+        if may_not_be_read():
             return None
         tracer = None if self._link.target is None else self._link.target()
         return tracer if tracer is not None and tracer.is_armed else None
@@ -515,8 +528,8 @@ def _watch_nodes(outputs: Sequence[torch.Tensor], call: _Call) -> None:
             continue
         seen.add(node)
         notes: dict[str, Any] = cast("Any", node).metadata  # torch's stubs have a method there
-        # Nodes that a function has made on its way have none.
-        operation = notes.get(_TAG, operation)
+        # Nodes that a function has made on its way have none, as those of the program's own.
+        operation = notes.get(_TAG, None if _is_own(node) else operation)
         is_cast = is_cast and node not in call.before_casts
         following = [after for after, _ in node.next_functions if after is not None]
         pending += [(after, operation, is_cast) for after in following]
@@ -582,7 +595,15 @@ def _tensors_among(values: Sequence[Any]) -> list[torch.Tensor]:
     return found
 
 
+def _is_own(node: Node) -> bool:
+    """Whether it is of a `torch.autograd.Function`, which no function of torch has made."""
+    return isinstance(node, BackwardCFunction)
+
+
 def _named(node: Node) -> str:
-    """``"nll_loss"`` for ``NllLossBackward0``."""
+    """``"nll_loss"`` for ``NllLossBackward0``; of a program's own its class."""
+    if _is_own(node):
+        own: type = cast("Any", node)._forward_cls  # noqa: SLF001
+        return "" if own.__module__.startswith("preamp.") else own.__name__
     name = re.sub(r"Backward\d*$", "", node.name().rpartition("::")[2])
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()

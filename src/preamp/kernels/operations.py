@@ -28,6 +28,11 @@ def may_be_compiled() -> bool:
     return any(map(callable, backends.values()))  # functions kept from it are there as `False`
 
 
+def may_not_be_read() -> bool:
+    """Whether a graph is being made: reading its tensors would become a part of it."""
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often ``tensor`` was written to; -1 where torch does not count."""
     return -1 if tensor.is_inference() else tensor._version
@@ -57,11 +62,17 @@ def asked_for(name: str) -> str:
     while frame is not None:
         library = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if library == "preamp":
-            name = getattr(frame.f_locals.get("fn"), "__name__", name)
+            fn = frame.f_locals.get("fn")
+            if _library_of(fn) != "preamp":  # helpers have a `fn` as well, which is preamp's own
+                name = getattr(fn, "__name__", name)
         elif library != "torch":
             break
         frame = frame.f_back
     return name.strip("_")
+
+
+def _library_of(function: object) -> str:
+    return str(getattr(function, "__module__", "")).partition(".")[0]
 
 
 def unheard() -> AbstractContextManager[None]:
@@ -89,7 +100,7 @@ class OperationMode(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         is_number = name == _READ and not isinstance(result, torch.Tensor)
-        if not is_number and not torch.compiler.is_compiling():
+        if not is_number and not may_not_be_read():
             self._tell(name, (*args, *kwargs.values()) if kwargs else args, result)
         return result
 
