@@ -536,7 +536,7 @@ def test_a_state_does_not_keep_all_that_ever_was(others: int) -> None:
         one.step(one.models[0](torch.ones(2, 4)).sum())
     runs = Runs(model)
     state, made = torch.zeros(2, 4), list[weakref.ref[Any]]()
-    for _ in range(6):
+    for _ in range(16):
         y, state = model(torch.ones(2, 4), state * 0.5)
         runs.step(y.sum())
         state = state.detach()
@@ -544,7 +544,8 @@ def test_a_state_does_not_keep_all_that_ever_was(others: int) -> None:
         assert table is not None
         made.append(weakref.ref(table))
     gc.collect()
-    assert [one() is None for one in made] == [True] * 4 + [False] * 2
+    assert not any(one() for one in made[:8])
+    assert made[-1]() is not None
 
 
 class Mode(TorchFunctionMode):

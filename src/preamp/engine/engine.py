@@ -69,8 +69,8 @@ def detect_overflow(tensor: torch.Tensor, name: str) -> torch.Tensor:
     Raises:
         TypeError: ``tensor`` is none, or ``name`` is no string.
     """
-    wanted: tuple[tuple[object, type], ...] = ((tensor, torch.Tensor), (name, str))
-    for given, kind in wanted:
+    given: Any
+    for given, kind in ((tensor, torch.Tensor), (name, str)):
         if not isinstance(given, kind):
             raise bad_type(
                 f"detect_overflow was given {with_article(type(given).__name__)}",

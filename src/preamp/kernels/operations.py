@@ -30,7 +30,7 @@ def may_be_compiled() -> bool:
 
 def may_not_be_read() -> bool:
     """Whether a graph is being made: reading its tensors would become a part of it."""
-    return torch.compiler.is_compiling() or torch._C._is_tracing()
+    return torch.compiler.is_compiling() or cast("Any", torch.jit).is_tracing()
 
 
 def version_of(tensor: torch.Tensor) -> int:
