@@ -536,7 +536,7 @@ def test_a_state_does_not_keep_all_that_ever_was(others: int) -> None:
         one.step(one.models[0](torch.ones(2, 4)).sum())
     runs = Runs(model)
     state, made = torch.zeros(2, 4), list[weakref.ref[Any]]()
-    for _ in range(16):
+    for _ in range(32):
         y, state = model(torch.ones(2, 4), state * 0.5)
         runs.step(y.sum())
         state = state.detach()
@@ -544,8 +544,9 @@ def test_a_state_does_not_keep_all_that_ever_was(others: int) -> None:
         assert table is not None
         made.append(weakref.ref(table))
     gc.collect()
-    assert not any(one() for one in made[:8])
+    # The latest are there, and what was read of memory that lives on; not all that ever were.
     assert made[-1]() is not None
+    assert sum(one() is not None for one in made) <= 8
 
 
 class Mode(TorchFunctionMode):
