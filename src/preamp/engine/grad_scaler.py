@@ -250,10 +250,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _warn_of_changed_parts(self, session: OptimizerSession) -> None:
         """Say once that a script has changed a part of what was accumulated, and that alone."""
-        parts = self._parts.pop(id(session), [])
+        parts = self._parts.pop(id(session), None)
+        if parts is None or self._has_warned:
+            return
         now = {id(param.grad) for param in session.model_params()}
         changed = (g for g, version in parts if id(g) in now and version_of(g) != version)
-        if not self._has_warned and any(map(has_nonzero, changed)):
+        if any(map(has_nonzero, changed)):
             self._has_warned = True
             warnings.warn(_changed_part(), stacklevel=5)
 

@@ -14,8 +14,9 @@ from typing import Any, Literal, cast
 import torch
 
 from preamp.core.program import Line
+from preamp.core.tensors import version_of
 from preamp.kernels.extremes import extremes
-from preamp.kernels.operations import Memory, memory_of, version_of
+from preamp.kernels.operations import Memory, memory_of
 from preamp.kernels.vectors import stack
 
 _KEPT = 1 << 16  # calls of modules, as many of their backwards, and readings not put together
@@ -207,7 +208,7 @@ class Values:
 
     def _current(self, tensor: torch.Tensor) -> Reading | None:
         known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == version_of(tensor) >= 0:
+        if known is not None and known[0]() is tensor and known[1] == _version_of(tensor) >= 0:
             return known[2]
         return None
 
@@ -233,7 +234,7 @@ class Values:
     def _keep(self, tensor: torch.Tensor, reading: Reading) -> None:
         key = id(tensor)
         alive = weakref.ref(tensor, partial(_drop, self._known, key))
-        self._known[key] = alive, version_of(tensor), reading
+        self._known[key] = alive, _version_of(tensor), reading
         memory = memory_of(tensor)
         if memory is not None:
             self._memory[memory.cdata] = memory, reading
@@ -368,3 +369,7 @@ def _drop(known: dict[int, Any], key: int, reference: Any) -> None:
     """A tensor is gone; another one may have its ``id`` by now."""
     if key in known and known[key][0] is reference:
         known.pop(key, None)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else version_of(tensor)  # torch does not count those

@@ -45,6 +45,7 @@ from preamp.kernels.operations import (
     may_not_be_read,
     unheard,
 )
+from preamp.kernels.wide_half import leaves
 
 _TAG = "preamp.operation"  # in the notes of a node: the function that has made it
 # Functions that leave values as they are, but for a change of dtype
@@ -274,7 +275,7 @@ class Tracer:
     def heard(self, name: str, args: Sequence[Any], result: Any) -> None:
         """A function has been called, by a forward or between two."""
         call = self.stack.calls[-1].seen if self.stack.calls else None
-        arguments, results = _tensors_among(args), _tensors_among((result,))
+        arguments, results = leaves(args), leaves((result,))
         if name == "backward" and arguments:
             self._started = next(iter(self.values.read(arguments[:1])), None)
         if name == "__setitem__":
@@ -582,17 +583,6 @@ class _NodeHook:
             seen = Pass(self._call.place, "backward", call=call, is_cast=self._is_cast)
             seen.operation, seen.name = self._operation, self._name
             tracer.saw_backward(seen, grad_outputs, grad_inputs)
-
-
-def _tensors_among(values: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors of a function's arguments or results, which nest less than those of modules."""
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors_among(cast("Sequence[Any]", value))
-    return found
 
 
 def _is_own(node: Node) -> bool:

@@ -33,11 +33,6 @@ def may_not_be_read() -> bool:
     return torch.compiler.is_compiling() or cast("Any", torch.jit).is_tracing()
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often ``tensor`` was written to; -1 where torch does not count."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
 class Memory(Protocol):
     """What tensors have in common that share memory; it does not keep that memory."""
 
