@@ -232,7 +232,7 @@ Moment = tuple[int, int]
 
 
 class Streak:
-    """How many of the latest events were bad; counted where the flags are, so nobody waits."""
+    """How many of the latest events were bad; counted on their device, without waiting."""
 
     def __init__(self) -> None:
         self._moments: list[Moment] = []

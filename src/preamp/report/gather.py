@@ -177,10 +177,11 @@ def _split(records: Iterable[NumericsRecord]) -> tuple[list[NumericsRecord], lis
     of_modules: list[NumericsRecord] = []
     for record in records:
         modules = [t for t in record.tensors if t.what in _OF_MODULES]
-        params = [t for t in record.tensors if t.what not in _OF_MODULES]
-        if modules:
-            of_modules.append(replace(record, tensors=modules))
-        if params or not modules:
+        if not modules:
+            of_params.append(record)
+            continue
+        of_modules.append(replace(record, tensors=modules))
+        if params := [t for t in record.tensors if t.what not in _OF_MODULES]:
             of_params.append(replace(record, tensors=params))
     return of_params, of_modules
 
