@@ -170,6 +170,11 @@ def _own_parts(lists: Sequence[Tensors], update: Update) -> tuple[Sequence[Tenso
         return lists, update
     if update.halves is not None:
         update = replace(update, halves=locals_of(update.halves))
+    if update.stored is not None:
+        stored = update.stored
+        lows = None if stored.lows is None else locals_of(stored.lows)
+        scales = tuple([None if row is None else locals_of(row) for row in stored.scales])
+        update = replace(update, stored=replace(stored, lows=lows, scales=scales))
     return [locals_of(column) for column in lists], update
 
 

@@ -16,6 +16,7 @@ from typing import ClassVar, NoReturn
 import torch
 
 from preamp.core.errors import worded
+from preamp.kernels.stored import Stored
 
 Scalar = float | torch.Tensor
 """A number, or a 0-dim tensor that a back end reads on the device, without synchronising."""
@@ -43,11 +44,15 @@ class Update:
     # these are parts of larger ones. ``|p|`` and ``|u|`` for LAMB, ``|p|`` and ``|g|`` for LARS,
     # that of the gradient for NovoGrad. Other rules ignore it.
     norms: torch.Tensor | None = None
+    # How lists are kept that are no plain tensors; `preamp.kernels.stored` defines the formats.
+    # Parameters with an int16 tensor beside them are half tensors, and ``halves`` is not given.
+    stored: Stored | None = None
 
     def at(self, places: Sequence[int]) -> Update:
         """What is told of the tensors at ``places`` alone."""
         halves = None if self.halves is None else [self.halves[place] for place in places]
-        return replace(self, halves=halves, norms=norms_at(self.norms, places))
+        stored = None if self.stored is None else self.stored.at(places)
+        return replace(self, halves=halves, norms=norms_at(self.norms, places), stored=stored)
 
 
 def norms_at(norms: torch.Tensor | None, places: Sequence[int]) -> torch.Tensor | None:

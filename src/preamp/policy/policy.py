@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from preamp.policy.keep import NOTHING, KeepFP32, parse_keep
+from preamp.policy.storage import FULL, Storage
 
 Scope = Literal["thread", "model"]
 OnOverflow = Literal["skip", "trace"]
@@ -52,6 +53,7 @@ class Policy:
             never.
         overflow: What an overflow leads to: a step that is skipped and told; with ``"trace"`` the
             modules are watched all the time, to tell the first to go wrong too.
+        storage: How masters and moments are kept between steps.
     """
 
     opt_level: str
@@ -70,6 +72,7 @@ class Policy:
     scope: Scope = "model"
     max_consecutive_skips: int | None = 50
     overflow: OnOverflow = "skip"
+    storage: Storage = FULL
 
     @property
     def is_dynamic(self) -> bool:

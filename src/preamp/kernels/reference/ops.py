@@ -13,6 +13,7 @@ from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Census, Ops, Tally, Tensors
 from preamp.kernels.places import check_lengths, check_shapes
 from preamp.kernels.reference.formulas import apply, measured, number_of, order_of
+from preamp.kernels.reference.stored import Unpacked, update_stored
 from preamp.kernels.reference.tally import tally
 from preamp.kernels.reference.update import Slot, slots
 from preamp.kernels.rules import LambRule, Rule, Update
@@ -183,6 +184,14 @@ class Reference(Ops):
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
     ) -> None:
         _check(params, grads, *state, rule=rule, update=update)
+        if update.stored is not None:
+
+            def run(one: Unpacked, grad: torch.Tensor) -> None:
+                state = ([tensor] for tensor in one.state)
+                self.update_([one.param], [grad], *state, rule=rule, update=one.update)
+
+            update_stored(run, params, grads, state, update)
+            return
         for place, slot in enumerate(slots(params, grads, *state, update=update)):
             if update.norms is not None:
                 norms = slot.scalar(update.norms[:, place]).unbind()
@@ -199,6 +208,13 @@ class Reference(Ops):
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
     ) -> torch.Tensor:
         rule = replace(rule, uses_trust_ratio=True)
+        if update.stored is not None:
+            every = [Unpacked.of(n, (params, *state), update) for n in range(len(params))]
+            params, state = (
+                [one.param for one in every],
+                tuple(zip(*[u.state for u in every], strict=True)),
+            )
+            update = replace(update, stored=None)
         places = slots(params, grads, *state, update=update)
         found = [norms_of(slot, rule, update) for slot in places]
         return torch.stack([torch.stack(row) for row in zip(*found, strict=True)])

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Float32 values in fewer bits: what each format means, in plain torch operations.
+
+**Split masters.** A float32 value is a half weight, rounded to nearest with ties away from zero,
+and an int16 that says how far it is from there, in 2**-16 of a unit in the last place. For bfloat16
+weights these are the low 16 bits of the word, and every word comes back, nan apart. For float16
+weights every value comes back in float16's normal range, and to 2**-41 below; what float16 cannot
+hold is infinite. Zero with an int16 that no zero has is zero: a script wrote it.
+
+**Moments.** Stored values are rounded up or down by chance, so that what is stored is right on
+average: an average that moves by less than a unit in each step would stand still otherwise. Chance
+is a number of 16 bits for each element, `noise`, which depends on the seed, the tensor, the step
+and the element's index in the whole tensor alone. bfloat16 takes the nearest two values. 8-bit formats
+have a float32 scale, the largest magnitude, for each block: up to `BLOCK` consecutive elements of
+one row (one index of the first dimension), a row in as many blocks of nearly equal length as it
+needs. Ranks that have whole rows, as ``fully_shard`` gives them, have whole blocks. `SIGNED` keeps
+roots of magnitudes with a sign in int8, `UNSIGNED` roots in uint8, and nothing above zero becomes
+zero there, since updates are divided by it.
+
+Sources: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), Philox 4x32-10;
+Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+
+BLOCK = 128
+"""Most elements of a block."""
+
+
+class Format(Enum):
+    """How the tensors of one list of an optimizer's state are kept."""
+
+    PLAIN = "plain"  # as they are, rounded to nearest even
+    BFLOAT16 = "bfloat16"  # rounded by chance
+    SIGNED = "signed"  # int8 and scales
+    UNSIGNED = "unsigned"  # uint8 and scales
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the tensors, if the format says so."""
+        return _DTYPES.get(self)
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether there is a scale for each block."""
+        return self in (Format.SIGNED, Format.UNSIGNED)
+
+
+_DTYPES = {Format.BFLOAT16: torch.bfloat16, Format.SIGNED: torch.int8, Format.UNSIGNED: torch.uint8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """What an update is told of lists that are not kept as plain tensors."""
+
+    # Of each parameter, which is a half tensor then, the int16 tensor beside it; of its shape
+    lows: Sequence[torch.Tensor] | None = None
+    # Of each list of the rule's state, in order; none means that all are plain
+    formats: tuple[Format, ...] = ()
+    # Of each list of state: float32 tensors of `scales_shape`, or ``None`` without scales
+    scales: tuple[Sequence[torch.Tensor] | None, ...] = ()
+    seed: int = 0  # below 2**32
+    # Of each parameter: a number that tells it from the others, below 2**32
+    numbers: Sequence[int] = ()
+    # Of each parameter: which element of the whole tensor its first one is
+    starts: Sequence[int] = ()
+
+    def at(self, places: Sequence[int]) -> Stored:
+        """What is told of the parameters at ``places`` alone."""
+        return replace(
+            self,
+            lows=None if self.lows is None else [self.lows[place] for place in places],
+            scales=tuple(
+                [None if row is None else [row[place] for place in places] for row in self.scales]
+            ),
+            numbers=[self.numbers[place] for place in places] if self.numbers else (),
+            starts=[self.starts[place] for place in places] if self.starts else (),
+        )
+
+
+# -- split masters --------------------------------------------------------------------------------
+
+
+def split(wide: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float32 values as half weights of ``dtype`` and int16 beside them."""
+    return _split_bfloat16(wide) if dtype is torch.bfloat16 else _split_float16(wide)
+
+
+def join(half: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Return the float32 values that `split` has made these of."""
+    low = torch.where((half == 0) & (low < 0), torch.zeros_like(low), low)
+    if half.dtype is torch.bfloat16:
+        high = half.view(torch.int16).int() << 16
+        word = (high - ((low.int() & 0x8000) << 1)) | (low.int() & 0xFFFF)
+        return torch.where(half.isnan(), half.float(), word.view(torch.float32))
+    wide = half.float()
+    far = low.float() * 2.0**-16 * _unit_of(wide)
+    return torch.where(wide.isfinite(), torch.copysign(wide.abs() + far, wide), wide)
+
+
+def _split_bfloat16(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    word = wide.view(torch.int32)
+    # Sums of int32 wrap around, and only those of nan do.
+    high = ((word + 0x8000) >> 16).to(torch.int16)
+    is_nan = wide.isnan()
+    half = torch.where(is_nan, torch.full_like(high, 0x7FC0), high).view(torch.bfloat16)
+    return half, torch.where(is_nan, torch.zeros_like(high), word.to(torch.int16))
+
+
+def _split_float16(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    half = wide.half()
+    far = _distance(wide, half).round()
+    # Half way, as far as 16 bits tell, and rounded towards zero, to the even one: one further
+    bits = half.view(torch.int16) + (far == 0x8000).to(torch.int16)
+    half = bits.view(torch.float16)
+    far = torch.where(half.isfinite(), _distance(wide, half), torch.zeros_like(far))
+    return half, far.round().to(torch.int16)
+
+
+def _distance(wide: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
+    """How much larger magnitudes are than the half ones, in 2**-16 of a unit of these."""
+    rounded = half.float()
+    return (wide.abs() - rounded.abs()) * (2.0**16 / _unit_of(rounded))
+
+
+def _unit_of(rounded: torch.Tensor) -> torch.Tensor:
+    """The unit in the last place of float16 values, which come as float32."""
+    exponent = (rounded.view(torch.int32) >> 23) & 0xFF
+    field = (exponent.clamp(min=113, max=142) - 10) << 23
+    return field.int().view(torch.float32)
+
+
+# -- chance ---------------------------------------------------------------------------------------
+
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_WEYL = 0x9E3779B9, 0xBB67AE85
+_WORD = 0xFFFFFFFF
+
+
+def noise(
+    count: int,
+    *,
+    start: int,
+    step: int | torch.Tensor,
+    row: int,
+    seed: int,
+    number: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return the 16 bits of chance of each of ``count`` elements from ``start`` on, int32.
+
+    Philox 4x32-10 of the counter ``(index // 8, high word of that, step, row)`` and the key
+    ``(seed, number)``: four words make eight numbers, of each word the low half first.
+    ``row`` is which list of the state it is.
+    """  # fmt: skip
+    first, last = start // 8, (start + count + 7) // 8
+    counter = torch.arange(first, last, dtype=torch.int64, device=device)
+    words = [counter & _WORD, counter >> 32, torch.zeros_like(counter), torch.zeros_like(counter)]
+    words[2] += step  # a tensor is read on its device
+    words[3] += row
+    key = [seed, number]
+    for _ in range(10):
+        high, low = zip(
+            *[_product(by, word) for by, word in zip(_MULTIPLIERS, words[::2], strict=True)],
+            strict=True,
+        )
+        words = [high[1] ^ words[1] ^ key[0], low[1], high[0] ^ words[3] ^ key[1], low[0]]
+        key = [(part + weyl) & _WORD for part, weyl in zip(key, _WEYL, strict=True)]
+    halves = [part for word in words for part in (word & 0xFFFF, word >> 16)]
+    found = torch.stack(halves, 1).reshape(-1).int()
+    return found[start - 8 * first :][:count]
+
+
+def _product(by: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The high and the low word of a product; int64 has no room for the product itself."""
+    low, high = by * (word & 0xFFFF), by * (word >> 16)
+    middle = high + (low >> 16)
+    return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def round_by_chance(wide: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
+    """Return float32 values as bfloat16, away from zero if the `noise` says so; nan is kept."""
+    word = (wide.view(torch.int32) + chance) >> 16
+    rounded = word.to(torch.int16).view(torch.bfloat16)
+    return torch.where(wide.isfinite(), rounded, wide.bfloat16())
+
+
+# -- blocks of 8 bits -----------------------------------------------------------------------------
+
+
+def blocks_of(shape: torch.Size | Sequence[int]) -> tuple[int, int, int]:
+    """Rows of a tensor, blocks of a row, and elements of a block; the last may have fewer."""
+    rows = shape[0]
+    row = 1
+    for size in shape[1:]:
+        row *= size
+    blocks = -(-row // BLOCK)
+    return rows, blocks, -(-row // blocks) if blocks else 0
+
+
+def can_be_blocks(shape: torch.Size | Sequence[int]) -> bool:
+    """Whether a tensor of this shape, the whole one, may be kept in 8 bits.
+
+    Vectors, small tensors, and those whose rows are short stay as they are: scales would take as
+    much as is saved, and they are few bytes.
+    """
+    size = 1
+    for length in shape:
+        size *= length
+    return len(shape) > 1 and size >= 4096 and size // shape[0] >= 16
+
+
+def scales_shape(shape: torch.Size | Sequence[int]) -> tuple[int, int]:
+    """Of the scales of a tensor that is kept in 8 bits."""
+    return blocks_of(shape)[:2]
+
+
+def encode(
+    wide: torch.Tensor, kind: Format, chance: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float32 values as codes and the scales of their blocks.
+
+    ``chance`` is `noise`, one number for each element in the order of indices. A block with a value
+    that is not finite has that for a scale, and comes back as nan.
+    """
+    rows, blocks, length = blocks_of(wide.shape)
+    top = 127 if kind is Format.SIGNED else 255
+    flat = wide.reshape(rows, -1)
+    room = torch.nn.functional.pad(flat, (0, blocks * length - flat.shape[1]))
+    room = room.view(rows, blocks, length)
+    chances = chance.view(rows, -1)
+    chances = torch.nn.functional.pad(chances, (0, blocks * length - flat.shape[1]))
+    chances = chances.view(rows, blocks, length)
+    scales = room.abs().amax(2)
+    size = room.abs() / scales.unsqueeze(2)
+    below = (size.sqrt() * top).floor().clamp(max=top - 1)
+    low, high = (below / top) ** 2, ((below + 1) / top) ** 2
+    is_up = (size - low) * 65536 > chances * (high - low)
+    code = below + is_up
+    if kind is Format.UNSIGNED:
+        code = torch.where((code == 0) & (size > 0), torch.ones_like(code), code)
+    code = torch.where(
+        scales.unsqueeze(2).isfinite() & (size == size), code, torch.zeros_like(code)
+    )
+    code = torch.copysign(code, room) if kind is Format.SIGNED else code
+    codes = code.view(rows, -1)[:, : flat.shape[1]].reshape(wide.shape)
+    return codes.to(torch.int8 if kind is Format.SIGNED else torch.uint8), scales
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, kind: Format) -> torch.Tensor:
+    """Return what `encode` has kept, float32."""
+    rows, _, length = blocks_of(codes.shape)
+    top = 127 if kind is Format.SIGNED else 255
+    value = codes.reshape(rows, -1).float() / top
+    by = scales.repeat_interleave(length, 1)[:, : value.shape[1]]
+    return (value * value.abs() * by).reshape(codes.shape)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How an engine keeps masters and moments between steps: `Storage`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from preamp.core.errors import bad_type, bad_value
+
+MasterStorage = Literal["float32", "split"]
+MomentStorage = Literal["float32", "bfloat16", "8bit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """How masters and moments are kept between steps; steps compute in float32 in any case.
+
+    Attributes:
+        masters: ``"float32"``, or ``"split"``: a half weight and the 16 bits that its master has
+            beyond it, 4 bytes in place of 6. Exact for bfloat16 weights, and for float16 weights
+            in float16's normal range; to 2**-41 below it.
+        moments: ``"float32"``; ``"bfloat16"``, rounded stochastically; or ``"8bit"``, in blocks of
+            one row with a scale each, rounded stochastically. Vectors and small tensors keep
+            float32 moments with ``"8bit"``.
+        seed: Of the stochastic rounding: runs of equal seeds round alike, on any number of
+            threads, devices and ranks.
+    """
+
+    masters: MasterStorage = "float32"
+    moments: MomentStorage = "float32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what is not known."""
+        for name, allowed in (("masters", MasterStorage), ("moments", MomentStorage)):
+            given, names = getattr(self, name), get_args(allowed)
+            if given not in names:
+                raise bad_value(
+                    f"Storage got {name}={given!r}",
+                    f"It takes {', '.join(map(repr, names))}",
+                    "Check the spelling",
+                )
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise bad_value(
+                f"Storage got seed={self.seed!r}",
+                "It takes whole numbers from 0 to 2**32 - 1",
+                "Pass another one",
+            )
+
+
+FULL = Storage()
+STORAGES = {
+    "full": FULL,
+    "split": Storage(masters="split"),
+    "compact": Storage(masters="split", moments="8bit"),
+}
+"""The storages that have a name."""
+
+
+def parse_storage(given: object) -> Storage:
+    """Return the storage that ``initialize`` was given, by name or as it is.
+
+    Raises:
+        TypeError: It is neither.
+        ValueError: No storage has that name.
+    """
+    if isinstance(given, Storage):
+        return given
+    if not isinstance(given, str):
+        raise bad_type(
+            f"initialize got storage={given!r}",
+            f"It takes {', '.join(map(repr, STORAGES))}, or a preamp.Storage",
+            'Pass storage="split", for example',
+        )
+    if given not in STORAGES:
+        raise bad_value(
+            f"initialize got storage={given!r}",
+            f"The storages with a name are {', '.join(map(repr, STORAGES))}",
+            "Check the spelling, or pass a preamp.Storage(masters=..., moments=...)",
+        )
+    return STORAGES[given]
