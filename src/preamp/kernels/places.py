@@ -34,7 +34,7 @@ _is_contiguous = torch.Tensor.is_contiguous
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What kernels load and store."""
 
-CODES = frozenset({torch.int8, torch.uint8, torch.int16})
+STORED_DTYPES = frozenset({torch.int8, torch.uint8, torch.int16})
 """What those of updates of `Stored` lists load and store besides."""
 
 T = TypeVar("T")
@@ -270,10 +270,7 @@ class Group:
 
 
 def sort(
-    *lists: Column,
-    scalars: int = 0,
-    codes: Set[torch.dtype] = frozenset(),
-    in_order: bool = False,
+    *lists: Column, scalars: int = 0, codes: Set[torch.dtype] = frozenset(), in_order: bool = False
 ) -> tuple[list[Group], list[int]]:
     """Return the groups, and the places that kernels cannot take.
 

@@ -147,8 +147,8 @@ def _unit_of(rounded: torch.Tensor) -> torch.Tensor:
 
 # -- chance ---------------------------------------------------------------------------------------
 
-_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_WEYL = 0x9E3779B9, 0xBB67AE85
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+WEYL = 0x9E3779B9, 0xBB67AE85
 _WORD = 0xFFFFFFFF
 
 
@@ -176,11 +176,11 @@ def noise(
     key = [seed, number]
     for _ in range(10):
         high, low = zip(
-            *[_product(by, word) for by, word in zip(_MULTIPLIERS, words[::2], strict=True)],
+            *[_product(by, word) for by, word in zip(MULTIPLIERS, words[::2], strict=True)],
             strict=True,
         )
         words = [high[1] ^ words[1] ^ key[0], low[1], high[0] ^ words[3] ^ key[1], low[0]]
-        key = [(part + weyl) & _WORD for part, weyl in zip(key, _WEYL, strict=True)]
+        key = [(part + weyl) & _WORD for part, weyl in zip(key, WEYL, strict=True)]
     halves = [part for word in words for part in (word & 0xFFFF, word >> 16)]
     found = torch.stack(halves, 1).reshape(-1).int()
     return found[start - 8 * first :][:count]
