@@ -10,15 +10,16 @@ hold is infinite. Zero with an int16 that no zero has is zero: a script wrote it
 **Moments.** Stored values are rounded up or down by chance, so that what is stored is right on
 average: an average that moves by less than a unit in each step would stand still otherwise. Chance
 is a number of 16 bits for each element, `noise`, which depends on the seed, the tensor, the step
-and the element's index in the whole tensor alone. bfloat16 takes the nearest two values.
+and the element's index in the whole tensor alone; another list of state takes it times `ODD`.
+bfloat16 takes the nearest two values.
 
-8-bit formats have a float32 scale, a power of two, for each block: up to `BLOCK` consecutive
-elements of one row (one index of the first dimension), a row in as many blocks of nearly equal
-length as it needs. Ranks that have whole rows, as ``fully_shard`` gives them, have whole blocks.
-Codes are small floats below the scale, of 5 bits of mantissa and the rest of exponent, with gradual
-underflow: `SIGNED` has 4 binades and a sign, `UNSIGNED` 8, and nothing above zero becomes zero
-there, since updates are divided by it. They take shifts and sums, where roots take a division and
-two roots of each element, and the same bits on every device for granted.
+8-bit formats have a float32 scale, a power of two, for each block: `BLOCK` consecutive elements of
+one row (one index of the first dimension), the last of a row with what is left. Ranks that have
+whole rows, as ``fully_shard`` gives them, have whole blocks. Codes are small floats below the
+scale, of 5 bits of mantissa and the rest of exponent, with gradual underflow: `SIGNED` has 4
+binades and a sign, `UNSIGNED` 8, and nothing above zero becomes zero there, since updates are
+divided by it. They take shifts and sums, where roots take a division and two roots of each element,
+and the same bits on every device for granted.
 
 Errors of an update ``m / (sqrt(v) + eps)`` of the demo's GPT (width 64, 2 layers) after 800 steps
 of AdamW with betas 0.9 and 0.999, relative to the update by float32 moments of the same gradients:
@@ -39,7 +40,7 @@ from enum import Enum
 import torch
 
 BLOCK = 128
-"""Most elements of a block."""
+"""Elements of a block."""
 
 
 class Format(Enum):
@@ -149,6 +150,9 @@ def _unit_of(rounded: torch.Tensor) -> torch.Tensor:
 
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
+ODD = 0x9E37
+"""What the chance of the second list of state is multiplied by, modulo 2**16: near the golden
+section, so that both together cover pairs evenly. Chance of its own would take as long again."""
 _WORD = 0xFFFFFFFF
 
 
@@ -164,15 +168,14 @@ def noise(
 ) -> torch.Tensor:
     """Return the 16 bits of chance of each of ``count`` elements from ``start`` on, int32.
 
-    Philox 4x32-10 of the counter ``(index // 8, high word of that, step, row)`` and the key
-    ``(seed, number)``: four words make eight numbers, of each word the low half first.
-    ``row`` is which list of the state it is.
+    Philox 4x32-10 of the counter ``(index // 8, high word of that, step, 0)`` and the key
+    ``(seed, number)``: four words make eight numbers, of each word the low half first. Times
+    ``ODD ** row``, where ``row`` is which list of the state it is.
     """  # fmt: skip
     first, last = start // 8, (start + count + 7) // 8
     counter = torch.arange(first, last, dtype=torch.int64, device=device)
     words = [counter & _WORD, counter >> 32, torch.zeros_like(counter), torch.zeros_like(counter)]
     words[2] += step  # a tensor is read on its device
-    words[3] += row
     key = [seed, number]
     for _ in range(10):
         high, low = zip(
@@ -183,7 +186,7 @@ def noise(
         key = [(part + weyl) & _WORD for part, weyl in zip(key, WEYL, strict=True)]
     halves = [part for word in words for part in (word & 0xFFFF, word >> 16)]
     found = torch.stack(halves, 1).reshape(-1).int()
-    return found[start - 8 * first :][:count]
+    return (found[start - 8 * first :][:count] * (ODD**row & 0xFFFF)) & 0xFFFF
 
 
 def _product(by: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,8 +218,7 @@ def blocks_of(shape: torch.Size | Sequence[int]) -> tuple[int, int, int]:
     row = 1
     for size in shape[1:]:
         row *= size
-    blocks = -(-row // BLOCK)
-    return rows, blocks, -(-row // blocks) if blocks else 0
+    return rows, -(-row // BLOCK), min(row, BLOCK)
 
 
 def can_be_blocks(shape: torch.Size | Sequence[int]) -> bool:
@@ -242,7 +244,8 @@ def encode(
     """Return float32 values as codes and the scales of their blocks.
 
     ``chance`` is `noise`, one number for each element in the order of indices. A block with a value
-    that is not finite has that for a scale, and comes back as nan.
+    that is not finite has that for a scale, and comes back as nan. In the last 32nd of float32's
+    range codes saturate.
     """
     room, chances = _in_blocks(wide), _in_blocks(chance.view(wide.shape))
     size = room.abs()

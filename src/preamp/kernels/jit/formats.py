@@ -30,7 +30,7 @@ from preamp.kernels.jit.words import (
     poke,
     to_float,
 )
-from preamp.kernels.stored import BINADES, LEAST, MANTISSA, MULTIPLIERS, WEYL, Format
+from preamp.kernels.stored import BINADES, LEAST, MANTISSA, MULTIPLIERS, ODD, WEYL, Format
 
 # Codes of lists beside those of dtypes
 _BY_CHANCE, _IS_SIGNED, _IS_UNSIGNED, _SPLIT_F16, _SPLIT_BF16 = range(len(CODES), len(CODES) + 5)
@@ -40,6 +40,9 @@ SPLITS = {torch.float16: _SPLIT_F16, torch.bfloat16: _SPLIT_BF16}
 
 _F32, _I8, _U8, _I16, _U16 = np.float32(0), np.int8(0), np.uint8(0), np.int16(0), np.uint16(0)
 _F16, _BF16 = ZEROS[torch.float16], ZEROS[torch.bfloat16]
+ODDS = np.array([ODD**row & 0xFFFF for row in range(2)], np.uint16)
+"""What the chance of each list of state is multiplied by."""
+
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 _BELOW_TOP = (1 << (23 - MANTISSA)) - 1
@@ -47,7 +50,7 @@ _LEAST = LEAST
 _SIGNED_TO_LOWEST = BINADES[Format.SIGNED] - 2
 _UNSIGNED_TO_LOWEST = BINADES[Format.UNSIGNED] - 2
 
-_Int, _Long, _Float = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_Short, _Int, _Long, _Float = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
 class Layout(NamedTuple):
@@ -59,6 +62,7 @@ class Layout(NamedTuple):
     starts: Any  # int64
     seed: Any  # uint32
     step: Any  # uint32
+    by_chance: bool  # whether there is any chance
 
 
 # -- one element ----------------------------------------------------------------------------------
@@ -101,6 +105,7 @@ def join(typing: Any, half: Any, low: Any) -> Any:
         found = builder.bitcast(builder.fadd(builder.bitcast(bits, _Float), far), _Int)
         sign = builder.and_(whole, _Int(0x80000000))
         found = builder.or_(builder.and_(found, _Int(_MAGNITUDE)), sign)
+        # Not of the widened value: LLVM 20 takes wrong lanes of that on processors with AVX512-FP16
         is_finite = builder.icmp_signed("<", size, _Int(0x7C00))
         return builder.bitcast(builder.select(is_finite, found, whole), _Float)
 
@@ -123,42 +128,54 @@ def half_of(typing: Any, value: Any, zero: Any) -> Any:
         if zero == types.int16:  # bfloat16
             high = builder.lshr(builder.add(word, _Int(0x8000)), _Int(16))
             is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-            return builder.trunc(builder.select(is_nan, _Int(0x7FC0), high), ir.IntType(16))
-        half = from_float(context, builder, args[0], zero)
-        far = _rounded(builder, _distance(context, builder, word, half))
+            return builder.trunc(builder.select(is_nan, _Int(0x7FC0), high), _Short)
+        half, far = _nearest(context, builder, args[0])
         is_half_way = builder.fcmp_ordered("==", far, _Float(2.0**15))
-        return builder.add(half, builder.zext(is_half_way, ir.IntType(16)))
+        return builder.add(half, builder.zext(is_half_way, _Short))
 
     return zero(value, zero), generate
 
 
 @intrinsic
-def low_of(typing: Any, value: Any, half: Any) -> Any:
-    """What is kept beside the half weight that `half_of` has found."""
+def low_of(typing: Any, value: Any, zero: Any) -> Any:
+    """What is kept beside it."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = builder.bitcast(args[0], _Int)
-        if half == types.int16:  # bfloat16
+        if zero == types.int16:  # bfloat16
             is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-            return builder.trunc(builder.select(is_nan, _Int(0), word), ir.IntType(16))
-        far = _rounded(builder, _distance(context, builder, word, args[1]))
-        size = builder.and_(args[1], ir.IntType(16)(0x7FFF))
-        is_finite = builder.icmp_unsigned("<", size, ir.IntType(16)(0x7C00))
+            word = builder.bitcast(args[0], _Int)
+            return builder.trunc(builder.select(is_nan, _Int(0), word), _Short)
+        half, far = _nearest(context, builder, args[0])
+        is_finite = builder.icmp_unsigned("<", builder.and_(half, _Short(0x7FFF)), _Short(0x7C00))
+        # Half way it is 2**15, and of the next half weight, which is taken then, -2**15: the same
+        # 16 bits. That one has the same unit, since only an even one is left for the next.
         whole = builder.fptosi(builder.select(is_finite, far, _Float(0.0)), _Int)
-        return builder.trunc(whole, ir.IntType(16))
+        return builder.trunc(whole, _Short)
 
-    return types.int16(value, half), generate
+    return types.int16(value, zero), generate
 
 
-def _distance(context: Any, builder: Any, word: Any, half: Any) -> Any:
-    """How much larger the magnitude is than that of a float16, in 2**-16 of a unit of this."""
+def _nearest(context: Any, builder: Any, value: Any) -> tuple[Any, Any]:
+    """The nearest float16, and how much larger the magnitude is, in 2**-16 of a unit of it."""
+    half = from_float(context, builder, value, types.uint16)
+    word = builder.bitcast(value, _Int)
     wide = builder.bitcast(to_float(context, builder, half, types.uint16), _Int)
     size, bits = (builder.and_(each, _Int(_MAGNITUDE)) for each in (word, wide))
     far = builder.fsub(builder.bitcast(size, _Float), builder.bitcast(bits, _Float))
     unit = builder.bitcast(_unit_of(builder, bits), _Int)
     # 2**16 / unit, of powers of two
-    by = builder.sub(_Int((2 * 127 + 16) << 23), unit)
-    return builder.fmul(far, builder.bitcast(by, _Float))
+    by = builder.bitcast(builder.sub(_Int((2 * 127 + 16) << 23), unit), _Float)
+    return half, _rounded(builder, builder.fmul(far, by))
+
+
+@intrinsic
+def times(typing: Any, chance: Any, by: Any) -> Any:
+    """A product modulo 2**16."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.mul(*args)
+
+    return types.uint16(types.uint16, types.uint16), generate
 
 
 @intrinsic
@@ -169,7 +186,7 @@ def round_by_chance(typing: Any, value: Any, chance: Any) -> Any:
         word = builder.bitcast(args[0], _Int)
         rounded = builder.lshr(builder.add(word, builder.zext(args[1], _Int)), _Int(16))
         is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-        return builder.trunc(builder.select(is_nan, _Int(0x7FC0), rounded), ir.IntType(16))
+        return builder.trunc(builder.select(is_nan, _Int(0x7FC0), rounded), _Short)
 
     return types.int16(value, chance), generate
 
@@ -225,19 +242,19 @@ def encode(typing: Any, value: Any, chance: Any, lowest: Any, zero: Any) -> Any:
 def philox(typing: Any, room: Any, place: Any, counter: Any, given: Any) -> Any:
     """Put the 4 words of `preamp.kernels.stored.noise` at ``place``.
 
-    ``given`` are the step, the row, the seed and the number, uint32.
+    ``given`` are the step, the seed and the number, uint32.
     """
-    words = types.UniTuple(types.uint32, 4)
+    words = types.UniTuple(types.uint32, 3)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         room, place, counter, given = args
-        step, row, *key = (builder.extract_value(given, each) for each in range(4))
+        step, *key = (builder.extract_value(given, each) for each in range(3))
         low = builder.trunc(counter, _Int)
         high = builder.trunc(builder.lshr(counter, _Long(32)), _Int)
         target = builder.gep(
             builder.inttoptr(room, _Int.as_pointer()), [builder.mul(place, _Long(4))]
         )
-        for number, word in enumerate(_philox(builder, [low, high, step, row], key)):
+        for number, word in enumerate(_philox(builder, [low, high, step, _Int(0)], key)):
             builder.store(word, builder.gep(target, [_Long(number)]))
         return context.get_dummy_value()
 
@@ -319,45 +336,42 @@ def unpack(place, kind, beside, tensor, begin, n, room, layout):
 
 
 @function
-def pack(values, place, kind, beside, list_, tensor, begin, n, room, layout):
-    """Keep elements that `unpack` has found, of the list of state ``list_``.
+def pack(values, place, kind, beside, tensor, begin, n, chance, by, layout):
+    """Keep elements that `unpack` has found.
 
-    ``room`` is for chance.
+    ``chance`` is where that of the first one is, see `chances`; it is taken times ``by``.
     """
     if kind == _SPLIT_BF16:
         for i in range(n):
             value = peek(values, i, _F32)
             poke(place, i, half_of(value, _BF16))
             poke(beside, begin + i, low_of(value, _BF16))
-        return
-    if kind == _SPLIT_F16:
+    elif kind == _SPLIT_F16:
         for i in range(n):
             value = peek(values, i, _F32)
-            half = half_of(value, _F16)
-            poke(place, i, half)
-            poke(beside, begin + i, low_of(value, half))
-        return
-    chance = chances(list_, tensor, begin, n, room, layout)
-    if kind == _BY_CHANCE:
+            poke(place, i, half_of(value, _F16))
+            poke(beside, begin + i, low_of(value, _F16))
+    elif kind == _BY_CHANCE:
         for i in range(n):
-            poke(place, i, round_by_chance(peek(values, i, _F32), peek(chance, i, _U16)))
+            own = times(peek(chance, i, _U16), by)
+            poke(place, i, round_by_chance(peek(values, i, _F32), own))
     else:
-        encode_blocks(values, place, kind, beside, tensor, begin, n, chance, layout)
+        encode_blocks(values, place, kind, beside, tensor, begin, n, chance, by, layout)
 
 
 @function
-def chances(list_, tensor, begin, n, room, layout):
+def chances(tensor, begin, n, room, layout):
     """Put the chance of elements in ``room``; returns where that of the first one is."""
     start = layout.starts[tensor] + begin
     first = start >> 3
-    given = layout.step, np.uint32(list_), layout.seed, layout.numbers[tensor]
+    given = layout.step, layout.seed, layout.numbers[tensor]
     for place in range(((start + n + 7) >> 3) - first):
         philox(room, place, first + place, given)
     return room + 2 * (start - 8 * first)
 
 
 @function
-def encode_blocks(values, place, kind, beside, tensor, begin, n, chance, layout):
+def encode_blocks(values, place, kind, beside, tensor, begin, n, chance, by, layout):
     """Keep elements in 8 bits, and the scales of their blocks."""
     row, length = layout.rows[tensor], layout.lengths[tensor]
     column = begin % row
@@ -379,13 +393,13 @@ def encode_blocks(values, place, kind, beside, tensor, begin, n, chance, layout)
             if kind == _IS_SIGNED:
                 lowest = field - _SIGNED_TO_LOWEST
                 for i in range(first, last):
-                    code = encode(peek(values, i, _F32), peek(chance, i, _U16), lowest, _I8)
-                    poke(place, i, code)
+                    own = times(peek(chance, i, _U16), by)
+                    poke(place, i, encode(peek(values, i, _F32), own, lowest, _I8))
             else:
                 lowest = field - _UNSIGNED_TO_LOWEST
                 for i in range(first, last):
-                    code = encode(peek(values, i, _F32), peek(chance, i, _U16), lowest, _U8)
-                    poke(place, i, code)
+                    own = times(peek(chance, i, _U16), by)
+                    poke(place, i, encode(peek(values, i, _F32), own, lowest, _U8))
         column += last - first
         column = column if column < row else 0
         first, block = last, block + 1

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from preamp.kernels.jit.compiler import function, kernel, part
-from preamp.kernels.jit.formats import end_of_piece, pack, unpack
+from preamp.kernels.jit.formats import ODDS, chances, end_of_piece, pack, unpack
 from preamp.kernels.jit.formulas import direction, stepped
 from preamp.kernels.jit.words import (
     CODES,
@@ -265,13 +265,15 @@ def put_lists_back(lists, at, kinds, tensor, begin, n, room, found, math, half, 
     """
     if half is not None:
         return
+    chance = room + 8 * _LISTS * BLOCK
+    if layout is not None and layout.by_chance:
+        chance = chances(tensor, begin, n, chance, layout)
     for row in range(lists + 1):
         stored = at[row, tensor] + begin * WIDTHS[kinds[row]]
         values = found[row]
         if layout is not None and kinds[row] > _IS_F64:
-            beside, spare = at[_beside(row, lists), tensor], room + 8 * _LISTS * BLOCK
-            kind, state = kinds[row], row - 2
-            pack(values, stored, kind, beside, state, tensor, begin, n, spare, layout)
+            beside, by = at[_beside(row, lists), tensor], ODDS[max(row - 2, 0)]
+            pack(values, stored, kinds[row], beside, tensor, begin, n, chance, by, layout)
             continue
         if row == lists and kinds[row]:
             values = at[0, tensor] + begin * WIDTHS[kinds[0]]

@@ -572,6 +572,7 @@ def _layout(part: Part, stored: Stored, step: int | torch.Tensor) -> Layout:
         starts=np.array(by_place[1], np.int64),
         seed=np.uint32(stored.seed),
         step=np.uint32(count & 0xFFFFFFFF),
+        by_chance=any([kind is not Format.PLAIN for kind in stored.formats]),
     )
 
 
