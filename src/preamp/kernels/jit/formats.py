@@ -91,11 +91,8 @@ def join(typing: Any, half: Any, low: Any) -> Any:
         word = builder.zext(raw, _Int)
         size = builder.and_(word, _Int(0x7FFF))
         is_zero = builder.icmp_signed("==", size, _Int(0))
-        was_written = builder.and_(is_zero, builder.icmp_signed("<", low, _Int(0)))
-        low = builder.select(was_written, _Int(0), low)
-        if half == types.int16:  # bfloat16
-            is_nan = builder.icmp_signed(">", size, _Int(_INFINITY >> 16))
-            low = builder.select(is_nan, _Int(0), low)
+        low = builder.select(is_zero, _at_least(builder, low, _Int(0)), low)
+        if half == types.int16:  # bfloat16, where nan stays one
             return builder.bitcast(builder.add(builder.shl(word, _Int(16)), low), _Float)
         wide = to_float(context, builder, raw, half)
         whole = builder.bitcast(wide, _Int)
@@ -105,7 +102,7 @@ def join(typing: Any, half: Any, low: Any) -> Any:
         found = builder.bitcast(builder.fadd(builder.bitcast(bits, _Float), far), _Int)
         sign = builder.and_(whole, _Int(0x80000000))
         found = builder.or_(builder.and_(found, _Int(_MAGNITUDE)), sign)
-        # Not of the widened value: LLVM 20 takes wrong lanes of that on processors with AVX512-FP16
+        # Not of the widened value: LLVM 22 takes wrong lanes of that on processors with AVX512-FP16
         is_finite = builder.icmp_signed("<", size, _Int(0x7C00))
         return builder.bitcast(builder.select(is_finite, found, whole), _Float)
 
@@ -248,36 +245,35 @@ def philox(typing: Any, room: Any, place: Any, counter: Any, given: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         room, place, counter, given = args
-        step, *key = (builder.extract_value(given, each) for each in range(3))
-        low = builder.trunc(counter, _Int)
-        high = builder.trunc(builder.lshr(counter, _Long(32)), _Int)
+        step, *key = (builder.zext(builder.extract_value(given, n), _Long) for n in range(3))
+        words = [counter, builder.lshr(counter, _Long(32)), step, _Long(0)]
         target = builder.gep(
             builder.inttoptr(room, _Int.as_pointer()), [builder.mul(place, _Long(4))]
         )
-        for number, word in enumerate(_philox(builder, [low, high, step, _Int(0)], key)):
-            builder.store(word, builder.gep(target, [_Long(number)]))
+        for number, word in enumerate(_philox(builder, words, key)):
+            builder.store(builder.trunc(word, _Int), builder.gep(target, [_Long(number)]))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, words), generate
 
 
 def _philox(builder: Any, words: list[Any], key: list[Any]) -> list[Any]:
+    # In 64 bits, of which the upper ones are anything: products are of the lower ones alone.
     for number in range(10):
         products = [
-            builder.mul(_Long(by), builder.zext(words[place], _Long))
+            builder.mul(_Long(by), builder.and_(words[place], _Long(0xFFFFFFFF)))
             for by, place in zip(MULTIPLIERS, (0, 2), strict=True)
         ]
-        high = [builder.trunc(builder.lshr(each, _Long(32)), _Int) for each in products]
-        low = [builder.trunc(each, _Int) for each in products]
+        high = [builder.lshr(each, _Long(32)) for each in products]
         keys = [
-            builder.add(part, _Int(number * by & 0xFFFFFFFF))
+            builder.add(part, _Long(number * by & 0xFFFFFFFF))
             for part, by in zip(key, WEYL, strict=True)
         ]
         words = [
             builder.xor(builder.xor(high[1], words[1]), keys[0]),
-            low[1],
+            products[1],
             builder.xor(builder.xor(high[0], words[3]), keys[1]),
-            low[0],
+            products[0],
         ]
     return words
 
