@@ -174,19 +174,23 @@ def noise(
     """  # fmt: skip
     first, last = start // 8, (start + count + 7) // 8
     counter = torch.arange(first, last, dtype=torch.int64, device=device)
-    words = [counter & _WORD, counter >> 32, torch.zeros_like(counter), torch.zeros_like(counter)]
-    words[2] += step  # a tensor is read on its device
-    key = [seed, number]
+    zero = torch.zeros_like(counter)
+    words = philox([counter & _WORD, counter >> 32, zero + step, zero], (seed, number))
+    halves = [part for word in words for part in (word & 0xFFFF, word >> 16)]
+    found = torch.stack(halves, 1).reshape(-1).int()
+    return (found[start - 8 * first :][:count] * (ODD**row & 0xFFFF)) & 0xFFFF
+
+
+def philox(words: list[torch.Tensor], key: tuple[int, int]) -> list[torch.Tensor]:
+    """Philox 4x32-10 of counters of four words; all are int64 with 32 bits in use."""
     for _ in range(10):
         high, low = zip(
             *[_product(by, word) for by, word in zip(MULTIPLIERS, words[::2], strict=True)],
             strict=True,
         )
         words = [high[1] ^ words[1] ^ key[0], low[1], high[0] ^ words[3] ^ key[1], low[0]]
-        key = [(part + weyl) & _WORD for part, weyl in zip(key, WEYL, strict=True)]
-    halves = [part for word in words for part in (word & 0xFFFF, word >> 16)]
-    found = torch.stack(halves, 1).reshape(-1).int()
-    return (found[start - 8 * first :][:count] * (ODD**row & 0xFFFF)) & 0xFFFF
+        key = (key[0] + WEYL[0]) & _WORD, (key[1] + WEYL[1]) & _WORD
+    return words
 
 
 def _product(by: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
