@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -64,18 +64,19 @@ def threads() -> Iterator[Any]:
 @functools.cache
 def compiled(dtype: torch.dtype) -> tuple[Any, Any]:
     """Splits and joins arrays by what the compiled updates are made of."""
-    zero = words.ZEROS[dtype]
+    zero, kinds = words.ZEROS[dtype], (formats.half_of, formats.low_of, formats.join)
+    half_of, low_of, joined = cast("tuple[Any, ...]", kinds)
 
     @compiler.kernel
     def split_all(values: Any, halves: Any, lows: Any) -> None:
         for i in range(len(values)):
-            halves[i] = formats.half_of(values[i], zero)
-            lows[i] = formats.low_of(values[i], zero)
+            halves[i] = half_of(values[i], zero)
+            lows[i] = low_of(values[i], zero)
 
     @compiler.kernel
     def join_all(halves: Any, lows: Any, values: Any) -> None:
         for i in range(len(values)):
-            values[i] = formats.join(halves[i], lows[i])
+            values[i] = joined(halves[i], lows[i])
 
     return split_all, join_all
 

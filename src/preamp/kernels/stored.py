@@ -213,7 +213,8 @@ MANTISSA = 5  # bits of a code
 BINADES = {Format.SIGNED: 4, Format.UNSIGNED: 8}
 """Of the codes of a block; the lowest two have the same distances."""
 LEAST = 12
-"""Least exponent field of a scale: what is multiplied with stays in float32's normal range."""
+"""Least exponent field of a scale: all that codes stand for is in float32's normal range."""
+_DROPPED = 23 - MANTISSA
 
 
 def blocks_of(shape: torch.Size | Sequence[int]) -> tuple[int, int, int]:
@@ -257,15 +258,16 @@ def encode(
     largest = word.amax(2, keepdim=True)  # nan is above all
     is_finite = largest < 0x7F800000
     # The next power of two, if that is nearer than the largest code below it
-    field = (largest.clamp(max=0x7F7FFFFF) + (1 << (23 - MANTISSA)) - 1) >> 23
+    field = (largest.clamp(max=0x7F7FFFFF) + (1 << _DROPPED) - 1) >> 23
     field = field.clamp(min=LEAST, max=254)
     lowest = field - (BINADES[kind] - 2)
-    power = torch.maximum(word >> 23, lowest)
-    steps = size * _power(MANTISSA + 254 - power)
-    code = (steps + chances * 2.0**-16).floor().int() + ((power - lowest) << MANTISSA)
+    # Below the lowest binade with one bit more, so that steps are as long as there
+    below = (size + _power(lowest)).view(torch.int32) - (1 << 23)
+    word = torch.where(word < lowest << 23, below, word)
+    code = ((word + (chances << (_DROPPED - 16))) >> _DROPPED) - ((lowest - 1) << MANTISSA)
     code = code.clamp(max=(BINADES[kind] << MANTISSA) - 1)
     if kind is Format.UNSIGNED:
-        code = torch.where((code == 0) & (word > 0), torch.ones_like(code), code)
+        code = torch.where((code == 0) & (size > 0), torch.ones_like(code), code)
     code = torch.where(is_finite, torch.where(room < 0, -code, code), torch.zeros_like(code))
     codes = code.flatten(1)[:, : wide.numel() // max(wide.shape[0], 1)].reshape(wide.shape)
     scales = torch.where(is_finite, _power(field), largest.view(torch.float32))
@@ -278,8 +280,10 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, kind: Format) -> torch.Ten
     by = scales.unsqueeze(2)
     lowest = (by.view(torch.int32) >> 23).clamp(min=LEAST) - (BINADES[kind] - 2)
     code = room.abs()
-    power = (code >> MANTISSA).clamp(min=1) - 1
-    value = (code - (power << MANTISSA)) * _power(power + lowest - MANTISSA)
+    is_below = code < 1 << MANTISSA
+    above = (code + ((lowest - 1) << MANTISSA)) << _DROPPED
+    value = torch.where(is_below, above + (1 << 23), above).view(torch.float32)
+    value = torch.where(is_below, value - _power(lowest), value)
     value = torch.where(by.isfinite(), torch.where(room < 0, -value, value), torch.nan)
     return value.flatten(1)[:, : codes.numel() // max(codes.shape[0], 1)].reshape(codes.shape)
 

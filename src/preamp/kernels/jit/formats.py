@@ -45,7 +45,8 @@ ODDS = np.array([ODD**row & 0xFFFF for row in range(2)], np.uint16)
 
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
-_BELOW_TOP = (1 << (23 - MANTISSA)) - 1
+_DROPPED = 23 - MANTISSA  # bits
+_BELOW_TOP = (1 << _DROPPED) - 1
 _LEAST = LEAST
 _SIGNED_TO_LOWEST = BINADES[Format.SIGNED] - 2
 _UNSIGNED_TO_LOWEST = BINADES[Format.UNSIGNED] - 2
@@ -68,7 +69,7 @@ class Layout(NamedTuple):
 # -- one element ----------------------------------------------------------------------------------
 
 
-def _shifted_float(builder: Any, field: Any) -> Any:
+def _power(builder: Any, field: Any) -> Any:
     """The power of two with this exponent field."""
     return builder.bitcast(builder.shl(field, _Int(23)), _Float)
 
@@ -95,25 +96,23 @@ def join(typing: Any, half: Any, low: Any) -> Any:
         if half == types.int16:  # bfloat16, where nan stays one
             return builder.bitcast(builder.add(builder.shl(word, _Int(16)), low), _Float)
         wide = to_float(context, builder, raw, half)
-        whole = builder.bitcast(wide, _Int)
-        bits = builder.and_(whole, _Int(_MAGNITUDE))
-        far = builder.fmul(builder.sitofp(low, _Float), _Float(2.0**-16))
-        far = builder.fmul(far, _unit_of(builder, bits))
-        found = builder.bitcast(builder.fadd(builder.bitcast(bits, _Float), far), _Int)
-        sign = builder.and_(whole, _Int(0x80000000))
-        found = builder.or_(builder.and_(found, _Int(_MAGNITUDE)), sign)
+        bits = builder.bitcast(wide, _Int)
+        # In 2**-16 of a unit, away from zero
+        by = builder.sub(_unit_of(builder, bits), _Int(16 << 23))
+        far = builder.fmul(builder.sitofp(low, _Float), builder.bitcast(by, _Float))
+        far = builder.xor(builder.bitcast(far, _Int), builder.and_(bits, _Int(0x80000000)))
+        found = builder.fadd(wide, builder.bitcast(far, _Float))
         # Not of the widened value: LLVM 22 takes wrong lanes of that on processors with AVX512-FP16
         is_finite = builder.icmp_signed("<", size, _Int(0x7C00))
-        return builder.bitcast(builder.select(is_finite, found, whole), _Float)
+        return builder.select(is_finite, found, wide)
 
     return types.float32(half, low), generate
 
 
 def _unit_of(builder: Any, bits: Any) -> Any:
-    """See `preamp.kernels.stored`; of the bits of a magnitude."""
-    field = _at_least(builder, builder.lshr(bits, _Int(23)), _Int(113))
-    field = builder.select(builder.icmp_signed(">", field, _Int(142)), _Int(142), field)
-    return _shifted_float(builder, builder.sub(field, _Int(10)))
+    """The bits of the unit in the last place of a finite float16, from those of its float32."""
+    field = builder.and_(bits, _Int(_INFINITY))
+    return builder.sub(_at_least(builder, field, _Int(113 << 23)), _Int(10 << 23))
 
 
 @intrinsic
@@ -155,14 +154,13 @@ def low_of(typing: Any, value: Any, zero: Any) -> Any:
 def _nearest(context: Any, builder: Any, value: Any) -> tuple[Any, Any]:
     """The nearest float16, and how much larger the magnitude is, in 2**-16 of a unit of it."""
     half = from_float(context, builder, value, types.uint16)
-    word = builder.bitcast(value, _Int)
-    wide = builder.bitcast(to_float(context, builder, half, types.uint16), _Int)
-    size, bits = (builder.and_(each, _Int(_MAGNITUDE)) for each in (word, wide))
-    far = builder.fsub(builder.bitcast(size, _Float), builder.bitcast(bits, _Float))
-    unit = builder.bitcast(_unit_of(builder, bits), _Int)
+    wide = to_float(context, builder, half, types.uint16)
+    bits = builder.bitcast(wide, _Int)
     # 2**16 / unit, of powers of two
-    by = builder.bitcast(builder.sub(_Int((2 * 127 + 16) << 23), unit), _Float)
-    return half, _rounded(builder, builder.fmul(far, by))
+    by = builder.sub(_Int((2 * 127 + 16) << 23), _unit_of(builder, bits))
+    far = builder.fmul(builder.fsub(value, wide), builder.bitcast(by, _Float))
+    far = builder.xor(builder.bitcast(far, _Int), builder.and_(bits, _Int(0x80000000)))
+    return half, _rounded(builder, builder.bitcast(far, _Float))
 
 
 @intrinsic
@@ -189,23 +187,24 @@ def round_by_chance(typing: Any, value: Any, chance: Any) -> Any:
 
 
 @intrinsic
-def decode(typing: Any, code: Any, lowest: Any, spoiled: Any) -> Any:
-    """The value of a code of 8 bits; ``spoiled`` is nan in a block that is not finite, or zero."""
+def decode(typing: Any, code: Any, lowest: Any) -> Any:
+    """The value of a code of 8 bits in a finite block; ``lowest`` is its lowest exponent field."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code_, lowest, spoiled = args
-        whole = (builder.sext if code.signed else builder.zext)(code_, _Int)
-        is_below = builder.icmp_signed("<", whole, _Int(0))
-        size = builder.select(is_below, builder.neg(whole), whole)
-        power = _at_least(builder, builder.lshr(size, _Int(MANTISSA)), _Int(1))
-        power = builder.sub(power, _Int(1))
-        steps = builder.sub(size, builder.shl(power, _Int(MANTISSA)))
-        field = builder.sub(builder.add(power, builder.trunc(lowest, _Int)), _Int(MANTISSA))
-        value = builder.fmul(builder.sitofp(steps, _Float), _shifted_float(builder, field))
-        value = builder.fadd(value, spoiled)
-        return builder.select(is_below, builder.fneg(value), value)
+        whole = (builder.sext if code.signed else builder.zext)(args[0], _Int)
+        lowest = builder.trunc(args[1], _Int)
+        is_negative = builder.icmp_signed("<", whole, _Int(0))
+        size = builder.select(is_negative, builder.neg(whole), whole)
+        is_below = builder.icmp_signed("<", size, _Int(1 << MANTISSA))
+        first = builder.shl(builder.sub(lowest, _Int(1)), _Int(MANTISSA))
+        word = builder.shl(builder.add(size, first), _Int(_DROPPED))
+        word = builder.select(is_below, builder.add(word, _Int(1 << 23)), word)
+        value = builder.bitcast(word, _Float)
+        below = builder.fsub(value, _power(builder, lowest))
+        value = builder.select(is_below, below, value)
+        return builder.select(is_negative, builder.fneg(value), value)
 
-    return types.float32(code, types.int64, types.float32), generate
+    return types.float32(code, types.int64), generate
 
 
 @intrinsic
@@ -214,19 +213,20 @@ def encode(typing: Any, value: Any, chance: Any, lowest: Any, zero: Any) -> Any:
     binades = BINADES[Format.SIGNED if zero.signed else Format.UNSIGNED]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word, lowest = builder.bitcast(args[0], _Int), builder.trunc(args[2], _Int)
-        size = builder.and_(word, _Int(_MAGNITUDE))
-        power = _at_least(builder, builder.lshr(size, _Int(23)), lowest)
-        by = _shifted_float(builder, builder.sub(_Int(MANTISSA + 254), power))
-        steps = builder.fmul(builder.bitcast(size, _Float), by)
-        chance = builder.uitofp(builder.zext(args[1], _Int), _Float)
-        steps = builder.fadd(steps, builder.fmul(chance, _Float(2.0**-16)))
-        first = builder.shl(builder.sub(power, lowest), _Int(MANTISSA))
-        code = builder.add(builder.fptosi(steps, _Int), first)
-        top = _Int((binades << MANTISSA) - 1)
+        whole, lowest = builder.bitcast(args[0], _Int), builder.trunc(args[2], _Int)
+        size = builder.and_(whole, _Int(_MAGNITUDE))
+        below = builder.fadd(builder.bitcast(size, _Float), _power(builder, lowest))
+        below = builder.sub(builder.bitcast(below, _Int), _Int(1 << 23))
+        is_below = builder.icmp_signed("<", size, builder.shl(lowest, _Int(23)))
+        word = builder.select(is_below, below, size)
+        chance = builder.shl(builder.zext(args[1], _Int), _Int(_DROPPED - 16))
+        word = builder.lshr(builder.add(word, chance), _Int(_DROPPED))
+        first = builder.shl(builder.sub(lowest, _Int(1)), _Int(MANTISSA))
+        code, top = builder.sub(word, first), _Int((binades << MANTISSA) - 1)
         code = builder.select(builder.icmp_signed(">", code, top), top, code)
         if zero.signed:
-            code = builder.select(builder.icmp_signed("<", word, _Int(0)), builder.neg(code), code)
+            is_negative = builder.icmp_signed("<", whole, _Int(0))
+            code = builder.select(is_negative, builder.neg(code), code)
         else:
             is_above = builder.icmp_signed(">", size, _Int(0))
             code = _at_least(builder, code, builder.zext(is_above, _Int))
@@ -317,15 +317,17 @@ def unpack(place, kind, beside, tensor, begin, n, room, layout):
             last = first + min(length, row - column)
             bits = np.int64(bits_of_f32(peek(beside, block, _F32)))
             field = bits >> 23
-            spoiled = np.float32(0.0 if field < 255 else np.nan)
-            if kind == _IS_SIGNED:
+            if field == 255:
+                for i in range(first, last):
+                    poke(room, i, np.float32(np.nan))
+            elif kind == _IS_SIGNED:
                 lowest = max(field, _LEAST) - _SIGNED_TO_LOWEST
                 for i in range(first, last):
-                    poke(room, i, decode(peek(place, i, _I8), lowest, spoiled))
+                    poke(room, i, decode(peek(place, i, _I8), lowest))
             else:
                 lowest = max(field, _LEAST) - _UNSIGNED_TO_LOWEST
                 for i in range(first, last):
-                    poke(room, i, decode(peek(place, i, _U8), lowest, spoiled))
+                    poke(room, i, decode(peek(place, i, _U8), lowest))
             column += last - first
             column = column if column < row else 0
             first, block = last, block + 1
