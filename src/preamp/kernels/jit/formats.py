@@ -48,6 +48,8 @@ _MAGNITUDE = 0x7FFFFFFF
 _DROPPED = 23 - MANTISSA  # bits
 _BELOW_TOP = (1 << _DROPPED) - 1
 _LEAST = LEAST
+_WHOLE, _WHOLE_BITS = 1.5 * 2.0**23, 0x4B400000
+"""Smaller numbers added to this are rounded to whole ones, halves to even, in its last bits."""
 _SIGNED_TO_LOWEST = BINADES[Format.SIGNED] - 2
 _UNSIGNED_TO_LOWEST = BINADES[Format.UNSIGNED] - 2
 
@@ -76,11 +78,6 @@ def _power(builder: Any, field: Any) -> Any:
 
 def _at_least(builder: Any, value: Any, least: Any) -> Any:
     return builder.select(builder.icmp_signed("<", value, least), least, value)
-
-
-def _rounded(builder: Any, value: Any) -> Any:
-    """To the nearest whole number, halves to the even one."""
-    return builder.call(builder.module.declare_intrinsic("llvm.rint", [_Float]), [value])
 
 
 @intrinsic
@@ -126,7 +123,7 @@ def half_of(typing: Any, value: Any, zero: Any) -> Any:
             is_nan = builder.fcmp_unordered("uno", args[0], args[0])
             return builder.trunc(builder.select(is_nan, _Int(0x7FC0), high), _Short)
         half, far = _nearest(context, builder, args[0])
-        is_half_way = builder.fcmp_ordered("==", far, _Float(2.0**15))
+        is_half_way = builder.icmp_signed("==", far, _Int(_WHOLE_BITS + (1 << 15)))
         return builder.add(half, builder.zext(is_half_way, _Short))
 
     return zero(value, zero), generate
@@ -145,14 +142,16 @@ def low_of(typing: Any, value: Any, zero: Any) -> Any:
         is_finite = builder.icmp_unsigned("<", builder.and_(half, _Short(0x7FFF)), _Short(0x7C00))
         # Half way it is 2**15, and of the next half weight, which is taken then, -2**15: the same
         # 16 bits. That one has the same unit, since only an even one is left for the next.
-        whole = builder.fptosi(builder.select(is_finite, far, _Float(0.0)), _Int)
-        return builder.trunc(whole, _Short)
+        return builder.trunc(builder.select(is_finite, far, _Int(0)), _Short)
 
     return types.int16(value, zero), generate
 
 
 def _nearest(context: Any, builder: Any, value: Any) -> tuple[Any, Any]:
-    """The nearest float16, and how much larger the magnitude is, in 2**-16 of a unit of it."""
+    """The nearest float16, and how much larger the magnitude is, in 2**-16 of a unit of it.
+
+    That is a whole number above `_WHOLE_BITS`, of which the lower 16 bits are zero.
+    """
     half = from_float(context, builder, value, types.uint16)
     wide = to_float(context, builder, half, types.uint16)
     bits = builder.bitcast(wide, _Int)
@@ -160,7 +159,7 @@ def _nearest(context: Any, builder: Any, value: Any) -> tuple[Any, Any]:
     by = builder.sub(_Int((2 * 127 + 16) << 23), _unit_of(builder, bits))
     far = builder.fmul(builder.fsub(value, wide), builder.bitcast(by, _Float))
     far = builder.xor(builder.bitcast(far, _Int), builder.and_(bits, _Int(0x80000000)))
-    return half, _rounded(builder, builder.bitcast(far, _Float))
+    return half, builder.bitcast(builder.fadd(builder.bitcast(far, _Float), _Float(_WHOLE)), _Int)
 
 
 @intrinsic
