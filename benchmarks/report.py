@@ -14,12 +14,13 @@ import distributed_section
 import numerics_section
 import parts_section
 import plots
+import storage_section
 from preamp_bench.records import Record, read
 
 RESULTS = Path(__file__).with_name("results")
 DOCS = Path(__file__).parents[1] / "docs"
 
-STEP_CASE = ("device", "parameters", "tensors", "half", "clip")
+STEP_CASE = ("device", "parameters", "tensors", "half", "clip", "threads")
 RIVALS = ("GradScaler + fused AdamW", "torch, naive", "torch, kept buffers", "torch.compile")
 DISTRIBUTED_CASE = ("device", "width")
 PART_CASE = ("part", "device", "half", "parameters", "tensors", "clip")
@@ -35,7 +36,7 @@ Machines are shared and moody, so variants are never timed one after the other: 
 them once, in an order that rotates. The **best** of many rounds is what the code can do, and the
 number in every table. **×** is that best over the best of the first row in its group. The rows in
 `benchmarks/results` also have the median, the 20th and 80th percentile of the times, and of the
-ratios within a round. All of it ran on one thread.
+ratios within a round. All of it ran on one thread where a heading does not say otherwise.
 """
 
 STEP = """\
@@ -113,6 +114,7 @@ def render(
     numerics_rows: Sequence[Record] = (),
     distributed_rows: Sequence[Record] = (),
     part_rows: Sequence[Record] = (),
+    storage_rows: Sequence[Record] = (),
 ) -> str:
     """Write the page.
 
@@ -123,6 +125,7 @@ def render(
         numerics_rows: Records of ``benchmarks/bench_numerics.py``.
         distributed_rows: Records of `preamp_bench.distributed`.
         part_rows: Records of ``benchmarks/bench_parts.py``.
+        storage_rows: Records of ``benchmarks/bench_storage.py``.
 
     Returns:
         Markdown.
@@ -139,6 +142,9 @@ def render(
         lines += [text, *(write(cases, _machines) if cases else ["Not measured.", ""])]
     lines += [TRAIN]
     lines += _train_part(trains) if trains else ["Not measured.", ""]
+    ways = list({(row["task"], row["name"]): row for row in storage_rows}.values())
+    lines += [storage_section.TEXT]
+    lines += storage_section.table(ways, _machines) if ways else ["Not measured.", ""]
     numerics = latest(numerics_rows, TRAIN_CASE).values()
     lines += [numerics_section.TEXT]
     lines += numerics_section.table(numerics, _machines) if numerics else ["Not measured.", ""]
@@ -160,22 +166,24 @@ def _machines(rows: list[Record]) -> str:
     )
 
 
+_STEP_TABLE = ("device", "parameters", "half", "clip", "threads")
+
+
 def _step_part(rows: list[Record]) -> list[str]:
     lines = [f"Measured on {_machines(rows)}.", ""]
     lines += ["![Share of a copy's speed by number of tensors](benchmarks-step.svg)", ""]
     lines += _ranges(rows)
     lines += aims.table(latest(rows, STEP_CASE).values())
     tables = dict.fromkeys(
-        (row["device"], row["parameters"], row["half"], row["clip"])
+        tuple(row[field] for field in _STEP_TABLE)
         for row in sorted(rows, key=lambda row: (row["device"], row["parameters"], not row["clip"]))
     )
-    for device, parameters, half, clip in tables:
+    for wanted in tables:
+        device, parameters, half, clip, threads = wanted
         clipping = "with clipping" if clip else "without clipping"
-        lines += [f"### {parameters:,} parameters, {half}, {clipping}, {device}", ""]
-        wanted = (device, parameters, half, clip)
-        lines += _step_table(
-            [r for r in rows if (r["device"], r["parameters"], r["half"], r["clip"]) == wanted]
-        )
+        also = f", {threads} threads" if threads > 1 else ""
+        lines += [f"### {parameters:,} parameters, {half}, {clipping}, {device}{also}", ""]
+        lines += _step_table([r for r in rows if tuple(r[f] for f in _STEP_TABLE) == wanted])
     return lines
 
 
@@ -279,7 +287,7 @@ def _ms(value: float) -> str:
 
 def main() -> None:
     """Write page and figures."""
-    names = ("step", "train", "import", "numerics", "distributed", "parts")
+    names = ("step", "train", "import", "numerics", "distributed", "parts", "storage")
     files = [RESULTS / f"{name}.jsonl" for name in names]
     found = [read(file) if file.exists() else [] for file in files]
     steps, trains, *_ = found

@@ -36,13 +36,14 @@ def bench_step(
     full: Annotated[
         bool, typer.Option("--full", help="Add 1e8 parameters, and run with and without clipping.")
     ] = False,
+    threads: Annotated[int, typer.Option(help="How many torch and the kernels take.")] = 1,
     seconds: Seconds = 6.0,
     device: Device = "auto",
     out: Out = None,
 ) -> None:
     """Time the optimizer's side of a step: check, unscale, clip, AdamW, round.
 
-    One process, one thread; all variants of a comparison take turns.
+    One process; all variants of a comparison take turns.
     """
     console = make_console()
     try:
@@ -55,7 +56,7 @@ def bench_step(
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from None
     for case in cases:
-        rows = step.run_case(case, Effort(seconds=seconds))
+        rows = step.run_case(case, Effort(seconds=seconds), threads)
         show_step(rows, console)
         keep(rows, out)
 

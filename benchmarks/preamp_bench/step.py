@@ -134,20 +134,21 @@ def grid(
     ]
 
 
-def run_case(case: StepCase, effort: Effort) -> list[records.Record]:
+def run_case(case: StepCase, effort: Effort, threads: int = 1) -> list[records.Record]:
     """Measure all variants of one case.
 
     Args:
         case: The size.
         effort: How long.
+        threads: How many torch and the kernels take.
 
     Returns:
         A record for each variant, the copy last.
 
     Mutates:
-        torch's number of threads, which becomes one.
+        torch's number of threads.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     facts = _facts_of(case)
     lacking = _lacking_memory(case)
     if lacking:
