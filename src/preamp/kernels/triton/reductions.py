@@ -66,11 +66,12 @@ def measure(
     squares: bool,
     finite: bool = False,
     factor: torch.Tensor | None = None,
+    lows: int | None = None,
 ) -> torch.Tensor:
     """Return per chunk of list ``row`` what is asked for, a row of each in this order.
 
     ``dtypes`` are that of the list and that of the computation; ``factor`` multiplies every value
-    before anything else.
+    before anything else. ``lows`` is the row of low bits, if values are split.
     """
     shape = (largest + squares + finite, entries.chunks)
     partials = torch.empty(shape, dtype=dtypes[1], device=entries.layout.device)
@@ -83,6 +84,7 @@ def measure(
         X=KINDS[dtypes[0]],
         MATH=KINDS[dtypes[1]],
         ROW=row,
+        LOWS=lows,
         MAX=largest,
         SUM=squares,
         FINITE=finite,
