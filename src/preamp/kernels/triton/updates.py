@@ -161,10 +161,12 @@ def _places_of(group: Group, names: Sequence[str], update: Update) -> Places:
             dtypes[name] = torch.int16  # as kernels call it
     kept = {"KEPT": len(rows), "CHANCE": False, "IN_BLOCKS": False, "turn": 0, "seed": 0}
     entries = plain = table(rows, positions)
+    turn: dict[str, Any] = {"turn_at": plain.layout, "TURN_AT": False}
     if any([kind is not Format.PLAIN for kind in stored.formats]):
         kept["CHANCE"], kept["seed"] = True, stored.seed
         kept["IN_BLOCKS"] = any([kind.has_scales for kind in stored.formats])
         entries = _kept_table(group, rows, names, stored)
+        turn = _turn(update.step, entries)
     return Places(
         entries=entries,
         plain=plain,
@@ -172,7 +174,7 @@ def _places_of(group: Group, names: Sequence[str], update: Update) -> Places:
         math=math_dtype(cast("torch.dtype", group.dtypes[0])),
         update=update if update.norms is None else update.at(group.positions),
         written=[t for i, row in enumerate(group.rows) if i != 1 for t in row],
-        kept=kept | _turn(update.step, entries),
+        kept=kept | turn,
     )
 
 

@@ -193,17 +193,28 @@ def draw(
         else:
             step = turn.to(tl.int64)
         index = origin + start + where
-        if ((origin | length) & 7) == 0:  # eight elements that follow share their words
-            group = tl.min(tl.reshape(index, [BLOCK // 8, 8]), 1) >> 3
-            w0, w1, w2, w3 = _words(key, group, step)
-            words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-            found = tl.interleave(words & 0xFFFF, words >> 16).to(tl.int32)
+        if ((origin | length) & 7) == 0:
+            found = _drawn_by_eight(key, index, step)
         else:
-            w0, w1, w2, w3 = _words(key, index >> 3, step)
-            lane = (index & 7).to(tl.int32)
-            word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
-            found = tl.where(lane % 2 == 0, word & 0xFFFF, word >> 16).to(tl.int32)
+            found = _drawn_by_one(key, index, step)
     return found
+
+
+@triton.jit
+def _drawn_by_eight(key, index, step):
+    """Eight elements that follow each other share their words."""
+    group = tl.min(tl.reshape(index, [BLOCK // 8, 8]), 1) >> 3
+    w0, w1, w2, w3 = _words(key, group, step)
+    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    return tl.interleave(words & 0xFFFF, words >> 16).to(tl.int32)
+
+
+@triton.jit
+def _drawn_by_one(key, index, step):
+    w0, w1, w2, w3 = _words(key, index >> 3, step)
+    lane = (index & 7).to(tl.int32)
+    word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
+    return tl.where(lane % 2 == 0, word & 0xFFFF, word >> 16).to(tl.int32)
 
 
 @triton.jit
