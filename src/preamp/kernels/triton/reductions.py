@@ -59,20 +59,20 @@ def gathered(entries: Table, partials: torch.Tensor, *, largest: bool) -> torch.
 
 def measure(
     entries: Table,
-    row: int,
+    row: int | tuple[int, int],
     dtypes: tuple[torch.dtype, torch.dtype],
     *,
     largest: bool,
     squares: bool,
     finite: bool = False,
     factor: torch.Tensor | None = None,
-    lows: int | None = None,
 ) -> torch.Tensor:
     """Return per chunk of list ``row`` what is asked for, a row of each in this order.
 
     ``dtypes`` are that of the list and that of the computation; ``factor`` multiplies every value
-    before anything else. ``lows`` is the row of low bits, if values are split.
+    before anything else. Split values are in two rows, the second one that of their low bits.
     """
+    first, lows = row if isinstance(row, tuple) else (row, None)
     shape = (largest + squares + finite, entries.chunks)
     partials = torch.empty(shape, dtype=dtypes[1], device=entries.layout.device)
     launch(
@@ -83,7 +83,7 @@ def measure(
         **given("factor", factor, entries),
         X=KINDS[dtypes[0]],
         MATH=KINDS[dtypes[1]],
-        ROW=row,
+        ROW=first,
         LOWS=lows,
         MAX=largest,
         SUM=squares,

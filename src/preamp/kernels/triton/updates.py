@@ -102,12 +102,11 @@ class Places:
         is_split = name == "P" and self.dtypes["H"] is torch.int16
         partials = measure(
             self.plain,
-            "PG".index(name),
+            (0, 3 + ("V" in self.dtypes)) if is_split else "PG".index(name),
             dtypes,
             largest=largest,
             squares=not largest,
             factor=factor,
-            lows=3 + ("V" in self.dtypes) if is_split else None,
         )
         return gathered(self.plain, partials[0], largest=largest)
 

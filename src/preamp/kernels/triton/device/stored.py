@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# pyright: basic, reportInvalidTypeForm=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: basic, reportInvalidTypeForm=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """Lists that are kept in fewer bits, bit by bit as `preamp.kernels.stored` defines them.
 
 Nearly all of it is arithmetic of integers. Products of floats are with powers of two, which are

@@ -75,20 +75,8 @@ def adam_kernel(
             where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
             p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
             g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
-            chance = draw(
-                pointers,
-                n,
-                KEPT,
-                tensor,
-                start,
-                where,
-                length,
-                seed,
-                turn,
-                turn_at,
-                TURN_AT,
-                CHANCE,
-            )
+            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
+                          TURN_AT, CHANCE)  # fmt: skip
             m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
             v = load_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, MATH)
             if DECAYS and not DECOUPLED:
@@ -161,20 +149,8 @@ def lamb_kernel(
             where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
             p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
             g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
-            chance = draw(
-                pointers,
-                n,
-                KEPT,
-                tensor,
-                start,
-                where,
-                length,
-                seed,
-                turn,
-                turn_at,
-                TURN_AT,
-                CHANCE,
-            )
+            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
+                          TURN_AT, CHANCE)  # fmt: skip
             m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
             v = load_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, MATH)
             if DECAYS and not DECOUPLED:
@@ -232,20 +208,8 @@ def sgd_kernel(
             where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
             p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
             g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
-            chance = draw(
-                pointers,
-                n,
-                KEPT,
-                tensor,
-                start,
-                where,
-                length,
-                seed,
-                turn,
-                turn_at,
-                TURN_AT,
-                CHANCE,
-            )
+            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
+                          TURN_AT, CHANCE)  # fmt: skip
             if DECAYS_BEFORE:
                 g = g + decay * p
             if HAS_MOMENTUM:
@@ -296,20 +260,8 @@ def lars_kernel(
             where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
             p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
             g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
-            chance = draw(
-                pointers,
-                n,
-                KEPT,
-                tensor,
-                start,
-                where,
-                length,
-                seed,
-                turn,
-                turn_at,
-                TURN_AT,
-                CHANCE,
-            )
+            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
+                          TURN_AT, CHANCE)  # fmt: skip
             m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
             change = rate * (g + decay * p)
             m = number(momentum, MATH) * m - change
@@ -347,27 +299,14 @@ def adagrad_kernel(
             where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
             p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
             g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
-            chance = draw(
-                pointers,
-                n,
-                KEPT,
-                tensor,
-                start,
-                where,
-                length,
-                seed,
-                turn,
-                turn_at,
-                TURN_AT,
-                CHANCE,
-            )
+            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
+                          TURN_AT, CHANCE)  # fmt: skip
             total = load_moment(sum_at, sums_at, start, first, count, where, mask, EDGE, M, MATH)
             if DECAYS and not DECOUPLED:
                 g = g + decay * p
             total = total + g * g
-            store_moment(
-                sum_at, sums_at, start, first, count, where, mask, EDGE, M, chance, 0, total
-            )
+            store_moment(sum_at, sums_at, start, first, count, where, mask,
+                EDGE, M, chance, 0, total)  # fmt: skip
             direction = divide(g, root(total, MATH) + number(eps, MATH), MATH)
             if DECAYS and DECOUPLED:
                 direction = direction + decay * p
@@ -428,20 +367,8 @@ def novograd_kernel(
             where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
             p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
             g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
-            chance = draw(
-                pointers,
-                n,
-                KEPT,
-                tensor,
-                start,
-                where,
-                length,
-                seed,
-                turn,
-                turn_at,
-                TURN_AT,
-                CHANCE,
-            )
+            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
+                          TURN_AT, CHANCE)  # fmt: skip
             m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
             if INSIDE_MOMENT:
                 g = divide(g, denominator, MATH) + decay * p
