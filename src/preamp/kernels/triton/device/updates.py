@@ -107,6 +107,14 @@ def trusted(rate, norms, n, MATH: tl.constexpr):
     return tl.where((p_norm > 0) & (u_norm > 0), rate * ratio, rate)
 
 
+@triton.jit
+def store_sums(norms, p_squares, u_squares):
+    """Write the sums of a chunk, those of the second kind behind all of the first."""
+    partial = norms + tl.program_id(0).to(tl.int64)
+    tl.store(partial, tl.sum(p_squares, 0))
+    tl.store(partial + tl.num_programs(0), tl.sum(u_squares, 0))
+
+
 @kernel
 def lamb_kernel(
     pointers, layout, n: tl.int64, norms, lr: tl.int64, lr_at, step: tl.int64, step_at,
@@ -125,11 +133,9 @@ def lamb_kernel(
     """
     tensor, start, count = find_chunk(layout, n, CHUNK)
     count = spared(count, found_inf_at, FOUND_INF_AT)
-    p_at = address(pointers, n, 0, tensor)
-    g_at = address(pointers, n, 1, tensor)
-    m_at = address(pointers, n, 2, tensor)
+    p_at, g_at = address(pointers, n, 0, tensor), address(pointers, n, 1, tensor)
+    m_at, v_at = address(pointers, n, 2, tensor), address(pointers, n, 3, tensor)
     ms_at = scales_of(pointers, n, KEPT, tensor, 0, M)
-    v_at = address(pointers, n, 3, tensor)
     vs_at = scales_of(pointers, n, KEPT, tensor, 1, V)
     h_at = address_of_half(pointers, n, 4, tensor, H)
     rate = scalar(lr, lr_at, LR_AT, MATH)
@@ -174,9 +180,7 @@ def lamb_kernel(
                 store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - rate * u)
             first += BLOCK
     if MEASURE:
-        partial = norms + tl.program_id(0).to(tl.int64)
-        tl.store(partial, tl.sum(p_squares, 0))
-        tl.store(partial + tl.num_programs(0), tl.sum(u_squares, 0))
+        store_sums(norms, p_squares, u_squares)
 
 
 @kernel
