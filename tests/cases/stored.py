@@ -172,7 +172,9 @@ def copy_of(stored: Stored) -> Stored:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage().clone())
+    storage = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        tensor.untyped_storage().clone()
+    )
     return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
