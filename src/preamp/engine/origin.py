@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,18 +49,24 @@ class _Origin:
         """Return it in words."""
         by = self.seen.operation if self.phase == "backward" else self.bad.by
         line = None if by is None else by.line
-        finite = [one.max_abs for one in self.inputs if one.is_finite]
         return TraceRecord(
             module=self.seen.place.module,
             type=self.seen.place.type,
             phase="output cast backward" if self.seen.is_cast else self.phase,
-            input_max_abs=max(finite, default=None),
+            input_max_abs=_largest(self.inputs),
             output_found="nan" if math.isnan(self.bad.values()[0]) else "inf",
             dtype=dtype_name(self.bad.dtype),
             operation=self.seen.name if by is None else by.name,
             where="" if line is None else shown(line),
             frames=frames,
+            operation_max_abs=None if by is None else _largest(by.inputs),
+            float32=self.seen.float32 if self.phase == "forward" else None,
         )
+
+
+def _largest(readings: Iterable[Reading]) -> float | None:
+    """The largest magnitude of those that are finite."""
+    return max((one.max_abs for one in readings if one.is_finite), default=None)
 
 
 def find(
