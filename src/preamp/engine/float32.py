@@ -100,8 +100,10 @@ def _copy_of(module: nn.Module, master_of: MasterOf) -> nn.Module:
     memo: dict[int, Any] = {}
     for inner in module.modules():
         for tensor in _own_tensors(inner):
+            wide = _widened(tensor)
             master = master_of(tensor) if tensor.dtype in _HALVES else None
-            wide = _widened(tensor if master is None else master)
+            if master is not None:  # where the program has written to the half, it does not know
+                wide = torch.where(master.to(tensor.dtype) == tensor, master, wide)
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(wide, requires_grad=False) if is_parameter else wide
     twin = copy.deepcopy(module, memo)

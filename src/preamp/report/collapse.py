@@ -400,11 +400,7 @@ def _by_module(run: Run, found: Collapse) -> Told:
         f"{_steps(run, found)} The first bad value came from there in {places[place]:,} of"
         f" {words.counted(len(told), 'traced step')}: {trace.output_found} in {trace.dtype}"
         + ("." if most is None else f", from an input up to {words.magnitude(most)}.")
-        + (
-            ""
-            if what_if is None
-            else f" {words.shown(what_if.told(trace.dtype), words.SENTENCE_LIMIT)}"
-        )
+        + what_if
     )
     return step, place, title, number, f"No loss scale changes that. {do}"
 
