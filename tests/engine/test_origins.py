@@ -337,6 +337,29 @@ def test_a_mask_of_everything_is_not_named(before: Callable[[torch.Tensor], torc
     assert runs.told == ("Function", "forward", "softmax")
 
 
+def fill(values: torch.Tensor, by: float) -> None:
+    values[:] = by
+
+
+@pytest.mark.parametrize(
+    "write", [fill, torch.Tensor.fill_, lambda values, by: values.mul_(0.0).add_(by)]
+)
+@pytest.mark.parametrize(("by", "named"), [(-math.inf, "softmax"), (math.nan, "")])
+def test_what_is_written_through_data(
+    write: Callable[[torch.Tensor, float], object], by: float, named: str
+) -> None:
+    """Torch counts no such write for the tensor. Minus infinity is a mask; nan is not softmax's."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        scores = x * 1.0
+        write(scores.data, by)
+        return scores.softmax(-1)
+
+    runs = Runs(Function(function))
+    runs.step(runs.models[0](torch.ones(2, 4)).square().sum())
+    assert runs.told == ("Function", "forward", named)
+
+
 def test_a_mask_of_everything_that_came_in() -> None:
     runs = Runs(Function(torch.tanh))
     mask = torch.zeros(4, 4)

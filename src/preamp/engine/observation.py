@@ -49,6 +49,7 @@ class Reading:
         "is_leaf",
         "is_made",
         "is_parameter",
+        "is_stale",
         "moment",
         "numel",
         "parts",
@@ -69,6 +70,7 @@ class Reading:
         self.inside: Pass | None = None  # the call in which it was seen first
         self.is_made = False  # whether a module has made it, or a function from such values
         self.is_computed = False  # whether a function has made it of nothing that was watched
+        self.is_stale = False  # whether one of the tensors with these values was written to
         self._table: _Table | None = None
         self._row = 0
 
@@ -214,9 +216,9 @@ class Values:
 
     def _current(self, tensor: torch.Tensor) -> Reading | None:
         known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == counted_version(tensor) >= 0:
-            return known[2]
-        return None
+        if known is None or known[0]() is not tensor or known[2].is_stale:
+            return None
+        return known[2] if known[1] == counted_version(tensor) >= 0 else None
 
     def _sharing(self, tensor: torch.Tensor) -> Reading | None:
         """What was read last of the memory of ``tensor``."""
@@ -261,12 +263,16 @@ class Values:
         what went in.
         """
         old = [self._before(tensor) for tensor in arguments]
+        written = set(map(id, results))
+        for tensor, one in zip(arguments, old, strict=True):
+            is_written = id(tensor) in written and self._current(tensor) is None
+            if one is not None and is_written:
+                one.is_stale = True  # torch counts no write to `tensor.data` for the tensor
         if call is None and not any(one is not None and one.is_made for one in old):
             dtypes = {tensor.dtype for tensor in (*arguments, *results)}
             if not (moves and len(dtypes) == 1) or any(map(self._is_computed, arguments)):
                 self._note_computed(results if arguments else ())
             return None
-        written = set(map(id, results))
         inputs: list[Reading] = []
         for tensor, one in zip(arguments, old, strict=True):
             if id(tensor) in written:

@@ -451,7 +451,7 @@ class Tracer:
     def _end_step(self, session: object) -> None:
         """A step has been taken or not; the next forward begins another one."""
         del session
-        self._resume()
+        self._resume()  # between steps too: a hidden state may be cloned or copied there
         self._is_over, self._started = True, None
 
     def told(self, session: object, cause: OverflowCause) -> None:
