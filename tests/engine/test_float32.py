@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,12 @@ from cases.tolerances import assert_same
 from preamp.engine import float32, trace
 from preamp.numerics import TraceRecord
 from preamp.numerics.records import from_json, to_json
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nobody_listens_afterwards() -> Iterator[None]:
+    yield
+    gc.collect()
 
 
 class Layer(nn.Module):

@@ -8,7 +8,7 @@ import inspect
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,12 @@ class Runs:
     def told(self) -> tuple[str, str, str] | None:
         trace = self.trace
         return None if trace is None else (trace.type, trace.phase, trace.operation)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nobody_listens_afterwards() -> Iterator[None]:
+    yield
+    gc.collect()
 
 
 class Function(nn.Module):
@@ -582,6 +588,7 @@ class Mode(TorchFunctionMode):
 @pytest.mark.parametrize("default", [None, "cpu"])
 def test_functions_are_heard_below_the_programs_own_modes(default: str | None) -> None:
     """Which end by taking off the topmost."""
+    gc.collect()  # engines of other tests listen until then
     stack = overrides._get_current_function_mode_stack
     model = Function(torch.exp)
     runs = Runs(model)
