@@ -475,6 +475,17 @@ def test_an_operation_that_makes_a_mask_is_not_the_one(level: str) -> None:
     assert (run.trace.type, run.trace.phase, run.trace.operation) == ("Masking", "forward", "mul")
 
 
+def test_an_argument_that_its_function_cast_while_the_loss_stayed_finite() -> None:
+    """Infinite in float16, saturated by tanh, and times a gradient of zero nan in the backward."""
+    run = Run("O1", nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), overflow="trace")
+    x = torch.ones(3, 4)
+    x[0, 0] = 7e4
+    run.forward = lambda _: run.model(x)
+    assert run.step().isfinite()
+    assert run.where == ("0", "input cast")
+    assert (run.trace.operation, run.trace.input_max_abs) == ("linear", float(x[0, 0]))
+
+
 # -- the message -------------------------------------------------------------------------------
 
 
