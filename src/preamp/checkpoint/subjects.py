@@ -20,6 +20,7 @@ from preamp.engine import Engine, find_engine
 from preamp.engine.loop import bare
 from preamp.kernels import fsdp
 from preamp.optim import MasterParameter, Twin, leaf_of, pair_of
+from preamp.optim.part import memory_order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,7 +188,7 @@ class MasterShards:
         for engine in subjects.engines:
             for session in engine.sessions.values():
                 for param, weight, span in session.sharing.shared() if session.sharing else ():
-                    frame = Frame(tuple(weight.shape), _memory_order(weight))
+                    frame = Frame(tuple(weight.shape), memory_order(weight))
                     share = MasterShard(frame, Box((span.start,), (span.stop - span.start,)))
                     self._of[id(param)] = share
                     twin = pair_of(param)
@@ -244,13 +245,6 @@ class MasterShards:
                     for key, value in own[number].items()
                 }
         return {**state, "state": own}
-
-
-def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its dimensions, from the largest stride to the smallest."""
-    if tensor.is_contiguous():
-        return tuple(range(tensor.dim()))
-    return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def check_reduced(models: Sequence[nn.Module]) -> None:

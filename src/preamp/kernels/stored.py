@@ -231,10 +231,10 @@ def encode(
     """
     rows, blocks, length = blocks_of(wide.shape)
     top = 127 if kind is Format.SIGNED else 255
-    flat = wide.reshape(rows, -1)
+    flat = wide.flatten(1)
     room = torch.nn.functional.pad(flat, (0, blocks * length - flat.shape[1]))
     room = room.view(rows, blocks, length)
-    chances = chance.view(rows, -1)
+    chances = chance.view(wide.shape).flatten(1)
     chances = torch.nn.functional.pad(chances, (0, blocks * length - flat.shape[1]))
     chances = chances.view(rows, blocks, length)
     scales = room.abs().amax(2)
@@ -249,14 +249,14 @@ def encode(
         scales.unsqueeze(2).isfinite() & (size == size), code, torch.zeros_like(code)
     )
     code = torch.copysign(code, room) if kind is Format.SIGNED else code
-    codes = code.view(rows, -1)[:, : flat.shape[1]].reshape(wide.shape)
+    codes = code.flatten(1)[:, : flat.shape[1]].reshape(wide.shape)
     return codes.to(torch.int8 if kind is Format.SIGNED else torch.uint8), scales
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, kind: Format) -> torch.Tensor:
     """Return what `encode` has kept, float32."""
-    rows, _, length = blocks_of(codes.shape)
+    _, _, length = blocks_of(codes.shape)
     top = 127 if kind is Format.SIGNED else 255
-    value = codes.reshape(rows, -1).float() / top
+    value = codes.flatten(1).float() / top
     by = scales.repeat_interleave(length, 1)[:, : value.shape[1]]
     return (value * value.abs() * by).reshape(codes.shape)

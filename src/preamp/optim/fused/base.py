@@ -13,7 +13,6 @@ as ``grad_scale`` and ``found_inf`` for the time of the step (`Signals`). Nothin
 from __future__ import annotations
 
 import abc
-import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_, itemgetter
@@ -29,6 +28,8 @@ from preamp.core.tensors import device_of, dtype_of, has_sharded, host_reaches, 
 from preamp.kernels import Ops, Rule, Update, backend
 from preamp.kernels.shards import place_gradients
 from preamp.optim.fused.checks import check_gradients, check_group
+from preamp.optim.fused.keeping import Column, KeepsMoments
+from preamp.optim.fused.moments import Entry
 from preamp.optim.master_parameter import MASTER_KINDS, leaves_of, without_masters
 from preamp.optim.table import Twin
 
@@ -193,9 +194,7 @@ class Batch:
                 twin.table.note_rounded(twin.row, twin.row + 1)
 
 
-def batches(
-    entries: Entries, apart: Callable[[list[torch.Tensor]], Sequence[Hashable]] | None = None
-) -> list[Batch]:
+def batches(entries: Entries, apart: Column | None = None) -> list[Batch]:
     """Sort entries into lists for ops, by dtype, device and the column that ``apart`` returns."""
     if not entries:
         return []
@@ -274,7 +273,7 @@ Work = Sequence[tuple[Group, Entries]]
 """All groups that have parameters, with the entries of those that have gradients."""
 
 
-class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
+class FusedOptimizer(KeepsMoments, abc.ABC):
     """Base of the optimizers in `preamp.optimizers`; implements everything but the update."""
 
     set_grad_none: bool
@@ -289,9 +288,6 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)
     """Attributes that copies and pickles keep; torch's optimizers carry their groups only."""
-
-    _wide_state: ClassVar[frozenset[str]] = frozenset()
-    """State that is float32 even where the parameter is half; the rest has its dtype."""
 
     def step(self, closure: Closure | None = None) -> Any:
         """Update the parameters that have gradients.
@@ -358,23 +354,28 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         """Load what ``state_dict()`` returned.
 
         torch casts loaded state to the parameter's dtype on the way. State that is kept in
-        float32 here is taken from ``state_dict`` itself, so that it does not pass through half.
+        float32 or in fewer bits here is taken from ``state_dict`` itself. Moments of another
+        `storage` are converted; a line says what that rounds.
 
         Raises:
-            ValueError: Its groups do not match those of this optimizer.
+            ValueError: Its groups do not match those of this optimizer, or its moments in fewer
+                bits have other shapes than the parameters.
         """
-        given = state_dict
+        own: dict[torch.Tensor, Entry] = {}
 
-        def note(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
-            nonlocal given
-            given = final  # what the user's own hooks have made of it
+        def take_out(_: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+            # ``final`` is what the user's own hooks have made of it.
+            found, rest = self._own_state(final)
+            own.update(found)
+            return {**final, "state": rest}
 
-        def restore(_: torch.optim.Optimizer) -> None:
-            self._restore_wide(given)
+        def put_back(_: torch.optim.Optimizer) -> None:
+            for param, entry in own.items():
+                self.state[param].update(entry)
 
         handles = (
-            self.register_load_state_dict_pre_hook(note),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
+            self.register_load_state_dict_pre_hook(take_out),
+            self.register_load_state_dict_post_hook(put_back, prepend=True),
         )
         try:
             super().load_state_dict(state_dict)
@@ -382,17 +383,8 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
             for handle in handles:
                 handle.remove()
 
-    def _restore_wide(self, given: dict[str, Any]) -> None:
-        ids = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
-        own = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        for number, param in zip(ids, own, strict=True):
-            for key, value in given["state"].get(number, {}).items():
-                if key in self._wide_state and isinstance(value, torch.Tensor):
-                    wide = value.to(param.device, math_dtype(param.dtype))
-                    self.state[param][key] = wide
-
     def __getstate__(self) -> dict[str, Any]:
-        names = (*self._settings, "backend")
+        names = (*self._settings, "backend", "storage")
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -403,6 +395,7 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
                     group.setdefault(name, default)
 
     def _collect(self) -> Work:
+        self.check_storage()
         work: list[tuple[Group, Entries]] = []
         for group in self.param_groups:
             if has_sharded(group["params"]):
@@ -424,7 +417,8 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
     ) -> None:
         """Update one batch."""
         ops = backend(self.backend)
-        ops.update_(batch.params, batch.grads, *state, rule=rule, update=update)
+        lists, update = self._by_rows([batch.params, batch.grads, *state], update)
+        ops.update_(*lists, rule=rule, update=update)
         batch.note_written()
 
     def _state(
@@ -446,15 +440,16 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         key: str,
         make: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
     ) -> list[torch.Tensor]:
-        dtype = params[0].dtype
-        if key in self._wide_state:
-            dtype = math_dtype(dtype)
+        dtype = self._kept_dtype(key, params[0])
         try:
             kept: list[Any] = list(map(itemgetter(key), states))
             if set(map(dtype_of, kept)) == {dtype}:
                 return kept
         except (KeyError, AttributeError):  # one has none, or None
             pass
+        if key in self.moments:
+            self._as_kept(params, states, key)
+            return [state[key] for state in states]
         found: list[Any] = [state.get(key) for state in states]
         for place, (param, state, value) in enumerate(zip(params, states, found, strict=True)):
             if value is None:
