@@ -186,7 +186,9 @@ class KeepsMoments(torch.optim.Optimizer):
 
     def _as_kept(self, params: Sequence[torch.Tensor], states: Sequence[Entry], key: str) -> None:
         """Let all ``states`` have the moment ``key`` as it is kept, made or converted."""
-        by_id, steps = self._homes().by_id, self._steps()
+        by_id = self._homes().by_id
+        # Of the updates before this one, which is counted already
+        steps = [group.get("step", 1) - 1 for group in self.param_groups for _ in group["params"]]
         rounded: set[str] = set()
         for param, state in zip(params, states, strict=True):
             home = by_id[id(param)]
@@ -202,10 +204,6 @@ class KeepsMoments(torch.optim.Optimizer):
             state.update(made.entry)
         if vars(self).get("_rounded_to") != self.storage:
             self._tell_rounded(rounded)
-
-    def _steps(self) -> list[Any]:
-        """Of each parameter the number of updates, as its group has counted them."""
-        return [group.get("step", 0) for group in self.param_groups for _ in group["params"]]
 
     def _moment(self, param: torch.Tensor, entry: Entry, key: str, home: Home, step: Any) -> _Made:
         """A moment of ``entry`` as it is kept."""
