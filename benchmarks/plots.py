@@ -40,7 +40,7 @@ def draw_step(rows: list[Record]) -> str:
         An SVG document: a column for each number of parameters, a row for each half.
     """
     clip = any(row["clip"] for row in rows)
-    rows = [row for row in rows if row["clip"] == clip]
+    rows = [row for row in rows if row["clip"] == clip and row["threads"] == 1]
     halves = sorted({row["half"] for row in rows}, reverse=True)
     counts = sorted({row["parameters"] for row in rows})
     size = (3.0 * len(counts) + 1.2, 2.7 * len(halves) + 1.0)
