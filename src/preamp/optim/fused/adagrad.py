@@ -34,6 +34,7 @@ class FusedAdagrad(FusedOptimizer):
         ValueError: A negative number.
     """
 
+    _takes_stored: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "adagrad_w_mode")
 
     def __init__(
@@ -52,7 +53,7 @@ class FusedAdagrad(FusedOptimizer):
 
     def _take_step(self, work: Work, signals: Signals) -> None:
         for _, entries in work:
-            check_one_device("FusedAdagrad", entries.params)
+            check_one_device("FusedAdagrad", entries.targets)
         for group, entries in () if signals.is_skip else work:
             for batch in batches(entries):
                 update = batch.update(inv_scale=signals.inv_scale, found_inf=signals.found_inf)

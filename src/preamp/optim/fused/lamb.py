@@ -56,6 +56,7 @@ class FusedLAMB(FusedOptimizer):
         ValueError: A negative number, or betas that are not in [0, 1).
     """
 
+    _takes_stored: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "adam_w_mode", "use_nvlamb")
 
     def __init__(
@@ -104,7 +105,7 @@ class FusedLAMB(FusedOptimizer):
             for batch in batches(entries):
                 update = batch.update(step=step, inv_scale=factor, found_inf=signals.found_inf)
                 state = self._state(batch.params, "exp_avg", "exp_avg_sq")
-                parts.append(LambPart(batch, [batch.params, batch.grads, *state], rule, update))
+                parts.append(LambPart(batch, [batch.targets, batch.grads, *state], rule, update))
         apply_lamb(parts, ops, self.splits)
 
 
