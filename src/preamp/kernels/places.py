@@ -9,17 +9,21 @@ kernels take such groups.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
 
+from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import bad_value
 from preamp.core.tensors import dtype_of, layout_of
 from preamp.kernels.ops import Ops, Tensors
+from preamp.kernels.rules import Update
+from preamp.kernels.stored import Format, scales_shape
 
 Column = Sequence["torch.Tensor | None"]
 """One list of an op: parameters, gradients, moments … ``None`` where a place has no such tensor."""
@@ -29,6 +33,9 @@ _is_contiguous = torch.Tensor.is_contiguous
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What kernels load and store."""
+
+STORED_DTYPES = frozenset({torch.int8, torch.uint8, torch.int16})
+"""What those of updates of `Stored` lists load and store besides."""
 
 T = TypeVar("T")
 
@@ -89,8 +96,11 @@ _MOST_ALIKE = 4  # models of the same shapes, whose tensors differ in what guard
 _known: dict[tuple[Any, ...], list[_Known]] = {}
 
 
-def geometry_of(*columns: Column) -> Geometry | None:
-    """What lists have in common; ``None`` unless all tensors are there, plain, and contiguous."""
+def geometry_of(*columns: Column, codes: Set[torch.dtype] = frozenset()) -> Geometry | None:
+    """What lists have in common; ``None`` unless all tensors are there, plain, and contiguous.
+
+    ``codes`` are dtypes that plain tensors may have besides those of floating point.
+    """
     leaders = cast("Tensors", columns[0])
     if not leaders or len(set(map(len, columns))) > 1:
         return None
@@ -104,7 +114,7 @@ def geometry_of(*columns: Column) -> Geometry | None:
     shapes = shapes_of(leaders)
     if not all(shapes_of(column) == shapes for column in columns[1:]):
         return None
-    if not all(map(are_contiguous, columns)):
+    if not all([are_contiguous(column, codes) for column in columns]):
         return None
     kinds = tuple(map(dtype_of, leaders))
     dtypes = tuple(set(map(dtype_of, column)) for column in columns)
@@ -173,16 +183,78 @@ def check_shapes(*columns: Column) -> tuple[torch.Size, ...]:
     return tuple(shapes)
 
 
-def are_contiguous(column: Column) -> bool:
+def check_stored(params: Tensors, state: Sequence[Tensors], update: Update) -> None:
+    """Refuse what does not fit together in ``update.stored``; nothing was changed yet."""
+    stored = update.stored
+    if stored is None or not params:
+        return
+    shapes, kinds = shapes_of(params), set(map(dtype_of, params))
+    if torch.float64 in kinds:
+        raise _does_not_fit("float64 parameters", "Masters and moments of float32")
+    if stored.lows is not None:
+        if update.halves is not None or not kinds <= set(HALF_DTYPES):
+            raise _does_not_fit(
+                f"lows beside {'halves' if update.halves is not None else f'{kinds} parameters'}",
+                "Half parameters with an int16 tensor each, and no other halves,",
+            )
+        _check_column("lows", stored.lows, shapes, torch.int16)
+    if not stored.formats:
+        return
+    if len(stored.formats) != len(state):
+        raise _does_not_fit(
+            f"{len(stored.formats)} formats for {len(state)} lists of state", "One for each list"
+        )
+    if set(stored.formats) != {Format.PLAIN}:
+        check_lengths(params, stored.numbers, stored.starts)
+    for row, (kind, column) in enumerate(zip(stored.formats, state, strict=True)):
+        if kind.dtype is not None:
+            _check_column(kind.value, column, shapes, kind.dtype)
+        if kind.has_scales:
+            scales = stored.scales[row] if row < len(stored.scales) else None
+            if scales is None or not all(shapes):
+                raise _does_not_fit(
+                    f"{kind.value} tensors without scales or dimensions",
+                    "Tensors of rows, and of each one of scales,",
+                )
+            _check_column("scales", scales, scales_shapes(shapes), torch.float32)
+
+
+def _check_column(
+    name: str, column: Tensors, shapes: tuple[Sequence[int], ...], dtype: torch.dtype
+) -> None:
+    check_lengths(shapes, column)
+    if set(map(dtype_of, column)) != {dtype} or shapes_of(column) != shapes:
+        found = sorted({f"{tuple(t.shape)} of {t.dtype}" for t in column})
+        wanted = sorted({f"{tuple(shape)}" for shape in shapes})
+        raise _does_not_fit(
+            f"{name} of {', '.join(found)}", f"Tensors of {', '.join(wanted)} of {dtype}"
+        )
+
+
+def _does_not_fit(got: str, wanted: str) -> ValueError:
+    return bad_value(
+        f"An update of stored lists got {got}",
+        f"{wanted} are what it takes",
+        "Load a checkpoint of the same model and storage",
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def scales_shapes(shapes: tuple[torch.Size, ...]) -> tuple[tuple[int, int], ...]:
+    """Of the scales of tensors of these shapes."""
+    return tuple(map(scales_shape, shapes))
+
+
+def are_contiguous(column: Column, codes: Set[torch.dtype] = frozenset()) -> bool:
     """Whether the tensors that are there are all dense floats in the order of their memory."""
     if type(None) in set(map(type, column)):
         column = [tensor for tensor in column if tensor is not None]
-    return are_plain(column) and all(map(_is_contiguous, cast("Tensors", column)))
+    return are_plain(column, codes) and all(map(_is_contiguous, cast("Tensors", column)))
 
 
-def are_plain(tensors: Column) -> bool:
-    """Whether they are dense tensors of floating point."""
-    layouts, dtypes = set(map(layout_of, tensors)), set(map(dtype_of, tensors))
+def are_plain(tensors: Column, codes: Set[torch.dtype] = frozenset()) -> bool:
+    """Whether they are dense tensors of floating point, or of ``codes``."""
+    layouts, dtypes = set(map(layout_of, tensors)), set(map(dtype_of, tensors)) - codes
     return layouts <= {torch.strided} and all(dtype.is_floating_point for dtype in dtypes)
 
 
@@ -197,18 +269,21 @@ class Group:
     positions: list[int] = field(default_factory=list[int])
 
 
-def sort(*lists: Column, scalars: int = 0) -> tuple[list[Group], list[int]]:
+def sort(
+    *lists: Column, scalars: int = 0, codes: Set[torch.dtype] = frozenset(), in_order: bool = False
+) -> tuple[list[Group], list[int]]:
     """Return the groups, and the places that kernels cannot take.
 
     A kernel walks memory in storage order. So the tensors of a place must be dense, with equal
     strides, on one device, of `DTYPES`, and lie in memory of their own. The first list has a
-    tensor in every place; the last ``scalars`` lists hold 0-dim tensors.
+    tensor in every place; the last ``scalars`` lists hold 0-dim tensors. Dtypes may be of ``codes``
+    too; ``in_order`` takes contiguous tensors only.
     """
     groups: dict[tuple[object, ...], Group] = {}
     others: list[int] = []
     shaped = len(lists) - scalars
     for position, place in enumerate(zip(*lists, strict=True)):
-        dtypes = _dtypes(place, shaped)
+        dtypes = _dtypes(place, shaped, codes, in_order=in_order)
         if dtypes is None:
             others.append(position)
             continue
@@ -228,7 +303,9 @@ def pick(row: Sequence[T], positions: Sequence[int]) -> list[T]:
     return [row[position] for position in positions]
 
 
-def _dtypes(place: Column, shaped: int) -> tuple[torch.dtype | None, ...] | None:
+def _dtypes(
+    place: Column, shaped: int, codes: Set[torch.dtype], *, in_order: bool
+) -> tuple[torch.dtype | None, ...] | None:
     """A place's dtypes, ``None`` if kernels cannot take it; a plain loop, as all steps run it."""
     first = cast("torch.Tensor", place[0])
     device, shape = first.device, first.shape
@@ -239,7 +316,9 @@ def _dtypes(place: Column, shaped: int) -> tuple[torch.dtype | None, ...] | None
             dtypes.append(None)
             continue
         dtype = tensor.dtype
-        if dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_neg():
+        if dtype not in DTYPES and dtype not in codes:
+            return None
+        if tensor.layout is not torch.strided or tensor.is_neg():
             return None
         if not has_memory(tensor):
             return None  # a wrapper around other tensors, such as DTensor
@@ -247,7 +326,9 @@ def _dtypes(place: Column, shaped: int) -> tuple[torch.dtype | None, ...] | None
             return None
         is_contiguous = is_contiguous and tensor.is_contiguous()
         dtypes.append(dtype)
-    return tuple(dtypes) if is_contiguous or _walk_alike(place[:shaped]) else None
+    if not is_contiguous and (in_order or not _walk_alike(place[:shaped])):
+        return None
+    return tuple(dtypes)
 
 
 def _walk_alike(place: Column) -> bool:

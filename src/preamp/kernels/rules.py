@@ -215,6 +215,11 @@ Rule = AdamRule | LambRule | SgdRule | NovoGradRule | AdagradRule | LarsRule
 """Every rule that back ends know: the type checker names those that a back end leaves out."""
 
 
+def leaves_state(rule: Rule) -> bool:
+    """Whether ``rule`` neither reads nor writes its state."""
+    return isinstance(rule, SgdRule) and rule.momentum == 0
+
+
 def left_out(rule: NoReturn) -> NoReturn:
     """Refuse a rule that a back end has no formula or kernel for; for the end of a ``match``."""
     raise worded(

@@ -10,12 +10,21 @@ hold is infinite. Zero with an int16 that no zero has is zero: a script wrote it
 **Moments.** Stored values are rounded up or down by chance, so that what is stored is right on
 average: an average that moves by less than a unit in each step would stand still otherwise. Chance
 is a number of 16 bits for each element, `noise`, which depends on the seed, the tensor, the step
-and the element's index in the whole tensor alone. bfloat16 takes the nearest two values. 8-bit formats
-have a float32 scale, the largest magnitude, for each block: up to `BLOCK` consecutive elements of
-one row (one index of the first dimension), a row in as many blocks of nearly equal length as it
-needs. Ranks that have whole rows, as ``fully_shard`` gives them, have whole blocks. `SIGNED` keeps
-roots of magnitudes with a sign in int8, `UNSIGNED` roots in uint8, and nothing above zero becomes
-zero there, since updates are divided by it.
+and the element's index in the whole tensor alone. bfloat16 takes the nearest two values.
+
+8-bit formats have a float32 scale, a power of two, for each block: up to `BLOCK` consecutive
+elements of one row (one index of the first dimension), a row in as many blocks of nearly equal
+length as it needs. Ranks that have whole rows, as ``fully_shard`` gives them, have whole blocks.
+Codes are small floats below the scale, of 5 bits of mantissa and the rest of exponent, with gradual
+underflow: `SIGNED` has 4 binades and a sign, `UNSIGNED` 8, and nothing above zero becomes zero
+there, since updates are divided by it. They take shifts and sums, where roots take a division and
+two roots of each element, and the same bits on every device for granted.
+
+Errors of an update ``m / (sqrt(v) + eps)`` of the demo's GPT (width 64, 2 layers) after 800 steps
+of AdamW with betas 0.9 and 0.999, relative to the update by float32 moments of the same gradients:
+of the first moment as a small float 2.2 %, as a signed root 2.0 %; of the second as a small float
+3.9 %, as a square root 3.5 %, as a fourth root 4.2 %, with 4 bits of mantissa 6.2 %. bfloat16 takes
+0.5 % and 1.4 %.
 
 Sources: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), Philox 4x32-10;
 Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861).
@@ -138,8 +147,8 @@ def _unit_of(rounded: torch.Tensor) -> torch.Tensor:
 
 # -- chance ---------------------------------------------------------------------------------------
 
-_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_WEYL = 0x9E3779B9, 0xBB67AE85
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+WEYL = 0x9E3779B9, 0xBB67AE85
 _WORD = 0xFFFFFFFF
 
 
@@ -167,11 +176,11 @@ def noise(
     key = [seed, number]
     for _ in range(10):
         high, low = zip(
-            *[_product(by, word) for by, word in zip(_MULTIPLIERS, words[::2], strict=True)],
+            *[_product(by, word) for by, word in zip(MULTIPLIERS, words[::2], strict=True)],
             strict=True,
         )
         words = [high[1] ^ words[1] ^ key[0], low[1], high[0] ^ words[3] ^ key[1], low[0]]
-        key = [(part + weyl) & _WORD for part, weyl in zip(key, _WEYL, strict=True)]
+        key = [(part + weyl) & _WORD for part, weyl in zip(key, WEYL, strict=True)]
     halves = [part for word in words for part in (word & 0xFFFF, word >> 16)]
     found = torch.stack(halves, 1).reshape(-1).int()
     return found[start - 8 * first :][:count]
@@ -192,6 +201,12 @@ def round_by_chance(wide: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
 
 
 # -- blocks of 8 bits -----------------------------------------------------------------------------
+
+MANTISSA = 5  # bits of a code
+BINADES = {Format.SIGNED: 4, Format.UNSIGNED: 8}
+"""Of the codes of a block; the lowest two have the same distances."""
+LEAST = 12
+"""Least exponent field of a scale: what is multiplied with stays in float32's normal range."""
 
 
 def blocks_of(shape: torch.Size | Sequence[int]) -> tuple[int, int, int]:
@@ -229,34 +244,48 @@ def encode(
     ``chance`` is `noise`, one number for each element in the order of indices. A block with a value
     that is not finite has that for a scale, and comes back as nan.
     """
-    rows, blocks, length = blocks_of(wide.shape)
-    top = 127 if kind is Format.SIGNED else 255
-    flat = wide.reshape(rows, -1)
-    room = torch.nn.functional.pad(flat, (0, blocks * length - flat.shape[1]))
-    room = room.view(rows, blocks, length)
-    chances = chance.view(rows, -1)
-    chances = torch.nn.functional.pad(chances, (0, blocks * length - flat.shape[1]))
-    chances = chances.view(rows, blocks, length)
-    scales = room.abs().amax(2)
-    size = room.abs() / scales.unsqueeze(2)
-    below = (size.sqrt() * top).floor().clamp(max=top - 1)
-    low, high = (below / top) ** 2, ((below + 1) / top) ** 2
-    is_up = (size - low) * 65536 > chances * (high - low)
-    code = below + is_up
+    room, chances = _in_blocks(wide), _in_blocks(chance.view(wide.shape))
+    size = room.abs()
+    word = size.view(torch.int32)
+    largest = word.amax(2, keepdim=True)  # nan is above all
+    is_finite = largest < 0x7F800000
+    # The next power of two, if that is nearer than the largest code below it
+    field = (largest.clamp(max=0x7F7FFFFF) + (1 << (23 - MANTISSA)) - 1) >> 23
+    field = field.clamp(min=LEAST, max=254)
+    lowest = field - (BINADES[kind] - 2)
+    power = torch.maximum(word >> 23, lowest)
+    steps = size * _power(MANTISSA + 254 - power)
+    code = (steps + chances * 2.0**-16).floor().int() + ((power - lowest) << MANTISSA)
+    code = code.clamp(max=(BINADES[kind] << MANTISSA) - 1)
     if kind is Format.UNSIGNED:
-        code = torch.where((code == 0) & (size > 0), torch.ones_like(code), code)
-    code = torch.where(
-        scales.unsqueeze(2).isfinite() & (size == size), code, torch.zeros_like(code)
-    )
-    code = torch.copysign(code, room) if kind is Format.SIGNED else code
-    codes = code.view(rows, -1)[:, : flat.shape[1]].reshape(wide.shape)
-    return codes.to(torch.int8 if kind is Format.SIGNED else torch.uint8), scales
+        code = torch.where((code == 0) & (word > 0), torch.ones_like(code), code)
+    code = torch.where(is_finite, torch.where(room < 0, -code, code), torch.zeros_like(code))
+    codes = code.flatten(1)[:, : wide.numel() // max(wide.shape[0], 1)].reshape(wide.shape)
+    scales = torch.where(is_finite, _power(field), largest.view(torch.float32))
+    return codes.to(_DTYPES[kind]), scales.squeeze(2)
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, kind: Format) -> torch.Tensor:
     """Return what `encode` has kept, float32."""
-    rows, _, length = blocks_of(codes.shape)
-    top = 127 if kind is Format.SIGNED else 255
-    value = codes.reshape(rows, -1).float() / top
-    by = scales.repeat_interleave(length, 1)[:, : value.shape[1]]
-    return (value * value.abs() * by).reshape(codes.shape)
+    room = _in_blocks(codes).int()
+    by = scales.unsqueeze(2)
+    lowest = (by.view(torch.int32) >> 23).clamp(min=LEAST) - (BINADES[kind] - 2)
+    code = room.abs()
+    power = (code >> MANTISSA).clamp(min=1) - 1
+    value = (code - (power << MANTISSA)) * _power(power + lowest - MANTISSA)
+    value = torch.where(by.isfinite(), torch.where(room < 0, -value, value), torch.nan)
+    return value.flatten(1)[:, : codes.numel() // max(codes.shape[0], 1)].reshape(codes.shape)
+
+
+def _in_blocks(values: torch.Tensor) -> torch.Tensor:
+    """Rows, blocks, and the elements of each, with zeros behind the last of a row."""
+    rows, blocks, length = blocks_of(values.shape)
+    flat = values.reshape(rows, values.numel() // max(rows, 1))
+    if rows:
+        flat = torch.nn.functional.pad(flat, (0, blocks * length - flat.shape[1]))
+    return flat.reshape(rows, blocks, length)
+
+
+def _power(field: torch.Tensor) -> torch.Tensor:
+    """The power of two with this exponent field."""
+    return (field.int() << 23).view(torch.float32)

@@ -353,6 +353,9 @@ class Blocks(Ops):
             if update.found_inf.item() != 0:
                 return
             update = replace(update, found_inf=None)
+        if update.stored is not None:
+            REFERENCE.update_(params, grads, *state, rule=rule, update=update)
+            return
         work = Work(rule, update, params, grads, *state)
         if work.odd:
             lists = ([column[i] for i in work.odd] for column in (params, grads, *state))
@@ -370,6 +373,8 @@ class Blocks(Ops):
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: LambRule, update: Update
     ) -> torch.Tensor:
         """See `preamp.kernels.ops.Ops.lamb_norms`."""
+        if update.stored is not None:
+            return REFERENCE.lamb_norms(params, grads, *state, rule=rule, update=update)
         rule = replace(rule, uses_trust_ratio=True)
         work = Work(rule, update, params, grads, *state)
         if work.odd:

@@ -54,7 +54,8 @@ def _folder() -> str | None:
     """The folder of this version's code, made if need be; ``None`` if it cannot be written to."""
     digest = hashlib.sha256(_numba.__version__.encode() + FP16.encode())
     here = Path(__file__).parent
-    for file in (here.parent / "ops.py", *sorted(here.glob("*.py"))):  # kernels know its numbers
+    beside = [here.parent / name for name in ("ops.py", "stored.py")]  # kernels know their numbers
+    for file in (*beside, *sorted(here.glob("*.py"))):
         digest.update(file.read_bytes())
     try:
         folder = cache_folder() / f"jit-{digest.hexdigest()[:16]}"

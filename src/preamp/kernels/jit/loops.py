@@ -23,16 +23,18 @@ import contextlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from preamp.kernels.jit.compiler import function, kernel
+from preamp.kernels.jit.compiler import function, kernel, part
+from preamp.kernels.jit.formats import end_of_piece, pack, unpack
 from preamp.kernels.jit.formulas import direction, stepped
 from preamp.kernels.jit.words import (
+    CODES,
     WIDTHS,
     add,
     bin_of,
@@ -49,6 +51,7 @@ from preamp.kernels.jit.words import (
     widened,
 )
 from preamp.kernels.ops import BINS
+from preamp.kernels.stored import blocks_of
 
 CHUNK = 1 << 14
 """Elements of a chunk; a multiple of what vectors hold and of what is summed at once."""
@@ -65,6 +68,9 @@ _LISTS = 5
 
 Or for what it counts, see `tally`.
 """
+
+_IS_F64 = CODES[torch.float64]
+"""The last of the codes of dtypes; those of formats are above."""
 
 _address_of = torch.Tensor.data_ptr
 _numel_of = torch.Tensor.numel
@@ -119,6 +125,24 @@ def chunks_of(
     return known[1]
 
 
+@lru_cache(maxsize=64)
+def blocks_in(shapes: tuple[torch.Size, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Of tensors of these shapes the elements of a row, and of a block of one, int64."""
+    rows = [shape[1:].numel() for shape in shapes]
+    lengths = [blocks_of(shape)[2] if shape else 0 for shape in shapes]
+    return np.array(rows, np.int64), np.array(lengths, np.int64)
+
+
+def in_blocks(chunks: Chunks, shapes: tuple[torch.Size, ...]) -> Chunks:
+    """The chunks with their ends moved to those of blocks."""
+    (rows, lengths), (owners, starts, counts) = blocks_in(shapes), chunks.table
+    ends = starts + counts
+    first = starts - starts % rows[owners] % lengths[owners]
+    is_inner = np.append(owners[1:] == owners[:-1], [False])
+    last = np.where(is_inner, np.append(first[1:], [0]), ends)
+    return replace(chunks, table=np.stack([owners, first, last - first]), _shares={})
+
+
 def addresses(rows: Sequence[Sequence[torch.Tensor]]) -> np.ndarray:
     """Where the tensors of each row lie now, int64; zeros for a row that has none."""
     at = np.zeros((len(rows), len(rows[0])), dtype=np.int64)
@@ -153,7 +177,7 @@ def walk(kernel: Any, chunks: Chunks, rows: Sequence[Any], at: np.ndarray, *argu
         return
 
     def run(first: int, last: int) -> None:
-        room, found = np.zeros((_LISTS, BLOCK)), np.zeros(_LISTS, np.int64)
+        room, found = np.zeros((_LISTS + 1, BLOCK)), np.zeros(_LISTS, np.int64)
         given = (first, last, chunks.table, at, room.ctypes.data, found, *arguments)
         compiled = _without_folder.get(kernel, kernel)
         try:
@@ -201,7 +225,15 @@ def _wait_for(others: Sequence[Future[None]]) -> None:
 
 
 @function
-def find_lists(first, last, at, kinds, tensor, begin, n, room, found, math, half):
+def last_at_hand(begin, last, tensor, layout):
+    """Where the elements end that are at hand together."""
+    if layout is None:
+        return min(begin + BLOCK, last)
+    return end_of_piece(begin, last, BLOCK, tensor, layout)
+
+
+@function
+def find_lists(first, last, at, kinds, tensor, begin, n, room, found, math, half, layout):
     """Find elements of some lists in the dtype of the computation; put in ``found`` where.
 
     With ``half`` they are where they are, in the list of halves too.
@@ -209,12 +241,24 @@ def find_lists(first, last, at, kinds, tensor, begin, n, room, found, math, half
     for row in range(first, last if half is None else last + 1):
         stored = at[row, tensor] + begin * WIDTHS[kinds[row]]
         if half is None:
-            stored = widened(stored, kinds[row], n, room + row * BLOCK * itemsize(math), math)
+            values = room + row * BLOCK * itemsize(math)
+            if layout is not None and kinds[row] > _IS_F64:
+                beside = at[_beside(row, last), tensor]
+                unpack(stored, kinds[row], beside, tensor, begin, n, values, layout)
+                stored = values
+            else:
+                stored = widened(stored, kinds[row], n, values, math)
         found[row] = stored
 
 
+@part
+def _beside(row, lists):
+    """Which row of addresses has the lows of the parameters, or the scales of a list of state."""
+    return lists + 1 + max(row - 1, 0)
+
+
 @function
-def put_lists_back(lists, at, kinds, tensor, begin, n, room, found, math, half):
+def put_lists_back(lists, at, kinds, tensor, begin, n, room, found, math, half, layout):
     """Round elements into all lists but the gradients, and stored parameters into halves.
 
     With ``half`` they are there already.
@@ -224,6 +268,11 @@ def put_lists_back(lists, at, kinds, tensor, begin, n, room, found, math, half):
     for row in range(lists + 1):
         stored = at[row, tensor] + begin * WIDTHS[kinds[row]]
         values = found[row]
+        if layout is not None and kinds[row] > _IS_F64:
+            beside, spare = at[_beside(row, lists), tensor], room + 8 * _LISTS * BLOCK
+            kind, state = kinds[row], row - 2
+            pack(values, stored, kind, beside, state, tensor, begin, n, spare, layout)
+            continue
         if row == lists and kinds[row]:
             values = at[0, tensor] + begin * WIDTHS[kinds[0]]
             values = widened(values, kinds[0], n, room, math)
@@ -316,7 +365,7 @@ def combine(first, last, chunks, at, room, found, kinds, math, each, b, is_copy)
         a = each[tensor]
         for begin in range(start, start + count, BLOCK):
             n = min(start + count - begin, BLOCK)
-            find_lists(1, 3, at, kinds, tensor, begin, n, room, found, math, None)
+            find_lists(1, 3, at, kinds, tensor, begin, n, room, found, math, None, None)
             x, y = found[1], found[2]
             target = at[0, tensor] + begin * WIDTHS[kinds[0]]
             if is_copy:
@@ -332,18 +381,23 @@ def combine(first, last, chunks, at, room, found, kinds, math, each, b, is_copy)
 
 
 @kernel
-def two_moments(first, last, chunks, at, room, found, kinds, math, half, inv_scale, each, rule):
+def two_moments(
+    first, last, chunks, at, room, found, kinds, math, half, layout, inv_scale, each, rule
+):
     """An update of Adam or LAMB; ``each`` has a number for each tensor.
 
     ``half`` is a zero of the type of gradients and halves where all else is of the computation's:
-    these are converted on the way then. Else it is ``None``.
+    these are converted on the way then. Else it is ``None``. ``layout`` is that of lists that are
+    kept in fewer bits, or ``None``; chunks are whole blocks of it.
     """
     for chunk in range(first, last):
         tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
         size = each[tensor]
-        for begin in range(start, start + count, BLOCK):
-            n = min(start + count - begin, BLOCK)
-            find_lists(0, 4, at, kinds, tensor, begin, n, room, found, math, half)
+        begin, until = start, start + count
+        while begin < until:
+            end = last_at_hand(begin, until, tensor, layout)
+            n = end - begin
+            find_lists(0, 4, at, kinds, tensor, begin, n, room, found, math, half, layout)
             ps, gs, ms, vs, hs = found[0], found[1], found[2], found[3], found[4]
             for i in range(n):
                 p = peek(ps, i, math)
@@ -358,21 +412,24 @@ def two_moments(first, last, chunks, at, room, found, kinds, math, half, inv_sca
                 poke(ps, i, p)
                 if half is not None:
                     poke(hs, i, narrow(p, half))
-            put_lists_back(4, at, kinds, tensor, begin, n, room, found, math, half)
+            put_lists_back(4, at, kinds, tensor, begin, n, room, found, math, half, layout)
+            begin = end
 
 
 @kernel
 def measure_directions(
-    first, last, chunks, at, room, found, kinds, math, inv_scale, p_sums, u_sums, rule
+    first, last, chunks, at, room, found, kinds, math, layout, inv_scale, p_sums, u_sums, rule
 ):
     """Per chunk the sums of squares of the parameters and of the directions of `two_moments`."""
     for chunk in range(first, last):
         tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
         p_total = 0.0
         u_total = 0.0
-        for begin in range(start, start + count, BLOCK):
-            n = min(start + count - begin, BLOCK)
-            find_lists(0, 4, at, kinds, tensor, begin, n, room, found, math, None)
+        begin, until = start, start + count
+        while begin < until:
+            end = last_at_hand(begin, until, tensor, layout)
+            n = end - begin
+            find_lists(0, 4, at, kinds, tensor, begin, n, room, found, math, None, layout)
             ps, gs, ms, vs = found[0], found[1], found[2], found[3]
             p_squares = math
             u_squares = math
@@ -383,19 +440,24 @@ def measure_directions(
                 u_squares = add(u_squares, u * u)
             p_total += p_squares
             u_total += u_squares
+            begin = end
         p_sums[chunk] = p_total
         u_sums[chunk] = u_total
 
 
 @kernel
-def one_moment(first, last, chunks, at, room, found, kinds, math, half, inv_scale, each, rule):
+def one_moment(
+    first, last, chunks, at, room, found, kinds, math, half, layout, inv_scale, each, rule
+):
     """An update of any other rule, as `two_moments`; state that is not there has no kind."""
     for chunk in range(first, last):
         tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
         number = each[tensor]
-        for begin in range(start, start + count, BLOCK):
-            n = min(start + count - begin, BLOCK)
-            find_lists(0, 3, at, kinds, tensor, begin, n, room, found, math, half)
+        begin, until = start, start + count
+        while begin < until:
+            end = last_at_hand(begin, until, tensor, layout)
+            n = end - begin
+            find_lists(0, 3, at, kinds, tensor, begin, n, room, found, math, half, layout)
             ps, gs, ms, hs = found[0], found[1], found[2], found[3]
             for i in range(n):
                 p = peek(ps, i, math)
@@ -408,4 +470,5 @@ def one_moment(first, last, chunks, at, room, found, kinds, math, half, inv_scal
                 poke(ps, i, p)
                 if half is not None:
                     poke(hs, i, narrow(p, half))
-            put_lists_back(3, at, kinds, tensor, begin, n, room, found, math, half)
+            put_lists_back(3, at, kinds, tensor, begin, n, room, found, math, half, layout)
+            begin = end

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -13,16 +13,20 @@ import torch
 
 from preamp.core.dtypes import HALF_DTYPES, math_dtype
 from preamp.kernels.jit import formulas, loops
-from preamp.kernels.jit.loops import Chunks, addresses, chunks_of, walk
+from preamp.kernels.jit.formats import FORMATS, SPLITS, Layout
+from preamp.kernels.jit.loops import Chunks, addresses, blocks_in, chunks_of, in_blocks, walk
 from preamp.kernels.jit.words import CODES, ZEROS
 from preamp.kernels.ops import BINS, NONFINITE, Census, Tally, Tensors
 from preamp.kernels.places import (
+    STORED_DTYPES,
     Column,
     Combining,
     check_lengths,
     check_shapes,
+    check_stored,
     geometry_of,
     pick,
+    shapes_of,
     sort,
 )
 from preamp.kernels.reference import Reference
@@ -39,9 +43,12 @@ from preamp.kernels.rules import (
     Scalar,
     SgdRule,
     Update,
+    leaves_state,
     left_out,
     norms_at,
 )
+from preamp.kernels.stored import Format, Stored, join
+from preamp.kernels.vectors import norms_of
 
 _REFERENCE = Reference()
 _CPU = torch.device("cpu")
@@ -61,10 +68,12 @@ class Part:
     chunks: Chunks
     at: np.ndarray  # address of each tensor in each list
 
-    def walk(self, kernel: Any, math: torch.dtype, *arguments: Any) -> None:
-        """Call a kernel on all lists."""
-        kinds = np.array([CODES[dtype] for dtype in self.dtypes])
-        walk(kernel, self.chunks, self.rows, self.at, kinds, ZEROS[math], *arguments)
+    def walk(
+        self, kernel: Any, math: torch.dtype, *arguments: Any, kinds: Sequence[int] = ()
+    ) -> None:
+        """Call a kernel on all lists; ``kinds`` are their codes where not their dtypes'."""
+        codes = np.array(kinds or [CODES[dtype] for dtype in self.dtypes])
+        walk(kernel, self.chunks, self.rows, self.at, codes, ZEROS[math], *arguments)
 
     def read(self, kernel: Any, row: int, *arguments: Any) -> None:
         """Call a kernel on one list."""
@@ -72,21 +81,23 @@ class Part:
         walk(kernel, self.chunks, self.rows[chosen], self.at[chosen], *arguments)
 
 
-def parts_of(*columns: Column) -> tuple[list[Part], list[int]]:
-    """Sort lists into launches, and name the places that no kernel can walk."""
+def parts_of(
+    *columns: Column, codes: Set[torch.dtype] = frozenset(), in_order: bool = False
+) -> tuple[list[Part], list[int]]:
+    """Sort lists into launches, and name the places that no kernel can walk; see `sort`."""
     if not columns[0]:
         return [], []
     lists: list[Any] = [column if _is_there(column) else [] for column in columns]
     # A list that comes twice, since targets are also read, is looked at once: torch's guards, which
     # `geometry_of` asks, refuse a tensor that is among several twice.
     distinct = {id(tensors): tensors for tensors in lists if tensors}
-    geometry = geometry_of(*distinct.values())
+    geometry = geometry_of(*distinct.values(), codes=codes)
     if geometry is not None and geometry.is_memory and all(len(d) == 1 for d in geometry.dtypes):
         known = dict(zip(distinct, [next(iter(d)) for d in geometry.dtypes], strict=True))
         dtypes = [known[id(tensors)] if tensors else None for tensors in lists]
         part = _part(lists, dtypes, range(len(columns[0])), geometry.shapes)
         return ([part], []) if part is not None else ([], [*range(len(columns[0]))])
-    groups, others = sort(*columns)
+    groups, others = sort(*columns, codes=codes, in_order=in_order)
     parts: list[Part] = []
     for group in groups:
         part = None
@@ -389,12 +400,18 @@ def _float32(values: np.ndarray | None, device: torch.device) -> torch.Tensor | 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The places of an update that one launch takes: parameters, gradients, state, halves."""
+    """The places of an update that one launch takes.
+
+    Its lists are parameters, gradients, state, halves; with lists that are kept in fewer bits also
+    lows, and scales of each list of state, where there are any.
+    """
 
     part: Part
     math: torch.dtype  # of the computation
     update: Update
+    lists: int  # parameters, gradients and state
     numbers: list[torch.Tensor]  # state of one number for each parameter, if the rule has any
+    layout: Any = None  # of what is kept in fewer bits
 
     @property
     def inv_scale(self) -> Scalar:
@@ -404,9 +421,24 @@ class _Work:
     @property
     def half(self) -> Any:
         """What stands for the dtype of gradients and halves, if all else has the computation's."""
-        p, g, *state, half = self.part.dtypes
+        p, g, *state = self.part.dtypes[: self.lists]
+        half = self.part.dtypes[self.lists]
         is_usual = {p, *state} == {self.math} and g == half and g in HALF_DTYPES
         return ZEROS[half] if is_usual and half is not None else None
+
+    @property
+    def kinds(self) -> Sequence[int]:
+        """The codes of the lists, if there are any that are kept in fewer bits."""
+        stored = self.update.stored
+        if stored is None:
+            return ()
+        dtypes = self.part.dtypes
+        kinds = [CODES.get(dtype, 0) for dtype in dtypes[: self.lists + 1]]
+        if stored.lows is not None:
+            kinds[0] = SPLITS[cast("torch.dtype", dtypes[0])]
+        for row, kind in enumerate(stored.formats[: self.lists - 2], 2):
+            kinds[row] = FORMATS.get(kind, kinds[row])
+        return kinds
 
     @property
     def step(self) -> int:
@@ -426,7 +458,8 @@ class _Work:
     def start(self, kernel: Any, rule: Any, each: Scalar = 0.0) -> None:
         """Update by a record of `formulas`, with ``each`` for each tensor; note what is written."""
         by, numbers = _number(self.inv_scale, self.math), _vector(each, self.math, self.part)
-        self.part.walk(kernel, self.math, self.half, by, numbers, rule)
+        given = self.half, self.layout, by, numbers, rule
+        self.part.walk(kernel, self.math, *given, kinds=self.kinds)
         for place, row in enumerate(self.part.rows):
             if place != 1 and row:
                 torch.autograd.graph.increment_version(row)
@@ -443,6 +476,13 @@ class _Work:
             largest = _highest(self.part, _largest(self.part, 1, finite=False)[0])
             wide = _torch.from_numpy(largest).to(self.math)
             return (wide if factor is None else wide * factor.to(_CPU, self.math),)
+        lows = None if self.update.stored is None else self.update.stored.lows
+        if isinstance(rule, LarsRule) and lows is not None:
+            halves, lows = self.part.rows[0], pick(lows, self.part.places)
+            wide = [join(half.detach(), low) for half, low in zip(halves, lows, strict=True)]
+            return torch.stack(norms_of(wide)), _torch.from_numpy(
+                _norms_in(self.part, 1, factor)
+            ).float()
         wanted = ((0, None), (1, factor)) if isinstance(rule, LarsRule) else ((1, factor),)
         found = [_norms_in(self.part, row, by, self.math) for row, by in wanted]
         return tuple([_torch.from_numpy(norms).to(self.math) for norms in found])
@@ -464,22 +504,75 @@ def _works(
     numbers = state[shaped] if rule.has_numbers else ()
     halves: Column = [None] * len(params) if update.halves is None else update.halves
     kept = list(state[:shaped])
-    if not kept or (isinstance(rule, SgdRule) and rule.momentum == 0):  # kernels have a list for it
+    if not kept or leaves_state(rule):  # kernels have a list for it
         kept = [[None] * len(params)]
     columns = (params, grads, *kept, halves)
     check_lengths(*columns, *([numbers] if rule.has_numbers else []))
-    parts, others = parts_of(*columns)
-    if others or len(parts) != 1:
+    if params and update.stored is not None:
         check_shapes(*columns)
+        check_stored(params, state, update)
+        if leaves_state(rule):
+            update = replace(update, stored=replace(update.stored, formats=(), scales=()))
+        parts, others = _stored_parts(columns, cast("Stored", update.stored))
+    else:
+        parts, others = parts_of(*columns)
+        if others or len(parts) != 1:
+            check_shapes(*columns)
     return [
         _Work(
             part,
             math_dtype(cast("torch.dtype", part.dtypes[0])),
             update,
+            len(kept) + 2,
             [numbers[place] for place in part.places] if rule.has_numbers else [],
+            None if update.stored is None else _layout(part, update.stored, update.step),
         )
         for part in parts
     ], others
+
+
+def _stored_parts(columns: Sequence[Column], stored: Stored) -> tuple[list[Part], list[int]]:
+    """`parts_of` lists of which some are kept in fewer bits."""
+    count = len(columns[0])
+    lows: Column = [None] * count if stored.lows is None else stored.lows
+    by_chance = any([kind is not Format.PLAIN for kind in stored.formats])
+    parts, others = parts_of(*columns, lows, codes=STORED_DTYPES, in_order=by_chance)
+    scales = [
+        stored.scales[row] if kind.has_scales else None
+        for row, kind in enumerate(stored.formats[: len(columns) - 3])
+    ]
+    given = [row for row in scales if row is not None]
+    if not given:
+        return parts, others
+    geometry = geometry_of(*given)
+    if geometry is None or not geometry.is_memory:
+        return [], [*range(count)]
+    found: list[Part] = []
+    for part in parts:
+        rows = [*part.rows, *[[] if row is None else pick(row, part.places) for row in scales]]
+        chunks = in_blocks(part.chunks, shapes_of(part.rows[0]))
+        found.append(replace(part, rows=rows, chunks=chunks, at=addresses(rows)))
+    return found, others
+
+
+def _layout(part: Part, stored: Stored, step: int | torch.Tensor) -> Layout:
+    """What kernels are told of the tensors of a part."""
+    rows, lengths = blocks_in(shapes_of(part.rows[0]))
+    if not any([kind.has_scales for kind in stored.formats]):
+        lengths = np.zeros_like(lengths)
+    by_place: list[Sequence[int]] = [
+        pick(given, part.places) if given else [0] * len(part.places)
+        for given in (stored.numbers, stored.starts)
+    ]
+    count = int(step.item()) if isinstance(step, torch.Tensor) else step
+    return Layout(
+        rows=rows,
+        lengths=lengths,
+        numbers=np.array(by_place[0], np.uint32),
+        starts=np.array(by_place[1], np.int64),
+        seed=np.uint32(stored.seed),
+        step=np.uint32(count & 0xFFFFFFFF),
+    )
 
 
 def _start(work: _Work, rule: Rule) -> None:
@@ -578,6 +671,7 @@ def _lamb_norms(work: _Work, rule: LambRule) -> torch.Tensor:
     """``|p|`` and ``|u|`` of each tensor, in the dtype of the computation."""
     part, by = work.part, _number(work.inv_scale, work.math)
     sums = np.zeros((2, part.chunks.table.shape[1]))
-    part.walk(loops.measure_directions, work.math, by, sums[0], sums[1], _lamb(work, rule))
+    given = work.layout, by, sums[0], sums[1], _lamb(work, rule)
+    part.walk(loops.measure_directions, work.math, *given, kinds=work.kinds)
     norms = np.sqrt(np.stack([_by_tensor(part, row) for row in sums]))
     return cast("torch.Tensor", _torch.from_numpy(norms).to(work.math))

@@ -42,11 +42,12 @@ CODES: dict[torch.dtype | None, int] = {
 
 _ZERO_F16, _ZERO_BF16, _ZERO_F32, _ZERO_F64 = ZEROS.values()
 _F16, _BF16 = types.uint16, types.int16
-WIDTHS = np.array([0, 2, 2, 4, 8])  # bytes of an element, by code
+WIDTHS = np.array([0, 2, 2, 4, 8, 2, 1, 1, 2, 2])
+"""Bytes of an element, by code; those of dtypes, then those of `preamp.kernels.jit.formats`."""
 _LLVM: dict[Any, ir.Type] = {
     **{_F16: ir.IntType(16), _BF16: ir.IntType(16)},
     **{types.float32: ir.FloatType(), types.float64: ir.DoubleType()},
-    types.uint32: ir.IntType(32),
+    **{types.int8: ir.IntType(8), types.uint8: ir.IntType(8), types.uint32: ir.IntType(32)},
 }
 
 
@@ -146,7 +147,7 @@ def round_in_integers(value: Any) -> Any:
 _I32, _FLOAT = ir.IntType(32), ir.FloatType()
 
 
-def _to_float(context: Any, builder: Any, raw: Any, kind: Any) -> Any:
+def to_float(context: Any, builder: Any, raw: Any, kind: Any) -> Any:
     """An element of either half dtype as float32."""
     if kind == _BF16:
         word = builder.shl(builder.zext(raw, _I32), _I32(16))
@@ -156,7 +157,7 @@ def _to_float(context: Any, builder: Any, raw: Any, kind: Any) -> Any:
     return context.compile_internal(builder, widen_in_integers, types.float32(_F16), [raw])
 
 
-def _from_float(context: Any, builder: Any, value: Any, kind: Any) -> Any:
+def from_float(context: Any, builder: Any, value: Any, kind: Any) -> Any:
     """float32 rounded to either half dtype."""
     if kind == _F16:
         if HAS_HALF:
@@ -177,7 +178,7 @@ def widen(typing: Any, raw: Any, math: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value, kind = args[0], raw
         if kind in (_F16, _BF16):
-            value, kind = _to_float(context, builder, value, kind), types.float32
+            value, kind = to_float(context, builder, value, kind), types.float32
         return context.cast(builder, value, kind, math)
 
     return math(raw, math), generate
@@ -194,7 +195,7 @@ def narrow(typing: Any, value: Any, zero: Any) -> Any:
         if zero not in (_F16, _BF16):
             return context.cast(builder, args[0], value, zero)
         wide = context.cast(builder, args[0], value, types.float32)
-        return _from_float(context, builder, wide, zero)
+        return from_float(context, builder, wide, zero)
 
     return zero(value, zero), generate
 
@@ -250,7 +251,7 @@ def value_of(typing: Any, bits: Any, raw: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value, kind = args[0], raw
         if kind in (_F16, _BF16):
-            value, kind = _to_float(context, builder, value, kind), types.float32
+            value, kind = to_float(context, builder, value, kind), types.float32
         value = builder.bitcast(value, context.get_value_type(kind))
         return context.cast(builder, value, kind, types.float64)
 
@@ -268,7 +269,7 @@ def bin_of(typing: Any, bits: Any, raw: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = args[0]
         if raw in (_F16, _BF16):
-            word = builder.bitcast(_to_float(context, builder, word, raw), _I32)
+            word = builder.bitcast(to_float(context, builder, word, raw), _I32)
         field = builder.lshr(word, _I32(23))
         found = builder.add(field, _I32(FIRST - EXPONENTS.start - 127))
         # A subnormal value is so many times 2**-149, and that number has an exponent as a float.

@@ -11,12 +11,12 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Census, Ops, Tally, Tensors
-from preamp.kernels.places import check_lengths, check_shapes
+from preamp.kernels.places import check_lengths, check_shapes, check_stored
 from preamp.kernels.reference.formulas import apply, measured, number_of, order_of
 from preamp.kernels.reference.stored import Unpacked, update_stored
 from preamp.kernels.reference.tally import tally
 from preamp.kernels.reference.update import Slot, slots
-from preamp.kernels.rules import LambRule, Rule, Update
+from preamp.kernels.rules import LambRule, Rule, Update, leaves_state
 from preamp.kernels.vectors import max_norm, norm, stack
 
 
@@ -70,6 +70,7 @@ def _check(params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update:
     check_lengths(*shaped, *numbers, *halves)
     if params:
         check_shapes(*shaped, *halves)
+    check_stored(params, state, update)
 
 
 class Reference(Ops):
@@ -187,10 +188,10 @@ class Reference(Ops):
         if update.stored is not None:
 
             def run(one: Unpacked, grad: torch.Tensor) -> None:
-                state = ([tensor] for tensor in one.state)
+                state = ([tensor] for tensor in one.state or [one.param])
                 self.update_([one.param], [grad], *state, rule=rule, update=one.update)
 
-            update_stored(run, params, grads, state, update)
+            update_stored(run, params, grads, () if leaves_state(rule) else state, update)
             return
         for place, slot in enumerate(slots(params, grads, *state, update=update)):
             if update.norms is not None:
