@@ -44,7 +44,7 @@ def exact_value(self: EngineCore, half: torch.Tensor) -> torch.Tensor | None:
         return None
     if half.dtype is not torch.float32:  # not inside `exact_weights`
         twin.settle()
-    return twin.held.value()
+    return twin.value()
 
 
 def load_exact(self: EngineCore, half: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
@@ -87,6 +87,8 @@ def exact_weights(self: EngineCore) -> Generator[None]:
     """
     self.check_outside_blocks("exact_weights()")
     twins = {id(t.half): t for s in self.sessions.values() for t in s.masters or ()}.values()
+    for twin in twins:
+        twin.table.make()
     values = [(twin, twin.held.value()) for twin in twins]  # refuses parts
     tables = {id(twin.table): twin.table for twin in twins}.values()
     for twin in twins:

@@ -21,9 +21,12 @@ NameOf = Callable[[torch.Tensor], str]
 class Weights:
     """Half weights, in a table for each set of optimizers that share them: one master each."""
 
-    def __init__(self, ops: Ops, name_of: NameOf, *, ignores_rewriting: bool = False) -> None:
-        """Start without weights; see `Rewriting`."""
+    def __init__(
+        self, ops: Ops, name_of: NameOf, *, ignores_rewriting: bool = False, packs: bool = False
+    ) -> None:
+        """Start without weights; see `Rewriting`, and `WeightTable.pack`."""
         self._ops = ops
+        self._packs = packs
         self._rewriting = Rewriting(is_ignored=ignores_rewriting)
         self._name_of = name_of
         self._twins: dict[int, Twin] = {}  # by id of the half parameter
@@ -56,7 +59,9 @@ class Weights:
 
     def _table(self, owners: frozenset[int]) -> WeightTable:
         if owners not in self._tables:
-            self._tables[owners] = WeightTable(self._ops, owners, self._rewriting)
+            self._tables[owners] = WeightTable(
+                self._ops, owners, self._rewriting, packs=self._packs
+            )
         return self._tables[owners]
 
 
@@ -124,6 +129,8 @@ class Masters:
 
         May be called again if it was interrupted.
         """
+        for table in self.tables:
+            table.make()  # a script may keep masters
         state: dict[Any, Any] = self._optimizer.state
         by_master = {id(twin.master): twin for twin in self}
         for twin in self:

@@ -16,6 +16,7 @@ loss scale is on them, since clipping a scaled gradient would be wrong without a
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.autograd.graph import increment_version
 
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.errors import PreampStateError, bad_state, message
@@ -31,6 +33,7 @@ from preamp.core.ranks import has_process_group
 from preamp.core.tensors import (
     WeightMarks,
     devices_of,
+    find_again,
     grad_of,
     is_sharded,
     kinds_of,
@@ -43,9 +46,10 @@ from preamp.core.tensors import (
     versions_of,
 )
 from preamp.kernels import Ops
-from preamp.kernels.shards import set_data
+from preamp.kernels.shards import set_data, sharded_as
 from preamp.optim.direct import Placeholders, is_zeroed
-from preamp.optim.master_parameter import master_parameter
+from preamp.optim.master_parameter import PACKED_KINDS, master_parameter, packed_kind
+from preamp.optim.packing import packed, unpacked
 from preamp.optim.part import Holding, Part
 from preamp.optim.rewritten import Agree, common_factors, likely_factor, rewritten_in_half
 
@@ -105,7 +109,7 @@ class Rewriting:
 class Twin:
     """One row: a half parameter and its master."""
 
-    __slots__ = ("half", "held", "master", "name", "row", "table")
+    __slots__ = ("dtype", "half", "held", "master", "name", "row", "stays_wide", "table")
 
     table: WeightTable  # where the row is
     row: int  # its number there
@@ -113,7 +117,9 @@ class Twin:
     def __init__(self, half: Parameter, data: torch.Tensor, name: str) -> None:
         """Make the master of ``half`` from ``data``, not copied; the row has no table yet."""
         self.half = half  # the model's parameter, float16 or bfloat16
+        self.dtype = half.dtype
         self.name = name
+        self.stays_wide = False  # whether the master is float32 whatever the storage
         # The optimizer's parameter, float32
         self.master = master_parameter(data, requires_grad=half.requires_grad)
         self.master.twin = self
@@ -136,6 +142,19 @@ class Twin:
         if self.held.part is None:
             return self.gradient()
         return self.held.own_gradient(self.pending, self.gradient, self.table.ops)
+
+    def value(self) -> torch.Tensor:
+        """All of the master, which stays packed if it is; see `Holding.value`."""
+        low = self.table.lows[self.row]
+        if low is None or self.held.part is not None:
+            return self.held.value()
+        return self.table.joined(self.row, low)
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """What the master takes memory for: itself, or what is beside the half weight."""
+        low = self.table.lows[self.row]
+        return self.master if low is None else low
 
     @property
     def pending(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -243,6 +262,8 @@ class WeightPairs:
         self.masters: list[Any] = []
         self._half_marks = WeightMarks()
         self._master_marks = WeightMarks()
+        # What changes with a master: itself, or what is kept in its place
+        self._kept: list[Any] = self.masters
         self._are_alike: bool | None = None  # unknown
         self._is_rounded: list[bool] = []  # by the update itself, since the last `write_halves`
 
@@ -256,6 +277,8 @@ class WeightPairs:
         self._are_alike = None
         self.halves.append(half)
         self.masters.append(master)
+        if self._kept is not self.masters:
+            self._kept.append(master)
         self._is_rounded.append(False)
         self._half_marks.add(half)
         self._master_marks.add(master)
@@ -326,7 +349,7 @@ class WeightPairs:
         Fused optimizers have done so in their update.
         """
         rounded, self._is_rounded = self._is_rounded, [False] * len(self)
-        changed = self._master_marks.written(self.masters) if True in rounded else ()
+        changed = self._master_marks.written(self._kept) if True in rounded else ()
         if changed or False in rounded:
             again = set(changed)
             self.round([row for row, done in enumerate(rounded) if not done or row in again])
@@ -345,13 +368,13 @@ class WeightPairs:
     def note_written(self, rows: Sequence[int]) -> None:
         """Remember that the half weights of ``rows`` equal their rounded masters as of now."""
         self._half_marks.renew(self.halves, rows)
-        self._master_marks.renew(self.masters, rows)
+        self._master_marks.renew(self._kept, rows)
 
     def note_rounded(self, start: int, stop: int) -> None:
         """An update itself has rounded new masters into half weights, of consecutive rows."""
         self._is_rounded[start:stop] = [True] * (stop - start)
         self._half_marks.advance(self.halves, start, stop)
-        self._master_marks.advance(self.masters, start, stop)
+        self._master_marks.advance(self._kept, start, stop)
 
 
 class WeightTable(WeightPairs):
@@ -362,11 +385,20 @@ class WeightTable(WeightPairs):
     """
 
     def __init__(
-        self, ops: Ops, owners: frozenset[int] = frozenset(), rewriting: Rewriting | None = None
+        self,
+        ops: Ops,
+        owners: frozenset[int] = frozenset(),
+        rewriting: Rewriting | None = None,
+        *,
+        packs: bool = False,
     ) -> None:
         """Start without rows."""
         super().__init__(ops)
         self.owners = owners  # of which optimizers
+        self.packs = packs  # whether masters are packed between steps
+        # Of each row what is beside its half weight, int16, where the master is packed. Of a
+        # sharded tensor this rank's part.
+        self.lows: list[torch.Tensor | None] = []
         self._rewriting = rewriting or Rewriting()
         self._steps = 0  # with them watched
         self._is_rewriting = False  # whether the script wrote other things than zeros
@@ -397,6 +429,8 @@ class WeightTable(WeightPairs):
         self._sample: dict[int, torch.Tensor] = {}  # values of a few rows
         self._base_versions: dict[int, int] = {}  # of masters' gradients, of rows that are shown
         self._has_warned = False  # of gradients taken as a script has written them
+        self._has_warned_of_lows = False
+        self._nothing: dict[torch.device, torch.Tensor] = {}  # nan, of which packed masters are
 
     def add(self, twin: Twin) -> None:
         """Add a row whose half weight is its rounded master."""
@@ -404,6 +438,7 @@ class WeightTable(WeightPairs):
         self.may_have_bases |= twin.held.gradient is not None
         self.add_row(twin.half, twin.master)
         self.twins.append(twin)
+        self.lows.append(None)
         for column in self._gradient_columns():
             column.append(None)
         self.versions.append(-1)
@@ -413,8 +448,10 @@ class WeightTable(WeightPairs):
 
     def remove(self, twin: Twin) -> None:
         """Let another table have the row; between two steps only."""
+        self.make()
         self.remove_row(twin.row)
-        for column in (self.twins, *self._gradient_columns(), self.versions, self.records):
+        columns = (self.twins, self.lows, *self._gradient_columns(), self.versions, self.records)
+        for column in columns:
             del column[twin.row]
         self.raw = None
         for row, other in enumerate(self.twins):
@@ -1115,16 +1152,17 @@ class WeightTable(WeightPairs):
         """The master was loaded; its half weight is about to be written to, rounded, once."""
         self.loaded.add(row)
         self.compares = True  # whoever loads may broadcast what one rank has read
-        self._master_marks.renew(self.masters, (row,))
+        self._master_marks.renew(self._kept, (row,))
         self._half_marks.expect_write(row)
 
     def settle(self, row: int) -> None:
         """Make a half weight and its master agree, whichever of them was written to."""
-        half, master = self.halves[row], self.masters[row]
-        if self._half_marks.is_changed(row, half):
+        if self._half_marks.is_changed(row, self.halves[row]):
             self.take_over(row)
             self.note_written((row,))
-        elif self._master_marks.is_changed(row, master):
+        elif self.lows[row] is not None:
+            return
+        elif self._master_marks.is_changed(row, self.masters[row]):
             if not self.has_parts:
                 self.round((row,))
         elif self.compares:
@@ -1164,10 +1202,108 @@ class WeightTable(WeightPairs):
         An optimizer's own step is not meant: `write_halves` follows it. Writes through ``p.data``
         (but not assignments to it) stay unseen. Where ranks share masters nothing is done.
         """
-        rows = self._master_marks.changed(self.masters)
+        rows = self._master_marks.changed(self._kept)
         if rows and not self.has_parts:
             self.absorb()
             self.round(rows)
+
+    def take_over(self, row: int) -> None:
+        """Let the master have what was written to the half weight.
+
+        Which elements were written to a packed one does not tell: it is the half weight then, and
+        stays float32, so that a script that writes in each step loses nothing further.
+        """
+        if self.lows[row] is None:
+            super().take_over(row)
+            return
+        half, twin = self._own_half(row), self.twins[row]
+        if not is_half(half):
+            raise self.became_wide(row)
+        twin.stays_wide = True
+        self._make_row(row, half.float())
+        if not self._has_warned_of_lows:
+            self._has_warned_of_lows = True
+            warnings.warn(_written_while_packed(twin.name, half.dtype), stacklevel=2)
+
+    def round(self, rows: Sequence[int]) -> None:
+        """Round the masters of ``rows`` into their half weights; packed ones are all in these."""
+        super().round([row for row in rows if self.lows[row] is None])
+
+    # -- packed masters ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Keep masters as half weights and what is beside them, where the storage says so.
+
+        Not while weights may have been written to without a trace, see `compare`, nor where
+        something else holds the memory of a master, such as a view of it in the script.
+        """
+        if not self.packs or self.compares:
+            return
+        rows = [row for row, low in enumerate(self.lows) if low is None]
+        rows = [row for row in rows if not self.twins[row].stays_wide]
+        if not rows:
+            return
+        finds = [self._pack_row(row) for row in rows]
+        for row, find in zip(rows, finds, strict=True):
+            held = find()
+            if held is not None:
+                self._make_row(row, held)
+        self._renew(rows)
+
+    @torch.no_grad()
+    def make(self) -> None:
+        """Let all masters be float32 tensors until they are packed again; the values are kept."""
+        there = [(row, low) for row, low in enumerate(self.lows) if low is not None]
+        if not there:
+            return
+        written = set(self._half_marks.changed(self.halves))
+        for row, low in there:
+            if row in written and is_half(self.halves[row]):
+                self.take_over(row)
+            else:  # one that was made wide since, as by model.float(), counts as it was before
+                self._make_row(row, self._joined_here(row, low))
+        self._renew([row for row, _ in there])
+
+    def joined(self, row: int, low: torch.Tensor) -> torch.Tensor:
+        """The value of a packed master; of a sharded one a sharded tensor."""
+        return sharded_as(self._joined_here(row, low), self.halves[row])
+
+    def _joined_here(self, row: int, low: torch.Tensor) -> torch.Tensor:
+        return unpacked(self._own_half(row).to(self.twins[row].dtype), low)
+
+    def _own_half(self, row: int) -> torch.Tensor:
+        """This rank's part of what the master has of a half weight."""
+        return local_of(self.own_part(row, self.halves[row].detach()))
+
+    def _pack_row(self, row: int) -> Callable[[], torch.Tensor | None]:
+        """Pack one master; return what finds its memory if somebody else keeps that alive."""
+        master, half = self.masters[row], self._own_half(row)
+        value = local_of(master.detach())
+        low, find = packed(value, half), find_again(value)
+        if half.device not in self._nothing:
+            self._nothing[half.device] = torch.full((), math.nan, device=half.device)
+        nothing = self._nothing[half.device].expand(half.shape)
+        del value
+        increment_version(master)  # who saved it for a backward is to hear of it
+        set_data(master, sharded_as(nothing, self.halves[row]))
+        master.__class__ = packed_kind(type(master))
+        self.lows[row] = low
+        return find
+
+    def _make_row(self, row: int, value: torch.Tensor) -> None:
+        master = self.masters[row]
+        master.__class__ = PACKED_KINDS[type(master)]
+        set_data(master, sharded_as(value, self.halves[row]))
+        self.lows[row] = None
+
+    def _renew(self, rows: Sequence[int]) -> None:
+        """What is kept of some masters is something else now."""
+        pairs = zip(self.masters, self.lows, strict=True)
+        is_any = any([low is not None for low in self.lows])
+        kept = [master if low is None else low for master, low in pairs]
+        self._kept = kept if is_any else self.masters
+        self.note_written(rows)
 
 
 def _is_shown(record: Record | None) -> bool:
@@ -1210,6 +1346,18 @@ def _without_effect(tensor: torch.Tensor, name: str) -> str:
         "later steps",
         "The step takes the unscaled float32 gradients, those of amp.master_params(optimizer)",
         "Clip with torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)",
+    )
+
+
+def _written_while_packed(name: str, dtype: torch.dtype) -> str:
+    """Warning: a script writes to half weights that are parts of masters."""
+    return message(
+        f"The {dtype_name(dtype)} weight {name!r} was written to between two steps, while its "
+        'master was split (storage="split")',
+        "What the master had beyond the half weight is lost, and from now on this tensor has a "
+        "float32 master, so that later writes keep the elements that they leave alone",
+        "Write to preamp.master_params(optimizer), or within engine.exact_weights(), which loses "
+        'nothing; scripts that write in each step are served as well by storage="full"',
     )
 
 

@@ -44,6 +44,7 @@ class FusedAdagrad(FusedOptimizer):
         ValueError: A negative number.
     """
 
+    _takes_stored: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "adagrad_w_mode")
     moments: ClassVar[Mapping[str, Format]] = {"sum": Format.UNSIGNED}
 
@@ -63,7 +64,7 @@ class FusedAdagrad(FusedOptimizer):
 
     def _take_step(self, work: Work, signals: Signals) -> None:
         for _, entries in work:
-            check_one_device("FusedAdagrad", entries.params)
+            check_one_device("FusedAdagrad", entries.targets)
         for group, entries in () if signals.is_skip else work:
             step = count_step(group, signals) if self._has_fewer_bits else 1  # chance needs one
             for batch in batches(entries, self._apart()):

@@ -30,6 +30,7 @@ from preamp.optim.fused.checks import check_betas, check_masters, check_numbers,
 from preamp.optim.fused.early_adam import EarlyArguments, EarlyOptions, check_formula
 from preamp.optim.fused.full_precision import FullPrecision
 from preamp.optim.fused.moments import TWO_MOMENTS
+from preamp.optim.master_parameter import make_masters
 
 
 class FusedAdam(FusedOptimizer):
@@ -74,6 +75,7 @@ class FusedAdam(FusedOptimizer):
             with today's.
     """
 
+    _takes_stored: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = (
         *("set_grad_none", "adam_w_mode", "capturable", "master_weights"),
         "_early",
@@ -221,6 +223,8 @@ class FusedAdam(FusedOptimizer):
 
     def _step_early(self, early: EarlyArguments) -> None:
         self.check_storage()
+        for group in self.param_groups:
+            make_masters(group["params"])
         work = early.entries(self.param_groups)
         for entries in work:
             self._check(entries)

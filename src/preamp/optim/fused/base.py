@@ -27,10 +27,17 @@ from preamp.core.splits import Splits
 from preamp.core.tensors import device_of, dtype_of, has_sharded, host_reaches, stored_grad
 from preamp.kernels import Ops, Rule, Update, backend
 from preamp.kernels.shards import place_gradients
+from preamp.kernels.stored import Stored
 from preamp.optim.fused.checks import check_gradients, check_group
 from preamp.optim.fused.keeping import Column, KeepsMoments
 from preamp.optim.fused.moments import Entry
-from preamp.optim.master_parameter import MASTER_KINDS, leaves_of, without_masters
+from preamp.optim.master_parameter import (
+    MASTER_KINDS,
+    form_of,
+    leaves_of,
+    make_masters,
+    without_masters,
+)
 from preamp.optim.table import Twin
 
 Group = dict[str, Any]
@@ -52,6 +59,8 @@ class Entries:
     factors: list[torch.Tensor | None] = field(default_factory=list["torch.Tensor | None"])
     # Of those that are masters
     twins: list[Twin | None] = field(default_factory=list["Twin | None"])
+    # Of packed masters what is beside their half weights, or ``None``
+    lows: list[torch.Tensor | None] = field(default_factory=list["torch.Tensor | None"])
     are_alike: bool = False  # whether all go into one batch, as far as is known already
 
     def __len__(self) -> int:
@@ -63,6 +72,11 @@ class Entries:
         """The model's parameters."""
         return leaves_of(self.params)
 
+    @property
+    def targets(self) -> list[torch.Tensor]:
+        """What ops update: parameters; in place of packed masters their half weights."""
+        return _targets(self.params, self.halves, self.lows)
+
     def add(
         self,
         param: torch.Tensor,
@@ -70,6 +84,7 @@ class Entries:
         half: torch.Tensor | None = None,
         factor: torch.Tensor | None = None,
         twin: Twin | None = None,
+        low: torch.Tensor | None = None,
     ) -> None:
         """Add a row."""
         self.params.append(param)
@@ -77,6 +92,18 @@ class Entries:
         self.halves.append(half)
         self.factors.append(factor)
         self.twins.append(twin)
+        self.lows.append(low)
+
+
+def _targets(
+    params: list[torch.Tensor],
+    halves: Sequence[torch.Tensor | None] | None,
+    lows: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor]:
+    if halves is None or all([low is None for low in lows]):
+        return params
+    rows = zip(params, halves, lows, strict=True)
+    return [param if half is None or low is None else half for param, half, low in rows]
 
 
 def joined(every: Iterable[Entries]) -> Entries:
@@ -88,6 +115,7 @@ def joined(every: Iterable[Entries]) -> Entries:
         whole.halves += one.halves
         whole.factors += one.factors
         whole.twins += one.twins
+        whole.lows += one.lows
     return whole
 
 
@@ -117,8 +145,11 @@ def _consecutive_rows(params: Sequence[Any]) -> Entries | None:
     grads = [grad for grad in table.grads[start:stop] if grad is not None]
     factors: list[torch.Tensor | None] = [record.factor] * n
     twins: list[Twin | None] = [*table.twins[start:stop]]
+    lows = table.lows[start:stop]
     are_alike = table.are_alike and len(set(map(dtype_of, grads))) == 1
-    return Entries([*masters], grads, [*table.halves[start:stop]], factors, twins, are_alike)
+    are_alike = are_alike and len({low is None for low in lows}) == 1
+    halves = [*table.halves[start:stop]]
+    return Entries([*masters], grads, halves, factors, twins, lows, are_alike)
 
 
 def _one_by_one(params: Sequence[Any]) -> Entries:
@@ -145,7 +176,7 @@ def _one_by_one(params: Sequence[Any]) -> Entries:
             elif grad is not None:
                 grad = twin.held.own(grad)
         if grad is not None:
-            found.add(param, grad, half, factor, twin)
+            found.add(param, grad, half, factor, twin, table.lows[twin.row])
     return found
 
 
@@ -158,11 +189,17 @@ class Batch:
     halves: list[torch.Tensor | None] | None  # of one dtype, or ``None`` if nothing is rounded
     factor: torch.Tensor | None  # what unscales all of the gradients, or ``None``
     twins: list[Twin | None]  # of those that are masters
+    lows: list[torch.Tensor] | None = None  # of packed masters what is beside their half weights
 
     @property
     def owners(self) -> list[torch.Tensor]:
         """The model's parameters."""
         return leaves_of(self.params)
+
+    @property
+    def targets(self) -> list[torch.Tensor]:
+        """What the op updates; see `Entries.targets`."""
+        return self.params if self.lows is None else _targets(self.params, self.halves, self.lows)
 
     def update(
         self,
@@ -176,8 +213,14 @@ class Batch:
         both = inv_scale if self.factor is None else self.factor
         if inv_scale is not None and self.factor is not None:
             both = self.factor * inv_scale.to(self.factor.device)
+        is_packed = self.lows is not None
         return Update(
-            step=step, inv_scale=both, found_inf=found_inf, halves=self.halves, norms=norms
+            step=step,
+            inv_scale=both,
+            found_inf=found_inf,
+            halves=None if is_packed else self.halves,
+            norms=norms,
+            stored=Stored(lows=self.lows) if is_packed else None,
         )
 
     def note_written(self) -> None:
@@ -200,21 +243,22 @@ def batches(entries: Entries, apart: Column | None = None) -> list[Batch]:
         return []
     if entries.are_alike and apart is None:
         return [_batch(entries)]
+    targets = entries.targets
     keys: list[list[Hashable]] = [
-        list(map(device_of, entries.params)),
-        list(map(dtype_of, entries.params)),
+        list(map(device_of, targets)),
+        list(map(dtype_of, targets)),
         list(map(dtype_of, entries.grads)),
         [None if half is None else half.dtype for half in entries.halves],
         list(map(id, entries.factors)),
+        [low is None for low in entries.lows],
     ]
     if apart is not None:
         keys.append(list(apart(entries.params)))
     if all([len(set(column)) == 1 for column in keys]):
         return [_batch(entries)]
     found: dict[Hashable, Entries] = {}
-    rows = zip(
-        entries.params, entries.grads, entries.halves, entries.factors, entries.twins, strict=True
-    )
+    columns = (entries.params, entries.grads, entries.halves, entries.factors, entries.twins)
+    rows = zip(*columns, entries.lows, strict=True)
     for key, row in zip(zip(*keys, strict=True), rows, strict=True):
         found.setdefault(key, Entries()).add(*row)
     return list(map(_batch, found.values()))
@@ -222,7 +266,8 @@ def batches(entries: Entries, apart: Column | None = None) -> list[Batch]:
 
 def _batch(alike: Entries) -> Batch:
     halves = None if alike.halves[0] is None else alike.halves
-    return Batch(alike.params, alike.grads, halves, alike.factors[0], alike.twins)
+    lows = [low for low in alike.lows if low is not None] or None
+    return Batch(alike.params, alike.grads, halves, alike.factors[0], alike.twins, lows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,6 +443,8 @@ class FusedOptimizer(KeepsMoments, abc.ABC):
         self.check_storage()
         work: list[tuple[Group, Entries]] = []
         for group in self.param_groups:
+            if not self._takes_stored:
+                make_masters(group["params"])
             if has_sharded(group["params"]):
                 place_gradients(without_masters(group["params"]))
             entries = entries_of(group["params"])
@@ -410,14 +457,14 @@ class FusedOptimizer(KeepsMoments, abc.ABC):
         """Refuse gradients or parameters that no rule can take."""
         if entries.are_alike:  # masters, whose gradients were looked at when they came
             return
-        check_gradients(type(self).__name__, entries.params, entries.grads)
+        check_gradients(type(self).__name__, entries.targets, entries.grads)
 
     def _apply(
         self, batch: Batch, state: Sequence[Sequence[torch.Tensor]], rule: Rule, update: Update
     ) -> None:
         """Update one batch."""
         ops = backend(self.backend)
-        lists, update = self._by_rows([batch.params, batch.grads, *state], update)
+        lists, update = self._by_rows([batch.targets, batch.grads, *state], update)
         ops.update_(*lists, rule=rule, update=update)
         batch.note_written()
 
@@ -453,32 +500,10 @@ class FusedOptimizer(KeepsMoments, abc.ABC):
         found: list[Any] = [state.get(key) for state in states]
         for place, (param, state, value) in enumerate(zip(params, states, found, strict=True)):
             if value is None:
-                found[place] = state[key] = make(param, dtype)
+                found[place] = state[key] = make(form_of(param), dtype)
             elif value.dtype is not dtype:  # the model was cast, and the state with it
                 found[place] = state[key] = value.to(dtype)
         return found
-
-    def _states_of(self, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
-        """State dicts of ``params``, by the places they had before if all keys are the same.
-
-        To look one up takes a call of Python, which ``torch.Tensor.__hash__`` is.
-        """
-        state: dict[Any, dict[str, Any]] = self.state
-        kept: _KeptPlaces = vars(self).setdefault("_kept_places", {})
-        ids = list(map(id, params))
-        known = kept.get(ids[0])
-        if known is None or known[0] != ids or known[1] != list(map(id, state)):
-            for param in params:
-                state[param]  # made where there is none
-            keys = list(map(id, state))
-            place_of = {key: place for place, key in enumerate(keys)}
-            known = kept[ids[0]] = (ids, keys, [place_of[key] for key in ids])
-        every = list(state.values())
-        return [every[place] for place in known[2]]
-
-
-_KeptPlaces = dict[int, tuple[list[int], list[int], list[int]]]
-"""By ``id`` of a batch's first parameter: of all of them, of all keys of the state, and places."""
 
 
 def evaluate(closure: Closure | None) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, ClassVar, cast
 
 import torch
@@ -34,11 +34,16 @@ Column = Callable[[list[torch.Tensor]], Sequence[Hashable]]
 """What `batches` sorts parameters by."""
 
 
+_KeptPlaces = dict[int, tuple[list[int], list[int], list[int]]]
+"""By ``id`` of a batch's first parameter: of all of them, of all keys of the state, and places."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Homes:
     """Where an optimizer's parameters are, as long as nothing of `made_for` changes."""
 
     made_for: tuple[Any, ...]
+    params: list[Any]  # kept alive, so that nothing else gets their ids
     by_id: dict[int, Home]
     # Of batches, by the id of their first parameter: the ids of all, numbers and starts
     columns: dict[int, tuple[list[int], list[int], list[int]]] = field(
@@ -60,7 +65,16 @@ class KeepsMoments(torch.optim.Optimizer):
     """Makes, finds and converts moments; a step at full storage asks for none of this."""
 
     storage: Storage = FULL
-    """How moments are kept; those that are kept otherwise are converted at the next step."""
+    """How masters and moments are kept between steps; set by ``preamp.initialize``.
+
+    Moments that are kept otherwise are converted at the next step.
+    """
+
+    _takes_stored: ClassVar[bool] = False
+    """Whether packed masters, and moments in fewer bits, are updated as they are.
+
+    Otherwise masters are made for each step, and moments are float32.
+    """
 
     spans: Mapping[int, Span] = {}
     """By ``id`` of parameters whose elements ranks share out: those that this rank has."""
@@ -82,8 +96,7 @@ class KeepsMoments(torch.optim.Optimizer):
 
     def _homes(self) -> _Homes:
         params: list[Any] = [*itertools.chain(*(group["params"] for group in self.param_groups))]
-        shapes = list(map(attrgetter("shape"), params))
-        made_for = (list(map(id, params)), shapes, self.storage, self.spans)
+        made_for = (list(map(id, params)), self.storage, self.spans)
         known: _Homes | None = vars(self).get("_kept_homes")
         if known is not None and known.made_for == made_for:
             return known
@@ -95,11 +108,11 @@ class KeepsMoments(torch.optim.Optimizer):
             self._check_kind()
             for home in homes.values():
                 home.check(type(self).__name__, self.storage)
-        known = vars(self)["_kept_homes"] = _Homes(made_for, homes)
+        known = vars(self)["_kept_homes"] = _Homes(made_for, params, homes)
         return known
 
     def _check_kind(self) -> None:
-        if not self.moments:
+        if not self._takes_stored:
             raise bad_state(
                 f"{type(self).__name__} got moments={self.storage.moments!r}",
                 "Moments in fewer bits are for FusedAdam, FusedLAMB, FusedSGD, FusedAdagrad and "
@@ -148,7 +161,7 @@ class KeepsMoments(torch.optim.Optimizer):
         formats = [self._kept_as(key, params[0], first) for key in self.moments]
         if set(formats) == {Format.PLAIN}:
             return update
-        states: list[Entry] = [self.state[param] for param in params]
+        states = self._states_of(params)
         scales = [
             list(map(itemgetter(key + SCALES), states)) if kept.has_scales else None
             for key, kept in zip(self.moments, formats, strict=True)
@@ -222,6 +235,24 @@ class KeepsMoments(torch.optim.Optimizer):
                 f"{type(self).__name__}: moments of {' and '.join(sorted(sources))} are rounded "
                 f"to {kept}, by the storage of this run"
             )
+
+    def _states_of(self, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+        """State dicts of ``params``, by the places they had before if all keys are the same.
+
+        To look one up takes a call of Python, which ``torch.Tensor.__hash__`` is.
+        """
+        state: dict[Any, dict[str, Any]] = self.state
+        kept: _KeptPlaces = vars(self).setdefault("_kept_places", {})
+        ids = list(map(id, params))
+        known = kept.get(ids[0])
+        if known is None or known[0] != ids or known[1] != list(map(id, state)):
+            for param in params:
+                state[param]  # made where there is none
+            keys = list(map(id, state))
+            place_of = {key: place for place, key in enumerate(keys)}
+            known = kept[ids[0]] = (ids, keys, [place_of[key] for key in ids])
+        every = list(state.values())
+        return [every[place] for place in known[2]]
 
     # -- loading -----------------------------------------------------------------------------
 

@@ -58,6 +58,7 @@ class FusedLAMB(FusedOptimizer):
         ValueError: A negative number, or betas that are not in [0, 1).
     """
 
+    _takes_stored: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "adam_w_mode", "use_nvlamb")
     moments: ClassVar[Mapping[str, Format]] = TWO_MOMENTS
 
@@ -108,7 +109,7 @@ class FusedLAMB(FusedOptimizer):
                 update = batch.update(step=step, inv_scale=factor, found_inf=signals.found_inf)
                 state = self._state(batch.params, *self.moments)
                 update = self._told(batch.params, update)
-                parts.append(LambPart(batch, [batch.params, batch.grads, *state], rule, update))
+                parts.append(LambPart(batch, [batch.targets, batch.grads, *state], rule, update))
         apply_lamb(parts, ops, self.splits)
 
 

@@ -66,6 +66,7 @@ class FusedNovoGrad(FusedOptimizer):
         ValueError: A negative number, or betas that are not in [0, 1).
     """
 
+    _takes_stored: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "moment_mode")
     _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
     moments: ClassVar[Mapping[str, Format]] = {"exp_avg": Format.SIGNED}

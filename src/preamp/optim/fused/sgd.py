@@ -59,6 +59,7 @@ class FusedSGD(FusedOptimizer):
         ValueError: A negative number, or nesterov without momentum or with dampening.
     """
 
+    _takes_stored: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = (
         *("set_grad_none", "wd_after_momentum", "materialize_master_grads"),
         *("most_recent_scale", "scale_set_by_backward"),
