@@ -350,7 +350,11 @@ def _load_optimizer(
 def _keep_dtypes(
     optimizer: torch.optim.Optimizer, params: Sequence[Mapping[str, Any]], state: Any
 ) -> None:
-    """Give tensors that torch cast to an unchanged parameter's dtype their own back."""
+    """Give tensors that torch cast to an unchanged parameter's dtype their own back.
+
+    Moments of a fused optimizer are as its storage says.
+    """
+    moments: Mapping[str, Any] = getattr(optimizer, "moments", {})
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     for number, saved, param in zip(numbers, params, params_of(optimizer), strict=True):
         if saved["dtype"] != dtype_name(param.dtype):
@@ -359,7 +363,8 @@ def _keep_dtypes(
         for key, value in state["state"].get(number, {}).items():
             now: Any = own.get(key)
             both = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
-            if both and now.dtype != value.dtype and now.shape == value.shape:
+            is_same = key not in moments and both and now.shape == value.shape
+            if is_same and now.dtype != value.dtype:
                 own[key] = value.to(now.device)
 
 

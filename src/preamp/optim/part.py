@@ -72,6 +72,11 @@ class Span:
         return math.prod(self.shape[1:])
 
     @property
+    def first_row(self) -> int:
+        """The first row of the tensor that it has."""
+        return self.start // self.row
+
+    @property
     def rows(self) -> int:
         """How many rows it has, if `has_whole_rows`."""
         return self.elements // self.row

@@ -41,8 +41,8 @@ _IN_CODES = {torch.int8: Format.SIGNED, torch.uint8: Format.UNSIGNED}
 
 def format_kept(value: object) -> Format:
     """How a moment is kept that is there already; bfloat16 may be rounded either way."""
-    is_tensor = isinstance(value, torch.Tensor)
-    return _IN_CODES.get(value.dtype, Format.PLAIN) if is_tensor else Format.PLAIN
+    dtype: Any = getattr(value, "dtype", None)
+    return _IN_CODES.get(dtype, Format.PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +181,26 @@ def converted(
     if kept is Format.BFLOAT16:
         return {key: home.kept(round_by_chance(wide.float(), by.noise(home, wide)))}
     return {key: home.kept(wide.to(dtype))}
+
+
+def without_codes(entry: Mapping[str, Any]) -> Entry:
+    """A state whose moments in 8 bits are float32 tensors, with the same values."""
+    found = dict(entry)
+    for key in entry:
+        if is_in_codes(entry, key):
+            scales = found.pop(key + SCALES)
+            found[key] = decode(entry[key], scales, format_kept(entry[key]))
+    return found
+
+
+def is_in_codes(entry: Mapping[str, Any], key: str) -> bool:
+    """Whether the moment ``key`` is there in 8 bits, with its scales."""
+    return key + SCALES in entry and format_kept(entry.get(key)).has_scales
+
+
+def is_scales(entry: Mapping[str, Any], key: str) -> bool:
+    """Whether ``key`` is that of a moment's scales."""
+    return key.endswith(SCALES) and is_in_codes(entry, key.removesuffix(SCALES))
 
 
 def is_kept_plain(entry: Mapping[str, Any], key: str) -> bool:
