@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -107,13 +108,14 @@ class Run:
             weights, state = found[0]
         else:
             weights, state = self.inner.state_dict(), self.optimizer.state_dict()
-        return {
+        whole = {
             "weights": [full(value) for value in weights.values()],
             "state": [
                 {key: full(value) for key, value in sorted(state["state"][number].items())}
                 for number in sorted(state["state"])
             ],
         }
+        return copy.deepcopy(whole)  # later steps write to what they are
 
     def close(self) -> None:
         self.engine.close()
