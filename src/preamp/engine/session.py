@@ -771,8 +771,9 @@ class OptimizerSession:
                 self.compare_weights()
             for table in self.masters.tables:
                 table.absorb()
-                if not getattr(self.optimizer, "_takes_stored", False):
-                    table.make()
+                # Packed now, masters leave their memory to what the first step makes.
+                takes_stored = getattr(self.optimizer, "_takes_stored", False)
+                (table.pack if takes_stored else table.make)()
 
     def take_in_shown(self) -> None:
         """Take in what a script did to gradients after ``unscale_``; all ranks call it."""

@@ -58,7 +58,8 @@ def load_exact(self: EngineCore, half: torch.Tensor, value: torch.Tensor) -> tor
     with torch.no_grad():
         twin.master.copy_(twin.held.own(value))
     twin.table.expect_load(twin.row)
-    return twin.master.detach() if twin.held.part is None else value.float()
+    whole = twin.master.detach() if twin.held.part is None else value.float()
+    return twin.table.rounded(twin.row, whole)
 
 
 def trust_masters(self: EngineCore, params: Iterable[torch.Tensor]) -> None:
