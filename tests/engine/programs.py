@@ -331,8 +331,7 @@ class World:
         frozen = [n for n, p in self.ours.named_parameters() if not p.requires_grad]
         self.log.append(
             f"initialize(model, [{self.kind}(a, q, n), {self.kind}(b)], {arguments}, "
-            f"storage={self.storage!r})"
-            + (f"  # frozen: {frozen}" if frozen else "")
+            f"storage={self.storage!r})" + (f"  # frozen: {frozen}" if frozen else "")
         )
         preamp.initialize(
             self.ours,

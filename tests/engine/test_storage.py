@@ -26,6 +26,7 @@ from engine.harness import Net, engines_closed, everything, loss_of, same, train
 from preamp.core.errors import PreampPolicyError, PreampStateError
 from preamp.engine import Engine
 from preamp.kernels.stored import join, split
+from preamp.optim import LARC
 from preamp.optim.master_parameter import PackedMaster
 from preamp.optimizers import (
     FusedAdagrad,
@@ -36,7 +37,6 @@ from preamp.optimizers import (
     FusedNovoGrad,
     FusedSGD,
 )
-from preamp.optim import LARC
 
 __all__ = ["engines_closed"]
 levels = pytest.mark.parametrize("level", ["O2", "O5"])
@@ -122,9 +122,7 @@ def test_training_is_that_of_full_storage(level: str, name: str) -> None:
 
 @levels
 @pytest.mark.parametrize("name", PACKED)
-def test_fused_steps_make_no_master(
-    level: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fused_steps_make_no_master(level: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = start(level, "split", BUILDS[name])
     iterate(model, optimizer, 0, level)
     for table in preamp.engine_of(optimizer).sessions[id(optimizer)].gradients.tables:
@@ -177,7 +175,7 @@ def test_masters_are_made_when_read_and_packed_at_the_next_step(level: str) -> N
         lambda p: pickle.loads(pickle.dumps(p)),
         lambda p: p.detach().clone(),
         lambda p: p.data,
-        lambda p: torch._foreach_mul([p], 1.0)[0],  # pyright: ignore  # noqa: SLF001
+        lambda p: torch._foreach_mul([p], 1.0)[0],  # pyright: ignore
         lambda p: torch.stack([p])[0],
     ],
 )
@@ -347,7 +345,9 @@ def test_ties_resume_bitwise() -> None:
     (model, optimizer), (again, other) = runs
     ties = {name: torch.full_like(v, 1 + 2.0**-8) for name, v in model.state_dict().items()}
     model.load_state_dict(ties)
-    assert {float(t.half.detach().flatten()[0]) for t in twins(optimizer)} == {1 + 2.0**-7}  # not to even
+    assert {float(t.half.detach().flatten()[0]) for t in twins(optimizer)} == {
+        1 + 2.0**-7
+    }  # not to even
     again.load_state_dict(model.state_dict())
     for run in runs:
         iterate(*run, 0, "O5")
