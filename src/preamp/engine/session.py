@@ -25,6 +25,7 @@ from preamp.core.tensors import (
     grad_of,
     has_sharded,
     host_reaches,
+    is_capturing,
     is_sharded,
     versions_of,
 )
@@ -770,6 +771,8 @@ class OptimizerSession:
             if compares and not self.gradients.holds_any():
                 self.compare_weights()
             for table in self.masters.tables:
+                if table.packs and is_capturing(table.halves[0].device):
+                    raise refusals.captured_while_split()
                 table.absorb()
                 # Packed now, masters leave their memory to what the first step makes.
                 takes_stored = getattr(self.optimizer, "_takes_stored", False)

@@ -48,7 +48,12 @@ from preamp.core.tensors import (
 from preamp.kernels import Ops
 from preamp.kernels.shards import set_data, sharded_as
 from preamp.optim.direct import Placeholders, is_zeroed
-from preamp.optim.master_parameter import PACKED_KINDS, master_parameter, packed_kind
+from preamp.optim.master_parameter import (
+    PACKED_KINDS,
+    MasterParameter,
+    master_parameter,
+    packed_kind,
+)
 from preamp.optim.packing import packed, round_into, unpacked
 from preamp.optim.part import Holding, Part
 from preamp.optim.rewritten import Agree, common_factors, likely_factor, rewritten_in_half
@@ -1317,7 +1322,7 @@ class WeightTable(WeightPairs):
         del value
         increment_version(master)  # who saved it for a backward is to hear of it
         set_data(master, sharded_as(nothing, self.halves[row]))
-        master.__class__ = packed_kind(type(master))
+        master.__class__ = packed_kind(cast("type[MasterParameter]", type(master)))
         self.lows[row] = low
         return find
 
