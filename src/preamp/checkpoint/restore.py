@@ -319,7 +319,8 @@ def _load_own_params(
             master = masters.get(id(param))
             sides = [(param, saved[name])]
             if master is not None and master.twin is not None:
-                sides.insert(0, (master, master.twin.held.own(saved[name])))
+                half = master.twin.table.rounded(master.twin.row, saved[name])
+                sides = [(master, master.twin.held.own(saved[name])), (param, half)]
             for tensor, wanted in sides:
                 value = tensor.detach().clone()
                 undo.push(lambda tensor=tensor, value=value: _write(tensor, value))

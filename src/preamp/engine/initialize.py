@@ -42,7 +42,7 @@ from preamp.engine.recording import OFF, Numerics, Recording, make_recording
 from preamp.engine.reductions import attach_reductions
 from preamp.engine.sharding import check_fits, check_groups
 from preamp.engine.storage import check_storage
-from preamp.engine.weights import attach_weight_doors
+from preamp.engine.weights import attach_move_doors, attach_weight_doors
 from preamp.kernels import ForeachType, Ops, cpu_lacks_matmul
 from preamp.kernels import backend as ops_named
 from preamp.kernels.fsdp import gather_dtypes, reshard
@@ -346,6 +346,8 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
         attach_state_hooks(model, engine.link, undo)
     if policy.master_weights:
         attach_weight_doors(model, engine.link, undo)
+    if policy.storage.masters == "split":
+        attach_move_doors(model, engine.link, undo)
 
 
 def _install_function_casts(engine: Engine) -> None:

@@ -25,6 +25,7 @@ from preamp.core.tensors import (
     grad_of,
     has_sharded,
     host_reaches,
+    is_capturing,
     is_sharded,
     versions_of,
 )
@@ -770,9 +771,12 @@ class OptimizerSession:
             if compares and not self.gradients.holds_any():
                 self.compare_weights()
             for table in self.masters.tables:
+                if table.packs and is_capturing(table.halves[0].device):
+                    raise refusals.captured_while_split()
                 table.absorb()
-                if not getattr(self.optimizer, "_takes_stored", False):
-                    table.make()
+                # Packed now, masters leave their memory to what the first step makes.
+                takes_stored = getattr(self.optimizer, "_takes_stored", False)
+                (table.pack if takes_stored else table.make)()
 
     def take_in_shown(self) -> None:
         """Take in what a script did to gradients after ``unscale_``; all ranks call it."""

@@ -101,8 +101,8 @@ class PackedMaster(MasterParameter):
         """Call ``func``, of masters that are there where it needs more than their form."""
         if func not in _OF_FORM:
             make_masters(tensors_in((args, kwargs)))
-        run: Any = torch.nn.Parameter.__torch_function__
-        return run(func, types, args, kwargs or {})
+        parameter: Any = torch.nn.Parameter  # which calls what it is given
+        return parameter.__torch_function__(func, types, args, kwargs or {})
 
 
 def make_masters(params: Iterable[torch.Tensor]) -> None:

@@ -22,6 +22,12 @@ def packed(wide: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
     return low
 
 
+def round_into(wide: torch.Tensor, half: torch.Tensor) -> None:
+    """Round ``wide`` into ``half`` as `packed` does."""
+    for source, target in _blocks(wide, half):
+        target.copy_(split(source, half.dtype)[0])
+
+
 def unpacked(half: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Return the float32 values of half weights and what is beside them."""
     wide = torch.empty_like(half, dtype=torch.float32)

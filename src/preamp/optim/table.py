@@ -48,8 +48,13 @@ from preamp.core.tensors import (
 from preamp.kernels import Ops
 from preamp.kernels.shards import set_data, sharded_as
 from preamp.optim.direct import Placeholders, is_zeroed
-from preamp.optim.master_parameter import PACKED_KINDS, master_parameter, packed_kind
-from preamp.optim.packing import packed, unpacked
+from preamp.optim.master_parameter import (
+    PACKED_KINDS,
+    MasterParameter,
+    master_parameter,
+    packed_kind,
+)
+from preamp.optim.packing import packed, round_into, unpacked
 from preamp.optim.part import Holding, Part
 from preamp.optim.rewritten import Agree, common_factors, likely_factor, rewritten_in_half
 
@@ -238,13 +243,16 @@ def _note_accumulated(master: Any) -> None:
         master.twin.table.changes += 1
 
 
-def take_over(half: torch.Tensor, wide: torch.Tensor) -> None:
+def take_over(half: torch.Tensor, wide: torch.Tensor, *, ties_away: bool = False) -> None:
     """Take the values of ``half`` into ``wide`` where they are not those of ``wide``, rounded.
 
-    Elements that still equal their rounded copy keep its precision.
+    Elements that still equal their rounded copy keep its precision. With ``ties_away`` what lies
+    half way was rounded away from zero, as packed masters are.
     """
-    same = wide.to(half.dtype) == half
-    wide.copy_(torch.where(same, wide, half.float()))
+    rounded = torch.empty_like(half) if ties_away else wide.to(half.dtype)
+    if ties_away:
+        round_into(local_of(wide), local_of(rounded))
+    wide.copy_(torch.where(rounded == half, wide, half.float()))
 
 
 class WeightPairs:
@@ -256,6 +264,7 @@ class WeightPairs:
     def __init__(self, ops: Ops) -> None:
         """Start without rows."""
         self.ops = ops
+        self.packs = False  # whether masters are packed between steps, and round ties away
         self.has_parts = False  # whether ranks share masters
         self.has_sharded = False  # whether any weight is a ``DTensor``
         self.halves: list[Any] = []
@@ -302,7 +311,7 @@ class WeightPairs:
             if master.device != half.device:
                 self._are_alike = None
                 set_data(master, master.data.to(half.device))
-            take_over(self.own_part(row, half), master.data)
+            take_over(self.own_part(row, half), master.data, ties_away=self.packs)
 
     @property
     def are_alike(self) -> bool:
@@ -395,7 +404,7 @@ class WeightTable(WeightPairs):
         """Start without rows."""
         super().__init__(ops)
         self.owners = owners  # of which optimizers
-        self.packs = packs  # whether masters are packed between steps
+        self.packs = packs
         # Of each row what is beside its half weight, int16, where the master is packed. Of a
         # sharded tensor this rank's part.
         self.lows: list[torch.Tensor | None] = []
@@ -445,6 +454,8 @@ class WeightTable(WeightPairs):
         self.records.append(None)
         if self.raw is not None:
             self.raw.append(None)
+        if self.packs:
+            self.round((twin.row,))
 
     def remove(self, twin: Twin) -> None:
         """Let another table have the row; between two steps only."""
@@ -1226,8 +1237,32 @@ class WeightTable(WeightPairs):
             warnings.warn(_written_while_packed(twin.name, half.dtype), stacklevel=2)
 
     def round(self, rows: Sequence[int]) -> None:
-        """Round the masters of ``rows`` into their half weights; packed ones are all in these."""
-        super().round([row for row in rows if self.lows[row] is None])
+        """Round the masters of ``rows`` into their half weights; packed ones are all in these.
+
+        Those that will be packed are rounded as then, so that it does not matter when they are.
+        """
+        rows = [row for row in rows if self.lows[row] is None]
+        if not self.packs:
+            super().round(rows)
+            return
+        with torch.no_grad():
+            for row in rows:
+                round_into(local_of(self.masters[row].detach()), self._own_half(row))
+        self.note_written(rows)
+
+    def note_rounded(self, start: int, stop: int) -> None:
+        """An update itself has rounded new masters into half weights, of consecutive rows."""
+        super().note_rounded(start, stop)
+        if self.packs:  # ties of those that are not packed now are rounded otherwise
+            self._is_rounded[start:stop] = [low is not None for low in self.lows[start:stop]]
+
+    def rounded(self, row: int, value: torch.Tensor) -> torch.Tensor:
+        """``value``, which the master of a row was given, as it goes into the half weight."""
+        if not self.packs:
+            return value
+        half = torch.empty_like(value, dtype=self.twins[row].dtype)
+        round_into(local_of(value), local_of(half))
+        return half
 
     # -- packed masters ---------------------------------------------------------------------------
 
@@ -1287,7 +1322,7 @@ class WeightTable(WeightPairs):
         del value
         increment_version(master)  # who saved it for a backward is to hear of it
         set_data(master, sharded_as(nothing, self.halves[row]))
-        master.__class__ = packed_kind(type(master))
+        master.__class__ = packed_kind(cast("type[MasterParameter]", type(master)))
         self.lows[row] = low
         return find
 
