@@ -174,19 +174,23 @@ def noise(
     """  # fmt: skip
     first, last = start // 8, (start + count + 7) // 8
     counter = torch.arange(first, last, dtype=torch.int64, device=device)
-    words = [counter & _WORD, counter >> 32, torch.zeros_like(counter), torch.zeros_like(counter)]
-    words[2] += step  # a tensor is read on its device
-    key = [seed, number]
+    zero = torch.zeros_like(counter)
+    words = philox([counter & _WORD, counter >> 32, zero + step, zero], (seed, number))
+    halves = [part for word in words for part in (word & 0xFFFF, word >> 16)]
+    found = torch.stack(halves, 1).reshape(-1).int()
+    return (found[start - 8 * first :][:count] * (ODD**row & 0xFFFF)) & 0xFFFF
+
+
+def philox(words: list[torch.Tensor], key: tuple[int, int]) -> list[torch.Tensor]:
+    """Philox 4x32-10 of counters of four words; all are int64 with 32 bits in use."""
     for _ in range(10):
         high, low = zip(
             *[_product(by, word) for by, word in zip(MULTIPLIERS, words[::2], strict=True)],
             strict=True,
         )
         words = [high[1] ^ words[1] ^ key[0], low[1], high[0] ^ words[3] ^ key[1], low[0]]
-        key = [(part + weyl) & _WORD for part, weyl in zip(key, WEYL, strict=True)]
-    halves = [part for word in words for part in (word & 0xFFFF, word >> 16)]
-    found = torch.stack(halves, 1).reshape(-1).int()
-    return (found[start - 8 * first :][:count] * (ODD**row & 0xFFFF)) & 0xFFFF
+        key = (key[0] + WEYL[0]) & _WORD, (key[1] + WEYL[1]) & _WORD
+    return words
 
 
 def _product(by: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,7 +213,8 @@ MANTISSA = 5  # bits of a code
 BINADES = {Format.SIGNED: 4, Format.UNSIGNED: 8}
 """Of the codes of a block; the lowest two have the same distances."""
 LEAST = 12
-"""Least exponent field of a scale: what is multiplied with stays in float32's normal range."""
+"""Least exponent field of a scale: all that codes stand for is in float32's normal range."""
+_DROPPED = 23 - MANTISSA
 
 
 def blocks_of(shape: torch.Size | Sequence[int]) -> tuple[int, int, int]:
@@ -253,15 +258,16 @@ def encode(
     largest = word.amax(2, keepdim=True)  # nan is above all
     is_finite = largest < 0x7F800000
     # The next power of two, if that is nearer than the largest code below it
-    field = (largest.clamp(max=0x7F7FFFFF) + (1 << (23 - MANTISSA)) - 1) >> 23
+    field = (largest.clamp(max=0x7F7FFFFF) + (1 << _DROPPED) - 1) >> 23
     field = field.clamp(min=LEAST, max=254)
     lowest = field - (BINADES[kind] - 2)
-    power = torch.maximum(word >> 23, lowest)
-    steps = size * _power(MANTISSA + 254 - power)
-    code = (steps + chances * 2.0**-16).floor().int() + ((power - lowest) << MANTISSA)
+    # Below the lowest binade with one bit more, so that steps are as long as there
+    below = (size + _power(lowest)).view(torch.int32) - (1 << 23)
+    word = torch.where(word < lowest << 23, below, word)
+    code = ((word + (chances << (_DROPPED - 16))) >> _DROPPED) - ((lowest - 1) << MANTISSA)
     code = code.clamp(max=(BINADES[kind] << MANTISSA) - 1)
     if kind is Format.UNSIGNED:
-        code = torch.where((code == 0) & (word > 0), torch.ones_like(code), code)
+        code = torch.where((code == 0) & (size > 0), torch.ones_like(code), code)
     code = torch.where(is_finite, torch.where(room < 0, -code, code), torch.zeros_like(code))
     codes = code.flatten(1)[:, : wide.numel() // max(wide.shape[0], 1)].reshape(wide.shape)
     scales = torch.where(is_finite, _power(field), largest.view(torch.float32))
@@ -274,8 +280,10 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, kind: Format) -> torch.Ten
     by = scales.unsqueeze(2)
     lowest = (by.view(torch.int32) >> 23).clamp(min=LEAST) - (BINADES[kind] - 2)
     code = room.abs()
-    power = (code >> MANTISSA).clamp(min=1) - 1
-    value = (code - (power << MANTISSA)) * _power(power + lowest - MANTISSA)
+    is_below = code < 1 << MANTISSA
+    above = (code + ((lowest - 1) << MANTISSA)) << _DROPPED
+    value = torch.where(is_below, above + (1 << 23), above).view(torch.float32)
+    value = torch.where(is_below, value - _power(lowest), value)
     value = torch.where(by.isfinite(), torch.where(room < 0, -value, value), torch.nan)
     return value.flatten(1)[:, : codes.numel() // max(codes.shape[0], 1)].reshape(codes.shape)
 

@@ -419,12 +419,18 @@ class _Work:
         return 1.0 if self.update.inv_scale is None else self.update.inv_scale
 
     @property
-    def half(self) -> Any:
-        """What stands for the dtype of gradients and halves, if all else has the computation's."""
+    def on_the_way(self) -> tuple[Any, Any]:
+        """What stands for the dtypes of halves and lows that the update itself converts.
+
+        Gradients and halves are, if all else has the computation's dtype; gradients, split
+        parameters and lows always.
+        """
         p, g, *state = self.part.dtypes[: self.lists]
         half = self.part.dtypes[self.lists]
+        if self.update.stored is not None and self.update.stored.lows is not None:
+            return (ZEROS[p], np.int16(0)) if p is not None and p == g else (None, None)
         is_usual = {p, *state} == {self.math} and g == half and g in HALF_DTYPES
-        return ZEROS[half] if is_usual and half is not None else None
+        return (ZEROS[half] if is_usual and half is not None else None), None
 
     @property
     def kinds(self) -> Sequence[int]:
@@ -458,7 +464,7 @@ class _Work:
     def start(self, kernel: Any, rule: Any, each: Scalar = 0.0) -> None:
         """Update by a record of `formulas`, with ``each`` for each tensor; note what is written."""
         by, numbers = _number(self.inv_scale, self.math), _vector(each, self.math, self.part)
-        given = self.half, self.layout, by, numbers, rule
+        given = *self.on_the_way, self.layout, by, numbers, rule
         self.part.walk(kernel, self.math, *given, kinds=self.kinds)
         for place, row in enumerate(self.part.rows):
             if place != 1 and row:
