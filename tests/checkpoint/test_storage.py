@@ -133,7 +133,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @needs_shards
-@pytest.mark.more
+@pytest.mark.full
 def test_from_two_ranks_into_one_process(folder: Path) -> None:
     load_from_others()
 

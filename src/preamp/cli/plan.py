@@ -30,6 +30,7 @@ from preamp.planning.cases import CASES, case_named
 from preamp.planning.page import write
 from preamp.planning.planner import POLICIES, why_not_called
 from preamp.planning.report import COLUMNS, advice_lines, cells_of, misfit_lines
+from preamp.policy.storage import STORAGES
 
 _MODULE = "preamp_planned_script"
 T = TypeVar("T")
@@ -44,6 +45,9 @@ def plan(
         str | None, typer.Option(help=f"A built-in example instead: {', '.join(CASES)}.")
     ] = None,
     levels: Annotated[str | None, typer.Option(help="Opt levels to look at.")] = None,
+    storage: Annotated[
+        str, typer.Option(help=f"How masters and moments are kept: {', '.join(STORAGES)}.")
+    ] = "full",
     steps: Annotated[int, typer.Option(help="Float32 steps to watch.")] = 4,
     verify: Annotated[
         int,
@@ -65,7 +69,9 @@ def plan(
         with only_answer_on_stdout(is_wanted=as_json):
             parts = _parts(script, names, case)
             wanted = None if levels is None else _levels(levels)
-            report = preamp.plan(*parts, levels=wanted, steps=steps, verify_steps=verify)
+            report = preamp.plan(
+                *parts, levels=wanted, storage=storage, steps=steps, verify_steps=verify
+            )
     except (ValueError, TypeError, PreampError) as error:
         if _is_of_script(error):  # its traceback tells more
             begin_tracebacks(is_foreign)

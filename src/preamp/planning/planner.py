@@ -38,6 +38,7 @@ from preamp.planning.recommend import candidates, reasons_for
 from preamp.planning.report import LevelPlan, PlanProblem, PlanReport
 from preamp.planning.verify import Trained, compare, train_at
 from preamp.policy import OPT_LEVELS, Policy, level_defaults
+from preamp.policy.storage import FULL, Storage, parse_storage
 
 
 def check_model(model: object) -> nn.Module:
@@ -142,6 +143,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     levels: Sequence[str] | None = None,
+    storage: str | Storage = FULL,
     steps: int = 4,
     verify_steps: int = 8,
 ) -> PlanReport:
@@ -163,6 +165,8 @@ def plan(
         optimizer: Over the model's parameters; AdamW with a learning rate of 1e-3 if left out. Its
             own state, learning rate included, is where the steps start.
         levels: Which to look at; O1 to O5 and `PURE_BFLOAT16` if left out.
+        storage: How masters and moments are kept between steps, as `initialize` takes it; at levels
+            without masters moments alone.
         steps: float32 steps to watch.
         verify_steps: Steps to train each level and float32 with; 0 leaves it at the forecast.
 
@@ -179,7 +183,7 @@ def plan(
         PreampPolicyError: A level is not known.
         PreampStateError: The model is initialized already.
     """
-    policies = _policies(levels)
+    policies = _policies(levels, parse_storage(storage))
     check_count("steps", steps, 1)
     check_count("verify_steps", verify_steps, 0)
     check_model(model)
@@ -213,13 +217,15 @@ def plan(
     )
 
 
-def _policies(levels: Sequence[str] | None) -> dict[str, Policy]:
-    if levels is None:
-        return dict(POLICIES)
-    names = [levels] if isinstance(levels, str) else levels
+def _policies(levels: Sequence[str] | None, storage: Storage) -> dict[str, Policy]:
+    names = [levels] if isinstance(levels, str) else POLICIES if levels is None else levels
     found = {name: POLICIES.get(name) or level_defaults(name) for name in names}
     if found and "O0" not in found:
-        return found
+        without = dataclasses.replace(storage, masters="float32")
+        return {
+            name: policy.replace(storage=storage if policy.master_weights else without)
+            for name, policy in found.items()
+        }
     raise bad_value(
         f"levels={levels!r} leaves nothing to plan",
         f"Allowed are {', '.join(map(repr, POLICIES))}; O0 is what they are compared with",

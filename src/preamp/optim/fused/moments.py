@@ -45,6 +45,19 @@ def format_kept(value: object) -> Format:
     return _IN_CODES.get(dtype, Format.PLAIN)
 
 
+def format_of(kind: Format, dtype: torch.dtype, storage: Storage, *, has_blocks: bool) -> Format:
+    """How a moment is kept that is ``kind`` with 8 bits; ``dtype`` is the parameter's.
+
+    Those of float64 parameters stay float64, and vectors' and small tensors', which have no blocks,
+    as they are.
+    """
+    if storage.moments == "float32" or dtype is torch.float64:
+        return Format.PLAIN
+    if storage.moments == "bfloat16":
+        return Format.BFLOAT16
+    return kind if has_blocks else Format.PLAIN
+
+
 @dataclass(frozen=True, slots=True)
 class Home:
     """A parameter of an optimizer, and which elements of the whole one this rank has."""
@@ -68,15 +81,8 @@ class Home:
         return cls(number, leaf, span, shape, start, can_be_blocks(shape))
 
     def kept_as(self, kind: Format, dtype: torch.dtype, storage: Storage) -> Format:
-        """How a moment is kept that is ``kind`` with 8 bits; ``dtype`` is the parameter's.
-
-        Those of float64 parameters stay float64, and vectors' and small tensors' as they are.
-        """
-        if storage.moments == "float32" or dtype is torch.float64:
-            return Format.PLAIN
-        if storage.moments == "bfloat16":
-            return Format.BFLOAT16
-        return kind if self.has_blocks else Format.PLAIN
+        """How a moment of it is kept; see `format_of`."""
+        return format_of(kind, dtype, storage, has_blocks=self.has_blocks)
 
     @property
     def held_shape(self) -> tuple[int, ...]:
