@@ -102,7 +102,9 @@ def test_storages_count(storage: Any, text: str, level: str) -> None:
             preamp.estimate(model, level, text, storage=storage)
         return
     if text == "AdamW" and kept is storage:
-        with pytest.raises(ValueError, match=r"storage has moments='.*', and the optimizer is Adam"):
+        with pytest.raises(
+            ValueError, match=r"storage has moments='.*', and the optimizer is Adam"
+        ):
             preamp.estimate(model, level, text, storage=storage)
         return
     estimate = preamp.estimate(model, level, text, storage=storage)
@@ -121,9 +123,10 @@ def test_bytes_of_a_parameter(storage: str, bytes_each: float) -> None:
     def make() -> nn.Module:
         return nn.Linear(1 << 14, 1 << 14, bias=False)
 
-    estimate = preamp.estimate(make, "O5", "FusedAdam", storage=storage)
-    assert estimate.total - estimate.scaler == bytes_each * 2**28
-    assert estimate.storage == storage
+    for model in (make, 2**28):
+        estimate = preamp.estimate(model, "O5", "FusedAdam", storage=storage)
+        assert estimate.total - estimate.scaler == bytes_each * 2**28
+        assert estimate.storage == storage
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")

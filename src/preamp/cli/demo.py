@@ -44,6 +44,7 @@ from preamp.demo.table import (
 from preamp.demo.train import Progress as Step
 from preamp.demo.train import Watcher
 from preamp.distributed.groups import joined, launched_ranks, own_device, own_rank
+from preamp.policy.storage import STORAGES
 
 _HEADING = 12  # a line of a heading in the table, so that all of it fits 80 columns
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells count it: 128 + SIGINT
@@ -65,6 +66,9 @@ def demo(
         float, typer.Option(help="Highest learning rate.")
     ] = _CONFIG.optimizer.learning_rate,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = _CONFIG.seed,
+    storage: Annotated[
+        str, typer.Option(help=f"How masters and moments are kept: {', '.join(STORAGES)}.")
+    ] = _CONFIG.storage,
     device: Annotated[
         str, typer.Option(help="auto (cuda where there is one), cpu, cuda, cuda:1, mps, xpu, …")
     ] = "auto",
@@ -91,6 +95,7 @@ def demo(
             steps=steps,
             batch=batch,
             seed=seed,
+            storage=storage,
             device=str(own_device(choose_device(device))),
             parallel=choose_parallel(parallel),
             ranks=launched_ranks(),
@@ -155,6 +160,8 @@ def show(result: DemoResult, console: Console) -> None:
     """Print the table and its notes."""
     columns = columns_of(result)
     title = f"{result.parameters:,} parameters on {result.device}"
+    if result.config.storage != "full":
+        title += f", storage {result.config.storage}"
     console.print(f"[italic]{escape(title)}[/]\n", highlight=False)
     headings = ["\n".join([*wrap(column.title, _HEADING), column.unit]) for column in columns]
     rows = [

@@ -124,7 +124,8 @@ def estimate(
 
     Args:
         model: A float32 module on any device, a function without arguments that makes one (called
-            under ``torch.device("meta")``), or a number of parameters, taken as one tensor.
+            under ``torch.device("meta")``), or a number of parameters, taken as one tensor (of rows
+            where moments are kept in 8 bits).
             Not mutated.
         opt_level: A level, or a `Policy` with overrides such as
             ``OPT_LEVELS["O2"].replace(keep_batchnorm_fp32=False)``.
@@ -157,7 +158,7 @@ def estimate(
     _check_ranks(world_size, sharding, has_loss=loss_fn is not None)
     if loss_fn is not None:
         model = made(model)
-    slots = slots_of(model, policy.keep_fp32)
+    slots = slots_of(model, policy.keep_fp32, in_rows=policy.storage.moments == "8bit")
     part = _part_of(sharding, world_size, policy.storage)
     state = _state_of(slots, policy, optimizer, part)
     updated = [slot for slot in slots if slot.has_master_at(policy)]
