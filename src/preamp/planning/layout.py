@@ -62,8 +62,8 @@ def slots_of(model: object, keep: KeepFP32 | None = None, *, in_rows: bool = Fal
 
     The model is a module on any device, ``"meta"`` included; a function without arguments that
     makes one, called with ``torch.device("meta")``; or a number of parameters, which become one
-    float32 tensor, ``in_rows`` one of rows and another of what is left. Returns parameters and buffers in the order of ``model.modules()``, each tensor
-    once.
+    float32 tensor, or ``in_rows`` one of rows and one of what is left. Returns parameters and
+    buffers in the order of ``model.modules()``, each tensor once.
     """
     if isinstance(model, (int, float)) and not isinstance(model, bool):
         return _flat_slots(model, BLOCK if in_rows else 0)
