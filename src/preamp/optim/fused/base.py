@@ -16,7 +16,7 @@ import abc
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_, itemgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.optim.optimizer import required
@@ -142,7 +142,8 @@ def _consecutive_rows(params: Sequence[Any]) -> Entries | None:
     record = records[0]
     if record is None or record.factor is None or table.is_open or records.count(record) != n:
         return None
-    grads = [grad for grad in table.grads[start:stop] if grad is not None]
+    # None is missing, since every row has a record
+    grads = cast("list[torch.Tensor]", table.grads[start:stop])
     factors: list[torch.Tensor | None] = [record.factor] * n
     twins: list[Twin | None] = [*table.twins[start:stop]]
     lows = table.lows[start:stop]

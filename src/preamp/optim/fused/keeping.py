@@ -34,8 +34,11 @@ Column = Callable[[list[torch.Tensor]], Sequence[Hashable]]
 """What `batches` sorts parameters by."""
 
 
-_KeptPlaces = dict[int, tuple[list[int], list[int], list[int]]]
-"""By ``id`` of a batch's first parameter: of all of them, of all keys of the state, and places."""
+_KeptPlaces = dict[int, tuple[list[int], list[int], list[int] | None]]
+"""By ``id`` of a batch's first parameter: of all of them, of all keys of the state, and places.
+
+No places where the keys are the parameters, in their order.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +253,10 @@ class KeepsMoments(torch.optim.Optimizer):
                 state[param]  # made where there is none
             keys = list(map(id, state))
             place_of = {key: place for place, key in enumerate(keys)}
-            known = kept[ids[0]] = (ids, keys, [place_of[key] for key in ids])
+            places = None if keys == ids else [place_of[key] for key in ids]
+            known = kept[ids[0]] = (ids, keys, places)
         every = list(state.values())
-        return [every[place] for place in known[2]]
+        return every if known[2] is None else [every[place] for place in known[2]]
 
     # -- loading -----------------------------------------------------------------------------
 
