@@ -186,6 +186,27 @@ def check_columns_are_refused() -> None:
     assert not optimizer.state
 
 
+def check_bytes_are_as_estimated() -> None:
+    for storage, sharding in combinations(STORAGES, ("zero1", "none")):
+        run = Run(storage, "zero1" if sharding == "zero1" else "ddp")
+        run.step(0)
+        run.step(1)
+        found = preamp.count_memory(run.engine)
+        wanted = preamp.estimate(
+            Net(0),
+            "O5",
+            "FusedAdam",
+            storage=STORAGES[storage],
+            sharding=sharding,
+            world_size=dist.get_world_size(),
+        ).categories
+        for category in ("masters", "optimizer state"):
+            is_largest = dist.get_rank() == 0 or sharding == "none"
+            assert found[category] <= wanted[category], (storage, sharding, category)
+            assert found[category] == wanted[category] or not is_largest, (storage, category)
+        run.close()
+
+
 def save_for_others() -> None:
     folder = saved_folder()
     folder.mkdir(exist_ok=True)
