@@ -194,9 +194,8 @@ def check_bytes_are_as_estimated() -> None:
         found = preamp.count_memory(run.engine)
         wanted = preamp.estimate(
             Net(0),
-            "O5",
+            preamp.OPT_LEVELS["O5"].replace(storage=STORAGES[storage]),
             "FusedAdam",
-            storage=STORAGES[storage],
             sharding=sharding,
             world_size=dist.get_world_size(),
         ).categories

@@ -99,15 +99,16 @@ def test_storages_count(storage: Any, text: str, level: str) -> None:
     kept = preamp.Storage() if storage == "split" else storage
     if storage in ("split", "compact") and not policy.master_weights:
         with pytest.raises(preamp.PreampPolicyError, match="which has no masters"):
-            preamp.estimate(model, level, text, storage=storage)
+            preamp.estimate(model, policy.replace(storage=storage), text)
         return
+    policy = policy.replace(storage=storage)
     if text == "AdamW" and kept is storage:
         with pytest.raises(
             ValueError, match=r"storage has moments='.*', and the optimizer is Adam"
         ):
-            preamp.estimate(model, level, text, storage=storage)
+            preamp.estimate(model, policy, text)
         return
-    estimate = preamp.estimate(model, level, text, storage=storage)
+    estimate = preamp.estimate(model, policy, text)
     optimizer = optimizer_factory(text)(model.parameters())
     found = counted(model, optimizer, level, torch.ones(2, 8, 3, 3), storage=storage)
     assert estimate.categories == found
@@ -124,7 +125,8 @@ def test_bytes_of_a_parameter(storage: str, bytes_each: float) -> None:
         return nn.Linear(1 << 14, 1 << 14, bias=False)
 
     for model in (make, 2**28):
-        estimate = preamp.estimate(model, "O5", "FusedAdam", storage=storage)
+        policy = preamp.OPT_LEVELS["O5"].replace(storage=storage)
+        estimate = preamp.estimate(model, policy, "FusedAdam")
         assert estimate.total - estimate.scaler == bytes_each * 2**28
         assert estimate.storage == storage
 

@@ -23,7 +23,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from preamp.cli.console import make_console, print_table, refused
+from preamp.cli.console import StorageName, make_console, print_table, refused
 from preamp.core.errors import PreampUnavailableError, bad_value, unavailable
 from preamp.demo.config import DEFAULT_LEVELS, DemoConfig, ModelConfig, OptimizerConfig
 from preamp.demo.data import read_corpus
@@ -44,7 +44,6 @@ from preamp.demo.table import (
 from preamp.demo.train import Progress as Step
 from preamp.demo.train import Watcher
 from preamp.distributed.groups import joined, launched_ranks, own_device, own_rank
-from preamp.policy.storage import STORAGES
 
 _HEADING = 12  # a line of a heading in the table, so that all of it fits 80 columns
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells count it: 128 + SIGINT
@@ -66,9 +65,7 @@ def demo(
         float, typer.Option(help="Highest learning rate.")
     ] = _CONFIG.optimizer.learning_rate,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = _CONFIG.seed,
-    storage: Annotated[
-        str, typer.Option(help=f"How masters and moments are kept: {', '.join(STORAGES)}.")
-    ] = _CONFIG.storage,
+    storage: StorageName = _CONFIG.storage,
     device: Annotated[
         str, typer.Option(help="auto (cuda where there is one), cpu, cuda, cuda:1, mps, xpu, …")
     ] = "auto",
@@ -102,9 +99,7 @@ def demo(
             model=ModelConfig(layers=layers, width=width, heads=heads, context=context),
             optimizer=OptimizerConfig(learning_rate=lr),
         )
-        setting = prepare(config, read_corpus())
-        require_sharding(config.parallel, setting.device)
-        require_folder(out)
+        setting = _prepared(config, out)
     except (ValueError, OSError, PreampUnavailableError) as error:
         raise refused(error) from None
     if threads > 0:
@@ -112,6 +107,13 @@ def demo(
     with joined(setting.device):
         result = run_watched(setting, console, quiet=quiet or own_rank() > 0)
     finish(result, console, out)
+
+
+def _prepared(config: DemoConfig, out: Path) -> Setting:
+    setting = prepare(config, read_corpus())
+    require_sharding(config.parallel, setting.device)
+    require_folder(out)
+    return setting
 
 
 def finish(result: DemoResult, console: Console, out: Path) -> None:

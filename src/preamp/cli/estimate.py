@@ -14,13 +14,20 @@ import typer
 from rich.console import Console
 
 import preamp
-from preamp.cli.console import make_console, only_answer_on_stdout, print_table, refused
+from preamp.cli.console import (
+    StorageName,
+    make_console,
+    only_answer_on_stdout,
+    print_table,
+    refused,
+)
 from preamp.core.errors import PreampError, bad_value
 from preamp.planning.layout import Factory
 from preamp.planning.memory import MemoryEstimate, Sharding
 from preamp.planning.optimizers import parse_call
 from preamp.planning.report import bytes_text
-from preamp.policy.storage import STORAGES, parse_storage
+from preamp.policy import resolve
+from preamp.policy.storage import parse_storage
 
 _CAPTION = (
     "More in step: float32 gradients of masters while the optimizer steps, and masters that are "
@@ -44,9 +51,7 @@ def estimate(
     levels: Annotated[
         str | None, typer.Option(help="Opt levels; all that can have the storage by default.")
     ] = None,
-    storage: Annotated[
-        str, typer.Option(help=f"How masters and moments are kept: {', '.join(STORAGES)}.")
-    ] = "full",
+    storage: StorageName = "full",
     world_size: Annotated[int, typer.Option(help="Ranks.")] = 1,
     sharding: Annotated[str, typer.Option(help="none, zero1 or fsdp.")] = "none",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -62,11 +67,10 @@ def estimate(
             found = [
                 preamp.estimate(
                     what,
-                    level,
+                    resolve(level, {"storage": storage}),
                     None if optimizer.lower() == "none" else optimizer,
                     world_size=world_size,
                     sharding=cast("Sharding", sharding),
-                    storage=storage,
                 )
                 for level in _levels(levels, storage)
             ]

@@ -30,7 +30,8 @@ from preamp.planning.optimizers import (
 )
 from preamp.planning.peak import trace_pass
 from preamp.policy import Policy, resolve
-from preamp.policy.storage import Storage, describe_storage, parse_storage
+from preamp.policy.resolve import check_storage
+from preamp.policy.storage import Storage, describe_storage
 
 Sharding = Literal["none", "zero1", "fsdp"]
 _SCALER_BYTES = 12  # scale (float32), growth tracker (int32), overflow flag (float32)
@@ -110,7 +111,6 @@ def estimate(
     *,
     world_size: int = 1,
     sharding: Sharding = "none",
-    storage: str | Storage | None = None,
     loss_fn: LossFn | None = None,
     batch: Any = None,
 ) -> MemoryEstimate:
@@ -128,7 +128,7 @@ def estimate(
             where moments are kept in 8 bits).
             Not mutated.
         opt_level: A level, or a `Policy` with overrides such as
-            ``OPT_LEVELS["O2"].replace(keep_batchnorm_fp32=False)``.
+            ``OPT_LEVELS["O2"].replace(storage="compact")``.
         optimizer: A name (``"FusedAdam"``, ``"SGD(momentum=0.9)"``), a class, a function of the
             parameters, an optimizer, or ``None``. An optimizer has its own parameters, anything
             else all of the model's. Its state is found by one step on tensors of a few elements.
@@ -137,8 +137,6 @@ def estimate(
             optimizer state are shared out, as by ``preamp.parallel.shard_optimizer``.
             ``"fsdp"``: weights and gradients too. Tensors are split by elements; told is what
             the rank with the largest shares has.
-        storage: How masters and moments are kept between steps, as `initialize` takes it; by
-            default as the policy says.
         loss_fn: ``loss_fn(model, batch)`` returns a scalar loss; adds ``activations`` and
             ``peak``, for one rank without sharding.
         batch: For ``loss_fn``: tensors, or containers of them.
@@ -148,12 +146,13 @@ def estimate(
 
     Raises:
         PreampPolicyError: The level is not known, or has no masters that could be split.
-        TypeError: Wrong kind of model, optimizer or storage.
+        TypeError: Wrong kind of model or optimizer.
         ValueError: A half model, an optimizer whose state follows from more than the parameters'
-            shapes or whose moments are float32 only, a storage that is not known, a wrong number of
-            ranks, or a ``loss_fn`` that cannot be traced.
+            shapes, or whose moments are float32 only; a wrong number of ranks; or a ``loss_fn``
+            that cannot be traced.
     """
-    policy = _policy_of(opt_level, storage)
+    policy = opt_level if isinstance(opt_level, Policy) else resolve(opt_level, {})
+    check_storage(policy)
     optimizer = bare(optimizer)
     _check_ranks(world_size, sharding, has_loss=loss_fn is not None)
     if loss_fn is not None:
@@ -207,12 +206,6 @@ def _check_ranks(world_size: int, sharding: str, *, has_loss: bool) -> None:
             "A step's peak is known for ranks that have everything",
             "Leave loss_fn out, or pass sharding='none'",
         )
-
-
-def _policy_of(opt_level: str | Policy, storage: str | Storage | None) -> Policy:
-    if not isinstance(opt_level, Policy):
-        return resolve(opt_level, {} if storage is None else {"storage": storage})
-    return opt_level if storage is None else opt_level.replace(storage=parse_storage(storage))
 
 
 def _part_of(sharding: Sharding, world_size: int, storage: Storage) -> ShardSize:

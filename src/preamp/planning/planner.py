@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from preamp.planning.recommend import candidates, reasons_for
 from preamp.planning.report import LevelPlan, PlanProblem, PlanReport
 from preamp.planning.verify import Trained, compare, train_at
 from preamp.policy import OPT_LEVELS, Policy, level_defaults
+from preamp.policy.resolve import check_storage
 from preamp.policy.storage import FULL, Storage, parse_storage
 
 
@@ -142,8 +143,7 @@ def plan(
     batch: Any,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    levels: Sequence[str] | None = None,
-    storage: str | Storage = FULL,
+    levels: Sequence[str] | Mapping[str, Policy] | None = None,
     steps: int = 4,
     verify_steps: int = 8,
 ) -> PlanReport:
@@ -164,9 +164,8 @@ def plan(
         batch: Whatever ``loss_fn`` takes; used for every step.
         optimizer: Over the model's parameters; AdamW with a learning rate of 1e-3 if left out. Its
             own state, learning rate included, is where the steps start.
-        levels: Which to look at; O1 to O5 and `PURE_BFLOAT16` if left out.
-        storage: How masters and moments are kept between steps, as `initialize` takes it; at levels
-            without masters moments alone.
+        levels: Which to look at; O1 to O5 and `PURE_BFLOAT16` if left out. Or policies by these
+            names, such as those of `policies_of`.
         steps: float32 steps to watch.
         verify_steps: Steps to train each level and float32 with; 0 leaves it at the forecast.
 
@@ -183,7 +182,9 @@ def plan(
         PreampPolicyError: A level is not known.
         PreampStateError: The model is initialized already.
     """
-    policies = _policies(levels, parse_storage(storage))
+    policies = dict(levels) if isinstance(levels, Mapping) else policies_of(levels)
+    for policy in policies.values():
+        check_storage(policy)
     check_count("steps", steps, 1)
     check_count("verify_steps", verify_steps, 0)
     check_model(model)
@@ -217,7 +218,14 @@ def plan(
     )
 
 
-def _policies(levels: Sequence[str] | None, storage: Storage) -> dict[str, Policy]:
+def policies_of(
+    levels: Sequence[str] | None = None, storage: str | Storage = FULL
+) -> dict[str, Policy]:
+    """The policies of ``levels``, or those planned by default, with a storage.
+
+    At levels without masters it is that of moments alone. Raises as `plan` does.
+    """
+    storage = parse_storage(storage)
     names = [levels] if isinstance(levels, str) else POLICIES if levels is None else levels
     found = {name: POLICIES.get(name) or level_defaults(name) for name in names}
     if found and "O0" not in found:

@@ -62,11 +62,11 @@ def resolve(
             "Weights and buffers are float32 where models are not cast to half",
             "Leave keep_fp32 out, or choose opt_level='O2' or 'O3' ('O5' for bfloat16)",
         )
-    _check_storage(policy)
+    check_storage(policy)
     return _check_scale_range(policy)
 
 
-def _check_storage(policy: Policy) -> None:
+def check_storage(policy: Policy) -> None:
     """Refuse split masters where there are no masters; ``hard_override`` makes none of them."""
     storage = policy.storage
     if storage.masters == "split" and not policy.master_weights:
