@@ -213,7 +213,10 @@ def run(way: Way, task: Task, seed: int, steps: int) -> dict[str, float]:
     held = 0
     for step, (inputs, targets) in enumerate(task.batches(seed)):
         for group in optimizer.param_groups:
-            group["lr"] = _rate(step, steps)
+            if isinstance(group["lr"], Tensor):  # torchao's
+                group["lr"].fill_(_rate(step, steps))
+            else:
+                group["lr"] = _rate(step, steps)
         loss = loss_of(model, inputs, targets)
         if way.level is None:
             loss.backward()

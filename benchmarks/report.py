@@ -14,6 +14,7 @@ import distributed_section
 import numerics_section
 import parts_section
 import plots
+import storage_section
 from preamp_bench.records import Record, read
 
 RESULTS = Path(__file__).with_name("results")
@@ -113,6 +114,7 @@ def render(
     numerics_rows: Sequence[Record] = (),
     distributed_rows: Sequence[Record] = (),
     part_rows: Sequence[Record] = (),
+    storage_rows: Sequence[Record] = (),
 ) -> str:
     """Write the page.
 
@@ -123,6 +125,7 @@ def render(
         numerics_rows: Records of ``benchmarks/bench_numerics.py``.
         distributed_rows: Records of `preamp_bench.distributed`.
         part_rows: Records of ``benchmarks/bench_parts.py``.
+        storage_rows: Records of ``benchmarks/bench_storage.py``.
 
     Returns:
         Markdown.
@@ -139,6 +142,9 @@ def render(
         lines += [text, *(write(cases, _machines) if cases else ["Not measured.", ""])]
     lines += [TRAIN]
     lines += _train_part(trains) if trains else ["Not measured.", ""]
+    ways = list({(row["task"], row["name"]): row for row in storage_rows}.values())
+    lines += [storage_section.TEXT]
+    lines += storage_section.table(ways, _machines) if ways else ["Not measured.", ""]
     numerics = latest(numerics_rows, TRAIN_CASE).values()
     lines += [numerics_section.TEXT]
     lines += numerics_section.table(numerics, _machines) if numerics else ["Not measured.", ""]
@@ -281,7 +287,7 @@ def _ms(value: float) -> str:
 
 def main() -> None:
     """Write page and figures."""
-    names = ("step", "train", "import", "numerics", "distributed", "parts")
+    names = ("step", "train", "import", "numerics", "distributed", "parts", "storage")
     files = [RESULTS / f"{name}.jsonl" for name in names]
     found = [read(file) if file.exists() else [] for file in files]
     steps, trains, *_ = found

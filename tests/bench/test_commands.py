@@ -42,7 +42,8 @@ def missing(facts: records.Record) -> records.Record:
 def cases(monkeypatch: pytest.MonkeyPatch) -> list[step.StepCase]:
     seen: list[step.StepCase] = []
 
-    def run_case(case: step.StepCase, _effort: object) -> list[records.Record]:
+    def run_case(case: step.StepCase, _effort: object, threads: int) -> list[records.Record]:
+        assert threads == 1
         seen.append(case)
         facts = {
             "parameters": case.parameters,

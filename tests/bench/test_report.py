@@ -73,7 +73,7 @@ def test_what_was_not_measured_is_said() -> None:
     page = report.render([*STEPS[2:], {**base, **failed}], [])
     assert "| float16 | flashoptim | not measured | not measured |" in page
     assert "- flashoptim (1,000 in 10): needs a GPU" in page
-    assert page.count("Not measured.") == 6  # all sections but the first
+    assert page.count("Not measured.") == 7  # all sections but the first
 
 
 def test_a_failed_loop_has_a_line() -> None:

@@ -13,6 +13,7 @@ from preamp.engine import overflow, session
 from preamp.kernels import Ops, backend
 from preamp.kernels.reference import Reference
 from preamp.optim.fused import base as on_device
+from preamp.scaling import scaler
 
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
 
@@ -49,3 +50,4 @@ def far_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_device, "host_reaches", lambda _: False)
     monkeypatch.setattr(session, "host_reaches", lambda _: False)
     monkeypatch.setattr(overflow, "host_reaches", lambda _: False)
+    monkeypatch.setattr(scaler, "host_reaches", lambda _: False)

@@ -382,7 +382,9 @@ class GradientBooks:
 
         Unless it ``is_joint`` what this rank has found, who may be the only one to look.
         """
-        grads: list[Any] = list(map(grad_of, leaves))
+        tables = self.tables
+        grads: Any = tables[0].arrived_of(leaves) if len(tables) == 1 else None
+        grads = list(map(grad_of, leaves)) if grads is None else grads
         params = leaves
         if any(map(is_, grads, repeat(None))):
             params = [leaf for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]

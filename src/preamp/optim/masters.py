@@ -31,6 +31,7 @@ class Weights:
         self._name_of = name_of
         self._twins: dict[int, Twin] = {}  # by id of the half parameter
         self._tables: dict[frozenset[int], WeightTable] = {}
+        self.changes = 0  # differs once an optimizer's tables may be others
 
     def tables_of(self, owner: int) -> list[WeightTable]:
         """The tables of one optimizer's weights; at most one if it shares none."""
@@ -39,6 +40,7 @@ class Weights:
     def row(self, half: Any, original: torch.Tensor | None, owner: int) -> Twin:
         """The row of a half parameter that ``owner`` updates, made if it is new."""
         twin = self._twins.get(id(half))
+        self.changes += 1
         if twin is None:
             data = half.detach().float() if original is None else original.float()
             twin = self._twins[id(half)] = Twin(half, data, self._name_of(half))
@@ -56,6 +58,7 @@ class Weights:
                 column.clear()
         self._twins.clear()
         self._tables.clear()
+        self.changes += 1
 
     def _table(self, owners: frozenset[int]) -> WeightTable:
         if owners not in self._tables:
@@ -78,11 +81,15 @@ class Masters:
         self._weights = weights
         self._by_half: dict[int, Twin] = {}
         self._known: list[list[Any]] = []  # the parameters of each group, as last adopted
+        self._tables: tuple[int, list[WeightTable]] = (-1, [])  # as of which changes of `Weights`
 
     @property
     def tables(self) -> list[WeightTable]:
         """Where the optimizer's rows are."""
-        return self._weights.tables_of(id(self)) if self._by_half else []
+        if self._tables[0] != self._weights.changes:
+            found = self._weights.tables_of(id(self)) if self._by_half else []
+            self._tables = self._weights.changes, found
+        return self._tables[1]
 
     def __iter__(self) -> Iterator[Twin]:
         """Iterate over the rows in the order they were made."""

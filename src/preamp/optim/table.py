@@ -32,6 +32,7 @@ from preamp.core.errors import PreampStateError, bad_state, message
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import (
     WeightMarks,
+    are_same,
     devices_of,
     find_again,
     grad_of,
@@ -567,8 +568,11 @@ class WeightTable(WeightPairs):
 
     def _take_sample(self) -> None:
         """Remember a few values, to tell later whether a write to all gradients changed any."""
-        seen = [(row, grad) for row, grad in enumerate(self.seen) if grad is not None]
-        self._sample = {row: _few_of(grad) for row, grad in seen[:: max(1, len(seen) // 4)][:4]}
+        rows: Sequence[int] = range(len(self))
+        if self.shared_record is None:  # some may have none
+            rows = [row for row, grad in enumerate(self.seen) if grad is not None]
+        few = [(row, self.seen[row]) for row in rows[:: max(1, len(rows) // 4)][:4]]
+        self._sample = {row: _few_of(grad) for row, grad in few if grad is not None}
 
     def _take_in(self, row: int, now: torch.Tensor | None) -> None:
         record = self.records[row]
@@ -895,14 +899,15 @@ class WeightTable(WeightPairs):
         self.changes += 1
         made: dict[Record, Record] = {}
         factors: dict[int, torch.Tensor] = {}
-        for old in {record for record in map(self.records.__getitem__, rows) if record}:
-            if old.factor is not None:
+        shared = self.shared_record if len(rows) == len(self) else None
+        for old in {shared} if shared else set(map(self.records.__getitem__, rows)):
+            if old is not None and old.factor is not None:
                 by = factors.get(id(old.factor))
                 if by is None:
                     by = factors[id(old.factor)] = old.factor * clip.to(old.factor.device)
                 made[old] = replace(old, factor=by, unclipped=old.unscales)
-        if len(rows) == len(self) and len(made) == 1 and self.shared_record is not None:
-            self.records = [*made.values()] * len(self)
+        if shared is not None and made:
+            self.records = [made[shared]] * len(self)
             return
         for row in rows:
             old = self.records[row]
@@ -955,7 +960,8 @@ class WeightTable(WeightPairs):
         self._sample, self._arrived = {}, None
         self.changes += 1
         self.records = [None] * len(self)
-        self._see([None] * len(self))
+        self.grads = self.seen = [None] * len(self)
+        self.versions = [-1] * len(self)
 
     def arrive(self) -> None:
         """Read the half gradients that a backward has left, for `collect`; refuse a sparse one."""
@@ -965,6 +971,11 @@ class WeightTable(WeightPairs):
         for twin, grad in zip(self.twins, grads, strict=True):
             if grad is not None and grad.is_sparse:
                 raise _sparse(twin.name)
+
+    def arrived_of(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
+        """What `arrive` has read, if ``leaves`` are the half weights; not to be changed."""
+        is_all = self._arrived is not None and are_same(leaves, self.halves)
+        return self._arrived if is_all and not self.has_sharded else None
 
     def end_body(self) -> None:
         """The body of the block has ended; see `Placeholders.take_away`."""

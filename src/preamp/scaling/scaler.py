@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from preamp.core.errors import message
+from preamp.core.tensors import host_reaches
 
 SMALLEST_SCALE = 2.0**-24
 """Where a dynamic scale stops if no floor was given. float16 values below this vanish, so a
@@ -68,6 +69,10 @@ class DynamicScale:
 
     def adjust(self, state: ScaleState, found_inf: torch.Tensor) -> ScaleState:
         """Return the state after an update, clean where the float32 scalar ``found_inf`` is 0."""
+        if host_reaches(found_inf) and host_reaches(state.growth_tracker):
+            tracker = state.growth_tracker + 1
+            if not found_inf and int(tracker) < self.growth_interval:
+                return ScaleState(state.scale, tracker)
         overflow = found_inf != 0
         # A scale set by hand below the floor is not raised by an overflow.
         lower = torch.minimum(

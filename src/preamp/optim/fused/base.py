@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_, itemgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.optim.optimizer import required
@@ -142,7 +142,8 @@ def _consecutive_rows(params: Sequence[Any]) -> Entries | None:
     record = records[0]
     if record is None or record.factor is None or table.is_open or records.count(record) != n:
         return None
-    grads = [grad for grad in table.grads[start:stop] if grad is not None]
+    # None is missing, since every row has a record
+    grads = cast("list[torch.Tensor]", table.grads[start:stop])
     factors: list[torch.Tensor | None] = [record.factor] * n
     twins: list[Twin | None] = [*table.twins[start:stop]]
     lows = table.lows[start:stop]
@@ -534,13 +535,17 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
                 state[param]  # made where there is none
             keys = list(map(id, state))
             place_of = {key: place for place, key in enumerate(keys)}
-            known = kept[ids[0]] = (ids, keys, [place_of[key] for key in ids])
+            places = None if keys == ids else [place_of[key] for key in ids]
+            known = kept[ids[0]] = (ids, keys, places)
         every = list(state.values())
-        return [every[place] for place in known[2]]
+        return every if known[2] is None else [every[place] for place in known[2]]
 
 
-_KeptPlaces = dict[int, tuple[list[int], list[int], list[int]]]
-"""By ``id`` of a batch's first parameter: of all of them, of all keys of the state, and places."""
+_KeptPlaces = dict[int, tuple[list[int], list[int], list[int] | None]]
+"""By ``id`` of a batch's first parameter: of all of them, of all keys of the state, and places.
+
+No places where the keys are the parameters, in their order.
+"""
 
 
 def evaluate(closure: Closure | None) -> Any:
