@@ -325,6 +325,7 @@ CRAFTED = {
     "a counter beyond its tensor": set_at(*SCALER, "unskipped")(2**70),
     "a scale beyond float32": set_at(*SCALER, "loss_scale")(1e300),
     "a number without an end": set_at(*SCALER, "loss_scale")(10**400),
+    "a flag beyond float32": set_at("engines", 0, "pending", "scalers", 0, "found_inf")(1e308),
     "no pending state": set_at("engines", 0, "pending")([[1]]),
     "a norm that is many": set_at("engines", 0, "pending", "sessions", 0, "norm", "clipped")(
         {"$tensor": "rng/torch"}

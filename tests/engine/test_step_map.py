@@ -18,6 +18,12 @@ def test_a_parameter_costs_two_calls(level: str, optimizer: str, clips: bool) ->
 
 
 @levels
+@pytest.mark.parametrize("optimizer", ["FusedAdam", "FusedSGD", "FusedLAMB"])
+def test_a_split_master_costs_no_more(level: str, optimizer: str) -> None:
+    assert calls_per_parameter(level, optimizer, storage="split") <= 2
+
+
+@levels
 def test_a_parameter_of_torchs_optimizer_costs_eight(level: str) -> None:
     """It reads each gradient several times, and each read of a master's is a call."""
     assert calls_per_parameter(level, "AdamW") <= 8

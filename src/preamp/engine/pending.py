@@ -145,7 +145,10 @@ def prepare_pending(engine: Engine, state: Mapping[str, Any]) -> Apply:
     """
     sessions = list(engine.sessions.values())
     scalers = [
-        (float(entry["found_inf"]), engine.adjustments.prepared(scaler, sessions, entry["late"]))
+        (
+            _flag(entry["found_inf"], scaler.device),
+            engine.adjustments.prepared(scaler, sessions, entry["late"]),
+        )
         for scaler, entry in zip(engine.scalers, state["scalers"], strict=True)
     ]
     applies = [
@@ -156,7 +159,7 @@ def prepare_pending(engine: Engine, state: Mapping[str, Any]) -> Apply:
 
     def apply() -> None:
         for scaler, (found_inf, apply_late) in zip(engine.scalers, scalers, strict=True):
-            scaler.record(torch.full_like(scaler.found_inf, found_inf), forgets=True)
+            scaler.record(found_inf, forgets=True)
             apply_late()
         for apply_one in applies:
             apply_one()
@@ -172,7 +175,7 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
         raise ValueError("other parameters have masters")
     stage = Stage(state["stage"])
     found_inf, heard = (
-        None if flag is None else torch.tensor(float(flag), device=engine.device)
+        None if flag is None else _flag(flag, engine.device)
         for flag in (state["found_inf"], state.get("heard"))  # earlier files lack the second
     )
     aside = cast("list[tuple[int, torch.Tensor, bool]]", state["aside"])
@@ -206,6 +209,14 @@ def _prepare_session(engine: Engine, session: OptimizerSession, state: Mapping[s
         books.known_norm.recall(known_norm, books.marks())
 
     return apply
+
+
+def _flag(value: Any, device: torch.device) -> torch.Tensor:
+    """A flag of overflow, of several ranks their sum."""
+    number = float(value)
+    if not 0 <= number < 2**31:
+        raise ValueError(f"{number} is no flag of overflow")
+    return torch.tensor(number, dtype=torch.float32, device=device)
 
 
 class _Factors:

@@ -13,7 +13,7 @@ from preamp.casting.kept import Kept
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.tensors import local_of
-from preamp.policy import FULL, Policy
+from preamp.policy import Policy
 
 if TYPE_CHECKING:
     from preamp.engine.core import EngineCore
@@ -69,8 +69,7 @@ _ROUNDS_TO_LARGEST = 65520.0  # from here on float16 rounds to infinity
 
 def describe_storage(engine: EngineCore) -> list[str]:
     """How the masters of an engine are kept at the moment, where they are not all float32."""
-    storage = engine.policy.storage
-    if storage == FULL:
+    if engine.policy.storage.masters != "split":
         return []
     twins = {id(twin): twin for s in engine.sessions.values() for twin in s.masters or ()}
     lows = [twin.table.lows[twin.row] for twin in twins.values()]

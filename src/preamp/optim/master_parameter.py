@@ -34,9 +34,9 @@ class MasterParameter(torch.nn.Parameter):
             return stored_grad(self)
         table, row, now = twin.table, twin.row, stored_grad(twin.half)
         # Most reads find nothing new, and an optimizer reads this several times for each weight.
-        if now is table.seen[row] and not table.has_parts and type(self) is MasterParameter:
+        if now is table.seen[row] and not table.has_parts and type(self) in _LOCAL_KINDS:
             if now is None:
-                return stored_grad(self)
+                return stored_grad(self) if table.may_have_bases else None
             record = table.records[row]
             is_same = now._version == table.versions[row]  # noqa: SLF001
             if is_same and record is not None and record.factor is None:
@@ -180,6 +180,7 @@ def packed_kind(kind: type[MasterParameter]) -> type[MasterParameter]:
     return cast("type[MasterParameter]", made)
 
 
+_LOCAL_KINDS = MasterParameter, PackedMaster
 MASTER_KINDS: set[type] = {MasterParameter, PackedMaster}
 """The classes of all masters."""
 PACKED_KINDS: dict[type, type[MasterParameter]] = {PackedMaster: MasterParameter}

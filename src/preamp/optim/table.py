@@ -296,6 +296,8 @@ class WeightPairs:
     def remove_row(self, row: int) -> None:
         """Forget a row."""
         self._are_alike = None
+        if self._kept is not self.masters:
+            del self._kept[row]
         del self.halves[row], self.masters[row], self._is_rounded[row]
         self._half_marks.remove(row)
         self._master_marks.remove(row)
@@ -1242,7 +1244,8 @@ class WeightTable(WeightPairs):
         if not is_half(half):
             raise self.became_wide(row)
         twin.stays_wide = True
-        self._make_row(row, half.float())
+        with torch.inference_mode(mode=False):
+            self._make_row(row, half.float())
         if not self._has_warned_of_lows:
             self._has_warned_of_lows = True
             warnings.warn(_written_while_packed(twin.name, half.dtype), stacklevel=2)
@@ -1295,8 +1298,9 @@ class WeightTable(WeightPairs):
             held = find()
             if held is not None:
                 self._make_row(row, held)
-        self._renew(rows)
+        self.note_written(rows)
 
+    @torch.inference_mode(mode=False)  # whatever asks for them, what is made will be written to
     @torch.no_grad()
     def make(self) -> None:
         """Let all masters be float32 tensors until they are packed again; the values are kept."""
@@ -1309,7 +1313,7 @@ class WeightTable(WeightPairs):
                 self.take_over(row)
             else:  # one that was made wide since, as by model.float(), counts as it was before
                 self._make_row(row, self._joined_here(row, low))
-        self._renew([row for row, _ in there])
+        self.note_written([row for row, _ in there])
 
     def joined(self, row: int, low: torch.Tensor) -> torch.Tensor:
         """The value of a packed master; of a sharded one a sharded tensor."""
@@ -1335,21 +1339,16 @@ class WeightTable(WeightPairs):
         set_data(master, sharded_as(nothing, self.halves[row]))
         master.__class__ = packed_kind(cast("type[MasterParameter]", type(master)))
         self.lows[row] = low
+        if self._kept is self.masters:
+            self._kept = [*self.masters]
+        self._kept[row] = low
         return find
 
     def _make_row(self, row: int, value: torch.Tensor) -> None:
         master = self.masters[row]
         master.__class__ = PACKED_KINDS[type(master)]
         set_data(master, sharded_as(value, self.halves[row]))
-        self.lows[row] = None
-
-    def _renew(self, rows: Sequence[int]) -> None:
-        """What is kept of some masters is something else now."""
-        pairs = zip(self.masters, self.lows, strict=True)
-        is_any = any([low is not None for low in self.lows])
-        kept = [master if low is None else low for master, low in pairs]
-        self._kept = kept if is_any else self.masters
-        self.note_written(rows)
+        self.lows[row], self._kept[row] = None, master
 
 
 def _is_shown(record: Record | None) -> bool:
