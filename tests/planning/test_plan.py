@@ -20,6 +20,7 @@ from preamp.optimizers import FusedAdam
 from preamp.planning.cases import CASES, Case
 from preamp.planning.layout import slots_of
 from preamp.planning.memory import optimizer_traffic
+from preamp.planning.planner import policies_of
 from preamp.planning.records import PlanReport
 
 
@@ -222,6 +223,24 @@ def test_a_plan_is_repeatable() -> None:
     again = preamp.plan(model, mean_square, batch, levels=["O5"], steps=2, verify_steps=2)
     # Python's and numpy's random numbers are the same in both too.
     assert first == again
+
+
+def test_storages_are_planned_and_tried() -> None:
+    model, batch = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 8)), torch.randn(8, 64)
+    optimizer = FusedAdam(model.parameters(), lr=1e-3)
+    sizes: dict[str, int] = {}
+    for storage in ("full", "split", "compact"):
+        policies = policies_of(["O1", "O5"], storage)
+        report = preamp.plan(model, mean_square, batch, optimizer, levels=policies, verify_steps=4)
+        assert report.levels["O5"].memory.storage == storage
+        assert report.levels["O5"].verification is not None
+        assert report.levels["O5"].verification.holds
+        assert (report.levels["O1"].memory.storage == "full") is (storage != "compact")
+        sizes[storage] = report.levels["O5"].memory.total
+    assert sizes["full"] > sizes["split"] > sizes["compact"]
+    refused = {"O1": preamp.OPT_LEVELS["O1"].replace(storage="split")}
+    with pytest.raises(preamp.PreampPolicyError, match="which has no masters"):
+        preamp.plan(model, mean_square, batch, optimizer, levels=refused)
 
 
 def test_a_forward_that_looks_at_values_can_be_planned() -> None:

@@ -257,7 +257,7 @@ def encode(
     word = size.view(torch.int32)
     largest = word.amax(2, keepdim=True)  # nan is above all
     is_finite = largest < 0x7F800000
-    # The next power of two, if that is nearer than the largest code below it
+    # Of the largest magnitude, or the next one where that lies above all codes
     field = (largest.clamp(max=0x7F7FFFFF) + (1 << _DROPPED) - 1) >> 23
     field = field.clamp(min=LEAST, max=254)
     lowest = field - (BINADES[kind] - 2)

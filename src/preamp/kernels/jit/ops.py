@@ -482,16 +482,16 @@ class _Work:
             largest = _highest(self.part, _largest(self.part, 1, finite=False)[0])
             wide = _torch.from_numpy(largest).to(self.math)
             return (wide if factor is None else wide * factor.to(_CPU, self.math),)
-        lows = None if self.update.stored is None else self.update.stored.lows
-        if isinstance(rule, LarsRule) and lows is not None:
-            halves, lows = self.part.rows[0], pick(lows, self.part.places)
-            wide = [join(half.detach(), low) for half, low in zip(halves, lows, strict=True)]
-            return torch.stack(norms_of(wide)), _torch.from_numpy(
-                _norms_in(self.part, 1, factor)
-            ).float()
-        wanted = ((0, None), (1, factor)) if isinstance(rule, LarsRule) else ((1, factor),)
-        found = [_norms_in(self.part, row, by, self.math) for row, by in wanted]
-        return tuple([_torch.from_numpy(norms).to(self.math) for norms in found])
+        norms = _torch.from_numpy(_norms_in(self.part, 1, factor, self.math)).to(self.math)
+        return (self._lengths(), norms) if isinstance(rule, LarsRule) else (norms,)
+
+    def _lengths(self) -> torch.Tensor:
+        """The norms of the parameters."""
+        stored, part = self.update.stored, self.part
+        if stored is None or stored.lows is None:
+            return _torch.from_numpy(_norms_in(part, 0, None, self.math)).to(self.math)
+        pairs = zip(part.rows[0], pick(stored.lows, part.places), strict=True)
+        return torch.stack(norms_of([join(half.detach(), low.detach()) for half, low in pairs]))
 
     def numbers_of(self, rule: Rule) -> Scalar:
         """Of each tensor the number that the rule needs, see `number_of`; that of NovoGrad kept."""
@@ -514,16 +514,15 @@ def _works(
         kept = [[None] * len(params)]
     columns = (params, grads, *kept, halves)
     check_lengths(*columns, *([numbers] if rule.has_numbers else []))
-    if params and update.stored is not None:
-        check_shapes(*columns)
+    stored = update.stored
+    if stored is not None:
         check_stored(params, state, update)
         if leaves_state(rule):
-            update = replace(update, stored=replace(update.stored, formats=(), scales=()))
-        parts, others = _stored_parts(columns, cast("Stored", update.stored))
-    else:
-        parts, others = parts_of(*columns)
-        if others or len(parts) != 1:
-            check_shapes(*columns)
+            stored = replace(stored, formats=(), scales=())
+            update = replace(update, stored=stored)
+    parts, others = parts_of(*columns) if stored is None else _stored_parts(columns, stored)
+    if others or len(parts) != 1:
+        check_shapes(*columns)
     return [
         _Work(
             part,
@@ -531,7 +530,7 @@ def _works(
             update,
             len(kept) + 2,
             [numbers[place] for place in part.places] if rule.has_numbers else [],
-            None if update.stored is None else _layout(part, update.stored, update.step),
+            None if stored is None else _layout(part, stored, update.step),
         )
         for part in parts
     ], others
