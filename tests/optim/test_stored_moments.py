@@ -222,6 +222,48 @@ def test_half_parameters_and_skipped_steps() -> None:
             assert all(torch.equal(old[key], new[key]) for key in old)
 
 
+@in_fewer_bits
+def test_own_masters_of_half_parameters(moments: str) -> None:
+    """Of ``master_weights=True``: the run is that of their float32 copies, and resumes bitwise."""
+    runs: list[tuple[list[nn.Parameter], FusedOptimizer]] = []
+    for _ in range(2):
+        params, _ = made("adam", moments, torch.bfloat16)
+        optimizer = FusedAdam(params, lr=0.05, capturable=True, master_weights=True)
+        optimizer.storage = STORAGES[moments]
+        runs.append((params, optimizer))
+    wide = [nn.Parameter(param.detach().float()) for param in runs[0][0]]
+    plain = FusedAdam(wide, lr=0.05, capturable=True)
+    plain.storage = STORAGES[moments]
+    for number in range(2):
+        step(*runs[0], number)
+        for param, own in zip(runs[0][0], wide, strict=True):
+            own.grad = None if param.grad is None else param.grad.float()
+        plain.step()
+    runs[1][1].load_state_dict(copy.deepcopy(runs[0][1].state_dict()))
+    for param, own, value in zip(*[run[0] for run in runs], wide, strict=True):
+        assert_same(param.detach(), value.detach().bfloat16())
+        own.data.copy_(param.detach())
+    for run in runs:
+        step(*run, 2)
+    assert_same_state(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd", "adagrad"])
+@in_fewer_bits
+def test_back_ends_keep_the_same_bits(kind: str, moments: str) -> None:
+    """Where sums before it are rounded alike: in 4 ulps they may fall on both sides of a code."""
+    found: list[dict[str, torch.Tensor]] = []
+    for backend in ("reference", "blocks", "auto"):
+        params, optimizer = made(kind, moments)
+        optimizer.backend = backend
+        for number in range(2):
+            step(params, optimizer, number)
+        found.append(tensors(optimizer)[0])
+    for ours in found[1:]:
+        for key, value in found[0].items():
+            assert (value != ours[key]).float().mean() <= 2e-3, key
+
+
 # -- from one storage to another -----------------------------------------------------------------
 
 
