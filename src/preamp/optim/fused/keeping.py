@@ -203,8 +203,7 @@ class KeepsMoments(torch.optim.Optimizer):
     def _as_kept(self, params: Sequence[torch.Tensor], states: Sequence[Entry], key: str) -> None:
         """Let all ``states`` have the moment ``key`` as it is kept, made or converted."""
         by_id = self._homes().by_id
-        # Of the updates before this one, which is counted already
-        steps = [group.get("step", 1) - 1 for group in self.param_groups for _ in group["params"]]
+        groups = [group for group in self.param_groups for _ in group["params"]]
         rounded: set[str] = set()
         for param, state in zip(params, states, strict=True):
             home = by_id[id(param)]
@@ -214,7 +213,9 @@ class KeepsMoments(torch.optim.Optimizer):
                 if kept.has_scales:
                     state[key + SCALES] = home.made_scales()
                 continue
-            made = self._moment(param, state, key, home, state.get("step", steps[home.number]))
+            # The number of the update before this one, which is counted already
+            step = state.get("step", groups[home.number].get("step", 1) - 1)
+            made = self._moment(param, state, key, home, step)
             rounded |= made.rounded
             state.pop(key + SCALES, None)
             state.update(made.entry)
