@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -46,8 +47,10 @@ class _Homes:
     """Where an optimizer's parameters are, as long as nothing of `made_for` changes."""
 
     made_for: tuple[Any, ...]
-    params: list[Any]  # kept alive, so that nothing else gets their ids
     by_id: dict[int, Home]
+    # Whoever of the parameters is no more, whose id may be another one's
+    gone: list[Any] = field(default_factory=list[Any])
+    refs: list[Any] = field(default_factory=list[Any])  # weak ones, which fill `gone`
     # Of batches, by the id of their first parameter: the ids of all, numbers and starts
     columns: dict[int, tuple[list[int], list[int], list[int]]] = field(
         default_factory=dict[int, tuple[list[int], list[int], list[int]]]
@@ -101,7 +104,7 @@ class KeepsMoments(torch.optim.Optimizer):
         params: list[Any] = [*itertools.chain(*(group["params"] for group in self.param_groups))]
         made_for = (list(map(id, params)), self.storage, self.spans)
         known: _Homes | None = vars(self).get("_kept_homes")
-        if known is not None and known.made_for == made_for:
+        if known is not None and known.made_for == made_for and not known.gone:
             return known
         homes = {
             id(param): Home.of(number, param, self.spans.get(id(param)))
@@ -111,7 +114,8 @@ class KeepsMoments(torch.optim.Optimizer):
             self._check_kind()
             for home in homes.values():
                 home.check(type(self).__name__, self.storage)
-        known = vars(self)["_kept_homes"] = _Homes(made_for, params, homes)
+        known = vars(self)["_kept_homes"] = _Homes(made_for, homes)
+        known.refs.extend([weakref.ref(param, known.gone.append) for param in params])
         return known
 
     def _check_kind(self) -> None:
