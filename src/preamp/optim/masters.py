@@ -54,7 +54,8 @@ class Weights:
     def clear(self) -> None:
         """Hold nothing any more, rows and tables not each other."""
         for table in self._tables.values():
-            for column in (table.twins, table.halves, table.masters, table.grads, table.seen):
+            columns = (table.twins, table.halves, table.masters, table.kept, table.lows)
+            for column in (*columns, table.grads, table.seen):
                 column.clear()
         self._twins.clear()
         self._tables.clear()

@@ -273,7 +273,7 @@ class WeightPairs:
         self._half_marks = WeightMarks()
         self._master_marks = WeightMarks()
         # What changes with a master: itself, or what is kept in its place
-        self._kept: list[Any] = self.masters
+        self.kept: list[Any] = self.masters
         self._are_alike: bool | None = None  # unknown
         self._is_rounded: list[bool] = []  # by the update itself, since the last `write_halves`
 
@@ -287,8 +287,8 @@ class WeightPairs:
         self._are_alike = None
         self.halves.append(half)
         self.masters.append(master)
-        if self._kept is not self.masters:
-            self._kept.append(master)
+        if self.kept is not self.masters:
+            self.kept.append(master)
         self._is_rounded.append(False)
         self._half_marks.add(half)
         self._master_marks.add(master)
@@ -296,8 +296,8 @@ class WeightPairs:
     def remove_row(self, row: int) -> None:
         """Forget a row."""
         self._are_alike = None
-        if self._kept is not self.masters:
-            del self._kept[row]
+        if self.kept is not self.masters:
+            del self.kept[row]
         del self.halves[row], self.masters[row], self._is_rounded[row]
         self._half_marks.remove(row)
         self._master_marks.remove(row)
@@ -361,7 +361,7 @@ class WeightPairs:
         Fused optimizers have done so in their update.
         """
         rounded, self._is_rounded = self._is_rounded, [False] * len(self)
-        changed = self._master_marks.written(self._kept) if True in rounded else ()
+        changed = self._master_marks.written(self.kept) if True in rounded else ()
         if changed or False in rounded:
             again = set(changed)
             self.round([row for row, done in enumerate(rounded) if not done or row in again])
@@ -380,13 +380,13 @@ class WeightPairs:
     def note_written(self, rows: Sequence[int]) -> None:
         """Remember that the half weights of ``rows`` equal their rounded masters as of now."""
         self._half_marks.renew(self.halves, rows)
-        self._master_marks.renew(self._kept, rows)
+        self._master_marks.renew(self.kept, rows)
 
     def note_rounded(self, start: int, stop: int) -> None:
         """An update itself has rounded new masters into half weights, of consecutive rows."""
         self._is_rounded[start:stop] = [True] * (stop - start)
         self._half_marks.advance(self.halves, start, stop)
-        self._master_marks.advance(self._kept, start, stop)
+        self._master_marks.advance(self.kept, start, stop)
 
 
 class WeightTable(WeightPairs):
@@ -1176,7 +1176,7 @@ class WeightTable(WeightPairs):
         """The master was loaded; its half weight is about to be written to, rounded, once."""
         self.loaded.add(row)
         self.compares = True  # whoever loads may broadcast what one rank has read
-        self._master_marks.renew(self._kept, (row,))
+        self._master_marks.renew(self.kept, (row,))
         self._half_marks.expect_write(row)
 
     def settle(self, row: int) -> None:
@@ -1226,7 +1226,7 @@ class WeightTable(WeightPairs):
         An optimizer's own step is not meant: `write_halves` follows it. Writes through ``p.data``
         (but not assignments to it) stay unseen. Where ranks share masters nothing is done.
         """
-        rows = self._master_marks.changed(self._kept)
+        rows = self._master_marks.changed(self.kept)
         if rows and not self.has_parts:
             self.absorb()
             self.round(rows)
@@ -1339,16 +1339,16 @@ class WeightTable(WeightPairs):
         set_data(master, sharded_as(nothing, self.halves[row]))
         master.__class__ = packed_kind(cast("type[MasterParameter]", type(master)))
         self.lows[row] = low
-        if self._kept is self.masters:
-            self._kept = [*self.masters]
-        self._kept[row] = low
+        if self.kept is self.masters:
+            self.kept = [*self.masters]
+        self.kept[row] = low
         return find
 
     def _make_row(self, row: int, value: torch.Tensor) -> None:
         master = self.masters[row]
         master.__class__ = PACKED_KINDS[type(master)]
         set_data(master, sharded_as(value, self.halves[row]))
-        self.lows[row], self._kept[row] = None, master
+        self.lows[row], self.kept[row] = None, master
 
 
 def _is_shown(record: Record | None) -> bool:
