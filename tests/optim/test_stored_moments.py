@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -208,6 +210,20 @@ def test_training_ends_where_float32_does(kind: str) -> None:
     for moments in ("bfloat16", "8bit"):
         found = torch.tensor([distance(moments, seed) for seed in range(3)])
         assert found.mean() <= plain.mean() * 1.1 + 3 * plain.std()
+
+
+@pytest.mark.parametrize("moments", STORAGES)
+def test_parameters_that_are_taken_out_are_let_go(moments: str) -> None:
+    params, optimizer = made("adam", moments)
+    step(params, optimizer, 0)
+    gone = weakref.ref(params[0])
+    optimizer.param_groups[0]["params"].pop(0)
+    optimizer.state.pop(params.pop(0))
+    optimizer.zero_grad()
+    step(params, optimizer, 1)
+    gc.collect()
+    assert gone() is None
+    assert optimizer.state.keys() == set(params)
 
 
 def test_half_parameters_and_skipped_steps() -> None:

@@ -114,8 +114,10 @@ class KeepsMoments(torch.optim.Optimizer):
             self._check_kind()
             for home in homes.values():
                 home.check(type(self).__name__, self.storage)
-        known = vars(self)["_kept_homes"] = _Homes(made_for, homes)
+        known = _Homes(made_for, homes)
         known.refs.extend([weakref.ref(param, known.gone.append) for param in params])
+        # At full storage no step asks again, and what is kept would keep weights alive.
+        vars(self)["_kept_homes"] = known if self._has_fewer_bits else None
         return known
 
     def _check_kind(self) -> None:
