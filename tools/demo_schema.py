@@ -39,6 +39,7 @@ _CONFIG = {
     "seed": int,
     "device": str,
     "held_out_windows": int,
+    "storage": str,
     "parallel": str,
     "ranks": int,
     "model": _MODEL,

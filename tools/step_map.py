@@ -31,7 +31,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def make_step(level: str, optimizer: str, tensors: int, *, clips: bool) -> Callable[[], None]:
+def make_step(
+    level: str, optimizer: str, tensors: int, *, clips: bool, storage: str = "full"
+) -> Callable[[], None]:
     """Return one steady step of a model with that many weight matrices.
 
     Args:
@@ -39,11 +41,12 @@ def make_step(level: str, optimizer: str, tensors: int, *, clips: bool) -> Calla
         optimizer: A key of `OPTIMIZERS`.
         tensors: How many parameters the model has.
         clips: Whether the step clips gradients.
+        storage: How masters and moments are kept.
     """
     layers = [torch.nn.Linear(4, 4, bias=False) for _ in range(tensors)]
     model: Any = torch.nn.Sequential(*layers)
     made = OPTIMIZERS[optimizer](model.parameters(), lr=1e-3)
-    model, made = preamp.initialize(model, made, opt_level=level, verbosity=0)
+    model, made = preamp.initialize(model, made, opt_level=level, verbosity=0, storage=storage)
     params = list(model.parameters())
     grads = [torch.full_like(param, 2.0**-8) for param in params]
     inputs = torch.ones(2, 4)
@@ -93,9 +96,11 @@ def trace(step: Callable[[], None]) -> tuple[Counter[tuple[str, str]], int]:
     return entered, calls
 
 
-def calls_per_parameter(level: str, optimizer: str, *, clips: bool = True) -> float:
+def calls_per_parameter(
+    level: str, optimizer: str, *, clips: bool = True, storage: str = "full"
+) -> float:
     """How many Python calls a steady step makes for each parameter beyond the first hundred."""
-    few, many = (make_step(level, optimizer, n, clips=clips) for n in (100, 200))
+    few, many = (make_step(level, optimizer, n, clips=clips, storage=storage) for n in (100, 200))
     return (trace(many)[1] - trace(few)[1]) / 100
 
 

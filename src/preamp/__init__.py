@@ -43,6 +43,7 @@ from preamp.engine import state_dict as state_dict
 from preamp.engine import step_scheduler as step_scheduler
 from preamp.policy import OPT_LEVELS as OPT_LEVELS
 from preamp.policy import Policy as Policy
+from preamp.policy import Storage as Storage
 
 if TYPE_CHECKING:
     from preamp import amp as amp
@@ -76,6 +77,7 @@ __all__ = [
     "PreampPolicyError",
     "PreampStateError",
     "PreampUnavailableError",
+    "Storage",
     "__version__",
     "audit_casts",
     "bfloat16_function",

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -43,7 +45,7 @@ def counted(
     optimizer: torch.optim.Optimizer,
     level: str,
     *inputs: torch.Tensor,
-    **overrides: bool,
+    **overrides: Any,
 ) -> dict[str, int]:
     """What a real engine holds between the second backward and its step."""
     preamp.initialize(model, optimizer, opt_level=level, verbosity=0, **overrides)

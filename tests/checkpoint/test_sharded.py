@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import preamp
-from checkpoint import mesh_checks, sharded_checks
+from checkpoint import mesh_checks, sharded_checks, storage_checks
 from distributed.ranks import assert_pass, checks_of
 from distributed.test_fully_sharded import RUNS_ON_CPUS
 from preamp.checkpoint import latest_checkpoint, read_checkpoint
@@ -32,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("PREAMP_TEST_FOLDER", str(found))
         checks = checks_of(sharded_checks)
         checks.remove(sharded_checks.check_loading_from_two_ranks)
+        checks.append(storage_checks.check_checkpoints_go_from_one_way_to_another)
         assert_pass([*checks, sharded_checks.save_for_others], 2, found)
         yield found
 

@@ -43,7 +43,7 @@ def test_it_tells_what_is_inside(suffix: str, tmp_path: Path) -> None:
         f"preamp {preamp.__version__} with torch {torch.__version__}, content version 1, 1 rank\n",
         "opt level O2, loss scale 2048\n",
         "optimizer 0: 1 steps applied, 1 skipped",
-        "torch.optim.adam.Adam over 2 parameters",
+        "torch.optim.adam.Adam over 2 parameters, storage full",
         "torch.optim.lr_scheduler.StepLR",
         "extra: epoch, best",
         "torch.nn.modules.linear.Linear",

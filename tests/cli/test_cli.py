@@ -62,11 +62,13 @@ def test_every_option_reaches_the_run(out: Path, monkeypatch: pytest.MonkeyPatch
     threads: list[int] = []
     monkeypatch.setattr(demo_module.torch, "set_num_threads", threads.append)
     options = ("--lr", "0.5", "--seed", "7", "--threads", "3", "--steps", "2", "--levels", "O0 O4")
+    options += ("--storage", "compact")
     done = invoke("demo", *TINY, *options, "--out", str(out))
     assert done.exit_code == 0, done.output
     config = read_results(out / "results.json")["config"]
     assert config["optimizer"]["learning_rate"] == 0.5
     assert (config["seed"], config["batch"], config["levels"]) == (7, 2, ["O0", "O4"])
+    assert config["storage"] == "compact"
     assert threads == [3]
 
 
@@ -80,6 +82,7 @@ def test_every_option_reaches_the_run(out: Path, monkeypatch: pytest.MonkeyPatch
         (("--steps", "1"), ("Got steps=1", "smallest possible is 2", "Pass 2 or more")),
         (("--width", "10", "--heads", "3"), ("width=10", "multiple of heads", "--width 9")),
         (("--lr", "-1"), ("Got learning rate -1.0", "positive", "--lr 0.002")),
+        (("--storage", "tiny"), ("storage='tiny'", "'full', 'split', 'compact'", "Check the sp")),
         (("--device", "gpu"), ("'gpu' is not known", "Choose auto, cpu", "--device cpu")),
         (("--device", "cuda:99"), ("does not work here", "has to be a device", "--device auto")),
     ],

@@ -99,6 +99,18 @@ def test_estimate_prints_json() -> None:
     assert (o2["weights"], o2["masters"], o2["sharding"]) == (400, share, "zero1")
 
 
+def test_estimate_of_a_storage_shows_the_levels_that_can_have_it() -> None:
+    options = ("estimate", "--params", "1e6", "--optimizer", "FusedAdam", "--storage")
+    done = invoke(*options, "compact", "--json")
+    found = {row["opt_level"]: row["total"] for row in json.loads(done.stdout)}
+    assert found == {"O2": 8_062_892, "O5": 8_062_892}
+    done = invoke(*options, "compact")
+    assert done.stdout.startswith("1,000,000 parameters, FusedAdam, storage compact")
+    done = invoke(*options, "split", "--levels", "O1")
+    assert done.exit_code == 2
+    assert "which has no masters" in done.output
+
+
 def test_estimate_of_a_very_large_model_fits_its_columns() -> None:
     done = invoke("estimate", "--params", "1e18", "--levels", "O2")
     assert "13.88 EiB" in done.output

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -58,9 +59,9 @@ def test_every_level_gets_the_same_weights_and_batches(monkeypatch: pytest.Monke
     texts: list[torch.Tensor] = []
     make_optimizer, train = run_module.make_optimizer, run_module.train
 
-    def note_weights(model: GPT, settings: OptimizerConfig) -> torch.optim.AdamW:
+    def note_weights(model: GPT, settings: OptimizerConfig, storage: str) -> torch.optim.Optimizer:
         weights.append(copy.deepcopy(model.state_dict()))
-        return make_optimizer(model, settings)
+        return make_optimizer(model, settings, storage)
 
     def note_batches(model, optimizer, batches, config, **rest) -> None:
         noted: list[Batch] = list(batches)
@@ -229,3 +230,15 @@ def test_records_name_the_cause_of_a_skipped_step(monkeypatch: pytest.MonkeyPatc
     assert cause.parameters
     skipped = [r.step for r in row.records if isinstance(r, StepRecord) and r.skipped]
     assert skipped == [2]
+
+
+@pytest.mark.parametrize(("storage", "bytes_each"), [("split", 14), ("compact", 8.3)])
+def test_storages_take_fewer_bytes(storage: str, bytes_each: float) -> None:
+    model = dataclasses.replace(config("O0").model, width=64, layers=1)
+    asked = dataclasses.replace(config("O0", "O5"), storage=storage, model=model)
+    plain, split = run(prepare(asked, CORPUS), Watcher()).levels
+    assert plain.memory is not None
+    assert split.memory is not None
+    assert plain.memory.masters == 0
+    assert split.memory.total == pytest.approx(bytes_each, abs=0.15)
+    assert plain.status == split.status == "finished"

@@ -22,6 +22,7 @@ from torch import nn
 
 import preamp
 from cases.levels import BY_NAME
+from preamp.kernels.stored import split
 from preamp.optimizers import FusedAdam, FusedSGD
 
 GRAIN = 2.0**-10
@@ -80,6 +81,7 @@ class Toy(nn.Module):
 
     Attributes:
         rounds: The half dtype in which a forward sees ``q`` while it is stored in another.
+        rounds_ties_away: Whether it is rounded as split masters are.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -89,6 +91,7 @@ class Toy(nn.Module):
         self.n = nn.BatchNorm1d(2)
         self.q = nn.Parameter(torch.zeros(4))
         self.rounds: torch.dtype | None = None
+        self.rounds_ties_away = False
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for param in self.parameters():
@@ -99,7 +102,10 @@ class Toy(nn.Module):
         for part in parts:
             if part == "q":
                 seen = self.q.detach()
-                seen = seen if self.rounds is None else seen.to(self.rounds).to(seen.dtype)
+                if self.rounds is not None and self.rounds_ties_away:
+                    seen = split(seen.float(), self.rounds)[0].to(seen.dtype)
+                elif self.rounds is not None:
+                    seen = seen.to(self.rounds).to(seen.dtype)
                 out = out + (self.q * (seen * 4).round().clamp(-3, 3)).sum()
             elif part == "n":
                 out = out + (self.n.weight - 2 * self.n.bias)
@@ -302,7 +308,9 @@ class World:
         *,
         frozen: Iterable[str] = (),
         avoided: frozenset[str] = AVOIDED,
+        storage: str = "full",
     ) -> None:
+        self.storage = storage
         self.kind, self.loss_scale, self.avoided = optimizer, loss_scale, avoided
         self.log: list[str] = []
         self.exact = "SGD" in optimizer
@@ -322,8 +330,8 @@ class World:
         arguments = f"opt_level={level!r}, loss_scale={self.loss_scale!r}, num_losses={LOSSES}"
         frozen = [n for n, p in self.ours.named_parameters() if not p.requires_grad]
         self.log.append(
-            f"initialize(model, [{self.kind}(a, q, n), {self.kind}(b)], {arguments})"
-            + (f"  # frozen: {frozen}" if frozen else "")
+            f"initialize(model, [{self.kind}(a, q, n), {self.kind}(b)], {arguments}, "
+            f"storage={self.storage!r})" + (f"  # frozen: {frozen}" if frozen else "")
         )
         preamp.initialize(
             self.ours,
@@ -332,6 +340,7 @@ class World:
             loss_scale=self.loss_scale,
             num_losses=LOSSES,
             verbosity=0,
+            storage=self.storage if self.row.has_masters else "full",
         )
         self.engine: Any = preamp.engine_of(self.ours)
         self.is_dynamic = self.engine.policy.is_dynamic
@@ -353,6 +362,7 @@ class World:
         dtype = torch.float16 if half and not self.row.has_masters else torch.float64
         self.plain.to(dtype)
         self.plain.rounds = self.row.weight if self.row.has_masters else None
+        self.plain.rounds_ties_away = self.storage == "split"
         for optimizer in self.plain_opts:
             for param, state in optimizer.state.items():
                 for key, value in state.items():
@@ -372,6 +382,10 @@ class World:
                         state[key] = value.to(param.dtype).to(value.dtype)
 
     # -- lookups -------------------------------------------------------------------------------
+
+    def rounded(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A master as a half weight."""
+        return split(value.float(), dtype)[0] if self.storage == "split" else value.to(dtype)
 
     def master(self, name: str) -> torch.Tensor | None:
         return self.engine.master_of(self.ours.get_parameter(name))
@@ -703,7 +717,7 @@ class World:
             if has_master:
                 value = param.detach().double()
                 before = self.engine.master_of(param).detach().double()
-                rounded = before.to(param.dtype).double()
+                rounded = self.rounded(before, param.dtype).double()
                 plain.data = torch.where(rounded == value, before, value)
             else:
                 plain.data = param.detach().double()
@@ -803,7 +817,8 @@ class World:
         exact, was_half = self.exact, self.was_half
         self.engine.close()
         log = self.log
-        self.__init__(level, self.kind, self.loss_scale, avoided=self.avoided)  # type: ignore[misc]
+        options: Any = {"avoided": self.avoided, "storage": self.storage}
+        self.__init__(level, self.kind, self.loss_scale, **options)  # type: ignore[misc]
         self.log = [*log, *self.log]
         self.exact, self.was_half = exact, was_half
         self.saved, self.saved_halved = saved
@@ -848,7 +863,7 @@ class World:
             param, master, i = self.both(name)[0], self.master(name), OWNER[name[0]]
             written = self.half_written[i] or self.master_written[i]
             if master is not None and i in (optimizers or (0, 1)) and not written:
-                rounded = master.detach().to(param.dtype)
+                rounded = self.rounded(master.detach(), param.dtype)
                 assert torch.equal(param, rounded), f"half {name}: {param} is not {rounded}"
 
     def check(self, *optimizers: int) -> None:
@@ -926,9 +941,10 @@ def run(
     *,
     frozen: Iterable[str] = (),
     avoided: frozenset[str] = AVOIDED,
+    storage: str = "full",
 ) -> World:
     """Run a program; what went wrong is told together with the calls up to there."""
-    world = World(level, optimizer, loss_scale, frozen=frozen, avoided=avoided)
+    world = World(level, optimizer, loss_scale, frozen=frozen, avoided=avoided, storage=storage)
     try:
         for call in program:
             call.run(world)

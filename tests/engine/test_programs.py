@@ -46,9 +46,11 @@ class Case:
     optimizer: str
     loss_scale: Any
     frozen: tuple[str, ...]
+    storage: str = "full"
 
     def run(self) -> None:
-        run(self.program, self.level, self.optimizer, self.loss_scale, frozen=self.frozen)
+        options: Any = {"frozen": self.frozen, "storage": self.storage}
+        run(self.program, self.level, self.optimizer, self.loss_scale, **options)
 
 
 class Dice:
@@ -199,6 +201,23 @@ def test_programs_do_what_plain_torch_does(
     seed = pytestconfig.getoption("--hypothesis-seed")
     for number in range(43):
         case = Dice(f"{seed} {level} {part} {number}").case(level)
+        if failure(case):
+            case = smallest(case)
+            error = failure(case)
+            raise AssertionError(f"{error}\n{case}") from error
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.filterwarnings("ignore:.*scale_loss:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*was written to between two steps:UserWarning")
+def test_programs_do_so_with_split_masters(
+    level: str, part: int, pytestconfig: pytest.Config
+) -> None:
+    seed = pytestconfig.getoption("--hypothesis-seed")
+    for number in range(15 if part == 0 else 43):
+        case = Dice(f"{seed} {level} {part} {number} split").case(level)
+        case = replace(case, storage="split")
         if failure(case):
             case = smallest(case)
             error = failure(case)

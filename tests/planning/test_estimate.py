@@ -73,6 +73,64 @@ def test_options_count(text: str, level: str) -> None:
     assert estimate.categories == counted(model, optimizer, level, TOKENS)
 
 
+class Blocks(nn.Module):
+    """Weights with rows of one and of several blocks, and tensors that have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 60, 3)
+        self.inner = nn.Linear(60, 300)
+        self.norm = nn.LayerNorm(300)
+        self.head = nn.Linear(300, 20)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.inner(self.conv(x).mean((2, 3)))))
+
+
+STORAGES = ("split", "compact", preamp.Storage(moments="8bit"), preamp.Storage(moments="bfloat16"))
+STORING = ("FusedAdam", "FusedSGD(lr=0.1, momentum=0.9)", "FusedNovoGrad", "FusedAdagrad")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("text", [*STORING, "FusedLAMB", "FusedAdam(max_grad_norm=1.0)", "AdamW"])
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+def test_storages_count(storage: Any, text: str, level: str) -> None:
+    model, policy = Blocks(), preamp.OPT_LEVELS[level]
+    kept = preamp.Storage() if storage == "split" else storage
+    if storage in ("split", "compact") and not policy.master_weights:
+        with pytest.raises(preamp.PreampPolicyError, match="which has no masters"):
+            preamp.estimate(model, policy.replace(storage=storage), text)
+        return
+    policy = policy.replace(storage=storage)
+    if text == "AdamW" and kept is storage:
+        with pytest.raises(
+            ValueError, match=r"storage has moments='.*', and the optimizer is Adam"
+        ):
+            preamp.estimate(model, policy, text)
+        return
+    estimate = preamp.estimate(model, policy, text)
+    optimizer = optimizer_factory(text)(model.parameters())
+    found = counted(model, optimizer, level, torch.ones(2, 8, 3, 3), storage=storage)
+    assert estimate.categories == found
+    assert (estimate.master_gradients > 0) is (text == "AdamW")
+
+
+@pytest.mark.parametrize(
+    ("storage", "bytes_each"), [("full", 16), ("split", 14), ("compact", 8.0625)]
+)
+def test_bytes_of_a_parameter(storage: str, bytes_each: float) -> None:
+    """With Adam's moments and the gradient; a block of 128 elements has two scales of 4 bytes."""
+
+    def make() -> nn.Module:
+        return nn.Linear(1 << 14, 1 << 14, bias=False)
+
+    for model in (make, 2**28):
+        policy = preamp.OPT_LEVELS["O5"].replace(storage=storage)
+        estimate = preamp.estimate(model, policy, "FusedAdam")
+        assert estimate.total - estimate.scaler == bytes_each * 2**28
+        assert estimate.storage == storage
+
+
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("level", LEVELS)
 def test_muon(level: str) -> None:

@@ -20,6 +20,7 @@ from preamp.optimizers import FusedAdam
 from preamp.planning.cases import CASES, Case
 from preamp.planning.layout import slots_of
 from preamp.planning.memory import optimizer_traffic
+from preamp.planning.planner import policies_of
 from preamp.planning.records import PlanReport
 
 
@@ -222,6 +223,24 @@ def test_a_plan_is_repeatable() -> None:
     again = preamp.plan(model, mean_square, batch, levels=["O5"], steps=2, verify_steps=2)
     # Python's and numpy's random numbers are the same in both too.
     assert first == again
+
+
+def test_a_storage_is_planned_and_tried() -> None:
+    model, batch = nn.Linear(64, 96), torch.randn(8, 64)
+    optimizer = FusedAdam(model.parameters(), lr=1e-3)
+    levels = policies_of(["O5"], "compact")
+    options: Any = {"steps": 1, "verify_steps": 2}
+    report = preamp.plan(model, mean_square, batch, optimizer, levels=levels, **options)
+    assert report.levels["O5"].memory == preamp.estimate(
+        model, levels["O5"], optimizer, loss_fn=mean_square, batch=batch
+    )
+    assert report.levels["O5"].memory.storage == "compact"
+    assert report.levels["O5"].verification is not None
+    assert report.levels["O5"].verification.holds
+    assert policies_of(["O1"], "compact")["O1"].storage == preamp.Storage(moments="8bit")
+    refused = {"O1": preamp.OPT_LEVELS["O1"].replace(storage="split")}
+    with pytest.raises(preamp.PreampPolicyError, match="which has no masters"):
+        preamp.plan(model, mean_square, batch, optimizer, levels=refused)
 
 
 def test_a_forward_that_looks_at_values_can_be_planned() -> None:

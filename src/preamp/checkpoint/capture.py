@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from preamp.engine import Engine
 from preamp.engine.pending import pending_state
 from preamp.kernels import fsdp
 from preamp.optim import leaf_of
+from preamp.policy.storage import FULL, Storage
 
 
 def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
@@ -73,7 +75,13 @@ def _optimizer_state(
         "class": class_name(optimizer),
         "state": shares.optimizer_state(optimizer),
         "params": describe_params(optimizer, names),
+        "storage": _storage_of(optimizer),
     }
+
+
+def _storage_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    storage: Any = getattr(optimizer, "storage", None)
+    return asdict(storage if isinstance(storage, Storage) else FULL)
 
 
 def describe_params(

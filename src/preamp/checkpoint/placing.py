@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from preamp.checkpoint.shards import SavedShards, cut, shape_of, shard_of
-from preamp.checkpoint.subjects import MasterShards, Subjects, params_of
+from preamp.checkpoint.shards import Box, Frame, SavedShards, cut, shape_of, shard_of
+from preamp.checkpoint.subjects import MasterShard, MasterShards, Subjects, params_of
 from preamp.core.errors import bad_value
 from preamp.core.pytree import map_plain
 from preamp.core.tensors import is_sharded
 from preamp.kernels import fsdp
-from preamp.kernels.shards import sharded_as
+from preamp.kernels.shards import has_whole_rows, sharded_as
+from preamp.kernels.stored import scales_shape
+from preamp.optim.fused.moments import is_in_codes, is_scales, without_codes
 
 
 def placed(content: dict[str, Any], subjects: Subjects) -> dict[str, Any]:
@@ -87,16 +89,47 @@ def _optimizer_state(
     entries = {
         number: own
         if number not in params  # what an optimizer keeps for all of them, of any kind
-        else {key: _state_entry(key, value, params[number], shares) for key, value in own.items()}
+        else _state_of(own, params[number], shares)
         for number, own in saved.items()
     }
     return {**state, "state": entries}
 
 
-def _state_entry(key: str, value: Any, param: torch.Tensor, shares: MasterShards) -> Any:
+def _state_of(
+    saved: Mapping[str, Any], param: torch.Tensor, shares: MasterShards
+) -> dict[str, Any]:
+    share, own = shares.of(param), dict(saved)
+    has_rows = share.span.has_whole_rows if share is not None else True
+    if is_sharded(param):
+        has_rows = has_whole_rows(param)
+    if not has_rows and any(is_in_codes(own, key) for key in own):
+        own = without_codes(whole(own))
+    return {
+        key: _scales(value, param, share)
+        if is_scales(own, key)
+        else _state_entry(key, value, param, share)
+        for key, value in own.items()
+    }
+
+
+def _scales(value: Any, param: torch.Tensor, share: MasterShard | None) -> Any:
+    """Of the scales of a moment the rows that go with what is here of the moment."""
+    if share is not None:
+        frame, box = share.place_of_scales()
+    elif is_sharded(param):
+        frame, box = Frame(scales_shape(param.shape)), shard_of(param, "A parameter", ranks=1).box
+        box = Box((box.offsets[0], 0), (box.sizes[0], frame.shape[1]))
+    else:
+        return value
+    if shape_of(value) != frame.shape:
+        return value  # for the optimizer to complain about
+    own = cut(value, frame, box).to(param.device)
+    return sharded_as(own, param, frame.shape) if share is None else own
+
+
+def _state_entry(key: str, value: Any, param: torch.Tensor, share: MasterShard | None) -> Any:
     if not isinstance(value, (torch.Tensor, SavedShards)):
         return value
-    share = shares.of(param)
     if share is not None and key != "step" and shape_of(value) == share.frame.shape:
         return cut(value, share.frame, share.box).to(param.device)
     if (

@@ -319,7 +319,8 @@ def _load_own_params(
             master = masters.get(id(param))
             sides = [(param, saved[name])]
             if master is not None and master.twin is not None:
-                sides.insert(0, (master, master.twin.held.own(saved[name])))
+                half = master.twin.table.rounded(master.twin.row, saved[name])
+                sides = [(master, master.twin.held.own(saved[name])), (param, half)]
             for tensor, wanted in sides:
                 value = tensor.detach().clone()
                 undo.push(lambda tensor=tensor, value=value: _write(tensor, value))
@@ -350,7 +351,11 @@ def _load_optimizer(
 def _keep_dtypes(
     optimizer: torch.optim.Optimizer, params: Sequence[Mapping[str, Any]], state: Any
 ) -> None:
-    """Give tensors that torch cast to an unchanged parameter's dtype their own back."""
+    """Give tensors that torch cast to an unchanged parameter's dtype their own back.
+
+    Moments of a fused optimizer are as its storage says.
+    """
+    moments: Mapping[str, Any] = getattr(optimizer, "moments", {})
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     for number, saved, param in zip(numbers, params, params_of(optimizer), strict=True):
         if saved["dtype"] != dtype_name(param.dtype):
@@ -359,7 +364,8 @@ def _keep_dtypes(
         for key, value in state["state"].get(number, {}).items():
             now: Any = own.get(key)
             both = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
-            if both and now.dtype != value.dtype and now.shape == value.shape:
+            is_same = key not in moments and both and now.shape == value.shape
+            if is_same and now.dtype != value.dtype:
                 own[key] = value.to(now.device)
 
 

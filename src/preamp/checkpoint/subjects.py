@@ -19,7 +19,10 @@ from preamp.core.tensors import stored_grad
 from preamp.engine import Engine, find_engine
 from preamp.engine.loop import bare
 from preamp.kernels import fsdp
+from preamp.kernels.stored import scales_shape
 from preamp.optim import MasterParameter, Twin, leaf_of, pair_of
+from preamp.optim.fused.moments import is_scales
+from preamp.optim.part import Span, memory_order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,6 +172,22 @@ class MasterShard:
         """Return ``data``, the elements, as what is saved."""
         return Shard(data, self.frame, self.box, is_alone=False)
 
+    def piece_of_scales(self, data: torch.Tensor) -> Shard:
+        """Return the scales of a moment, which has whole rows, as what is saved."""
+        return Shard(data, *self.place_of_scales(), is_alone=False)
+
+    def place_of_scales(self) -> tuple[Frame, Box]:
+        """The frame of a moment's scales, and this rank's rows of it."""
+        span = self.span
+        frame = Frame(scales_shape(span.shape))
+        return frame, Box((span.first_row, 0), (span.rows, frame.shape[1]))
+
+    @property
+    def span(self) -> Span:
+        """The same elements, in the words of the optimizer."""
+        (start,), (size,) = self.box.offsets, self.box.sizes
+        return Span(self.frame.shape, self.frame.order or (), start, start + size)
+
     def is_of(self, key: str, value: object) -> bool:
         """Whether an entry of the optimizer's state has these elements."""
         return (
@@ -187,7 +206,7 @@ class MasterShards:
         for engine in subjects.engines:
             for session in engine.sessions.values():
                 for param, weight, span in session.sharing.shared() if session.sharing else ():
-                    frame = Frame(tuple(weight.shape), _memory_order(weight))
+                    frame = Frame(tuple(weight.shape), memory_order(weight))
                     share = MasterShard(frame, Box((span.start,), (span.stop - span.start,)))
                     self._of[id(param)] = share
                     twin = pair_of(param)
@@ -239,18 +258,15 @@ class MasterShards:
         own: dict[int, Any] = dict(state["state"])
         for number, share in enumerate(shares):  # the numbers that state_dict gives
             if share is not None and number in own:
-                own[number] = {
-                    key: share.piece(value) if share.is_of(key, value) else value
-                    for key, value in own[number].items()
-                }
+                own[number] = {key: _piece(own[number], key, share) for key in own[number]}
         return {**state, "state": own}
 
 
-def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its dimensions, from the largest stride to the smallest."""
-    if tensor.is_contiguous():
-        return tuple(range(tensor.dim()))
-    return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+def _piece(state: dict[str, Any], key: str, share: MasterShard) -> Any:
+    value = state[key]
+    if is_scales(state, key):
+        return share.piece_of_scales(value)
+    return share.piece(value) if share.is_of(key, value) else value
 
 
 def check_reduced(models: Sequence[nn.Module]) -> None:

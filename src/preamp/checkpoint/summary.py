@@ -17,6 +17,7 @@ from preamp.checkpoint.storage import SHOWN, Loaded, files_of, taken_apart
 from preamp.core.dtypes import dtype_name
 from preamp.core.pytree import tensors_in
 from preamp.kernels.sparse import stored_parts
+from preamp.policy.storage import describe_storage
 
 _T = TypeVar("_T")
 
@@ -46,7 +47,8 @@ class Summary:
     engines: list[dict[str, Any]]
     # For each the class, and under ``"tensors"`` name, shape and dtype of each.
     models: list[dict[str, Any]]
-    optimizers: list[dict[str, Any]]  # for each the class and the number of its parameters
+    # For each the class, the number of its parameters, and the storage of masters and moments.
+    optimizers: list[dict[str, Any]]
     schedulers: list[str]  # their classes
     extra: list[str] | str  # its keys, or its type if it is no dict; "none" where there is none
     # Of the first rank's tensors, sharded ones in whole, by category; what is referred to twice
@@ -72,10 +74,7 @@ def _summary(path: Path, loaded: Loaded) -> Summary:
         ranks=loaded.ranks,
         engines=[_engine(engine) for engine in content["engines"]],
         models=[_model(model) for model in content["models"]],
-        optimizers=[
-            {"class": _of(str, optimizer["class"]), "parameters": len(optimizer["params"])}
-            for optimizer in content["optimizers"]
-        ],
+        optimizers=[_optimizer(optimizer) for optimizer in content["optimizers"]],
         schedulers=[_of(str, scheduler["class"]) for scheduler in content["schedulers"]],
         extra=_extra(extra),
         bytes=_bytes(content),
@@ -114,6 +113,16 @@ def _model(saved: Mapping[str, Any]) -> dict[str, Any]:
             for name, value in saved["state"].items()
             if isinstance(value, torch.Tensor)
         ],
+    }
+
+
+def _optimizer(saved: Mapping[str, Any]) -> dict[str, Any]:
+    storage = saved.get("storage", {})  # which older files do not have
+    kinds = [_of(str, storage.get(name, "float32")) for name in ("masters", "moments")]
+    return {
+        "class": _of(str, saved["class"]),
+        "parameters": len(saved["params"]),
+        "storage": describe_storage(*kinds),
     }
 
 

@@ -70,7 +70,10 @@ def _print(summary: Summary, console: Console) -> None:
                 f"{steps['skipped']} skipped"
             )
     for optimizer in summary.optimizers:
-        lines.append(f"{optimizer['class']} over {optimizer['parameters']} parameters")
+        lines.append(
+            f"{optimizer['class']} over {optimizer['parameters']} parameters, storage "
+            f"{optimizer['storage']}"
+        )
     lines += summary.schedulers
     extra = summary.extra
     lines.append(f"extra: {extra if isinstance(extra, str) else ', '.join(extra) or 'empty'}")

@@ -8,6 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Generator, Iterable, Sequence
+from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAVY
@@ -15,6 +16,13 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from preamp.policy.storage import STORAGES
+
+StorageName = Annotated[
+    str, typer.Option(help=f"How masters and moments are kept: {', '.join(STORAGES)}.")
+]
+"""The option of every command that trains, or tells of training."""
 
 REFUSED = 2  # exit status where nothing was done, as of a shell's builtin
 

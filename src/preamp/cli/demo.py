@@ -23,7 +23,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from preamp.cli.console import make_console, print_table, refused
+from preamp.cli.console import StorageName, make_console, print_table, refused
 from preamp.core.errors import PreampUnavailableError, bad_value, unavailable
 from preamp.demo.config import DEFAULT_LEVELS, DemoConfig, ModelConfig, OptimizerConfig
 from preamp.demo.data import read_corpus
@@ -65,6 +65,7 @@ def demo(
         float, typer.Option(help="Highest learning rate.")
     ] = _CONFIG.optimizer.learning_rate,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = _CONFIG.seed,
+    storage: StorageName = _CONFIG.storage,
     device: Annotated[
         str, typer.Option(help="auto (cuda where there is one), cpu, cuda, cuda:1, mps, xpu, …")
     ] = "auto",
@@ -91,15 +92,14 @@ def demo(
             steps=steps,
             batch=batch,
             seed=seed,
+            storage=storage,
             device=str(own_device(choose_device(device))),
             parallel=choose_parallel(parallel),
             ranks=launched_ranks(),
             model=ModelConfig(layers=layers, width=width, heads=heads, context=context),
             optimizer=OptimizerConfig(learning_rate=lr),
         )
-        setting = prepare(config, read_corpus())
-        require_sharding(config.parallel, setting.device)
-        require_folder(out)
+        setting = _prepared(config, out)
     except (ValueError, OSError, PreampUnavailableError) as error:
         raise refused(error) from None
     if threads > 0:
@@ -107,6 +107,13 @@ def demo(
     with joined(setting.device):
         result = run_watched(setting, console, quiet=quiet or own_rank() > 0)
     finish(result, console, out)
+
+
+def _prepared(config: DemoConfig, out: Path) -> Setting:
+    setting = prepare(config, read_corpus())
+    require_sharding(config.parallel, setting.device)
+    require_folder(out)
+    return setting
 
 
 def finish(result: DemoResult, console: Console, out: Path) -> None:
@@ -155,6 +162,8 @@ def show(result: DemoResult, console: Console) -> None:
     """Print the table and its notes."""
     columns = columns_of(result)
     title = f"{result.parameters:,} parameters on {result.device}"
+    if result.config.storage != "full":
+        title += f", storage {result.config.storage}"
     console.print(f"[italic]{escape(title)}[/]\n", highlight=False)
     headings = ["\n".join([*wrap(column.title, _HEADING), column.unit]) for column in columns]
     rows = [

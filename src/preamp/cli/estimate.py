@@ -14,16 +14,24 @@ import typer
 from rich.console import Console
 
 import preamp
-from preamp.cli.console import make_console, only_answer_on_stdout, print_table, refused
+from preamp.cli.console import (
+    StorageName,
+    make_console,
+    only_answer_on_stdout,
+    print_table,
+    refused,
+)
 from preamp.core.errors import PreampError, bad_value
 from preamp.planning.layout import Factory
 from preamp.planning.memory import MemoryEstimate, Sharding
 from preamp.planning.optimizers import parse_call
 from preamp.planning.report import bytes_text
+from preamp.policy import resolve
+from preamp.policy.storage import parse_storage
 
 _CAPTION = (
-    "More in step: float32 gradients of masters while the optimizer steps. What is 0 at every "
-    "level is left out. Activations are not counted."
+    "More in step: float32 gradients of masters while the optimizer steps, and masters that are "
+    "split. What is 0 at every level is left out. Activations are not counted."
 )
 
 
@@ -40,7 +48,10 @@ def estimate(
     optimizer: Annotated[
         str, typer.Option(help='Name, "SGD(momentum=0.9)", package.module:Name, or none.')
     ] = "AdamW",
-    levels: Annotated[str, typer.Option(help="Opt levels.")] = ",".join(preamp.OPT_LEVELS),
+    levels: Annotated[
+        str | None, typer.Option(help="Opt levels; all that can have the storage by default.")
+    ] = None,
+    storage: StorageName = "full",
     world_size: Annotated[int, typer.Option(help="Ranks.")] = 1,
     sharding: Annotated[str, typer.Option(help="none, zero1 or fsdp.")] = "none",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -56,12 +67,12 @@ def estimate(
             found = [
                 preamp.estimate(
                     what,
-                    level,
+                    resolve(level, {"storage": storage}),
                     None if optimizer.lower() == "none" else optimizer,
                     world_size=world_size,
                     sharding=cast("Sharding", sharding),
                 )
-                for level in re.split(r"[,\s]+", levels.strip(", "))
+                for level in _levels(levels, storage)
             ]
     except (ValueError, TypeError, PreampError) as error:
         raise refused(error) from None
@@ -69,6 +80,17 @@ def estimate(
         typer.echo(json.dumps([one.to_json() for one in found], indent=2))
     else:
         _print(found, make_console())
+
+
+def _levels(levels: str | None, storage: str) -> list[str]:
+    if levels is not None:
+        return re.split(r"[,\s]+", levels.strip(", "))
+    needs_masters = parse_storage(storage).masters == "split"
+    return [
+        name
+        for name, policy in preamp.OPT_LEVELS.items()
+        if policy.master_weights or not needs_masters
+    ]
 
 
 def _model(model: str | None, params: float | None) -> Factory | float:
@@ -93,6 +115,8 @@ def _print(rows: list[MemoryEstimate], console: Console) -> None:
     title = f"{first.parameters:,} parameters, {first.optimizer}"
     if first.world_size > 1:
         title += f", one of {first.world_size} ranks, sharding {first.sharding}"
+    if first.storage != "full":
+        title += f", storage {first.storage}"
     console.print(f"{title}\n", style="italic", highlight=False, markup=False)
     columns = {name: [row.categories[name] for row in rows] for name in first.categories}
     columns["total"] = [row.total for row in rows]

@@ -18,6 +18,7 @@ from torch import nn
 
 import preamp
 from preamp.cli.console import (
+    StorageName,
     make_console,
     only_answer_on_stdout,
     print_table,
@@ -28,7 +29,7 @@ from preamp.cli.tracebacks import begin_tracebacks, is_foreign
 from preamp.core.errors import PreampError, PreampStateError, bad_value
 from preamp.planning.cases import CASES, case_named
 from preamp.planning.page import write
-from preamp.planning.planner import POLICIES, why_not_called
+from preamp.planning.planner import POLICIES, policies_of, why_not_called
 from preamp.planning.report import COLUMNS, advice_lines, cells_of, misfit_lines
 
 _MODULE = "preamp_planned_script"
@@ -44,6 +45,7 @@ def plan(
         str | None, typer.Option(help=f"A built-in example instead: {', '.join(CASES)}.")
     ] = None,
     levels: Annotated[str | None, typer.Option(help="Opt levels to look at.")] = None,
+    storage: StorageName = "full",
     steps: Annotated[int, typer.Option(help="Float32 steps to watch.")] = 4,
     verify: Annotated[
         int,
@@ -64,7 +66,7 @@ def plan(
     try:
         with only_answer_on_stdout(is_wanted=as_json):
             parts = _parts(script, names, case)
-            wanted = None if levels is None else _levels(levels)
+            wanted = policies_of(None if levels is None else _levels(levels), storage)
             report = preamp.plan(*parts, levels=wanted, steps=steps, verify_steps=verify)
     except (ValueError, TypeError, PreampError) as error:
         if _is_of_script(error):  # its traceback tells more

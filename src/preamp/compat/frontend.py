@@ -19,7 +19,7 @@ from preamp.compat.wrapper import OptimizerWrapper
 from preamp.core.errors import bad_state
 from preamp.core.log import say
 from preamp.core.pytree import map_leaves
-from preamp.policy import APEX_OPTIONS, OPT_LEVELS, Policy, Scope
+from preamp.policy import APEX_OPTIONS, OPT_LEVELS, Policy, Scope, Storage
 
 _PREFIX = "loss_scaler"
 
@@ -43,6 +43,7 @@ def initialize(
     patch_torch_functions_type: torch.dtype | None = None,
     scope: Scope | None = None,
     keep_fp32: Any = None,
+    storage: str | Storage | None = None,
 ) -> Any:
     """Put models and optimizers into mixed precision; see `preamp.initialize`.
 

@@ -55,9 +55,12 @@ def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Memory:
     gradients += [p.grad for p in masters if getattr(p, "has_materialized_grad", True)]
     state = [item for entry in optimizer.state.values() for item in entry.values()]
     count = sum(p.numel() for p in weights)
+    engine = preamp.engine_of(optimizer)
+    is_split = engine.policy.storage.masters == "split"
+    beside = preamp.count_memory(engine)["masters"] if is_split else _bytes(masters)
     return Memory(
         weights=_bytes(weights) / count,
-        masters=_bytes(masters) / count,
+        masters=beside / count,
         gradients=_bytes(gradients) / count,
         optimizer_state=_bytes(state) / count,
     )

@@ -12,7 +12,7 @@ from preamp.demo.config import DemoConfig
 from preamp.demo.parallel import RankResult
 from preamp.numerics import Record
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Status = Literal["finished", "diverged", "refused", "interrupted"]
 

@@ -122,11 +122,12 @@ def run_level(level: str, setting: Setting, watcher: Watcher) -> LevelResult:
     reset_peak(setting.device)
     model = copy.deepcopy(setting.start).to(setting.device)
     shard_before(model, config.parallel)
-    optimizer = make_optimizer(model, config.optimizer)
+    optimizer = make_optimizer(model, config.optimizer, config.storage)
     model, optimizer = preamp.initialize(
         model,
         optimizer,
         opt_level=level,
+        storage=config.storage_at(level),
         verbosity=0,
         # Where peak memory is measured, the stall meter's copies must not be in it.
         numerics="full" if setting.device.type == "cpu" else "light",

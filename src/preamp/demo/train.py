@@ -28,6 +28,7 @@ from preamp.numerics import (
     RunRecord,
     StepRecord,
 )
+from preamp.optim.fused.adam import FusedAdam
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +107,18 @@ class Tape:
     history: History = field(default_factory=History)  # what happened to the numbers
 
 
-def make_optimizer(model: GPT, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Create the optimizer as if there were no mixed precision."""
+def make_optimizer(
+    model: GPT, config: OptimizerConfig, storage: str = "full"
+) -> torch.optim.Optimizer:
+    """Create the optimizer as if there were no mixed precision; moments in fewer bits are ours."""
+    if storage != "full":
+        return FusedAdam(
+            model.parameters(),
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
     return torch.optim.AdamW(
         model.parameters(),
         lr=config.learning_rate,

@@ -12,59 +12,80 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from preamp.core.errors import bad_state
-from preamp.core.ranks import broadcast_from_first, has_process_group, share_of
+from preamp.core.ranks import (
+    TOGETHER,
+    broadcast_from_first,
+    has_process_group,
+    share_of,
+    unit_of_rows,
+)
 from preamp.distributed.groups import collectives, default_group, require_group
 from preamp.engine.agreement import compare_ranks
 from preamp.engine.loop import bare, engine_of
 from preamp.engine.session import OptimizerSession
+from preamp.kernels.stored import scales_shape
 from preamp.optim import LARC, Twin, leaf_of, pair_of
+from preamp.optim.fused.base import FusedOptimizer
 from preamp.optim.fused.every import FusedAdagrad, FusedAdam, FusedSGD
-from preamp.optim.part import Gate, Part, in_memory_order
+from preamp.optim.fused.moments import is_scales, without_codes
+from preamp.optim.part import Gate, Part, Span, in_memory_order, memory_order
+from preamp.policy.storage import FULL, Storage
 
 _BUCKET_BYTES = 32 * 2**20  # of all ranks' parts: what an exchange needs beside the weights
 
 
-def span_of(elements: int, rank: int, world_size: int) -> tuple[int, int]:
+def span_of(elements: int, rank: int, world_size: int, unit: int = TOGETHER) -> tuple[int, int]:
     """The first element that ``rank`` has, and the one after its last."""
-    share = share_of(elements, world_size)
+    share = share_of(elements, world_size, unit)
     return min(rank * share, elements), min((rank + 1) * share, elements)
 
 
-def exchange_parts(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Complete ``tensors``, of which each rank has written a span; all call this in one order."""
-    for bucket in _buckets(tensors):
+def exchange_parts(
+    tensors: Sequence[torch.Tensor], units: Sequence[int], group: dist.ProcessGroup
+) -> None:
+    """Complete ``tensors``, of which each rank has written a span; all call this in one order.
+
+    ``units`` are those of `share_of`.
+    """
+    for bucket in _buckets(list(zip(tensors, units, strict=True))):
         _exchange(bucket, group)
 
 
-def gather_parts(part: torch.Tensor, like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_parts(
+    part: torch.Tensor, like: torch.Tensor, unit: int, group: dist.ProcessGroup
+) -> torch.Tensor:
     """Put all ranks' vectors together in the form of ``like``; all of ``group`` call this."""
     whole = torch.empty_like(like, dtype=part.dtype)
-    start, stop = span_of(whole.numel(), group.rank(), group.size())
+    start, stop = span_of(whole.numel(), group.rank(), group.size(), unit)
     in_memory_order(whole)[start:stop] = part
-    exchange_parts([whole], group)
+    exchange_parts([whole], [unit], group)
     return whole
 
 
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    open_ones: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+_Bucket = list[tuple[torch.Tensor, int]]
+
+
+def _buckets(tensors: _Bucket) -> Iterator[_Bucket]:
+    open_ones: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for tensor in tensors:
+    for tensor, unit in tensors:
         key = (tensor.dtype, tensor.device)
         size = tensor.numel() * tensor.element_size()
         if key in open_ones and sizes[key] + size > _BUCKET_BYTES:
             yield open_ones.pop(key)
         sizes[key] = size if key not in open_ones else sizes[key] + size
-        open_ones.setdefault(key, []).append(tensor)
+        open_ones.setdefault(key, []).append((tensor, unit))
     yield from open_ones.values()
 
 
-def _exchange(bucket: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+def _exchange(bucket: _Bucket, group: dist.ProcessGroup) -> None:
     rank, world_size = group.rank(), group.size()
-    flat = [in_memory_order(tensor) for tensor in bucket]
-    shares = [share_of(tensor.numel(), world_size) for tensor in flat]
+    flat = [in_memory_order(tensor) for tensor, _ in bucket]
+    units = [unit for _, unit in bucket]
+    shares = [share_of(t.numel(), world_size, unit) for t, unit in zip(flat, units, strict=True)]
     own: Any = flat[0].new_zeros(sum(shares))
-    for tensor, place in zip(flat, own.split(shares), strict=True):
-        start, stop = span_of(tensor.numel(), rank, world_size)
+    for tensor, unit, place in zip(flat, units, own.split(shares), strict=True):
+        start, stop = span_of(tensor.numel(), rank, world_size, unit)
         place[: stop - start] = tensor[start:stop]
     found: Any = own.new_empty(world_size, own.numel())
     collectives.all_gather(
@@ -88,6 +109,8 @@ class Sharing:
         self.group = group
         self._session = session
         self._gate = Gate()
+        storage: Storage = getattr(session.optimizer, "storage", FULL)
+        self._by_rows = storage.moments != "float32"  # their blocks and noise go by rows
         self._direct: dict[int, tuple[torch.Tensor, Part]] = {}
         self._away: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
 
@@ -99,24 +122,39 @@ class Sharing:
             twin, whole = pair_of(param), leaf_of(param)
             if whole.numel() <= 1 or self._part_of(param) is not None:
                 continue
-            part = Part(*span_of(whole.numel(), self.group.rank(), self.group.size()), self._gate)
-            self._share_state(param, whole, part)
+            span = span_of(
+                whole.numel(), self.group.rank(), self.group.size(), self._unit_of(whole)
+            )
+            part = Part(*span, self._gate)
+            state = self._state(param)
+            own = self._own_state(state, whole, part)
+            state.clear()
+            state.update(own)
             if twin is None:
                 self._direct[id(param)] = (param, part)
             else:
                 twin.keep_part(part, part.of(twin.master.detach(), twin.half).clone())
+        self._tell_spans()
 
     def put_together(self) -> None:
         """Give this rank back what the others have. All ranks call this."""
         for param, whole, part in list(self.shared()):
             state = self._state(param)
-            for key, value in state.items():
-                if _is_part(key, value, part):
-                    state[key] = gather_parts(value, whole, self.group)
+            state.update(self._gathered_state(state, whole, part))
             twin = pair_of(param)
             if twin is not None:
-                twin.keep_part(None, gather_parts(param.detach(), whole, self.group))
+                twin.keep_part(None, self.gathered_master(twin))
         self._direct.clear()
+        self._tell_spans()
+
+    def _unit_of(self, whole: torch.Tensor) -> int:
+        return unit_of_rows(whole.shape) if self._by_rows and whole.dim() > 1 else TOGETHER
+
+    def _tell_spans(self) -> None:
+        """Let a fused optimizer know what its vectors are parts of."""
+        if isinstance(self._session.optimizer, FusedOptimizer):
+            spans = {id(param): Span.of(part, whole) for param, whole, part in self.shared()}
+            self._session.optimizer.spans = spans
 
     def shared(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Part]]:
         """What is shared: what the optimizer has, the weight, and this rank's part of it."""
@@ -133,12 +171,7 @@ class Sharing:
         """This rank's part of a parameter's loaded state; ``place`` is counted over all groups."""
         param = list(self._session.gradients.params())[place]
         part, whole = self._part_of(param), leaf_of(param)
-        if part is None:
-            return state
-        return {
-            key: part.of(value, whole).clone() if _is_whole(key, value, whole) else value
-            for key, value in state.items()
-        }
+        return state if part is None else self._own_state(state, whole, part)
 
     def whole_state(self, place: int, state: State) -> State:
         """Return such a state put together of all ranks' parts, on the CPU. All ranks call this."""
@@ -146,13 +179,13 @@ class Sharing:
         found = {id(p): (whole, part) for p, whole, part in self.shared()}
         if id(param) not in found:
             return state
-        whole, part = found[id(param)]
-        return {
-            key: gather_parts(value, whole, self.group).cpu()
-            if _is_part(key, value, part)
-            else value
-            for key, value in state.items()
-        }
+        gathered = self._gathered_state(state, *found[id(param)])
+        return {**state, **{key: value.cpu() for key, value in gathered.items()}}
+
+    def gathered_master(self, twin: Twin) -> torch.Tensor:
+        """All of a master. All ranks call this."""
+        unit = self._unit_of(twin.half)
+        return gather_parts(twin.master.detach(), twin.half, unit, self.group)
 
     def _part_of(self, param: torch.Tensor) -> Part | None:
         twin = pair_of(param)
@@ -164,11 +197,35 @@ class Sharing:
         state = cast("dict[torch.Tensor, State]", self._session.optimizer.state)
         return state[param] if param in state else {}
 
-    def _share_state(self, param: torch.Tensor, whole: torch.Tensor, part: Part) -> None:
-        state = self._state(param)
+    def _own_state(self, state: State, whole: torch.Tensor, part: Part) -> State:
+        """This rank's part of a whole state, copied."""
+        span, own = Span.of(part, whole), state
+        if not span.has_whole_rows:
+            own = without_codes(state)
+        found: State = {}
+        for key, value in own.items():
+            if is_scales(own, key) and value.shape == scales_shape(whole.shape):
+                found[key] = value[span.first_row : span.first_row + span.rows].clone()
+            else:
+                is_whole = _is_whole(key, value, whole)
+                found[key] = part.of(value, whole).clone() if is_whole else value
+        return found
+
+    def _gathered_state(
+        self, state: State, whole: torch.Tensor, part: Part
+    ) -> dict[str, torch.Tensor]:
+        """What of a state other ranks have parts of, put together. All ranks call this."""
+        found: dict[str, torch.Tensor] = {}
+        unit = self._unit_of(whole)
         for key, value in state.items():
-            if _is_whole(key, value, whole):
-                state[key] = part.of(value, whole).clone()
+            if is_scales(state, key):
+                like = value.new_empty(scales_shape(whole.shape))
+                rows = unit * whole.shape[0] // whole.numel()
+                unit_here = rows * like.shape[1]
+                found[key] = gather_parts(value.view(-1), like, unit_here, self.group)
+            elif _is_part(key, value, part):
+                found[key] = gather_parts(value, whole, unit, self.group)
+        return found
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -211,8 +268,9 @@ class Sharing:
         twins = self.twins()
         halves = [twin.half.detach() for twin in twins]
         direct = [param.detach() for param, _ in self._direct.values()]
+        whole = [*halves, *direct]
         with torch.no_grad():
-            exchange_parts([*halves, *direct], self.group)
+            exchange_parts(whole, list(map(self._unit_of, whole)), self.group)
         for twin in twins:
             twin.note_written()
 
@@ -292,6 +350,7 @@ def shard_optimizer(
             "Give each parameter to one optimizer",
         )
     group = process_group or default_group()
+    _check_rows(session)
     if group.size() == 1 or not engine.policy.enabled:
         return
     for model in engine.models:
@@ -336,7 +395,7 @@ def full_state_dicts(
     is_mine = sharing.group.rank() == to
     for twin in sharing.twins():
         twin.settle()
-        whole = gather_parts(twin.master.detach(), twin.half, sharing.group)
+        whole = sharing.gathered_master(twin)
         twin.held.gathered = whole.cpu() if is_mine else None
     try:
         weights: dict[str, Any] = model.state_dict() if is_mine else {}
@@ -348,6 +407,19 @@ def full_state_dicts(
         place: sharing.whole_state(place, state["state"][place]) for place in sorted(state["state"])
     }
     return (weights, {**state, "state": whole_states}) if is_mine else None
+
+
+def _check_rows(session: OptimizerSession) -> None:
+    """Refuse moments in fewer bits of weights whose rows are not one after the other."""
+    storage: Storage = getattr(session.optimizer, "storage", FULL)
+    for whole in map(leaf_of, session.gradients.params() if storage.moments != "float32" else ()):
+        if whole.numel() > 1 and memory_order(whole)[0] != 0:
+            raise bad_state(
+                f"A weight {tuple(whole.shape)} with the strides {whole.stride()} got moments="
+                f"{storage.moments!r}",
+                "Ranks share out moments in fewer bits by rows, which must lie one after the other",
+                "Make the weight contiguous before preamp.initialize, or keep float32 moments",
+            )
 
 
 class _TakePart:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from preamp.core.dtypes import dtype_name
+from preamp.engine.storage import describe_storage
 from preamp.kernels import explain
 from preamp.policy import describe_overrides
 
@@ -43,6 +44,7 @@ def explain_engine(engine: EngineCore) -> str:
         unowned = engine.names.unowned(session.model_params())
         if unowned:
             lines.append(f"  trained but in no model, left as they are: {', '.join(unowned)}")
+    lines += describe_storage(engine)
     for index, scaler in enumerate(engine.scalers):
         kind = "dynamic" if scaler.is_dynamic else "static"
         lines.append(f"loss {index}: {kind} scale, now {scaler.value()}")

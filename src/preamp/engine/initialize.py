@@ -41,12 +41,13 @@ from preamp.engine.params import master_types
 from preamp.engine.recording import OFF, Numerics, Recording, make_recording
 from preamp.engine.reductions import attach_reductions
 from preamp.engine.sharding import check_fits, check_groups
-from preamp.engine.weights import attach_weight_doors
+from preamp.engine.storage import check_storage
+from preamp.engine.weights import attach_move_doors, attach_weight_doors
 from preamp.kernels import ForeachType, Ops, cpu_lacks_matmul
 from preamp.kernels import backend as ops_named
 from preamp.kernels.fsdp import gather_dtypes, reshard
 from preamp.optim.fused.base import FusedOptimizer
-from preamp.policy import OnOverflow, Policy, Scope, resolve
+from preamp.policy import OnOverflow, Policy, Scope, Storage, resolve
 
 
 def initialize(
@@ -77,6 +78,7 @@ def initialize(
     numerics_every: int = 100,
     history: str | os.PathLike[str] | None = None,
     process_groups: Any = None,
+    storage: str | Storage | None = None,
 ) -> Any:
     """Put models and optimizers into mixed precision, in place.
 
@@ -134,6 +136,9 @@ def initialize(
             tensors: one, several, or a mapping from each to ``"tensor"`` (default) or
             ``"pipeline"``. Overflow and norms are agreed over them; see the page on distributed
             training. Groups of sharded tensors (``fully_shard``) are known without.
+        storage: How masters and moments are kept between steps: ``"full"`` (default) in float32;
+            ``"split"``, masters as half weights and the 16 bits that these lack, exactly;
+            ``"compact"``, moments in 8 bits besides; or a `preamp.Storage`.
 
     Returns:
         The very objects passed in: ``models`` alone if ``optimizers`` is ``None``, else
@@ -255,7 +260,9 @@ def _checked(
     checks.check_not_shared(models, policy)
     checks.check_models(models, policy, allow_half_model=entrance.allow_half_model)
     check_fits(models, policy, splits)
-    return checks.planned_conversion(models, policy)
+    conversion = checks.planned_conversion(models, policy)
+    check_storage(models, optimizers, policy, conversion.kept)
+    return conversion
 
 
 def _mark_optimizers(engine: Engine, ops: Ops, splits: Splits) -> None:
@@ -265,6 +272,7 @@ def _mark_optimizers(engine: Engine, ops: Ops, splits: Splits) -> None:
             set_attribute(optimizer, "splits", splits, engine.undo)
         if isinstance(optimizer, FusedOptimizer):
             set_attribute(optimizer, "backend", ops.name, engine.undo)
+            set_attribute(optimizer, "storage", engine.policy.storage, engine.undo)
 
 
 def _take_over(engine: Engine, earlier: Iterable[tuple[nn.Module, Engine | None]]) -> None:
@@ -338,6 +346,8 @@ def _hook_model(engine: Engine, model: nn.Module) -> None:
         attach_state_hooks(model, engine.link, undo)
     if policy.master_weights:
         attach_weight_doors(model, engine.link, undo)
+    if policy.storage.masters == "split":
+        attach_move_doors(model, engine.link, undo)
 
 
 def _install_function_casts(engine: Engine) -> None:

@@ -15,7 +15,7 @@ from preamp.core.pytree import tensors_in
 from preamp.core.tensors import local_of, storage_key, stored_grad
 from preamp.engine.casts import cast_records
 from preamp.kernels.sparse import stored_parts
-from preamp.optim import is_master
+from preamp.optim import is_master, kept_of
 
 if TYPE_CHECKING:
     from preamp.engine.core import EngineCore
@@ -82,7 +82,7 @@ def count_memory(engine: EngineCore) -> dict[str, int]:
     return {
         "weights": seen.bytes_of(weights),
         "buffers": seen.bytes_of(buffers),
-        "masters": seen.bytes_of(masters),
+        "masters": seen.bytes_of(kept_of(masters)),
         "gradients": seen.bytes_of(gradients),
         "optimizer state": seen.bytes_of(
             tensor for optimizer in engine.optimizers for tensor in _state(optimizer)

@@ -118,6 +118,7 @@ class OptimizerHooks:
         withheld = self._give_back_gradients()
         if not withheld:
             self._session.write_halves()
+            self._session.pack()
             if self._session.sharing is not None:
                 self._session.sharing.exchange()
         if self._stepping:

@@ -25,6 +25,7 @@ from preamp.core.tensors import (
     grad_of,
     has_sharded,
     host_reaches,
+    is_capturing,
     is_sharded,
     versions_of,
 )
@@ -617,6 +618,7 @@ class OptimizerSession:
     def compare_weights(self) -> None:
         """Weights may have been written to without a trace; look at the next backward."""
         for table in self.gradients.tables:
+            table.make()
             table.compares = True
 
     def adopt(self, originals: Mapping[int, torch.Tensor] | None = None) -> None:
@@ -771,7 +773,12 @@ class OptimizerSession:
             if compares and not self.gradients.holds_any():
                 self.compare_weights()
             for table in self.masters.tables:
+                if table.packs and is_capturing(table.halves[0].device):
+                    raise refusals.captured_while_split()
                 table.absorb()
+                # Packed now, masters leave their memory to what the first step makes.
+                takes_stored = getattr(self.optimizer, "_takes_stored", False)
+                (table.pack if takes_stored else table.make)()
 
     def take_in_shown(self) -> None:
         """Take in what a script did to gradients after ``unscale_``; all ranks call it."""
@@ -788,6 +795,11 @@ class OptimizerSession:
         """Round the masters into the half weights."""
         for table in self.gradients.tables:
             table.write_halves()
+
+    def pack(self) -> None:
+        """Keep masters as the storage says; see `WeightTable.pack`."""
+        for table in self.gradients.tables:
+            table.pack()
 
     def finish_step(self) -> None:
         """Use the gradients up, taken or not."""
@@ -828,9 +840,10 @@ def make_sessions(
     *,
     has_masters: bool,
     ignores_rewriting: bool = False,
+    packs: bool = False,
 ) -> dict[int, OptimizerSession]:
     """One session for each optimizer, by its ``id``; a weight in two of them has one master."""
-    weights = Weights(ops, name_of, ignores_rewriting=ignores_rewriting)
+    weights = Weights(ops, name_of, ignores_rewriting=ignores_rewriting, packs=packs)
     sessions: dict[int, OptimizerSession] = {}
     for optimizer in optimizers:
         masters = Masters(optimizer, weights) if has_masters else None

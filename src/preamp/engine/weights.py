@@ -25,7 +25,7 @@ from preamp.core.tensors import stored_grad
 from preamp.core.undo import UndoStack
 from preamp.engine.params import twin_of
 from preamp.engine.session import OptimizerSession
-from preamp.kernels.modules import add_hook, remove_hooks
+from preamp.kernels.modules import add_hook, before_moves, forget_moves, remove_hooks
 from preamp.kernels.shards import set_data
 from preamp.optim import Twin
 from preamp.scaling.scaler import Adjustments
@@ -44,7 +44,7 @@ def exact_value(self: EngineCore, half: torch.Tensor) -> torch.Tensor | None:
         return None
     if half.dtype is not torch.float32:  # not inside `exact_weights`
         twin.settle()
-    return twin.held.value()
+    return twin.value()
 
 
 def load_exact(self: EngineCore, half: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
@@ -58,7 +58,8 @@ def load_exact(self: EngineCore, half: torch.Tensor, value: torch.Tensor) -> tor
     with torch.no_grad():
         twin.master.copy_(twin.held.own(value))
     twin.table.expect_load(twin.row)
-    return twin.master.detach() if twin.held.part is None else value.float()
+    whole = twin.master.detach() if twin.held.part is None else value.float()
+    return twin.table.rounded(twin.row, whole)
 
 
 def trust_masters(self: EngineCore, params: Iterable[torch.Tensor]) -> None:
@@ -87,6 +88,8 @@ def exact_weights(self: EngineCore) -> Generator[None]:
     """
     self.check_outside_blocks("exact_weights()")
     twins = {id(t.half): t for s in self.sessions.values() for t in s.masters or ()}.values()
+    for twin in twins:
+        twin.table.make()
     values = [(twin, twin.held.value()) for twin in twins]  # refuses parts
     tables = {id(twin.table): twin.table for twin in twins}.values()
     for twin in twins:
@@ -166,6 +169,7 @@ class CopyExact:
             for part in made.modules():
                 remove_hooks(part, lambda hook: isinstance(hook, EngineHook))
                 remove_forward(part)
+                forget_moves(part)
         return made
 
 
@@ -190,6 +194,22 @@ def attach_weight_doors(model: nn.Module, link: Link[EngineCore], undo: UndoStac
         method = CopyExact(link, part)
         undo.push(partial(_remove_copy_method, part, method))
         vars(part)["__deepcopy__"] = method
+
+
+def attach_move_doors(model: nn.Module, link: Link[EngineCore], undo: UndoStack) -> None:
+    """Let masters be float32 while modules of ``model`` are moved, as by ``model.cpu()``.
+
+    What is only moved is not taken for written to then.
+    """
+
+    def prepare() -> None:
+        engine = link.target
+        for session in () if engine is None else engine.sessions.values():
+            for table in session.gradients.tables:
+                table.make()
+
+    for part in model.modules():
+        before_moves(part, prepare, undo)
 
 
 def _remove_copy_method(part: nn.Module, method: CopyExact) -> None:

@@ -28,18 +28,25 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def sharded_as(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return ``local``, not copied, as this rank's part of a tensor that is like ``like``."""
+def sharded_as(
+    local: torch.Tensor, like: torch.Tensor, shape: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Return ``local``, not copied, as this rank's part of a tensor that is like ``like``.
+
+    One of another ``shape`` has its rows where ``like`` has them.
+    """
     if not is_sharded(like):
         return local
     kind, whole = cast("Any", type(like)), cast("Any", like)
+    size = whole.shape if shape is None else torch.Size(shape)
+    is_alike = size == whole.shape
     return kind.from_local(
         local,
         whole.device_mesh,
         whole.placements,
         run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
+        shape=size,
+        stride=whole.stride() if is_alike else torch.empty(size, device="meta").stride(),
     )
 
 
@@ -88,6 +95,14 @@ def is_evenly_cut(tensor: torch.Tensor) -> bool:
         is_usual = is_usual and type(placement).__name__ == "Shard"
         cuts[placement.dim] = cuts.get(placement.dim, 1) * sharded.device_mesh.size(dim)
     return is_usual or all(tensor.shape[dim] % parts == 0 for dim, parts in cuts.items())
+
+
+def has_whole_rows(tensor: torch.Tensor) -> bool:
+    """Whether every rank's part of a sharded tensor is consecutive rows of it, or all of them."""
+    return all(
+        placement.is_replicate() or (type(placement).__name__ == "Shard" and placement.dim == 0)
+        for placement in cast("Any", tensor).placements
+    )
 
 
 def copies_of(tensor: torch.Tensor) -> tuple[int, bool]:

@@ -7,6 +7,7 @@ from preamp.optim.direct import is_zeroed as is_zeroed
 from preamp.optim.larc import LARC as LARC
 from preamp.optim.master_parameter import MasterParameter as MasterParameter
 from preamp.optim.master_parameter import is_master as is_master
+from preamp.optim.master_parameter import kept_of as kept_of
 from preamp.optim.master_parameter import leaf_of as leaf_of
 from preamp.optim.master_parameter import leaves_of as leaves_of
 from preamp.optim.master_parameter import pair_of as pair_of

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 
+from preamp.core.pytree import tensors_in
 from preamp.core.tensors import is_sharded, store_grad, stored_grad
 from preamp.kernels.shards import instance_of
 
@@ -33,9 +34,9 @@ class MasterParameter(torch.nn.Parameter):
             return stored_grad(self)
         table, row, now = twin.table, twin.row, stored_grad(twin.half)
         # Most reads find nothing new, and an optimizer reads this several times for each weight.
-        if now is table.seen[row] and not table.has_parts and type(self) is MasterParameter:
+        if now is table.seen[row] and not table.has_parts and type(self) in _LOCAL_KINDS:
             if now is None:
-                return stored_grad(self)
+                return stored_grad(self) if table.may_have_bases else None
             record = table.records[row]
             is_same = now._version == table.versions[row]  # noqa: SLF001
             if is_same and record is not None and record.factor is None:
@@ -68,6 +69,60 @@ class MasterParameter(torch.nn.Parameter):
         """Pickle as a plain parameter, so that files load without preamp."""
         plain: Any = torch.nn.Parameter(self.detach(), self.requires_grad)
         return plain.__reduce_ex__(protocol)
+
+
+def _of_form() -> set[Callable[..., Any]]:
+    """What torch asks a parameter of itself without looking at any value."""
+    properties = ("shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "ndim")
+    properties += ("grad_fn", "is_cpu", "is_cuda", "is_sparse", "is_meta")
+    methods = ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "get_device")
+    methods += ("element_size", "requires_grad_", "__len__")
+    kind: Any = torch.Tensor
+    found = {getattr(kind, name).__get__ for name in properties}
+    found |= {getattr(kind, name) for name in methods}
+    found |= {kind.requires_grad.__set__, kind.grad.__set__}
+    return found | {torch.is_floating_point, torch.is_complex, torch.numel}
+
+
+_OF_FORM = _of_form()
+
+
+class PackedMaster(MasterParameter):
+    """A master that has no memory: it is its half weight and the 16 bits that a table has beside.
+
+    Whatever torch is asked of it but its form makes the masters of the whole table first, so that
+    whoever reads or writes one finds float32. `WeightTable` changes the class there and back.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``func``, of masters that are there where it needs more than their form."""
+        if func not in _OF_FORM:
+            make_masters(tensors_in((args, kwargs)))
+        parameter: Any = torch.nn.Parameter  # which calls what it is given
+        return parameter.__torch_function__(func, types, args, kwargs or {})
+
+
+def make_masters(params: Iterable[torch.Tensor]) -> None:
+    """Make the masters among ``params`` float32 tensors where they are packed."""
+    for param in cast("Iterable[Any]", params):
+        if type(param) in PACKED_KINDS:
+            param.twin.table.make()
+
+
+def kept_of(masters: Iterable[MasterParameter]) -> list[torch.Tensor]:
+    """What masters take memory for, without making those that are packed."""
+    return [param if param.twin is None else param.twin.kept for param in masters]
+
+
+def form_of(param: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape and strides of ``param``: of a packed master its half weight."""
+    if type(param) not in PACKED_KINDS:
+        return param
+    twin: Twin = cast("Any", param).twin
+    return twin.held.own(twin.half.detach())
 
 
 def is_master(param: torch.Tensor) -> TypeGuard[MasterParameter]:
@@ -114,5 +169,19 @@ def sharded_kind(kind: type[torch.Tensor]) -> type[MasterParameter]:
     return cast("type[MasterParameter]", made)
 
 
-MASTER_KINDS: set[type] = {MasterParameter}
+@functools.cache
+def packed_kind(kind: type[MasterParameter]) -> type[MasterParameter]:
+    """The class of masters of ``kind`` while they are packed."""
+    if kind is MasterParameter:
+        return PackedMaster
+    made = type("PackedShardedMaster", (PackedMaster, kind), {"__slots__": ()})
+    MASTER_KINDS.add(made)
+    PACKED_KINDS[made] = kind
+    return cast("type[MasterParameter]", made)
+
+
+_LOCAL_KINDS = MasterParameter, PackedMaster
+MASTER_KINDS: set[type] = {MasterParameter, PackedMaster}
 """The classes of all masters."""
+PACKED_KINDS: dict[type, type[MasterParameter]] = {PackedMaster: MasterParameter}
+"""Those of packed masters, and what they are otherwise."""

@@ -21,9 +21,12 @@ NameOf = Callable[[torch.Tensor], str]
 class Weights:
     """Half weights, in a table for each set of optimizers that share them: one master each."""
 
-    def __init__(self, ops: Ops, name_of: NameOf, *, ignores_rewriting: bool = False) -> None:
-        """Start without weights; see `Rewriting`."""
+    def __init__(
+        self, ops: Ops, name_of: NameOf, *, ignores_rewriting: bool = False, packs: bool = False
+    ) -> None:
+        """Start without weights; see `Rewriting`, and `WeightTable.pack`."""
         self._ops = ops
+        self._packs = packs
         self._rewriting = Rewriting(is_ignored=ignores_rewriting)
         self._name_of = name_of
         self._twins: dict[int, Twin] = {}  # by id of the half parameter
@@ -51,7 +54,8 @@ class Weights:
     def clear(self) -> None:
         """Hold nothing any more, rows and tables not each other."""
         for table in self._tables.values():
-            for column in (table.twins, table.halves, table.masters, table.grads, table.seen):
+            columns = (table.twins, table.halves, table.masters, table.kept, table.lows)
+            for column in (*columns, table.grads, table.seen):
                 column.clear()
         self._twins.clear()
         self._tables.clear()
@@ -59,7 +63,9 @@ class Weights:
 
     def _table(self, owners: frozenset[int]) -> WeightTable:
         if owners not in self._tables:
-            self._tables[owners] = WeightTable(self._ops, owners, self._rewriting)
+            self._tables[owners] = WeightTable(
+                self._ops, owners, self._rewriting, packs=self._packs
+            )
         return self._tables[owners]
 
 
@@ -131,6 +137,8 @@ class Masters:
 
         May be called again if it was interrupted.
         """
+        for table in self.tables:
+            table.make()  # a script may keep masters
         state: dict[Any, Any] = self._optimizer.state
         by_master = {id(twin.master): twin for twin in self}
         for twin in self:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,6 +45,56 @@ class Part:
                 "Clip with preamp.clip_grad_norm_(optimizer, max_norm), which knows the whole "
                 "gradients' norm",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Which elements of a tensor a part is."""
+
+    shape: tuple[int, ...]  # of the tensor
+    order: tuple[int, ...]  # its dimensions in the order of memory, the slowest first
+    start: int  # in that order, the first
+    stop: int  # one after the last
+
+    @classmethod
+    def of(cls, part: Part, whole: torch.Tensor) -> Span:
+        """That of a ``part`` of ``whole``."""
+        return cls(tuple(whole.shape), memory_order(whole), part.start, part.stop)
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return self.stop - self.start
+
+    @property
+    def row(self) -> int:
+        """Elements of a row of the tensor, one index of its first dimension."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def first_row(self) -> int:
+        """The first row of the tensor that it has."""
+        return self.start // self.row
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has, if `has_whole_rows`."""
+        return self.elements // self.row
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether it begins and ends where rows of the tensor do."""
+        return self.order[0] == 0 and self.start % self.row == 0 and self.stop % self.row == 0
+
+    def shaped(self, part: torch.Tensor) -> torch.Tensor:
+        """The vector ``part`` as those rows: a view."""
+        lengths = [self.rows, *(self.shape[dim] for dim in self.order[1:])]
+        back = [self.order.index(dim) for dim in range(len(self.order))]
+        return part.view(lengths).permute(back)
+
+    def flat(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows as a vector in the order of memory."""
+        return rows.permute(self.order).reshape(-1)
 
 
 class Holding:
@@ -123,5 +174,11 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor as a vector that shares its memory; torch raises where that cannot be."""
     if tensor.is_contiguous():
         return tensor.detach().view(-1)
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.detach().permute(order).view(-1)
+    return tensor.detach().permute(memory_order(tensor)).view(-1)
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its dimensions, from the largest stride to the smallest."""
+    if tensor.is_contiguous():
+        return tuple(range(tensor.dim()))
+    return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))

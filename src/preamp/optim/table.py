@@ -16,6 +16,7 @@ loss scale is on them, since clipping a scaled gradient would be wrong without a
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.autograd.graph import increment_version
 
 from preamp.core.dtypes import dtype_name, is_half
 from preamp.core.errors import PreampStateError, bad_state, message
@@ -32,6 +34,7 @@ from preamp.core.tensors import (
     WeightMarks,
     are_same,
     devices_of,
+    find_again,
     grad_of,
     is_sharded,
     kinds_of,
@@ -44,9 +47,15 @@ from preamp.core.tensors import (
     versions_of,
 )
 from preamp.kernels import Ops
-from preamp.kernels.shards import set_data
+from preamp.kernels.shards import set_data, sharded_as
 from preamp.optim.direct import Placeholders, is_zeroed
-from preamp.optim.master_parameter import master_parameter
+from preamp.optim.master_parameter import (
+    PACKED_KINDS,
+    MasterParameter,
+    master_parameter,
+    packed_kind,
+)
+from preamp.optim.packing import packed, round_into, unpacked
 from preamp.optim.part import Holding, Part
 from preamp.optim.rewritten import Agree, common_factors, likely_factor, rewritten_in_half
 
@@ -106,7 +115,7 @@ class Rewriting:
 class Twin:
     """One row: a half parameter and its master."""
 
-    __slots__ = ("half", "held", "master", "name", "row", "table")
+    __slots__ = ("dtype", "half", "held", "master", "name", "row", "stays_wide", "table")
 
     table: WeightTable  # where the row is
     row: int  # its number there
@@ -114,7 +123,9 @@ class Twin:
     def __init__(self, half: Parameter, data: torch.Tensor, name: str) -> None:
         """Make the master of ``half`` from ``data``, not copied; the row has no table yet."""
         self.half = half  # the model's parameter, float16 or bfloat16
+        self.dtype = half.dtype
         self.name = name
+        self.stays_wide = False  # whether the master is float32 whatever the storage
         # The optimizer's parameter, float32
         self.master = master_parameter(data, requires_grad=half.requires_grad)
         self.master.twin = self
@@ -137,6 +148,19 @@ class Twin:
         if self.held.part is None:
             return self.gradient()
         return self.held.own_gradient(self.pending, self.gradient, self.table.ops)
+
+    def value(self) -> torch.Tensor:
+        """All of the master, which stays packed if it is; see `Holding.value`."""
+        low = self.table.lows[self.row]
+        if low is None or self.held.part is not None:
+            return self.held.value()
+        return self.table.joined(self.row, low)
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """What the master takes memory for: itself, or what is beside the half weight."""
+        low = self.table.lows[self.row]
+        return self.master if low is None else low
 
     @property
     def pending(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -220,13 +244,16 @@ def _note_accumulated(master: Any) -> None:
         master.twin.table.changes += 1
 
 
-def take_over(half: torch.Tensor, wide: torch.Tensor) -> None:
+def take_over(half: torch.Tensor, wide: torch.Tensor, *, ties_away: bool = False) -> None:
     """Take the values of ``half`` into ``wide`` where they are not those of ``wide``, rounded.
 
-    Elements that still equal their rounded copy keep its precision.
+    Elements that still equal their rounded copy keep its precision. With ``ties_away`` what lies
+    half way was rounded away from zero, as packed masters are.
     """
-    same = wide.to(half.dtype) == half
-    wide.copy_(torch.where(same, wide, half.float()))
+    rounded = torch.empty_like(half) if ties_away else wide.to(half.dtype)
+    if ties_away:
+        round_into(local_of(wide), local_of(rounded))
+    wide.copy_(torch.where(rounded == half, wide, half.float()))
 
 
 class WeightPairs:
@@ -238,12 +265,15 @@ class WeightPairs:
     def __init__(self, ops: Ops) -> None:
         """Start without rows."""
         self.ops = ops
+        self.packs = False  # whether masters are packed between steps, and round ties away
         self.has_parts = False  # whether ranks share masters
         self.has_sharded = False  # whether any weight is a ``DTensor``
         self.halves: list[Any] = []
         self.masters: list[Any] = []
         self._half_marks = WeightMarks()
         self._master_marks = WeightMarks()
+        # What changes with a master: itself, or what is kept in its place
+        self.kept: list[Any] = self.masters
         self._are_alike: bool | None = None  # unknown
         self._is_rounded: list[bool] = []  # by the update itself, since the last `write_halves`
 
@@ -257,6 +287,8 @@ class WeightPairs:
         self._are_alike = None
         self.halves.append(half)
         self.masters.append(master)
+        if self.kept is not self.masters:
+            self.kept.append(master)
         self._is_rounded.append(False)
         self._half_marks.add(half)
         self._master_marks.add(master)
@@ -264,6 +296,8 @@ class WeightPairs:
     def remove_row(self, row: int) -> None:
         """Forget a row."""
         self._are_alike = None
+        if self.kept is not self.masters:
+            del self.kept[row]
         del self.halves[row], self.masters[row], self._is_rounded[row]
         self._half_marks.remove(row)
         self._master_marks.remove(row)
@@ -280,7 +314,7 @@ class WeightPairs:
             if master.device != half.device:
                 self._are_alike = None
                 set_data(master, master.data.to(half.device))
-            take_over(self.own_part(row, half), master.data)
+            take_over(self.own_part(row, half), master.data, ties_away=self.packs)
 
     @property
     def are_alike(self) -> bool:
@@ -327,7 +361,7 @@ class WeightPairs:
         Fused optimizers have done so in their update.
         """
         rounded, self._is_rounded = self._is_rounded, [False] * len(self)
-        changed = self._master_marks.written(self.masters) if True in rounded else ()
+        changed = self._master_marks.written(self.kept) if True in rounded else ()
         if changed or False in rounded:
             again = set(changed)
             self.round([row for row, done in enumerate(rounded) if not done or row in again])
@@ -346,13 +380,13 @@ class WeightPairs:
     def note_written(self, rows: Sequence[int]) -> None:
         """Remember that the half weights of ``rows`` equal their rounded masters as of now."""
         self._half_marks.renew(self.halves, rows)
-        self._master_marks.renew(self.masters, rows)
+        self._master_marks.renew(self.kept, rows)
 
     def note_rounded(self, start: int, stop: int) -> None:
         """An update itself has rounded new masters into half weights, of consecutive rows."""
         self._is_rounded[start:stop] = [True] * (stop - start)
         self._half_marks.advance(self.halves, start, stop)
-        self._master_marks.advance(self.masters, start, stop)
+        self._master_marks.advance(self.kept, start, stop)
 
 
 class WeightTable(WeightPairs):
@@ -363,11 +397,20 @@ class WeightTable(WeightPairs):
     """
 
     def __init__(
-        self, ops: Ops, owners: frozenset[int] = frozenset(), rewriting: Rewriting | None = None
+        self,
+        ops: Ops,
+        owners: frozenset[int] = frozenset(),
+        rewriting: Rewriting | None = None,
+        *,
+        packs: bool = False,
     ) -> None:
         """Start without rows."""
         super().__init__(ops)
         self.owners = owners  # of which optimizers
+        self.packs = packs
+        # Of each row what is beside its half weight, int16, where the master is packed. Of a
+        # sharded tensor this rank's part.
+        self.lows: list[torch.Tensor | None] = []
         self._rewriting = rewriting or Rewriting()
         self._steps = 0  # with them watched
         self._is_rewriting = False  # whether the script wrote other things than zeros
@@ -398,6 +441,8 @@ class WeightTable(WeightPairs):
         self._sample: dict[int, torch.Tensor] = {}  # values of a few rows
         self._base_versions: dict[int, int] = {}  # of masters' gradients, of rows that are shown
         self._has_warned = False  # of gradients taken as a script has written them
+        self._has_warned_of_lows = False
+        self._nothing: dict[torch.device, torch.Tensor] = {}  # nan, of which packed masters are
 
     def add(self, twin: Twin) -> None:
         """Add a row whose half weight is its rounded master."""
@@ -405,17 +450,22 @@ class WeightTable(WeightPairs):
         self.may_have_bases |= twin.held.gradient is not None
         self.add_row(twin.half, twin.master)
         self.twins.append(twin)
+        self.lows.append(None)
         for column in self._gradient_columns():
             column.append(None)
         self.versions.append(-1)
         self.records.append(None)
         if self.raw is not None:
             self.raw.append(None)
+        if self.packs:
+            self.round((twin.row,))
 
     def remove(self, twin: Twin) -> None:
         """Let another table have the row; between two steps only."""
+        self.make()
         self.remove_row(twin.row)
-        for column in (self.twins, *self._gradient_columns(), self.versions, self.records):
+        columns = (self.twins, self.lows, *self._gradient_columns(), self.versions, self.records)
+        for column in columns:
             del column[twin.row]
         self.raw = None
         for row, other in enumerate(self.twins):
@@ -1126,16 +1176,17 @@ class WeightTable(WeightPairs):
         """The master was loaded; its half weight is about to be written to, rounded, once."""
         self.loaded.add(row)
         self.compares = True  # whoever loads may broadcast what one rank has read
-        self._master_marks.renew(self.masters, (row,))
+        self._master_marks.renew(self.kept, (row,))
         self._half_marks.expect_write(row)
 
     def settle(self, row: int) -> None:
         """Make a half weight and its master agree, whichever of them was written to."""
-        half, master = self.halves[row], self.masters[row]
-        if self._half_marks.is_changed(row, half):
+        if self._half_marks.is_changed(row, self.halves[row]):
             self.take_over(row)
             self.note_written((row,))
-        elif self._master_marks.is_changed(row, master):
+        elif self.lows[row] is not None:
+            return
+        elif self._master_marks.is_changed(row, self.masters[row]):
             if not self.has_parts:
                 self.round((row,))
         elif self.compares:
@@ -1175,10 +1226,129 @@ class WeightTable(WeightPairs):
         An optimizer's own step is not meant: `write_halves` follows it. Writes through ``p.data``
         (but not assignments to it) stay unseen. Where ranks share masters nothing is done.
         """
-        rows = self._master_marks.changed(self.masters)
+        rows = self._master_marks.changed(self.kept)
         if rows and not self.has_parts:
             self.absorb()
             self.round(rows)
+
+    def take_over(self, row: int) -> None:
+        """Let the master have what was written to the half weight.
+
+        Which elements were written to a packed one does not tell: it is the half weight then, and
+        stays float32, so that a script that writes in each step loses nothing further.
+        """
+        if self.lows[row] is None:
+            super().take_over(row)
+            return
+        half, twin = self._own_half(row), self.twins[row]
+        if not is_half(half):
+            raise self.became_wide(row)
+        twin.stays_wide = True
+        with torch.inference_mode(mode=False):
+            self._make_row(row, half.float())
+        if not self._has_warned_of_lows:
+            self._has_warned_of_lows = True
+            warnings.warn(_written_while_packed(twin.name, half.dtype), stacklevel=2)
+
+    def round(self, rows: Sequence[int]) -> None:
+        """Round the masters of ``rows`` into their half weights; packed ones are all in these.
+
+        Those that will be packed are rounded as then, so that it does not matter when they are.
+        """
+        rows = [row for row in rows if self.lows[row] is None]
+        if not self.packs:
+            super().round(rows)
+            return
+        with torch.no_grad():
+            for row in rows:
+                round_into(local_of(self.masters[row].detach()), self._own_half(row))
+        self.note_written(rows)
+
+    def note_rounded(self, start: int, stop: int) -> None:
+        """An update itself has rounded new masters into half weights, of consecutive rows."""
+        super().note_rounded(start, stop)
+        if self.packs:  # ties of those that are not packed now are rounded otherwise
+            self._is_rounded[start:stop] = [low is not None for low in self.lows[start:stop]]
+
+    def rounded(self, row: int, value: torch.Tensor) -> torch.Tensor:
+        """``value``, which the master of a row was given, as it goes into the half weight."""
+        if not self.packs:
+            return value
+        half = torch.empty_like(value, dtype=self.twins[row].dtype)
+        round_into(local_of(value), local_of(half))
+        return half
+
+    # -- packed masters ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Keep masters as half weights and what is beside them, where the storage says so.
+
+        Not while weights may have been written to without a trace, see `compare`, nor where
+        something else holds the memory of a master, such as a view of it in the script.
+        """
+        if not self.packs or self.compares:
+            return
+        rows = [row for row, low in enumerate(self.lows) if low is None]
+        rows = [row for row in rows if not self.twins[row].stays_wide]
+        if not rows:
+            return
+        finds = [self._pack_row(row) for row in rows]
+        for row, find in zip(rows, finds, strict=True):
+            held = find()
+            if held is not None:
+                self._make_row(row, held)
+        self.note_written(rows)
+
+    @torch.inference_mode(mode=False)  # whatever asks for them, what is made will be written to
+    @torch.no_grad()
+    def make(self) -> None:
+        """Let all masters be float32 tensors until they are packed again; the values are kept."""
+        there = [(row, low) for row, low in enumerate(self.lows) if low is not None]
+        if not there:
+            return
+        written = set(self._half_marks.changed(self.halves))
+        for row, low in there:
+            if row in written and is_half(self.halves[row]):
+                self.take_over(row)
+            else:  # one that was made wide since, as by model.float(), counts as it was before
+                self._make_row(row, self._joined_here(row, low))
+        self.note_written([row for row, _ in there])
+
+    def joined(self, row: int, low: torch.Tensor) -> torch.Tensor:
+        """The value of a packed master; of a sharded one a sharded tensor."""
+        return sharded_as(self._joined_here(row, low), self.halves[row])
+
+    def _joined_here(self, row: int, low: torch.Tensor) -> torch.Tensor:
+        return unpacked(self._own_half(row).to(self.twins[row].dtype), low)
+
+    def _own_half(self, row: int) -> torch.Tensor:
+        """This rank's part of what the master has of a half weight."""
+        return local_of(self.own_part(row, self.halves[row].detach()))
+
+    def _pack_row(self, row: int) -> Callable[[], torch.Tensor | None]:
+        """Pack one master; return what finds its memory if somebody else keeps that alive."""
+        master, half = self.masters[row], self._own_half(row)
+        value = local_of(master.detach())
+        low, find = packed(value, half), find_again(value)
+        if half.device not in self._nothing:
+            self._nothing[half.device] = torch.full((), math.nan, device=half.device)
+        nothing = self._nothing[half.device].expand(half.shape)
+        del value
+        increment_version(master)  # who saved it for a backward is to hear of it
+        set_data(master, sharded_as(nothing, self.halves[row]))
+        master.__class__ = packed_kind(cast("type[MasterParameter]", type(master)))
+        self.lows[row] = low
+        if self.kept is self.masters:
+            self.kept = [*self.masters]
+        self.kept[row] = low
+        return find
+
+    def _make_row(self, row: int, value: torch.Tensor) -> None:
+        master = self.masters[row]
+        master.__class__ = PACKED_KINDS[type(master)]
+        set_data(master, sharded_as(value, self.halves[row]))
+        self.lows[row], self.kept[row] = None, master
 
 
 def _is_shown(record: Record | None) -> bool:
@@ -1221,6 +1391,18 @@ def _without_effect(tensor: torch.Tensor, name: str) -> str:
         "later steps",
         "The step takes the unscaled float32 gradients, those of amp.master_params(optimizer)",
         "Clip with torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)",
+    )
+
+
+def _written_while_packed(name: str, dtype: torch.dtype) -> str:
+    """Warning: a script writes to half weights that are parts of masters."""
+    return message(
+        f"The {dtype_name(dtype)} weight {name!r} was written to between two steps, while its "
+        'master was split (storage="split")',
+        "What the master had beyond the half weight is lost, and from now on this tensor has a "
+        "float32 master, so that later writes keep the elements that they leave alone",
+        "Write to preamp.master_params(optimizer), or within engine.exact_weights(), which loses "
+        'nothing; scripts that write in each step are served as well by storage="full"',
     )
 
 

@@ -15,6 +15,7 @@ from preamp.casting import find_kept
 from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import bad_type, bad_value
 from preamp.core.tensors import storage_key
+from preamp.kernels.stored import BLOCK
 from preamp.policy import KeepFP32, Policy
 
 Factory = Callable[[], nn.Module]
@@ -56,16 +57,16 @@ class Slot:
         return policy.master_weights and is_half and self.is_trainable
 
 
-def slots_of(model: object, keep: KeepFP32 | None = None) -> list[Slot]:
+def slots_of(model: object, keep: KeepFP32 | None = None, *, in_rows: bool = False) -> list[Slot]:
     """Describe a model without allocating its tensors.
 
     The model is a module on any device, ``"meta"`` included; a function without arguments that
     makes one, called with ``torch.device("meta")``; or a number of parameters, which become one
-    float32 tensor. Returns parameters and buffers in the order of ``model.modules()``, each tensor
-    once.
+    float32 tensor, or ``in_rows`` one of rows and one of what is left. Returns parameters and
+    buffers in the order of ``model.modules()``, each tensor once.
     """
     if isinstance(model, (int, float)) and not isinstance(model, bool):
-        return [_flat_slot(model)]
+        return _flat_slots(model, BLOCK if in_rows else 0)
     module = made(model)
     slots = list(_slots_in(module, KeepFP32() if keep is None else keep))
     for slot in slots:
@@ -103,14 +104,22 @@ def made(model: object) -> nn.Module:
     )
 
 
-def _flat_slot(count: float) -> Slot:
+def _flat_slots(count: float, row: int) -> list[Slot]:
     if not (1 <= count <= _MOST_PARAMETERS and count == int(count)):
         raise bad_value(
             f"{repr(count).removesuffix('.0')} is not a number of parameters",
             f"It is a whole number from 1 to {_MOST_PARAMETERS:.0e}",
             "Pass for example 7e9",
         )
-    return Slot(key=0, name="", shape=(int(count),), storage=0, storage_bytes=4 * int(count))
+    elements = int(count)
+    shapes: list[tuple[int, ...]] = [(elements,)]
+    if row:
+        shapes = [(elements // row, row), (elements % row,)]
+    return [
+        Slot(key=key, name="", shape=shape, storage=key, storage_bytes=4 * math.prod(shape))
+        for key, shape in enumerate(shapes)
+        if math.prod(shape)
+    ]
 
 
 def _slots_in(model: nn.Module, keep: KeepFP32) -> Iterator[Slot]:

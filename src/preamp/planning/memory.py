@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from preamp.core.errors import bad_value
-from preamp.core.ranks import share_of
+from preamp.core.ranks import TOGETHER, share_of, unit_of_rows
 from preamp.engine.loop import bare
 from preamp.planning.isolation import LossFn
 from preamp.planning.layout import Factory, Slot, made, slots_of
 from preamp.planning.optimizers import (
     OptimizerLike,
+    Shape,
     ShardSize,
     StateBytes,
     Updated,
@@ -29,6 +30,8 @@ from preamp.planning.optimizers import (
 )
 from preamp.planning.peak import trace_pass
 from preamp.policy import Policy, resolve
+from preamp.policy.resolve import check_storage
+from preamp.policy.storage import Storage, describe_storage
 
 Sharding = Literal["none", "zero1", "fsdp"]
 _SCALER_BYTES = 12  # scale (float32), growth tracker (int32), overflow flag (float32)
@@ -46,15 +49,17 @@ class MemoryEstimate:
         optimizer: Its name.
         world_size: Ranks.
         sharding: What they share out.
+        storage: How masters and moments are kept between steps, as `preamp.Storage` has it.
         parameters: Elements of all parameters, on all ranks together.
         weights: The model's parameters.
         buffers: The model's buffers.
-        masters: float32 masters of half weights.
+        masters: float32 masters of half weights, or of split ones what lies beside the weights.
         gradients: What a backward leaves on every trainable parameter.
         optimizer_state: Tensors in the optimizer's state and in its groups.
         scaler: Scale, growth counter and overflow flag of one loss scaler.
         master_gradients: For the time of ``optimizer.step`` only: float32 gradients of the
-            masters, for optimizers that are not fused ones of preamp.
+            masters, for optimizers that are not fused ones of preamp, and the masters themselves
+            where they are split.
         activations: What else lives at the worst moment of a forward and its backward:
             activations, temporary tensors of single operations, half copies of weights; with
             those new gradients that exist at that moment. ``None`` without ``loss_fn``.
@@ -65,6 +70,7 @@ class MemoryEstimate:
     optimizer: str
     world_size: int
     sharding: Sharding
+    storage: str = "full"
     parameters: int
     weights: int
     buffers: int
@@ -118,10 +124,11 @@ def estimate(
 
     Args:
         model: A float32 module on any device, a function without arguments that makes one (called
-            under ``torch.device("meta")``), or a number of parameters, taken as one tensor.
+            under ``torch.device("meta")``), or a number of parameters, taken as one tensor (of rows
+            where moments are kept in 8 bits).
             Not mutated.
         opt_level: A level, or a `Policy` with overrides such as
-            ``OPT_LEVELS["O2"].replace(keep_batchnorm_fp32=False)``.
+            ``OPT_LEVELS["O2"].replace(storage="compact")``.
         optimizer: A name (``"FusedAdam"``, ``"SGD(momentum=0.9)"``), a class, a function of the
             parameters, an optimizer, or ``None``. An optimizer has its own parameters, anything
             else all of the model's. Its state is found by one step on tensors of a few elements.
@@ -138,18 +145,20 @@ def estimate(
         The estimate.
 
     Raises:
-        PreampPolicyError: The level is not known.
+        PreampPolicyError: The level is not known, or has no masters that could be split.
         TypeError: Wrong kind of model or optimizer.
         ValueError: A half model, an optimizer whose state follows from more than the parameters'
-            shapes, a wrong number of ranks, or a ``loss_fn`` that cannot be traced.
+            shapes, or whose moments are float32 only; a wrong number of ranks; or a ``loss_fn``
+            that cannot be traced.
     """
     policy = opt_level if isinstance(opt_level, Policy) else resolve(opt_level, {})
+    check_storage(policy)
     optimizer = bare(optimizer)
     _check_ranks(world_size, sharding, has_loss=loss_fn is not None)
     if loss_fn is not None:
         model = made(model)
-    slots = slots_of(model, policy.keep_fp32)
-    part = _part_of(sharding, world_size)
+    slots = slots_of(model, policy.keep_fp32, in_rows=policy.storage.moments == "8bit")
+    part = _part_of(sharding, world_size, policy.storage)
     state = _state_of(slots, policy, optimizer, part)
     updated = [slot for slot in slots if slot.has_master_at(policy)]
     updated = _of_optimizer(updated, optimizer)
@@ -159,12 +168,14 @@ def estimate(
         optimizer=name_of(optimizer),
         world_size=world_size,
         sharding=sharding,
+        storage=describe_storage(policy.storage.masters, policy.storage.moments),
         parameters=sum(slot.elements for slot in slots if slot.is_parameter),
         **fixed,
         masters=_master_bytes(slots, updated, policy, None if sharding == "none" else part),
         optimizer_state=state.bytes,
         scaler=_SCALER_BYTES,
-        master_gradients=sum(4 * part(slot.elements) for slot in updated)
+        master_gradients=sum(part(slot.shape) for slot in updated)
+        * (4 if policy.storage.masters == "float32" else 8)
         * state.reads_master_gradients,
     )
     if loss_fn is None or not isinstance(model, nn.Module):
@@ -197,11 +208,17 @@ def _check_ranks(world_size: int, sharding: str, *, has_loss: bool) -> None:
         )
 
 
-def _part_of(sharding: Sharding, world_size: int) -> ShardSize:
+def _part_of(sharding: Sharding, world_size: int, storage: Storage) -> ShardSize:
     """How many elements the rank with the most of a tensor has."""
+    by_rows = storage.moments != "float32"
+
+    def shared(shape: Shape) -> int:
+        unit = unit_of_rows(shape) if by_rows and len(shape) > 1 else TOGETHER
+        return share_of(math.prod(shape), world_size, unit)
+
     if sharding == "zero1":
-        return functools.partial(share_of, world_size=world_size)
-    return lambda elements: -(-elements // (world_size if sharding == "fsdp" else 1))
+        return shared
+    return lambda shape: -(-math.prod(shape) // (world_size if sharding == "fsdp" else 1))
 
 
 def _of_optimizer(slots: Sequence[Slot], optimizer: OptimizerLike | None) -> list[Slot]:
@@ -236,7 +253,7 @@ def _state_of(
         for slot in _of_optimizer(parameters, optimizer)
     ]
     make = optimizer_factory(optimizer)
-    return state_bytes(make, tensors, options, part)
+    return state_bytes(make, tensors, options, part, policy.storage)
 
 
 def _kept_bytes(slots: Sequence[Slot], policy: Policy, share: int) -> dict[str, int]:
@@ -262,11 +279,13 @@ def _master_bytes(
     slots: Sequence[Slot], updated: Sequence[Slot], policy: Policy, part: ShardSize | None
 ) -> int:
     """A master takes over the storage that its weight had before the cast."""
+    if policy.storage.masters == "split":
+        return sum(2 * (slot.elements if part is None else part(slot.shape)) for slot in updated)
     taken = {slot.storage for slot in slots if slot.dtype_at(policy) is slot.dtype}
     total = 0
     for slot in updated:
         if slot.dtype is not torch.float32 or part is not None:
-            total += 4 * (slot.elements if part is None else part(slot.elements))
+            total += 4 * (slot.elements if part is None else part(slot.shape))
         elif slot.storage not in taken:
             taken.add(slot.storage)
             total += slot.storage_bytes
@@ -281,7 +300,7 @@ def optimizer_traffic(slots: Sequence[Slot], policy: Policy, state: int, *, is_f
     rounds the masters while it has them at hand.
     """
     total = 2 * state
-    is_scaled = policy.loss_scale != 1.0
+    is_scaled, is_split = policy.loss_scale != 1.0, policy.storage.masters == "split"
     for slot in slots:
         if not (slot.is_parameter and slot.is_trainable):
             continue
@@ -289,10 +308,13 @@ def optimizer_traffic(slots: Sequence[Slot], policy: Policy, state: int, *, is_f
         wide = slot.elements * 4
         total += weight * policy.is_dynamic  # the census reads gradients
         if slot.has_master_at(policy):
-            total += weight + 2 * wide + weight  # gradient, master, half weight
+            # The gradient, and the master; of a split one the half weight is a part
+            total += weight + (2 * (weight + 2 * slot.elements) if is_split else 2 * wide + weight)
+            if is_split and not is_fused:
+                total += 4 * wide  # the master is written, read, written and read to be split
             if not is_fused:
                 total += 2 * wide  # the master's gradient is written and read
-                total += wide  # and the master is read once more to be rounded
+                total += wide * (not is_split)  # and the master once more to be rounded
         else:
             total += 3 * weight
             if is_scaled and slot.dtype_at(policy) is torch.float32:

@@ -16,8 +16,11 @@ import torch
 
 from preamp.core.errors import bad_type, bad_value
 from preamp.core.pytree import tensors_in
+from preamp.kernels.stored import Format, can_be_blocks, scales_shape
 from preamp.optim.fused import every as fused
 from preamp.optim.fused.base import FusedOptimizer
+from preamp.optim.fused.moments import format_of
+from preamp.policy.storage import FULL, Storage
 
 _FORM = (
     "A factory is written package.module:name, or package.module:name(10, bias=False) with "
@@ -182,7 +185,8 @@ def _again(optimizer: torch.optim.Optimizer) -> Make:
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 Shape = tuple[int, ...]
-ShardSize = Callable[[int], int]
+ShardSize = Callable[[Shape], int]
+"""How many elements of a tensor of this shape the rank with the most has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,27 +211,57 @@ def state_bytes(
     make: Make,
     tensors: Sequence[Updated],
     options: Sequence[Mapping[str, Any]] = ({},),
-    part: ShardSize = lambda elements: elements,
+    part: ShardSize = math.prod,
+    storage: Storage = FULL,
 ) -> StateBytes:
     """Count the state that an optimizer has after its first step over ``tensors``.
 
-    ``options`` are of each group; ``part`` tells how many elements of a tensor one rank holds, and
-    is applied to state of the parameter's size.
+    ``options`` are of each group; ``part`` is applied to state of the parameter's size; moments are
+    kept as ``storage`` says.
     """
     small = {tensor: _small_parameter(tensor) for tensor in dict.fromkeys(tensors)}
     optimizer = _stepped(make, small, options)
-    kept: dict[Updated, list[tuple[Shape, int]]] = {
-        tensor: [(tuple(item.shape), item.element_size()) for item in tensors_in(state)]
-        for tensor, param in small.items()
-        for state in [cast("dict[Any, Any]", optimizer.state).get(param, {})]
-    }
-    total = sum(
-        _bytes_of(tensor, shape, size, part) for tensor in tensors for shape, size in kept[tensor]
-    )
+    _check_moments(optimizer, storage)
+    moments: Mapping[str, Format] = getattr(optimizer, "moments", {})
+    kept: dict[Updated, int] = {}
+    for tensor, param in small.items():
+        state = cast("dict[Any, dict[str, Any]]", optimizer.state).get(param, {})
+        kept[tensor] = 0
+        for key, value in state.items():
+            for item in tensors_in(value):
+                size = _bytes_of(tensor, tuple(item.shape), item.element_size(), part)
+                if key in moments:
+                    size = _moment_bytes(tensor, moments[key], storage, part) or size
+                kept[tensor] += size
+    total = sum(kept[tensor] for tensor in tensors)
     for group in optimizer.param_groups:
         others = {key: value for key, value in group.items() if key != "params"}
         total += sum(item.numel() * item.element_size() for item in tensors_in(others))
     return StateBytes(total, not isinstance(optimizer, FusedOptimizer))
+
+
+def _moment_bytes(tensor: Updated, kind: Format, storage: Storage, part: ShardSize) -> int | None:
+    """Of a moment that is kept in fewer bits, with its scales; ``None`` of any other."""
+    has_blocks = can_be_blocks(tensor.shape)
+    kept = format_of(kind, tensor.dtype, storage, has_blocks=has_blocks)
+    if kept.dtype is None:
+        return None
+    elements = part(tensor.shape)
+    if not kept.has_scales:
+        return elements * kept.dtype.itemsize
+    rows = -(-elements // math.prod(tensor.shape[1:]))
+    return elements * kept.dtype.itemsize + 4 * rows * scales_shape(tensor.shape)[1]
+
+
+def _check_moments(optimizer: torch.optim.Optimizer, storage: Storage) -> None:
+    if storage.moments != "float32" and not getattr(optimizer, "moments", {}):
+        raise bad_value(
+            f"storage has moments={storage.moments!r}, and the optimizer is "
+            f"{type(optimizer).__name__}",
+            "Moments are kept in fewer bits by FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad "
+            "and FusedSGD",
+            'Choose one of these, or storage="split" or "full", where moments are float32',
+        )
 
 
 def _small_shape(shape: Shape) -> Shape:
@@ -283,7 +317,7 @@ def _stepped(
 def _bytes_of(tensor: Updated, shape: Shape, item_bytes: int, part: ShardSize) -> int:
     small = _small_shape(tensor.shape)
     if shape == small and math.prod(shape) > 1:
-        return part(math.prod(tensor.shape)) * item_bytes
+        return part(tensor.shape) * item_bytes
     if len(shape) > len(small):
         raise _unknown_shape(shape, small)
     elements = 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ from preamp.planning.recommend import candidates, reasons_for
 from preamp.planning.report import LevelPlan, PlanProblem, PlanReport
 from preamp.planning.verify import Trained, compare, train_at
 from preamp.policy import OPT_LEVELS, Policy, level_defaults
+from preamp.policy.resolve import check_storage
+from preamp.policy.storage import FULL, Storage, parse_storage
 
 
 def check_model(model: object) -> nn.Module:
@@ -142,7 +144,7 @@ def plan(
     batch: Any,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    levels: Sequence[str] | None = None,
+    levels: Sequence[str] | Mapping[str, Policy] | None = None,
     steps: int = 4,
     verify_steps: int = 8,
 ) -> PlanReport:
@@ -163,7 +165,8 @@ def plan(
         batch: Whatever ``loss_fn`` takes; used for every step.
         optimizer: Over the model's parameters; AdamW with a learning rate of 1e-3 if left out. Its
             own state, learning rate included, is where the steps start.
-        levels: Which to look at; O1 to O5 and `PURE_BFLOAT16` if left out.
+        levels: Which to look at; O1 to O5 and `PURE_BFLOAT16` if left out. Or policies by these
+            names, such as those of `policies_of`.
         steps: float32 steps to watch.
         verify_steps: Steps to train each level and float32 with; 0 leaves it at the forecast.
 
@@ -180,7 +183,9 @@ def plan(
         PreampPolicyError: A level is not known.
         PreampStateError: The model is initialized already.
     """
-    policies = _policies(levels)
+    policies = dict(levels) if isinstance(levels, Mapping) else policies_of(levels)
+    for policy in policies.values():
+        check_storage(policy)
     check_count("steps", steps, 1)
     check_count("verify_steps", verify_steps, 0)
     check_model(model)
@@ -214,13 +219,22 @@ def plan(
     )
 
 
-def _policies(levels: Sequence[str] | None) -> dict[str, Policy]:
-    if levels is None:
-        return dict(POLICIES)
-    names = [levels] if isinstance(levels, str) else levels
+def policies_of(
+    levels: Sequence[str] | None = None, storage: str | Storage = FULL
+) -> dict[str, Policy]:
+    """The policies of ``levels``, or those planned by default, with a storage.
+
+    At levels without masters it is that of moments alone. Raises as `plan` does.
+    """
+    storage = parse_storage(storage)
+    names = [levels] if isinstance(levels, str) else POLICIES if levels is None else levels
     found = {name: POLICIES.get(name) or level_defaults(name) for name in names}
     if found and "O0" not in found:
-        return found
+        without = dataclasses.replace(storage, masters="float32")
+        return {
+            name: policy.replace(storage=storage if policy.master_weights else without)
+            for name, policy in found.items()
+        }
     raise bad_value(
         f"levels={levels!r} leaves nothing to plan",
         f"Allowed are {', '.join(map(repr, POLICIES))}; O0 is what they are compared with",

@@ -119,7 +119,8 @@ def train_at(task: Task, policy: Policy, *, steps: int, scale: float = 1.0) -> T
         moved={name: weights[name].detach() - before for name, before in start.items()},
         is_finite=all(bool(torch.isfinite(weight).all()) for weight in weights.values()),
         has_squares=bool(squares),
-        has_half_squares=any(map(is_half, squares)),
+        # By chance, and in bfloat16's range, they are rounded without harm.
+        has_half_squares=policy.storage.moments == "float32" and any(map(is_half, squares)),
     )
 
 

@@ -10,3 +10,6 @@ from preamp.policy.policy import Scope as Scope
 from preamp.policy.resolve import describe_overrides as describe_overrides
 from preamp.policy.resolve import level_defaults as level_defaults
 from preamp.policy.resolve import resolve as resolve
+from preamp.policy.storage import FULL as FULL
+from preamp.policy.storage import STORAGES as STORAGES
+from preamp.policy.storage import Storage as Storage

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from preamp.policy.keep import NOTHING, KeepFP32, parse_keep
-from preamp.policy.storage import FULL, Storage
+from preamp.policy.storage import FULL, Storage, parse_storage
 
 Scope = Literal["thread", "model"]
 OnOverflow = Literal["skip", "trace"]
@@ -90,8 +90,10 @@ class Policy:
     def replace(self, **changes: object) -> Policy:
         """Return a copy with ``changes`` applied; the record itself never changes.
 
-        ``keep_fp32`` may be given as `initialize` takes it.
+        ``keep_fp32`` and ``storage`` may be given as `initialize` takes them.
         """
+        if "storage" in changes:
+            changes["storage"] = parse_storage(changes["storage"])
         if "keep_fp32" in changes:
             changes["keep_fp32"] = parse_keep(changes["keep_fp32"])
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]

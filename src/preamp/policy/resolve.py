@@ -19,6 +19,7 @@ from preamp.core.errors import PreampPolicyError, bad_type, bad_value, message, 
 from preamp.policy.keep import parse_keep
 from preamp.policy.levels import OPT_LEVELS
 from preamp.policy.policy import Policy
+from preamp.policy.storage import parse_storage
 
 _LEVEL_NAMES = ", ".join(repr(name) for name in OPT_LEVELS)
 
@@ -61,7 +62,21 @@ def resolve(
             "Weights and buffers are float32 where models are not cast to half",
             "Leave keep_fp32 out, or choose opt_level='O2' or 'O3' ('O5' for bfloat16)",
         )
+    check_storage(policy)
     return _check_scale_range(policy)
+
+
+def check_storage(policy: Policy) -> None:
+    """Refuse split masters where there are no masters; ``hard_override`` makes none of them."""
+    storage = policy.storage
+    if storage.masters == "split" and not policy.master_weights:
+        raise worded(
+            PreampPolicyError,
+            f"storage={storage} with opt_level={policy.opt_level!r}, which has no masters here",
+            "Masters are split where half weights have any: at O2 and O5, or with "
+            "master_weights=True",
+            f"Choose one of these, or pass storage=preamp.Storage(moments={storage.moments!r})",
+        )
 
 
 def level_defaults(opt_level: object) -> Policy:
@@ -262,6 +277,7 @@ _PARSERS: dict[str, Callable[[str, object], object]] = {
     "cast_model_outputs": parse_dtype,
     "scope": parse_choice,
     "overflow": parse_choice,
+    "storage": lambda _, value: parse_storage(value),
 }
 """The others."""
 

@@ -58,6 +58,14 @@ STORAGES = {
 """The storages that have a name."""
 
 
+def describe_storage(masters: str, moments: str) -> str:
+    """The name of a storage, or how masters and moments are kept if it has none."""
+    for name, known in STORAGES.items():
+        if (known.masters, known.moments) == (masters, moments):
+            return name
+    return f"masters {masters}, moments {moments}"
+
+
 def parse_storage(given: object) -> Storage:
     """Return the storage that ``initialize`` was given, by name or as it is.
 

@@ -3,12 +3,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from preamp.kernels import AdagradRule
-from preamp.optim.fused.base import FusedOptimizer, Group, Signals, Work, batches, rate_of
+from preamp.kernels.stored import Format
+from preamp.optim.fused.base import (
+    FusedOptimizer,
+    Group,
+    Signals,
+    Work,
+    batches,
+    count_step,
+    rate_of,
+)
 from preamp.optim.fused.checks import check_numbers, check_one_device
 
 
@@ -34,7 +44,9 @@ class FusedAdagrad(FusedOptimizer):
         ValueError: A negative number.
     """
 
+    _takes_stored: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "adagrad_w_mode")
+    moments: ClassVar[Mapping[str, Format]] = {"sum": Format.UNSIGNED}
 
     def __init__(
         self,
@@ -52,11 +64,15 @@ class FusedAdagrad(FusedOptimizer):
 
     def _take_step(self, work: Work, signals: Signals) -> None:
         for _, entries in work:
-            check_one_device("FusedAdagrad", entries.params)
+            check_one_device("FusedAdagrad", entries.targets)
         for group, entries in () if signals.is_skip else work:
-            for batch in batches(entries):
-                update = batch.update(inv_scale=signals.inv_scale, found_inf=signals.found_inf)
-                self._apply(batch, self._state(batch.params, "sum"), self._rule(group), update)
+            step = count_step(group, signals) if self._has_fewer_bits else 1  # chance needs one
+            for batch in batches(entries, self._apart()):
+                inv_scale, found_inf = signals.inv_scale, signals.found_inf
+                update = batch.update(step=step, inv_scale=inv_scale, found_inf=found_inf)
+                state = self._state(batch.params, "sum")
+                update = self._told(batch.params, update)
+                self._apply(batch, state, self._rule(group), update)
 
     def _rule(self, group: Group) -> AdagradRule:
         return AdagradRule(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ import torch
 
 from preamp.core.dtypes import is_half
 from preamp.kernels import AdamRule, BiasCorrection, Update, backend
+from preamp.kernels.stored import Format
 from preamp.optim.fused.base import (
     Batch,
     Closure,
@@ -28,6 +29,8 @@ from preamp.optim.fused.base import (
 from preamp.optim.fused.checks import check_betas, check_masters, check_numbers, refuse_amsgrad
 from preamp.optim.fused.early_adam import EarlyArguments, EarlyOptions, check_formula
 from preamp.optim.fused.full_precision import FullPrecision
+from preamp.optim.fused.moments import TWO_MOMENTS
+from preamp.optim.master_parameter import make_masters
 
 
 class FusedAdam(FusedOptimizer):
@@ -72,11 +75,13 @@ class FusedAdam(FusedOptimizer):
             with today's.
     """
 
+    _takes_stored: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = (
         *("set_grad_none", "adam_w_mode", "capturable", "master_weights"),
         "_early",
     )
     _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq", "master_param"})
+    moments: ClassVar[Mapping[str, Format]] = TWO_MOMENTS
 
     def __init__(
         self,
@@ -200,7 +205,7 @@ class FusedAdam(FusedOptimizer):
         for group, entries in () if signals.is_skip else work:
             step = count_step(group, signals)
             rule = _rule(group, BiasCorrection.MOMENTS, decoupled=self.adam_w_mode)
-            for batch in batches(entries):
+            for batch in batches(entries, self._apart()):
                 inv_scale, found_inf = signals.inv_scale, signals.found_inf
                 update = batch.update(step=step, inv_scale=inv_scale, found_inf=found_inf)
                 if self.master_weights and self._copies.wanted_for(batch.params):
@@ -217,6 +222,9 @@ class FusedAdam(FusedOptimizer):
         return not self._is_early_kind
 
     def _step_early(self, early: EarlyArguments) -> None:
+        self.check_storage()
+        for group in self.param_groups:
+            make_masters(group["params"])
         work = early.entries(self.param_groups)
         for entries in work:
             self._check(entries)
@@ -228,14 +236,15 @@ class FusedAdam(FusedOptimizer):
             )
             eps_inside_sqrt = bool(self._early.eps_inside_sqrt)
             rule = _rule(group, BiasCorrection.STEP_SIZE, eps_inside_sqrt=eps_inside_sqrt)
-            for batch in batches(entries, apart=self._steps_of):
+            for batch in batches(entries, self._apart(self._steps_of)):
                 step = self._steps_done(batch.params[0]) + 1
                 self._update(batch, rule, batch.update(step=step, inv_scale=inv_scale))
                 for param in batch.params:
                     self.state[param]["step"] = step
 
     def _update(self, batch: Batch, rule: AdamRule, update: Update) -> None:
-        state = self._state(batch.params, "exp_avg", "exp_avg_sq")
+        state = self._state(batch.params, *self.moments)
+        update = self._told(batch.params, update)
         if not self.master_weights:
             self._apply(batch, state, rule, update)
             return

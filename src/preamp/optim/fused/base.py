@@ -13,7 +13,6 @@ as ``grad_scale`` and ``found_inf`` for the time of the step (`Signals`). Nothin
 from __future__ import annotations
 
 import abc
-import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_, itemgetter
@@ -28,8 +27,17 @@ from preamp.core.splits import Splits
 from preamp.core.tensors import device_of, dtype_of, has_sharded, host_reaches, stored_grad
 from preamp.kernels import Ops, Rule, Update, backend
 from preamp.kernels.shards import place_gradients
+from preamp.kernels.stored import Stored
 from preamp.optim.fused.checks import check_gradients, check_group
-from preamp.optim.master_parameter import MASTER_KINDS, leaves_of, without_masters
+from preamp.optim.fused.keeping import Column, KeepsMoments
+from preamp.optim.fused.moments import Entry
+from preamp.optim.master_parameter import (
+    MASTER_KINDS,
+    form_of,
+    leaves_of,
+    make_masters,
+    without_masters,
+)
 from preamp.optim.table import Twin
 
 Group = dict[str, Any]
@@ -51,6 +59,8 @@ class Entries:
     factors: list[torch.Tensor | None] = field(default_factory=list["torch.Tensor | None"])
     # Of those that are masters
     twins: list[Twin | None] = field(default_factory=list["Twin | None"])
+    # Of packed masters what is beside their half weights, or ``None``
+    lows: list[torch.Tensor | None] = field(default_factory=list["torch.Tensor | None"])
     are_alike: bool = False  # whether all go into one batch, as far as is known already
 
     def __len__(self) -> int:
@@ -62,6 +72,11 @@ class Entries:
         """The model's parameters."""
         return leaves_of(self.params)
 
+    @property
+    def targets(self) -> list[torch.Tensor]:
+        """What ops update: parameters; in place of packed masters their half weights."""
+        return _targets(self.params, self.halves, self.lows)
+
     def add(
         self,
         param: torch.Tensor,
@@ -69,6 +84,7 @@ class Entries:
         half: torch.Tensor | None = None,
         factor: torch.Tensor | None = None,
         twin: Twin | None = None,
+        low: torch.Tensor | None = None,
     ) -> None:
         """Add a row."""
         self.params.append(param)
@@ -76,6 +92,18 @@ class Entries:
         self.halves.append(half)
         self.factors.append(factor)
         self.twins.append(twin)
+        self.lows.append(low)
+
+
+def _targets(
+    params: list[torch.Tensor],
+    halves: Sequence[torch.Tensor | None] | None,
+    lows: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor]:
+    if halves is None or all([low is None for low in lows]):
+        return params
+    rows = zip(params, halves, lows, strict=True)
+    return [param if half is None or low is None else half for param, half, low in rows]
 
 
 def joined(every: Iterable[Entries]) -> Entries:
@@ -87,6 +115,7 @@ def joined(every: Iterable[Entries]) -> Entries:
         whole.halves += one.halves
         whole.factors += one.factors
         whole.twins += one.twins
+        whole.lows += one.lows
     return whole
 
 
@@ -117,8 +146,11 @@ def _consecutive_rows(params: Sequence[Any]) -> Entries | None:
     grads = cast("list[torch.Tensor]", table.grads[start:stop])
     factors: list[torch.Tensor | None] = [record.factor] * n
     twins: list[Twin | None] = [*table.twins[start:stop]]
+    lows = table.lows[start:stop]
     are_alike = table.are_alike and len(set(map(dtype_of, grads))) == 1
-    return Entries([*masters], grads, [*table.halves[start:stop]], factors, twins, are_alike)
+    are_alike = are_alike and len({low is None for low in lows}) == 1
+    halves = [*table.halves[start:stop]]
+    return Entries([*masters], grads, halves, factors, twins, lows, are_alike)
 
 
 def _one_by_one(params: Sequence[Any]) -> Entries:
@@ -145,7 +177,7 @@ def _one_by_one(params: Sequence[Any]) -> Entries:
             elif grad is not None:
                 grad = twin.held.own(grad)
         if grad is not None:
-            found.add(param, grad, half, factor, twin)
+            found.add(param, grad, half, factor, twin, table.lows[twin.row])
     return found
 
 
@@ -158,11 +190,17 @@ class Batch:
     halves: list[torch.Tensor | None] | None  # of one dtype, or ``None`` if nothing is rounded
     factor: torch.Tensor | None  # what unscales all of the gradients, or ``None``
     twins: list[Twin | None]  # of those that are masters
+    lows: list[torch.Tensor] | None = None  # of packed masters what is beside their half weights
 
     @property
     def owners(self) -> list[torch.Tensor]:
         """The model's parameters."""
         return leaves_of(self.params)
+
+    @property
+    def targets(self) -> list[torch.Tensor]:
+        """What the op updates; see `Entries.targets`."""
+        return self.params if self.lows is None else _targets(self.params, self.halves, self.lows)
 
     def update(
         self,
@@ -176,8 +214,14 @@ class Batch:
         both = inv_scale if self.factor is None else self.factor
         if inv_scale is not None and self.factor is not None:
             both = self.factor * inv_scale.to(self.factor.device)
+        is_packed = self.lows is not None
         return Update(
-            step=step, inv_scale=both, found_inf=found_inf, halves=self.halves, norms=norms
+            step=step,
+            inv_scale=both,
+            found_inf=found_inf,
+            halves=None if is_packed else self.halves,
+            norms=norms,
+            stored=Stored(lows=self.lows) if is_packed else None,
         )
 
     def note_written(self) -> None:
@@ -194,29 +238,28 @@ class Batch:
                 twin.table.note_rounded(twin.row, twin.row + 1)
 
 
-def batches(
-    entries: Entries, apart: Callable[[list[torch.Tensor]], Sequence[Hashable]] | None = None
-) -> list[Batch]:
+def batches(entries: Entries, apart: Column | None = None) -> list[Batch]:
     """Sort entries into lists for ops, by dtype, device and the column that ``apart`` returns."""
     if not entries:
         return []
     if entries.are_alike and apart is None:
         return [_batch(entries)]
+    targets = entries.targets
     keys: list[list[Hashable]] = [
-        list(map(device_of, entries.params)),
-        list(map(dtype_of, entries.params)),
+        list(map(device_of, targets)),
+        list(map(dtype_of, targets)),
         list(map(dtype_of, entries.grads)),
         [None if half is None else half.dtype for half in entries.halves],
         list(map(id, entries.factors)),
+        [low is None for low in entries.lows],
     ]
     if apart is not None:
         keys.append(list(apart(entries.params)))
     if all([len(set(column)) == 1 for column in keys]):
         return [_batch(entries)]
     found: dict[Hashable, Entries] = {}
-    rows = zip(
-        entries.params, entries.grads, entries.halves, entries.factors, entries.twins, strict=True
-    )
+    columns = (entries.params, entries.grads, entries.halves, entries.factors, entries.twins)
+    rows = zip(*columns, entries.lows, strict=True)
     for key, row in zip(zip(*keys, strict=True), rows, strict=True):
         found.setdefault(key, Entries()).add(*row)
     return list(map(_batch, found.values()))
@@ -224,7 +267,8 @@ def batches(
 
 def _batch(alike: Entries) -> Batch:
     halves = None if alike.halves[0] is None else alike.halves
-    return Batch(alike.params, alike.grads, halves, alike.factors[0], alike.twins)
+    lows = [low for low in alike.lows if low is not None] or None
+    return Batch(alike.params, alike.grads, halves, alike.factors[0], alike.twins, lows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +319,7 @@ Work = Sequence[tuple[Group, Entries]]
 """All groups that have parameters, with the entries of those that have gradients."""
 
 
-class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
+class FusedOptimizer(KeepsMoments, abc.ABC):
     """Base of the optimizers in `preamp.optimizers`; implements everything but the update."""
 
     set_grad_none: bool
@@ -290,9 +334,6 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)
     """Attributes that copies and pickles keep; torch's optimizers carry their groups only."""
-
-    _wide_state: ClassVar[frozenset[str]] = frozenset()
-    """State that is float32 even where the parameter is half; the rest has its dtype."""
 
     def step(self, closure: Closure | None = None) -> Any:
         """Update the parameters that have gradients.
@@ -359,23 +400,28 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         """Load what ``state_dict()`` returned.
 
         torch casts loaded state to the parameter's dtype on the way. State that is kept in
-        float32 here is taken from ``state_dict`` itself, so that it does not pass through half.
+        float32 or in fewer bits here is taken from ``state_dict`` itself. Moments of another
+        `storage` are converted; a line says what that rounds.
 
         Raises:
-            ValueError: Its groups do not match those of this optimizer.
+            ValueError: Its groups do not match those of this optimizer, or its moments in fewer
+                bits have other shapes than the parameters.
         """
-        given = state_dict
+        own: dict[torch.Tensor, Entry] = {}
 
-        def note(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
-            nonlocal given
-            given = final  # what the user's own hooks have made of it
+        def take_out(_: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+            # ``final`` is what the user's own hooks have made of it.
+            found, rest = self._own_state(final)
+            own.update(found)
+            return {**final, "state": rest}
 
-        def restore(_: torch.optim.Optimizer) -> None:
-            self._restore_wide(given)
+        def put_back(_: torch.optim.Optimizer) -> None:
+            for param, entry in own.items():
+                self.state[param].update(entry)
 
         handles = (
-            self.register_load_state_dict_pre_hook(note),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
+            self.register_load_state_dict_pre_hook(take_out),
+            self.register_load_state_dict_post_hook(put_back, prepend=True),
         )
         try:
             super().load_state_dict(state_dict)
@@ -383,17 +429,8 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
             for handle in handles:
                 handle.remove()
 
-    def _restore_wide(self, given: dict[str, Any]) -> None:
-        ids = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
-        own = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        for number, param in zip(ids, own, strict=True):
-            for key, value in given["state"].get(number, {}).items():
-                if key in self._wide_state and isinstance(value, torch.Tensor):
-                    wide = value.to(param.device, math_dtype(param.dtype))
-                    self.state[param][key] = wide
-
     def __getstate__(self) -> dict[str, Any]:
-        names = (*self._settings, "backend")
+        names = (*self._settings, "backend", "storage")
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -404,8 +441,11 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
                     group.setdefault(name, default)
 
     def _collect(self) -> Work:
+        self.check_storage()
         work: list[tuple[Group, Entries]] = []
         for group in self.param_groups:
+            if not self._takes_stored:
+                make_masters(group["params"])
             if has_sharded(group["params"]):
                 place_gradients(without_masters(group["params"]))
             entries = entries_of(group["params"])
@@ -418,14 +458,15 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         """Refuse gradients or parameters that no rule can take."""
         if entries.are_alike:  # masters, whose gradients were looked at when they came
             return
-        check_gradients(type(self).__name__, entries.params, entries.grads)
+        check_gradients(type(self).__name__, entries.targets, entries.grads)
 
     def _apply(
         self, batch: Batch, state: Sequence[Sequence[torch.Tensor]], rule: Rule, update: Update
     ) -> None:
         """Update one batch."""
         ops = backend(self.backend)
-        ops.update_(batch.params, batch.grads, *state, rule=rule, update=update)
+        lists, update = self._by_rows([batch.targets, batch.grads, *state], update)
+        ops.update_(*lists, rule=rule, update=update)
         batch.note_written()
 
     def _state(
@@ -447,48 +488,23 @@ class FusedOptimizer(torch.optim.Optimizer, abc.ABC):
         key: str,
         make: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
     ) -> list[torch.Tensor]:
-        dtype = params[0].dtype
-        if key in self._wide_state:
-            dtype = math_dtype(dtype)
+        dtype = self._kept_dtype(key, params[0])
         try:
             kept: list[Any] = list(map(itemgetter(key), states))
             if set(map(dtype_of, kept)) == {dtype}:
                 return kept
         except (KeyError, AttributeError):  # one has none, or None
             pass
+        if key in self.moments:
+            self._as_kept(params, states, key)
+            return [state[key] for state in states]
         found: list[Any] = [state.get(key) for state in states]
         for place, (param, state, value) in enumerate(zip(params, states, found, strict=True)):
             if value is None:
-                found[place] = state[key] = make(param, dtype)
+                found[place] = state[key] = make(form_of(param), dtype)
             elif value.dtype is not dtype:  # the model was cast, and the state with it
                 found[place] = state[key] = value.to(dtype)
         return found
-
-    def _states_of(self, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
-        """State dicts of ``params``, by the places they had before if all keys are the same.
-
-        To look one up takes a call of Python, which ``torch.Tensor.__hash__`` is.
-        """
-        state: dict[Any, dict[str, Any]] = self.state
-        kept: _KeptPlaces = vars(self).setdefault("_kept_places", {})
-        ids = list(map(id, params))
-        known = kept.get(ids[0])
-        if known is None or known[0] != ids or known[1] != list(map(id, state)):
-            for param in params:
-                state[param]  # made where there is none
-            keys = list(map(id, state))
-            place_of = {key: place for place, key in enumerate(keys)}
-            places = None if keys == ids else [place_of[key] for key in ids]
-            known = kept[ids[0]] = (ids, keys, places)
-        every = list(state.values())
-        return every if known[2] is None else [every[place] for place in known[2]]
-
-
-_KeptPlaces = dict[int, tuple[list[int], list[int], list[int] | None]]
-"""By ``id`` of a batch's first parameter: of all of them, of all keys of the state, and places.
-
-No places where the keys are the parameters, in their order.
-"""
 
 
 def evaluate(closure: Closure | None) -> Any:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ import torch
 
 from preamp.core.splits import Splits
 from preamp.kernels import LambRule, Ops, Update, backend
+from preamp.kernels.stored import Format
 from preamp.optim.fused.base import (
     Batch,
     FusedOptimizer,
@@ -23,6 +24,7 @@ from preamp.optim.fused.base import (
     rate_of,
 )
 from preamp.optim.fused.checks import check_betas, check_numbers, refuse_amsgrad
+from preamp.optim.fused.moments import TWO_MOMENTS
 from preamp.optim.fused.norms import clip_factor, norms_of_wholes
 
 
@@ -56,7 +58,9 @@ class FusedLAMB(FusedOptimizer):
         ValueError: A negative number, or betas that are not in [0, 1).
     """
 
+    _takes_stored: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "adam_w_mode", "use_nvlamb")
+    moments: ClassVar[Mapping[str, Format]] = TWO_MOMENTS
 
     def __init__(
         self,
@@ -101,10 +105,11 @@ class FusedLAMB(FusedOptimizer):
         for group, entries in work:
             step = count_step(group, signals)
             rule = lamb_rule(group, decoupled=self.adam_w_mode, use_nvlamb=self.use_nvlamb)
-            for batch in batches(entries):
+            for batch in batches(entries, self._apart()):
                 update = batch.update(step=step, inv_scale=factor, found_inf=signals.found_inf)
-                state = self._state(batch.params, "exp_avg", "exp_avg_sq")
-                parts.append(LambPart(batch, [batch.params, batch.grads, *state], rule, update))
+                state = self._state(batch.params, *self.moments)
+                update = self._told(batch.params, update)
+                parts.append(LambPart(batch, [batch.targets, batch.grads, *state], rule, update))
         apply_lamb(parts, ops, self.splits)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from preamp.core.errors import bad_value
 from preamp.core.tensors import local_of
 from preamp.kernels import NovoGradRule, backend
+from preamp.kernels.stored import Format
 from preamp.optim.fused.base import (
     Batch,
     FusedOptimizer,
@@ -65,8 +66,10 @@ class FusedNovoGrad(FusedOptimizer):
         ValueError: A negative number, or betas that are not in [0, 1).
     """
 
+    _takes_stored: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "moment_mode")
     _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
+    moments: ClassVar[Mapping[str, Format]] = {"exp_avg": Format.SIGNED}
 
     def __init__(
         self,
@@ -123,7 +126,7 @@ class FusedNovoGrad(FusedOptimizer):
         parts = [
             (group, batch, step)
             for (group, entries), step in zip(work, steps, strict=True)
-            for batch in batches(entries)
+            for batch in batches(entries, self._apart())
         ]
         norms = self._norms(parts, signals)
         for (group, batch, step), own in zip(parts, norms, strict=True):
@@ -168,6 +171,7 @@ class FusedNovoGrad(FusedOptimizer):
 
         moments = self._state(batch.params, "exp_avg")
         norms_so_far = self._state(batch.params, "exp_avg_sq", make=start_norm)
+        update = self._told(batch.params, update, lists=2)
         self._apply(batch, [*moments, *norms_so_far], self._rule(group), update)
 
     def _rule(self, group: Group) -> NovoGradRule:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels import SgdRule
+from preamp.kernels.stored import Format
 from preamp.optim.fused.base import (
     REQUIRED,
     Batch,
@@ -18,6 +19,7 @@ from preamp.optim.fused.base import (
     Signals,
     Work,
     batches,
+    count_step,
     rate_of,
     scalar_on,
 )
@@ -57,10 +59,12 @@ class FusedSGD(FusedOptimizer):
         ValueError: A negative number, or nesterov without momentum or with dampening.
     """
 
+    _takes_stored: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = (
         *("set_grad_none", "wd_after_momentum", "materialize_master_grads"),
         *("most_recent_scale", "scale_set_by_backward"),
     )
+    moments: ClassVar[Mapping[str, Format]] = {"momentum_buffer": Format.SIGNED}
 
     def __init__(
         self,
@@ -93,9 +97,11 @@ class FusedSGD(FusedOptimizer):
     def _take_step(self, work: Work, signals: Signals) -> None:
         if not self._must_skip(work, signals):
             for group, entries in work:
+                # What rounding by chance needs, and more than 1 where there is a momentum
+                step = 1 + count_step(group, signals) if self._has_fewer_bits else SEASONED
                 # Before _update makes the buffers, and for each parameter by itself.
-                for batch in batches(entries, apart=self._have_momentum):
-                    self._update(group, batch, signals)
+                for batch in batches(entries, self._apart(self._have_momentum)):
+                    self._update(group, batch, signals, step)
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
 
@@ -118,7 +124,9 @@ class FusedSGD(FusedOptimizer):
         )
         return starts and bool(signals.found_inf != 0)
 
-    def _update(self, group: Group, batch: Batch, signals: Signals) -> None:
+    def _update(
+        self, group: Group, batch: Batch, signals: Signals, step: int | torch.Tensor
+    ) -> None:
         rule = SgdRule(
             lr=rate_of(group),
             momentum=group["momentum"],
@@ -135,6 +143,7 @@ class FusedSGD(FusedOptimizer):
             by = scalar_on(inverse, math_dtype(param.dtype), param.device)
             inv_scale = by if inv_scale is None else by * inv_scale.to(by.device)
         update = batch.update(
-            step=1 if is_first else SEASONED, inv_scale=inv_scale, found_inf=signals.found_inf
+            step=1 if is_first else step, inv_scale=inv_scale, found_inf=signals.found_inf
         )
-        self._apply(batch, self._state(batch.params, "momentum_buffer"), rule, update)
+        state = self._state(batch.params, "momentum_buffer")
+        self._apply(batch, state, rule, self._told(batch.params, update))

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a storage of masters and moments needs of models and optimizers, and how it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from preamp.casting.kept import Kept
+from preamp.core.dtypes import math_dtype
+from preamp.core.errors import bad_state, bad_type, with_article
+from preamp.core.tensors import local_of
+from preamp.policy import Policy
+
+if TYPE_CHECKING:
+    from preamp.engine.core import EngineCore
+
+MOMENT_KINDS = "FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"
+"""The optimizers whose moments may be kept in fewer bits."""
+
+
+def check_storage(
+    models: Sequence[nn.Module],
+    optimizers: Iterable[torch.optim.Optimizer],
+    policy: Policy,
+    kept: Kept,
+) -> None:
+    """Refuse optimizers and weights that a policy's storage cannot keep. Changes nothing.
+
+    ``kept`` stays float32. Synchronises where float16 weights are to have split masters.
+    """
+    storage, optimizers = policy.storage, list(optimizers)
+    for optimizer in optimizers:
+        if storage.moments != "float32" and not getattr(optimizer, "_takes_stored", False):
+            raise bad_type(
+                f"storage has moments={storage.moments!r}, and an optimizer is "
+                f"{with_article(type(optimizer).__name__)}",
+                f"Moments are kept in fewer bits by {', '.join(MOMENT_KINDS)}",
+                'Choose one of these, or pass storage="split" or "full", where moments are float32',
+            )
+    if storage.masters == "split" and policy.cast_model_type is torch.float16:
+        updated = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        norms = kept.norms if policy.keep_batchnorm_fp32 else ()
+        for model in models:
+            for name, param in model.named_parameters():
+                if id(param) in updated and not kept.is_wide(param) and id(param) not in norms:
+                    _check_range(name, param)
+
+
+def _check_range(name: str, param: torch.Tensor) -> None:
+    """Refuse a weight that is infinite in float16: no master could be told from that."""
+    value = local_of(param.detach())
+    largest = float(value.to(math_dtype(value.dtype)).abs().amax()) if value.numel() else 0.0
+    if _ROUNDS_TO_LARGEST <= largest < float("inf"):
+        raise bad_state(
+            f"The weight {name!r} has a value of magnitude {largest:g}, and storage splits masters "
+            "of float16 weights",
+            "float16 ends at 65504: beyond it the half weight is infinite, and nothing tells its "
+            "master from that",
+            f"Pass opt_level='O5' (bfloat16), storage='full', or keep_fp32=[{name!r}]",
+        )
+
+
+_ROUNDS_TO_LARGEST = 65520.0  # from here on float16 rounds to infinity
+
+
+def describe_storage(engine: EngineCore) -> list[str]:
+    """How the masters of an engine are kept at the moment, where they are not all float32."""
+    if engine.policy.storage.masters != "split":
+        return []
+    twins = {id(twin): twin for s in engine.sessions.values() for twin in s.masters or ()}
+    lows = [twin.table.lows[twin.row] for twin in twins.values()]
+    wide = sum(twin.stays_wide for twin in twins.values())
+    split = sum(low is not None for low in lows)
+    return [
+        f"storage: {split} of {len(lows)} masters are split now"
+        + (f", {wide} stay float32 since their half weights were written to" if wide else "")
+    ]

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The part of a fused optimizer that keeps moments as its `storage` says."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any, ClassVar, cast
+
+import torch
+
+from preamp.core.dtypes import math_dtype
+from preamp.core.errors import bad_state
+from preamp.core.log import say
+from preamp.kernels import Update
+from preamp.kernels.stored import Format, Stored
+from preamp.optim.fused.moments import (
+    SCALES,
+    Chance,
+    Entry,
+    Home,
+    check_fits,
+    converted,
+    described,
+    is_exact,
+    is_kept_plain,
+)
+from preamp.optim.part import Span
+from preamp.policy.storage import FULL, Storage
+
+Column = Callable[[list[torch.Tensor]], Sequence[Hashable]]
+"""What `batches` sorts parameters by."""
+
+
+_KeptPlaces = dict[int, tuple[list[int], list[int], list[int] | None]]
+"""By ``id`` of a batch's first parameter: of all of them, of all keys of the state, and places.
+
+No places where the keys are the parameters, in their order.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Homes:
+    """Where an optimizer's parameters are, as long as nothing of `made_for` changes."""
+
+    made_for: tuple[Any, ...]
+    by_id: dict[int, Home]
+    # Whoever of the parameters is no more, whose id may be another one's
+    gone: list[Any] = field(default_factory=list[Any])
+    refs: list[Any] = field(default_factory=list[Any])  # weak ones, which fill `gone`
+    # Of batches, by the id of their first parameter: the ids of all, numbers and starts
+    columns: dict[int, tuple[list[int], list[int], list[int]]] = field(
+        default_factory=dict[int, tuple[list[int], list[int], list[int]]]
+    )
+
+    def columns_of(self, params: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+        """Numbers and starts; the very same lists for the same parameters."""
+        ids = list(map(id, params))
+        known = self.columns.get(ids[0])
+        if known is None or known[0] != ids:
+            own = [self.by_id[key] for key in ids]
+            known = ids, [home.number for home in own], [home.start for home in own]
+            self.columns[ids[0]] = known
+        return known[1:]
+
+
+class KeepsMoments(torch.optim.Optimizer):
+    """Makes, finds and converts moments; a step at full storage asks for none of this."""
+
+    storage: Storage = FULL
+    """How masters and moments are kept between steps; set by ``preamp.initialize``.
+
+    Moments that are kept otherwise are converted at the next step.
+    """
+
+    _takes_stored: ClassVar[bool] = False
+    """Whether packed masters, and moments in fewer bits, are updated as they are.
+
+    Otherwise masters are made for each step, and moments are float32.
+    """
+
+    spans: Mapping[int, Span] = {}
+    """By ``id`` of parameters whose elements ranks share out: those that this rank has."""
+
+    moments: ClassVar[Mapping[str, Format]] = {}
+    """State that may be kept in fewer bits, in the rule's order, and its format with 8 bits."""
+
+    _wide_state: ClassVar[frozenset[str]] = frozenset()
+    """State that is float32 even where the parameter is half; the rest has its dtype."""
+
+    @property
+    def _has_fewer_bits(self) -> bool:
+        return self.storage.moments != "float32"
+
+    def check_storage(self) -> None:
+        """Raise `PreampStateError` if moments cannot be kept as `storage` says."""
+        if self._has_fewer_bits:
+            self._homes()
+
+    def _homes(self) -> _Homes:
+        params: list[Any] = [*itertools.chain(*(group["params"] for group in self.param_groups))]
+        made_for = (list(map(id, params)), self.storage, self.spans)
+        known: _Homes | None = vars(self).get("_kept_homes")
+        if known is not None and known.made_for == made_for and not known.gone:
+            return known
+        homes = {
+            id(param): Home.of(number, param, self.spans.get(id(param)))
+            for number, param in enumerate(params)
+        }
+        if self._has_fewer_bits:
+            self._check_kind()
+            for home in homes.values():
+                home.check(type(self).__name__, self.storage)
+        known = _Homes(made_for, homes)
+        known.refs.extend([weakref.ref(param, known.gone.append) for param in params])
+        # At full storage no step asks again, and what is kept would keep weights alive.
+        vars(self)["_kept_homes"] = known if self._has_fewer_bits else None
+        return known
+
+    def _check_kind(self) -> None:
+        if not self._takes_stored:
+            raise bad_state(
+                f"{type(self).__name__} got moments={self.storage.moments!r}",
+                "Moments in fewer bits are for FusedAdam, FusedLAMB, FusedSGD, FusedAdagrad and "
+                "FusedNovoGrad",
+                "Use one of these, or keep float32 moments",
+            )
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def _apart(self, also: Column | None = None) -> Column | None:
+        """What `batches` sorts by: how moments are kept, and ``also``."""
+        if self.storage.moments != "8bit":
+            return also
+        by_id = self._homes().by_id
+
+        def column(params: list[torch.Tensor]) -> Sequence[Hashable]:
+            kept = [by_id[id(param)].has_blocks for param in params]
+            return kept if also is None else list(zip(kept, also(params), strict=True))
+
+        return column
+
+    def _kept_as(self, key: str, param: torch.Tensor, home: Home) -> Format:
+        if key not in self.moments:
+            return Format.PLAIN
+        return home.kept_as(self.moments[key], param.dtype, self.storage)
+
+    def _dtype_of(self, key: str, param: torch.Tensor) -> torch.dtype:
+        """Of state that is not kept in fewer bits."""
+        return math_dtype(param.dtype) if key in self._wide_state else param.dtype
+
+    def _kept_dtype(self, key: str, param: torch.Tensor) -> torch.dtype:
+        plain = self._dtype_of(key, param)
+        if not self._has_fewer_bits or key not in self.moments:
+            return plain
+        return self._kept_as(key, param, self._homes().by_id[id(param)]).dtype or plain
+
+    def _told(self, params: Sequence[torch.Tensor], update: Update, lists: int = 0) -> Update:
+        """``update`` with how the moments of parameters of one batch are kept.
+
+        ``lists`` is the length of the rule's state, if that is more than `moments`.
+        """
+        if not self._has_fewer_bits:
+            return update
+        homes = self._homes()
+        first = homes.by_id[id(params[0])]
+        formats = [self._kept_as(key, params[0], first) for key in self.moments]
+        if set(formats) == {Format.PLAIN}:
+            return update
+        states = self._states_of(params)
+        scales = [
+            list(map(itemgetter(key + SCALES), states)) if kept.has_scales else None
+            for key, kept in zip(self.moments, formats, strict=True)
+        ]
+        numbers, starts = homes.columns_of(params)
+        others = max(0, lists - len(formats))
+        stored = replace(
+            update.stored or Stored(),
+            formats=(*formats, *[Format.PLAIN] * others),
+            scales=(*scales, *[None] * others),
+            seed=self.storage.seed,
+            numbers=numbers,
+            starts=starts,
+        )
+        return replace(update, stored=stored)
+
+    def _by_rows(
+        self, lists: Sequence[Sequence[torch.Tensor]], update: Update
+    ) -> tuple[Sequence[Sequence[torch.Tensor]], Update]:
+        """Vectors that ranks share out as the rows that they are of, where blocks matter."""
+        stored = update.stored
+        if not self.spans or stored is None or not stored.formats:
+            return lists, update
+        every = list(self._homes().by_id.values())
+        homes = [every[number] for number in stored.numbers]
+
+        def rows(column: Sequence[Any]) -> list[Any]:
+            pairs = zip(homes, column, strict=True)
+            return [None if tensor is None else home.shaped(tensor) for home, tensor in pairs]
+
+        halves = None if update.halves is None else rows(update.halves)
+        lows = None if stored.lows is None else rows(stored.lows)
+        stored = replace(stored, lows=lows)
+        return [rows(column) for column in lists], replace(update, halves=halves, stored=stored)
+
+    def _as_kept(self, params: Sequence[torch.Tensor], states: Sequence[Entry], key: str) -> None:
+        """Let all ``states`` have the moment ``key`` as it is kept, made or converted."""
+        by_id = self._homes().by_id
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        rounded: set[str] = set()
+        for param, state in zip(params, states, strict=True):
+            home = by_id[id(param)]
+            if state.get(key) is None:
+                kept = self._kept_as(key, param, home)
+                state[key] = home.made(kept.dtype or self._dtype_of(key, param))
+                if kept.has_scales:
+                    state[key + SCALES] = home.made_scales()
+                continue
+            # The number of the update before this one, which is counted already
+            step = state.get("step", groups[home.number].get("step", 1) - 1)
+            made = self._moment(param, state, key, home, step)
+            rounded |= made.rounded
+            state.pop(key + SCALES, None)
+            state.update(made.entry)
+        if vars(self).get("_rounded_to") != self.storage:
+            self._tell_rounded(rounded)
+
+    def _moment(self, param: torch.Tensor, entry: Entry, key: str, home: Home, step: Any) -> _Made:
+        """A moment of ``entry`` as it is kept."""
+        kept, dtype = self._kept_as(key, param, home), self._dtype_of(key, param)
+        by = Chance(self.storage.seed, step, list(self.moments).index(key))
+        made = converted(entry, key, home, kept, dtype, by)
+        if kept is Format.PLAIN or is_exact(entry, key, kept):
+            return _Made(made)
+        return _Made(made, frozenset({described(entry[key])}))
+
+    def _tell_rounded(self, sources: Set[str]) -> None:
+        if sources:
+            vars(self)["_rounded_to"] = self.storage
+            kept = self.storage.moments.replace("8bit", "8 bits")
+            say(
+                f"{type(self).__name__}: moments of {' and '.join(sorted(sources))} are rounded "
+                f"to {kept}, by the storage of this run"
+            )
+
+    def _states_of(self, params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+        """State dicts of ``params``, by the places they had before if all keys are the same.
+
+        To look one up takes a call of Python, which ``torch.Tensor.__hash__`` is.
+        """
+        state: dict[Any, dict[str, Any]] = self.state
+        kept: _KeptPlaces = vars(self).setdefault("_kept_places", {})
+        ids = list(map(id, params))
+        known = kept.get(ids[0])
+        if known is None or known[0] != ids or known[1] != list(map(id, state)):
+            for param in params:
+                state[param]  # made where there is none
+            keys = list(map(id, state))
+            place_of = {key: place for place, key in enumerate(keys)}
+            places = None if keys == ids else [place_of[key] for key in ids]
+            known = kept[ids[0]] = (ids, keys, places)
+        every = list(state.values())
+        return every if known[2] is None else [every[place] for place in known[2]]
+
+    # -- loading -----------------------------------------------------------------------------
+
+    def _own_state(
+        self, given: Mapping[str, Any]
+    ) -> tuple[dict[torch.Tensor, Entry], dict[Any, Any]]:
+        """Of a loaded state what is kept as it is, by parameter, and the rest for torch to cast.
+
+        Raises `ValueError` for moments in fewer bits that do not fit.
+        """
+        groups: list[dict[str, Any]] = given["param_groups"]
+        numbers = [number for group in groups for number in group["params"]]
+        steps = [group.get("step", 0) for group in groups for _ in group["params"]]
+        params = itertools.chain(*(group["params"] for group in self.param_groups))
+        homes, rest = self._homes().by_id, dict[Any, Any](given["state"])
+        found: dict[torch.Tensor, Entry] = {}
+        rounded: set[str] = set()
+        for number, step, param in zip(numbers, steps, params, strict=False):
+            entry = cast("Entry | None", rest.get(number))
+            if isinstance(entry, dict):
+                made = self._own_entry(param, entry, homes[id(param)], entry.get("step", step))
+                found[param], rounded = made.entry, rounded | made.rounded
+                mine = {*made.entry, *(key + SCALES for key in self.moments)}
+                rest[number] = {key: value for key, value in entry.items() if key not in mine}
+        self._tell_rounded(rounded)
+        return found, rest
+
+    def _own_entry(self, param: torch.Tensor, given: Entry, home: Home, step: Any) -> _Made:
+        own, rounded = dict[str, Any](), frozenset[str]()
+        tensors = {k: v.to(param.device) for k, v in given.items() if isinstance(v, torch.Tensor)}
+        for key, value in tensors.items():
+            is_plain = self._kept_as(key, param, home) is Format.PLAIN
+            if key in self.moments and not (is_plain and is_kept_plain(tensors, key)):
+                check_fits(type(self).__name__, tensors, key, home)
+                made = self._moment(param, tensors, key, home, int(step))
+                own, rounded = own | made.entry, rounded | made.rounded
+            elif key in self._wide_state:
+                own[key] = value.to(math_dtype(param.dtype))
+        return _Made(own, rounded)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """State as it is kept, and what was rounded for that."""
+
+    entry: Entry
+    rounded: frozenset[str] = frozenset()

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Moments in fewer bits: how each is kept, where its elements lie, and conversions between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from preamp.core.dtypes import dtype_name
+from preamp.core.errors import bad_state, bad_value
+from preamp.core.tensors import is_sharded, local_of
+from preamp.kernels.shards import box_of, has_whole_rows, sharded_as
+from preamp.kernels.stored import (
+    Format,
+    can_be_blocks,
+    decode,
+    encode,
+    noise,
+    round_by_chance,
+    scales_shape,
+)
+from preamp.optim.master_parameter import leaf_of
+from preamp.optim.part import Span
+from preamp.policy.storage import Storage
+
+SCALES = "_scales"
+"""What the key of a moment's scales ends in."""
+
+TWO_MOMENTS = {"exp_avg": Format.SIGNED, "exp_avg_sq": Format.UNSIGNED}
+"""The moments of Adam and LAMB, and what they are with 8 bits."""
+
+Entry = dict[str, Any]
+"""An optimizer's state of one parameter."""
+
+_IN_CODES = {torch.int8: Format.SIGNED, torch.uint8: Format.UNSIGNED}
+
+
+def format_kept(value: object) -> Format:
+    """How a moment is kept that is there already; bfloat16 may be rounded either way."""
+    dtype: Any = getattr(value, "dtype", None)
+    return _IN_CODES.get(dtype, Format.PLAIN)
+
+
+def format_of(kind: Format, dtype: torch.dtype, storage: Storage, *, has_blocks: bool) -> Format:
+    """How a moment is kept that is ``kind`` with 8 bits; ``dtype`` is the parameter's.
+
+    Those of float64 parameters stay float64, and vectors' and small tensors', which have no blocks,
+    as they are.
+    """
+    if storage.moments == "float32" or dtype is torch.float64:
+        return Format.PLAIN
+    if storage.moments == "bfloat16":
+        return Format.BFLOAT16
+    return kind if has_blocks else Format.PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A parameter of an optimizer, and which elements of the whole one this rank has."""
+
+    number: int  # its position over all groups
+    leaf: torch.Tensor  # the model's parameter
+    span: Span | None  # where ranks share out its elements, those of this one
+    shape: tuple[int, ...]  # of the whole parameter
+    start: int  # the index in it of the first element that this rank has
+    has_blocks: bool  # whether its moments can be kept in 8 bits
+
+    @classmethod
+    def of(cls, number: int, param: torch.Tensor, span: Span | None) -> Home:
+        """That of ``param``, of which ranks may have spans."""
+        leaf = leaf_of(param)
+        shape, start = tuple(leaf.shape), 0
+        if span is not None:
+            shape, start = span.shape, span.start
+        elif is_sharded(leaf) and local_of(leaf).numel():
+            start = box_of(leaf)[0][0] * math.prod(shape[1:])
+        return cls(number, leaf, span, shape, start, can_be_blocks(shape))
+
+    def kept_as(self, kind: Format, dtype: torch.dtype, storage: Storage) -> Format:
+        """How a moment of it is kept; see `format_of`."""
+        return format_of(kind, dtype, storage, has_blocks=self.has_blocks)
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """Of what this rank keeps of a moment."""
+        return tuple(local_of(self.leaf).shape) if self.span is None else (self.span.elements,)
+
+    @property
+    def held_scales(self) -> tuple[int, int]:
+        """The shape of what this rank keeps of a moment's scales."""
+        if not self.shape:
+            return 0, 0
+        rows = local_of(self.leaf).shape[0] if self.span is None else self.span.rows
+        return rows, scales_shape(self.shape)[1]
+
+    def check(self, kind: str, storage: Storage) -> None:
+        """Raise `PreampStateError` unless this rank has rows of the whole parameter."""
+        if self.span is not None and not self.span.has_whole_rows:
+            raise bad_state(
+                f"{kind} got moments={storage.moments!r} after ranks had shared out its state",
+                "Moments in fewer bits are shared out by rows, which shard_optimizer decides",
+                "Pass storage to preamp.initialize, before preamp.parallel.shard_optimizer",
+            )
+        if is_sharded(self.leaf) and not has_whole_rows(self.leaf):
+            placements: Any = getattr(self.leaf, "placements", None)
+            raise bad_state(
+                f"{kind} got moments={storage.moments!r} for a parameter {self.shape} with the "
+                f"placements {placements}",
+                "Moments in fewer bits need whole rows on each rank: Shard(0) and Replicate()",
+                "Shard the parameter along dimension 0, as fully_shard does, or keep float32 "
+                "moments",
+            )
+
+    def made(self, dtype: torch.dtype) -> torch.Tensor:
+        """A new moment of zeros."""
+        if self.span is not None:
+            return torch.zeros(self.span.elements, dtype=dtype, device=self.leaf.device)
+        kind = torch.preserve_format
+        return torch.zeros_like(self.leaf.detach(), dtype=dtype, memory_format=kind)
+
+    def made_scales(self) -> torch.Tensor:
+        """Scales of a new moment in 8 bits."""
+        own = torch.zeros(self.held_scales, dtype=torch.float32, device=self.leaf.device)
+        return self.with_scales_of(own)
+
+    def shaped(self, held: torch.Tensor) -> torch.Tensor:
+        """What this rank keeps of a moment as rows of the parameter."""
+        return held if self.span is None else self.span.shaped(held)
+
+    def kept(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows as this rank keeps them."""
+        if self.span is not None:
+            return self.span.flat(rows)
+        like = torch.empty_like(local_of(self.leaf.detach()), dtype=rows.dtype)
+        return sharded_as(like.copy_(rows), self.leaf)
+
+    def with_scales_of(self, held: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of scales as what the state has."""
+        return sharded_as(held, self.leaf, scales_shape(self.shape)) if self.span is None else held
+
+
+@dataclass(frozen=True, slots=True)
+class Chance:
+    """What the noise of a conversion depends on, besides the parameter."""
+
+    seed: int
+    step: int | torch.Tensor  # of the latest update
+    row: int  # which list of the rule's state it is
+
+    def noise(self, home: Home, rows: torch.Tensor) -> torch.Tensor:
+        """A number for each element of what this rank has."""
+        found = noise(
+            rows.numel(),
+            start=home.start,
+            step=self.step,
+            row=self.row,
+            seed=self.seed,
+            number=home.number,
+            device=rows.device,
+        )
+        return found.view(rows.shape)
+
+
+def converted(
+    entry: Mapping[str, Any], key: str, home: Home, kept: Format, dtype: torch.dtype, by: Chance
+) -> Entry:
+    """The moment ``key`` of ``entry`` as ``kept``, and its scales; ``dtype`` is of plain ones.
+
+    What is kept so already keeps its bits.
+    """
+    value, given = entry[key], format_kept(entry[key])
+    scales = entry[key + SCALES] if given.has_scales else None
+    if given is kept and scales is not None:
+        return {key: value, key + SCALES: scales}
+    if scales is None and value.dtype is (kept.dtype or dtype):
+        return {key: value}
+    wide = home.shaped(local_of(value))
+    if scales is not None:
+        wide = decode(wide, local_of(scales), given)
+    if kept.has_scales:
+        codes, sizes = encode(wide.float(), kept, by.noise(home, wide))
+        return {key: home.kept(codes), key + SCALES: home.with_scales_of(sizes)}
+    if kept is Format.BFLOAT16:
+        return {key: home.kept(round_by_chance(wide.float(), by.noise(home, wide)))}
+    return {key: home.kept(wide.to(dtype))}
+
+
+def without_codes(entry: Mapping[str, Any]) -> Entry:
+    """A state whose moments in 8 bits are float32 tensors, with the same values."""
+    found = dict(entry)
+    for key in entry:
+        if is_in_codes(entry, key):
+            scales = found.pop(key + SCALES)
+            found[key] = decode(entry[key], scales, format_kept(entry[key]))
+    return found
+
+
+def is_in_codes(entry: Mapping[str, Any], key: str) -> bool:
+    """Whether the moment ``key`` is there in 8 bits, with its scales."""
+    return key + SCALES in entry and format_kept(entry.get(key)).has_scales
+
+
+def is_scales(entry: Mapping[str, Any], key: str) -> bool:
+    """Whether ``key`` is that of a moment's scales."""
+    return key.endswith(SCALES) and is_in_codes(entry, key.removesuffix(SCALES))
+
+
+def is_kept_plain(entry: Mapping[str, Any], key: str) -> bool:
+    """Whether neither codes nor scales are there of the moment ``key``."""
+    return not format_kept(entry[key]).has_scales and key + SCALES not in entry
+
+
+def is_exact(entry: Mapping[str, Any], key: str, kept: Format) -> bool:
+    """Whether a moment keeps its values in the format ``kept``, which is not a plain one."""
+    if kept.has_scales:
+        return format_kept(entry[key]) is kept
+    return entry[key].dtype is kept.dtype
+
+
+def described(value: torch.Tensor) -> str:
+    """What a moment is kept as, in words."""
+    return "8 bits" if format_kept(value).has_scales else dtype_name(value.dtype)
+
+
+def check_fits(kind: str, entry: Mapping[str, Any], key: str, home: Home) -> None:
+    """Raise `ValueError` unless a loaded moment has the shape that this rank keeps."""
+    value, scales = entry[key], entry.get(key + SCALES)
+    wanted = [(key, value, home.held_shape)]
+    if format_kept(value).has_scales or scales is not None:
+        wanted.append((key + SCALES, scales, home.held_scales))
+        is_paired = format_kept(value).has_scales and isinstance(scales, torch.Tensor)
+    else:
+        is_paired = True
+    found = [
+        tuple(local_of(tensor).shape) if isinstance(tensor, torch.Tensor) else None
+        for _, tensor, _ in wanted
+    ]
+    if is_paired and found == [shape for _, _, shape in wanted]:
+        return
+    parts = [
+        f"{name} is {'missing' if shape is None else f'{dtype_name(tensor.dtype)} {shape}'}"
+        for (name, tensor, _), shape in zip(wanted, found, strict=True)
+    ]
+    raise bad_value(
+        f"{kind} got a state for parameter {home.number}, {home.shape}, that does not fit: "
+        + ", ".join(parts),
+        "Its moments have the parameter's shape, and those of int8 or uint8 float32 scales of "
+        f"shape {home.held_scales}; nothing was loaded",
+        "Load the state into the model and optimizer that it was saved from",
+    )

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ranks check about moments in fewer bits: however they are shared, the bits are the same."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import preamp
+from cases.selection import combinations
+from checkpoint.rank_checks import shared_folder
+from checkpoint.sharded_checks import saved_folder
+from checkpoint.sharded_runs import Parallel, full
+from engine.harness import same
+from preamp import PreampStateError, Storage
+from preamp.optimizers import FusedAdam, FusedSGD
+from preamp.parallel import full_state_dicts, shard_optimizer
+
+WAYS: tuple[Parallel, ...] = ("ddp", "fsdp", "zero1")
+STORAGES = {
+    "compact": Storage(masters="split", moments="8bit", seed=5),
+    "8bit": Storage(moments="8bit", seed=5),
+    "bfloat16": Storage(moments="bfloat16", seed=5),
+    "full": Storage(),
+}
+BUILDS: dict[str, Any] = {
+    "adam": lambda params: FusedAdam(params, lr=0.0625, eps=1e-4),
+    "sgd": lambda params: FusedSGD(params, lr=0.0625, momentum=0.9),
+}
+
+
+class Net(nn.Module):
+    """Rows of 72 elements, blocks of a row that differ in length, and tensors without blocks."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.conv = nn.Conv2d(8, 60, 3)
+        self.inner = nn.Linear(60, 131)
+        self.head = nn.Linear(131, 37)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(self.conv(x).relu().mean((2, 3))).relu())
+
+
+class Run:
+    """A run whose gradients are the same, to the bit, however ranks share it."""
+
+    def __init__(
+        self,
+        storage: str,
+        parallel: Parallel,
+        *,
+        seed: int = 0,
+        level: str = "O5",
+        kind: str = "adam",
+        strided: bool = False,
+    ) -> None:
+        self.inner = Net(seed)
+        if parallel == "fsdp":
+            fully_shard(self.inner)
+        if strided:  # which fully_shard does not take
+            self.inner.conv.to(memory_format=torch.channels_last)
+        self.optimizer = BUILDS[kind](self.inner.parameters())
+        preamp.initialize(
+            self.inner, self.optimizer, opt_level=level, verbosity=0, storage=STORAGES[storage]
+        )
+        self.engine, self.model = preamp.engine_of(self.inner), self.inner
+        if parallel in ("ddp", "zero1"):
+            self.model = DistributedDataParallel(self.inner)
+        if parallel == "zero1":
+            shard_optimizer(self.optimizer)
+
+    def step(self, number: int) -> None:
+        """On gradients that do not depend on the weights, nor on the number of ranks."""
+        random = torch.Generator().manual_seed(number)
+        with preamp.scale_loss(self.model(torch.ones(1, 8, 3, 3)).sum(), self.optimizer) as scaled:
+            scaled.backward()  # so that the engine knows what reduces gradients
+        for param in self.inner.parameters():
+            grad = torch.randn(param.shape, generator=random).to(param.dtype)
+            if hasattr(param, "device_mesh"):
+                param.grad = distribute_tensor(grad, param.device_mesh, param.placements)
+            else:
+                param.grad = torch.empty_like(param).copy_(grad)
+        self.optimizer.step()
+
+    def save(self, path: Path) -> None:
+        preamp.save_checkpoint(path, self.model, self.optimizer)
+
+    def load(self, path: Path) -> None:
+        preamp.load_checkpoint(path, self.model, self.optimizer)
+
+    def whole(self) -> dict[str, Any]:
+        """Float32 values and the optimizer's state, whole, on every rank."""
+        if dist.is_initialized() and isinstance(self.model, DistributedDataParallel):
+            found: list[Any] = [full_state_dicts(self.inner, self.optimizer)]
+            dist.broadcast_object_list(found)
+            weights, state = found[0]
+        else:
+            weights, state = self.inner.state_dict(), self.optimizer.state_dict()
+        whole = {
+            "weights": [full(value) for value in weights.values()],
+            "state": [
+                {key: full(value) for key, value in sorted(state["state"][number].items())}
+                for number in sorted(state["state"])
+            ],
+        }
+        return copy.deepcopy(whole)  # later steps write to what they are
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def check_all_ways_to_share_have_the_same_bits() -> None:
+    for storage, kind, level in combinations(STORAGES, BUILDS, ("O5", "O4")):
+        for strided, ways in ((False, WAYS), (True, ("ddp", "zero1"))):
+            if (storage == "compact" and level == "O4") or (strided and kind == "sgd"):
+                continue
+            found: list[Any] = []
+            for parallel in ways:
+                run = Run(storage, parallel, level=level, kind=kind, strided=strided)
+                for number in range(3):
+                    run.step(number)
+                found.append(run.whole())
+                run.close()
+                assert same(found[-1], found[0]), (storage, kind, level, parallel, strided)
+
+
+def check_checkpoints_go_from_one_way_to_another() -> None:
+    """A run that goes on elsewhere is the uninterrupted one."""
+    pairs = [(a, b) for a, b in itertools.product(WAYS, repeat=2)]
+    for storage, (saved, loaded) in combinations(STORAGES, pairs):
+        folder, run = shared_folder(), Run(storage, saved)
+        run.step(0)
+        run.step(1)
+        run.save(folder / "a")
+        before = run.whole()
+        run.step(2)
+        after = run.whole()
+        run.close()
+        other = Run(storage, loaded, seed=1)
+        other.step(7)
+        other.load(folder / "a")
+        assert same(other.whole(), before), (storage, saved, loaded)
+        other.step(2)
+        assert same(other.whole(), after), (storage, saved, loaded)
+        other.close()
+
+
+def check_other_storages_load_alike_in_all_ways() -> None:
+    for saved, loaded in (("compact", "full"), ("full", "compact"), ("8bit", "bfloat16")):
+        folder, run = shared_folder(), Run(saved, "fsdp")
+        run.step(0)
+        run.save(folder / "a")
+        run.close()
+        expected: Any = None
+        for parallel in WAYS:
+            other = Run(loaded, parallel, seed=1)
+            other.load(folder / "a")
+            found = other.whole()
+            expected = found if expected is None else expected
+            assert same(found, expected), (saved, loaded, parallel)
+            other.step(1)
+            other.close()
+
+
+def check_columns_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    param = nn.Parameter(distribute_tensor(torch.ones(64, 64), mesh, [Shard(1)]))
+    optimizer = FusedAdam([param])
+    optimizer.storage = STORAGES["8bit"]
+    param.grad = distribute_tensor(torch.ones(64, 64), mesh, [Shard(1)])
+    error = r"FusedAdam got moments='8bit' for a parameter \(64, 64\) with the placements .*Shard\("
+    with pytest.raises(PreampStateError, match=error):
+        optimizer.step()
+    assert not optimizer.state
+
+
+def check_bytes_are_as_estimated() -> None:
+    for storage, sharding in combinations(STORAGES, ("zero1", "none")):
+        run = Run(storage, "zero1" if sharding == "zero1" else "ddp")
+        run.step(0)
+        run.step(1)
+        found = preamp.count_memory(run.engine)
+        wanted = preamp.estimate(
+            Net(0),
+            preamp.OPT_LEVELS["O5"].replace(storage=STORAGES[storage]),
+            "FusedAdam",
+            sharding=sharding,
+            world_size=dist.get_world_size(),
+        ).categories
+        for category in ("masters", "optimizer state"):
+            is_largest = dist.get_rank() == 0 or sharding == "none"
+            assert found[category] <= wanted[category], (storage, sharding, category)
+            assert found[category] == wanted[category] or not is_largest, (storage, category)
+        run.close()
+
+
+def save_for_others() -> None:
+    folder = saved_folder()
+    folder.mkdir(exist_ok=True)
+    for parallel in WAYS:
+        run = Run("compact", parallel)
+        run.step(0)
+        run.save(folder / f"compact-{parallel}")
+        run.close()
+
+
+def load_from_others() -> None:
+    """What two ranks have saved, on more of them, or in one process."""
+    ways: tuple[Parallel, ...] = WAYS if dist.is_initialized() else ("none",)
+    expected: Any = None
+    for parallel, saved in itertools.product(ways, WAYS):
+        run = Run("compact", parallel, seed=1)
+        run.load(saved_folder() / f"compact-{saved}")
+        run.step(1)
+        found = run.whole()
+        expected = found if expected is None else expected
+        assert same(found, expected), (saved, parallel)
+        run.close()

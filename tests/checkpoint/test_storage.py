@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checkpoints of masters and moments in fewer bits: bits come back, or conversions are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import preamp
+from checkpoint import storage_checks
+from checkpoint.storage_checks import STORAGES, Run, load_from_others
+from distributed.ranks import assert_pass, checks_of
+from distributed.test_fully_sharded import RUNS_ON_CPUS
+from engine.harness import same
+from preamp.checkpoint import read_checkpoint
+from preamp.checkpoint.summary import summarize_checkpoint
+from preamp.kernels.stored import Format, decode
+
+needs_shards = pytest.mark.skipif(
+    not RUNS_ON_CPUS, reason="fully_shard runs on CPUs with newer versions of torch only"
+)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_a_resumed_run_is_the_uninterrupted_one(storage: str, kind: str, tmp_path: Path) -> None:
+    run = Run(storage, "none", kind=kind)
+    run.step(0)
+    run.step(1)
+    run.save(tmp_path / "a")
+    saved = read_checkpoint(tmp_path / "a")["optimizers"][0]["state"]["state"]
+    live = run.optimizer.state_dict()["state"]
+    assert same({n: dict(s) for n, s in saved.items()}, {n: dict(s) for n, s in live.items()})
+    resumed = Run(storage, "none", seed=1, kind=kind)
+    resumed.step(7)
+    resumed.load(tmp_path / "a")
+    assert same(resumed.whole(), run.whole())
+    for number in (2, 3):
+        run.step(number)
+        resumed.step(number)
+    assert same(resumed.whole(), run.whole())
+
+
+def values(run: Run) -> list[torch.Tensor]:
+    """The moments of all parameters as float32."""
+    found: list[torch.Tensor] = []
+    for state in run.optimizer.state.values():
+        for key, kind in (("exp_avg", Format.SIGNED), ("exp_avg_sq", Format.UNSIGNED)):
+            codes = state.get(key + "_scales") is not None
+            found.append(decode(state[key], state[key + "_scales"], kind) if codes else state[key])
+    return [value.float().clone() for value in found]
+
+
+@pytest.mark.parametrize("saved", STORAGES)
+@pytest.mark.parametrize("loaded", STORAGES)
+def test_into_another_storage(
+    saved: str, loaded: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(saved, "none")
+    run.step(0)
+    run.save(tmp_path / "a")
+    other = Run(loaded, "none", seed=1)
+    other.step(7)
+    capsys.readouterr()
+    other.load(tmp_path / "a")
+    told = capsys.readouterr().out
+    sizes = {"float32": 4, "bfloat16": 2, "8bit": 1}
+    source, target = STORAGES[saved].moments, STORAGES[loaded].moments
+    is_rounded = sizes[target] < sizes[source] or (source, target) == ("8bit", "bfloat16")
+    assert told.count("are rounded to") == is_rounded
+    assert same(other.whole()["weights"], run.whole()["weights"])
+    for found, exact in zip(values(other), values(run), strict=True):
+        far = (2**-5 * exact.abs() + 2**-6 * exact.abs().max()) * is_rounded
+        assert ((found - exact).abs() <= far).all()
+    other.step(1)
+
+
+def test_older_files_load_and_are_of_full_storage(tmp_path: Path) -> None:
+    run = Run("full", "none")
+    run.step(0)
+    with pytest.MonkeyPatch.context() as patch:  # as of a time when there were no storages
+        original: Any = preamp.checkpoint.capture._optimizer_state
+
+        def older(*args: Any) -> dict[str, Any]:
+            made = original(*args)
+            del made["storage"]
+            return made
+
+        patch.setattr(preamp.checkpoint.capture, "_optimizer_state", older)
+        run.save(tmp_path / "a")
+    assert summarize_checkpoint(tmp_path / "a").optimizers[0]["storage"] == "full"
+    other = Run("compact", "none", seed=1)
+    other.load(tmp_path / "a")
+    assert same(other.whole()["weights"], run.whole()["weights"])
+
+
+def test_what_is_shown(tmp_path: Path) -> None:
+    for storage in ("compact", "bfloat16"):
+        run = Run(storage, "none")
+        run.step(0)
+        run.save(tmp_path / storage)
+        name = {"bfloat16": "masters float32, moments bfloat16"}.get(storage, storage)
+        assert summarize_checkpoint(tmp_path / storage).optimizers[0]["storage"] == name
+
+
+def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    run = Run("compact", "none")
+    run.step(0)
+    scales = next(iter(run.optimizer.state.values()))
+    scales["exp_avg_scales"] = scales["exp_avg_scales"][:-1]
+    run.save(tmp_path / "a")
+    other = Run("compact", "none", seed=1)
+    other.step(7)
+    before = other.whole()
+    with pytest.raises(ValueError, match=r"that does not fit: .* nothing was loaded"):
+        other.load(tmp_path / "a")
+    assert same(other.whole(), before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What two ranks have left, after they passed their checks."""
+    found = tmp_path_factory.mktemp("storage")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREAMP_TEST_FOLDER", str(found))
+        assert_pass([*checks_of(storage_checks), storage_checks.save_for_others], 2, found)
+        yield found
+
+
+@needs_shards
+@pytest.mark.full
+def test_from_two_ranks_into_one_process(folder: Path) -> None:
+    load_from_others()
+
+
+@needs_shards
+@pytest.mark.full
+def test_from_two_ranks_into_four(folder: Path, tmp_path: Path) -> None:
+    assert_pass([load_from_others], 4, tmp_path)
+
+
+def test_another_seed_rounds_otherwise() -> None:
+    runs = [Run("8bit", "none"), Run("8bit", "none")]
+    runs[1].optimizer.storage = replace(STORAGES["8bit"], seed=6)
+    for run in runs:
+        run.step(0)
+    codes = [next(iter(run.optimizer.state.values()))["exp_avg"] for run in runs]
+    assert not torch.equal(*codes)

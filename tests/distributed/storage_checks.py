@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ranks check of split masters: the run is that of full storage, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import preamp
+from cases.tolerances import assert_same
+from preamp.core.tensors import local_of
+from preamp.kernels.stored import join, split
+from preamp.optim.master_parameter import PACKED_KINDS
+from preamp.optimizers import FusedAdam, FusedLAMB
+from preamp.parallel import full_state_dicts, shard_optimizer
+
+WAYS = ("ddp", "fully_shard", "shard_optimizer")
+
+
+def _start(way: str, level: str, storage: str, kind: Any) -> tuple[nn.Module, nn.Module, Any]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(7, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 5))
+    if way == "fully_shard":
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = kind(model.parameters(), lr=0.01)
+    preamp.initialize(
+        model, optimizer, opt_level=level, storage=storage, verbosity=0, backend="reference"
+    )
+    wrapped = model if way == "fully_shard" else nn.parallel.DistributedDataParallel(model)
+    if way == "shard_optimizer":
+        shard_optimizer(optimizer)
+    return model, wrapped, optimizer
+
+
+def _bring_to_split(optimizer: Any) -> None:
+    """Let an engine in full storage have what a split one can hold; torch counts no write."""
+    for session in preamp.engine_of(optimizer).sessions.values():
+        for twin in session.masters or ():
+            own, master = twin.held.own(twin.half.detach()), local_of(twin.master.detach())
+            half, low = split(master, twin.half.dtype)
+            local_of(own).data.copy_(half)
+            master.data.copy_(join(half, low))
+
+
+def _train(way: str, level: str, storage: str, kind: Any) -> dict[str, torch.Tensor]:
+    model, wrapped, optimizer = _start(way, level, storage, kind)
+    for number in range(4):
+        generator = torch.Generator().manual_seed(10 * number + torch.distributed.get_rank())
+        loss = wrapped(torch.randn(4, 7, generator=generator)).square().mean()
+        with preamp.scale_loss(loss, optimizer) as scaled:
+            (scaled * float("inf") if number == 1 and level == "O2" else scaled).backward()
+        preamp.clip_grad_norm_(optimizer, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        if storage == "full":
+            _bring_to_split(optimizer)
+        elif number:
+            assert {type(p) in PACKED_KINDS for p in preamp.master_params(optimizer)} == {True}
+    halves = {f"half {name}": _whole(param) for name, param in model.named_parameters()}
+    found = full_state_dicts(model, optimizer)
+    state = {name: _whole(value) for name, value in found[0].items()} if found else {}
+    if way == "fully_shard" and not found:
+        for value in model.state_dict().values():
+            _whole(value)  # all ranks gather
+    preamp.engine_of(optimizer).close()
+    closed = {f"closed {name}": _whole(value) for name, value in model.state_dict().items()}
+    return {**halves, **state, **closed}
+
+
+def _whole(value: Any) -> torch.Tensor:
+    value = value.detach()
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+
+
+def check_split_masters_on_ranks() -> None:
+    for way in WAYS:
+        for level in ("O2", "O5"):
+            kinds = [FusedAdam, optim.AdamW]
+            kinds += [] if way == "shard_optimizer" else [FusedLAMB]
+            for kind in kinds:
+                full, halved = (_train(way, level, storage, kind) for storage in ("full", "split"))
+                assert full.keys() == halved.keys()
+                for name, value in full.items():
+                    assert_same(halved[name], value, f"{way}, {level}, {kind.__name__}: {name}")

@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Moments in bfloat16 and in 8 bits: what optimizers keep, save, load, convert and refuse."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cases.tolerances import assert_same
+from preamp import PreampStateError
+from preamp.kernels.stored import Format, decode, scales_shape
+from preamp.optim.fused.base import FusedOptimizer
+from preamp.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedLARS,
+    FusedMixedPrecisionLamb,
+    FusedNovoGrad,
+    FusedSGD,
+)
+from preamp.policy.storage import FULL, Storage
+
+SHAPES = ((48, 100), (12,), (3, 5), (64, 4, 4, 4))
+"""Blocks of a row, a vector, a matrix too small for blocks, and the weight of a convolution."""
+STORAGES = {name: Storage(moments=name, seed=3) for name in ("float32", "bfloat16", "8bit")}
+
+Make = Callable[[Any], FusedOptimizer]
+MAKE: dict[str, Make] = {
+    "adam": lambda params: FusedAdam(params, lr=0.05, weight_decay=0.01),
+    "capturable": lambda params: FusedAdam(params, lr=0.05, capturable=True),
+    "early": lambda params: FusedAdam(params, lr=0.05, max_grad_norm=1.0),
+    "lamb": lambda params: FusedLAMB(params, lr=0.05),
+    "sgd": lambda params: FusedSGD(params, lr=0.05, momentum=0.9),
+    "adagrad": lambda params: FusedAdagrad(params, lr=0.05),
+    "novograd": lambda params: FusedNovoGrad(params, lr=0.05),
+}
+every_kind = pytest.mark.parametrize("kind", MAKE)
+in_fewer_bits = pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
+
+
+def made(
+    kind: str, moments: str, dtype: torch.dtype = torch.float32
+) -> tuple[list[nn.Parameter], FusedOptimizer]:
+    random = torch.Generator().manual_seed(1)
+    params = [nn.Parameter(torch.randn(shape, generator=random).to(dtype)) for shape in SHAPES]
+    params[3].data = params[3].data.contiguous(memory_format=torch.channels_last)
+    optimizer = MAKE[kind]([{"params": params[:2]}, {"params": params[2:]}])
+    optimizer.storage = STORAGES[moments]
+    return params, optimizer
+
+
+def step(params: list[nn.Parameter], optimizer: FusedOptimizer, number: int) -> None:
+    random = torch.Generator().manual_seed(100 + number)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=random).to(param.dtype)
+    optimizer.step()
+
+
+def tensors(optimizer: FusedOptimizer) -> list[dict[str, torch.Tensor]]:
+    return [
+        {key: torch.as_tensor(value) for key, value in state.items()}
+        for state in optimizer.state.values()
+    ]
+
+
+def assert_same_state(a: FusedOptimizer, b: FusedOptimizer) -> None:
+    for x, y in zip(tensors(a), tensors(b), strict=True):
+        assert x.keys() == y.keys()
+        for key, value in x.items():
+            assert_same(value, y[key], key)
+
+
+def values(optimizer: FusedOptimizer, place: int) -> dict[str, torch.Tensor]:
+    """Moments of a parameter as float32."""
+    state, found = list(optimizer.state.values())[place], dict[str, torch.Tensor]()
+    for key, kind in optimizer.moments.items():
+        is_codes = key + "_scales" in state
+        found[key] = decode(state[key], state[key + "_scales"], kind) if is_codes else state[key]
+    return {key: value.float() for key, value in found.items()}
+
+
+LOWEST = {Format.SIGNED: 2**-7, Format.UNSIGNED: 2**-11}
+
+
+def within(moments: str, kind: Format, exact: torch.Tensor) -> torch.Tensor:
+    """How far values may be from where they were before they were rounded, up or down."""
+    if moments == "bfloat16":
+        return 2**-7 * exact.abs()
+    return 2**-5 * exact.abs() + 2 * LOWEST[kind] * exact.abs().max()
+
+
+# -- a run ---------------------------------------------------------------------------------------
+
+
+@every_kind
+@pytest.mark.parametrize("moments", STORAGES)
+def test_a_resumed_run_is_the_uninterrupted_one(kind: str, moments: str) -> None:
+    params, optimizer = made(kind, moments)
+    for number in range(2):
+        step(params, optimizer, number)
+    state = copy.deepcopy(optimizer.state_dict())
+    again, resumed = made(kind, moments)
+    step(again, resumed, 99)  # its own state is replaced, not mixed
+    resumed.load_state_dict(state)
+    for param, value in zip(again, params, strict=True):
+        param.data.copy_(value.detach())
+    for number in range(2, 4):
+        step(params, optimizer, number)
+        step(again, resumed, number)
+    for param, value in zip(again, params, strict=True):
+        assert_same(param.detach(), value.detach())
+    assert_same_state(optimizer, resumed)
+
+
+@every_kind
+def test_what_is_kept(kind: str) -> None:
+    for moments in STORAGES:
+        params, optimizer = made(kind, moments)
+        step(params, optimizer, 0)
+        for place, param in enumerate(params):
+            state = optimizer.state[param]
+            for key, coded in optimizer.moments.items():
+                has_blocks = moments == "8bit" and place in (0, 3)
+                plain = torch.bfloat16 if moments == "bfloat16" else torch.float32
+                assert state[key].dtype is (coded.dtype if has_blocks else plain)
+                assert state[key].shape == param.shape
+                assert state[key].stride() == param.stride()
+                assert (key + "_scales" in state) is has_blocks
+                if has_blocks:
+                    assert state[key + "_scales"].shape == scales_shape(param.shape)
+
+
+@every_kind
+def test_the_first_moments_are_float32s_but_for_one_rounding(kind: str) -> None:
+    """Codes are 2**-5 of a value apart, and at the lower end `LOWEST` of the scale."""
+    wanted_params, wanted = made(kind, "float32")
+    step(wanted_params, wanted, 0)
+    for moments in ("bfloat16", "8bit"):
+        params, optimizer = made(kind, moments)
+        step(params, optimizer, 0)
+        for place, (param, value) in enumerate(zip(params, wanted_params, strict=True)):
+            # Computed before anything is rounded; norms of another layout are another sum
+            torch.testing.assert_close(param, value, rtol=1e-6, atol=1e-6 * (kind == "lamb"))
+            found = values(optimizer, place)
+            for key, exact in values(wanted, place).items():
+                far = within(moments, optimizer.moments[key], exact)
+                assert ((found[key] - exact).abs() <= far).all(), (moments, key)
+
+
+@every_kind
+@in_fewer_bits
+def test_rounding_is_unbiased_over_steps(kind: str, moments: str) -> None:
+    """At equal gradients moments go to a value; with one chance for all steps they would stop."""
+    params, optimizer = made(kind, moments)
+    wanted_params, wanted = made(kind, "float32")
+    for _ in range(40):
+        step(params, optimizer, 0)
+        step(wanted_params, wanted, 0)
+    for key, exact in values(wanted, 0).items():
+        error = values(optimizer, 0)[key] - exact
+        spread = error.std() / error.numel() ** 0.5
+        assert error.mean().abs() <= 5 * spread + 1e-7, key
+
+
+def test_no_two_steps_or_seeds_round_alike() -> None:
+    found: list[torch.Tensor] = []
+    for kind, seed, steps in (("sgd", 3, 1), ("sgd", 3, 2), ("sgd", 3, 3), ("sgd", 4, 3)):
+        params, optimizer = made(kind, "8bit")
+        optimizer.storage = Storage(moments="8bit", seed=seed)
+        for number in range(steps):
+            step(params, optimizer, number)
+            optimizer.state[params[0]]["momentum_buffer"].zero_()  # so that all steps see the same
+            optimizer.state[params[0]]["momentum_buffer_scales"].zero_()
+        step(params, optimizer, 50)
+        found.append(optimizer.state[params[0]]["momentum_buffer"].clone())
+    for place, codes in enumerate(found):
+        for other in found[:place]:
+            assert 0.1 < (codes != other).float().mean() < 0.9
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd", "lamb", "adagrad"])
+def test_training_ends_where_float32_does(kind: str) -> None:
+    """A quadratic problem with noisy gradients: within the spread that the noise itself makes."""
+
+    def distance(moments: str, seed: int) -> float:
+        random = torch.Generator().manual_seed(seed)
+        target = torch.linspace(-1, 1, 4096).view(32, 128)
+        param = nn.Parameter(torch.zeros(32, 128))
+        optimizer = MAKE[kind]([param])
+        optimizer.storage = Storage(moments=moments, seed=seed)  # type: ignore[arg-type]
+        mean = torch.zeros(32, 128)
+        for number in range(120):
+            noise = torch.randn(32, 128, generator=random)
+            param.grad = param.detach() - target + 0.5 * noise
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + number / 10)
+            optimizer.step()
+            mean += param.detach() / 40 if number >= 80 else 0
+        return float((mean - target).square().mean())
+
+    plain = torch.tensor([distance("float32", seed) for seed in range(3)])
+    for moments in ("bfloat16", "8bit"):
+        found = torch.tensor([distance(moments, seed) for seed in range(3)])
+        assert found.mean() <= plain.mean() * 1.1 + 3 * plain.std()
+
+
+@pytest.mark.parametrize("moments", STORAGES)
+def test_parameters_that_are_taken_out_are_let_go(moments: str) -> None:
+    params, optimizer = made("adam", moments)
+    step(params, optimizer, 0)
+    gone = weakref.ref(params[0])
+    optimizer.param_groups[0]["params"].pop(0)
+    optimizer.state.pop(params.pop(0))
+    optimizer.zero_grad()
+    step(params, optimizer, 1)
+    gc.collect()
+    assert gone() is None
+    assert optimizer.state.keys() == set(params)
+
+
+def test_half_parameters_and_skipped_steps() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        params, optimizer = made("lamb", "8bit", dtype)
+        step(params, optimizer, 0)
+        before, weights = copy.deepcopy(tensors(optimizer)), [p.detach().clone() for p in params]
+        optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+        step(params, optimizer, 1)
+        assert all(map(torch.equal, weights, params))
+        for old, new in zip(before, tensors(optimizer), strict=True):
+            assert all(torch.equal(old[key], new[key]) for key in old)
+
+
+@in_fewer_bits
+def test_own_masters_of_half_parameters(moments: str) -> None:
+    """Of ``master_weights=True``: the run is that of their float32 copies, and resumes bitwise."""
+    runs: list[tuple[list[nn.Parameter], FusedOptimizer]] = []
+    for _ in range(2):
+        params, _ = made("adam", moments, torch.bfloat16)
+        optimizer = FusedAdam(params, lr=0.05, capturable=True, master_weights=True)
+        optimizer.storage = STORAGES[moments]
+        runs.append((params, optimizer))
+    wide = [nn.Parameter(param.detach().float()) for param in runs[0][0]]
+    plain = FusedAdam(wide, lr=0.05, capturable=True)
+    plain.storage = STORAGES[moments]
+    for number in range(2):
+        step(*runs[0], number)
+        for param, own in zip(runs[0][0], wide, strict=True):
+            own.grad = None if param.grad is None else param.grad.float()
+        plain.step()
+    runs[1][1].load_state_dict(copy.deepcopy(runs[0][1].state_dict()))
+    for param, own, value in zip(*[run[0] for run in runs], wide, strict=True):
+        assert_same(param.detach(), value.detach().bfloat16())
+        own.data.copy_(param.detach())
+    for run in runs:
+        step(*run, 2)
+    assert_same_state(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd", "adagrad"])
+@in_fewer_bits
+def test_back_ends_keep_the_same_bits(kind: str, moments: str) -> None:
+    """Where sums before it are rounded alike: in 4 ulps they may fall on both sides of a code."""
+    found: list[dict[str, torch.Tensor]] = []
+    for backend in ("reference", "blocks", "auto"):
+        params, optimizer = made(kind, moments)
+        optimizer.backend = backend
+        for number in range(2):
+            step(params, optimizer, number)
+        found.append(tensors(optimizer)[0])
+    for ours in found[1:]:
+        for key, value in found[0].items():
+            assert (value != ours[key]).float().mean() <= 2e-3, key
+
+
+# -- from one storage to another -----------------------------------------------------------------
+
+
+@every_kind
+@pytest.mark.parametrize("source", STORAGES)
+@pytest.mark.parametrize("target", STORAGES)
+def test_loading_into_another_storage(
+    kind: str, source: str, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params, saved = made(kind, source)
+    for number in range(2):
+        step(params, saved, number)
+    state = copy.deepcopy(saved.state_dict())
+    again, loaded = made(kind, target)
+    loaded.load_state_dict(copy.deepcopy(state))
+    told = capsys.readouterr().out
+    is_rounded = target not in ("float32", source)
+    assert told.count("\n") == is_rounded
+    if is_rounded:
+        words = {"8bit": "8 bits"}
+        assert f"moments of {'float32' if source == 'float32' else ''}" in told
+        assert f"rounded to {words.get(target, target)}" in told
+    for place in range(len(SHAPES)):
+        for key, exact in values(saved, place).items():
+            found = values(loaded, place)[key]
+            far = within(target, saved.moments[key], exact) * is_rounded
+            assert ((found - exact).abs() <= far).all()
+    # And changed between steps, it is converted in the same way.
+    saved.storage = STORAGES[target]
+    step(params, saved, 2)
+    for param, value in zip(again, params, strict=True):
+        param.data.copy_(value.detach())
+    step(again, loaded, 2)
+    assert_same_state(saved, loaded)
+    assert capsys.readouterr().out.count("\n") == is_rounded
+
+
+def test_copies_and_pickles_keep_storage_and_state() -> None:
+    params, optimizer = made("adam", "8bit")
+    step(params, optimizer, 0)
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert copied.storage == STORAGES["8bit"]
+        assert_same_state(copied, optimizer)
+    old = optimizer.__getstate__()
+    del old["storage"]  # as of a file from before there were storages
+    optimizer.__setstate__(old)
+    assert FusedAdam([nn.Parameter(torch.zeros(1))]).storage is FULL
+
+
+def test_a_state_of_torchs_adamw_is_encoded() -> None:
+    params, optimizer = made("early", "8bit")  # which counts steps as torch's does
+    theirs = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}])
+    for param in params:
+        param.grad = torch.ones_like(param)
+    theirs.step()
+    optimizer.load_state_dict(theirs.state_dict())
+    assert optimizer.state[params[0]]["exp_avg"].dtype is torch.int8
+    for key, found in values(optimizer, 0).items():
+        exact = theirs.state[params[0]][key]
+        assert ((found - exact).abs() <= within("8bit", optimizer.moments[key], exact)).all()
+    again = copy.deepcopy(optimizer)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same_state(again, optimizer)
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["codes", "scales", "dtype", "missing"])
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+def test_a_state_that_does_not_fit_changes_nothing(damage: str, moments: str) -> None:
+    params, saved = made("adam", "8bit")
+    step(params, saved, 0)
+    state = copy.deepcopy(saved.state_dict())
+    entry = state["state"][0]
+    if damage == "codes":
+        entry["exp_avg"] = entry["exp_avg"][1:]
+    elif damage == "scales":
+        entry["exp_avg_scales"] = entry["exp_avg_scales"][:, :0]
+    elif damage == "dtype":
+        entry["exp_avg"] = entry["exp_avg"].float()
+    else:
+        del entry["exp_avg_scales"]
+    again, optimizer = made("adam", moments)
+    step(again, optimizer, 0)
+    before = copy.deepcopy(tensors(optimizer))
+    error = r"a state for parameter 0, \(48, 100\), that does not fit: exp_avg is .* nothing was lo"
+    with pytest.raises(ValueError, match=error):
+        optimizer.load_state_dict(state)
+    for old, new in zip(before, tensors(optimizer), strict=True):
+        assert all(torch.equal(old[key], new[key]) for key in old)
+
+
+@pytest.mark.parametrize("kind", [FusedLARS, FusedMixedPrecisionLamb])
+def test_optimizers_without_fewer_bits_refuse_them(kind: type[FusedOptimizer]) -> None:
+    param = nn.Parameter(torch.ones(4))
+    optimizer = kind([param], lr=0.1)
+    optimizer.storage = STORAGES["bfloat16"]
+    param.grad = torch.ones(4)
+    with pytest.raises(PreampStateError, match=f"{kind.__name__} got moments='bfloat16'"):
+        optimizer.step()
+    assert (param == 1).all()
+    assert not optimizer.state
