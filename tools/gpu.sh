@@ -43,7 +43,7 @@ run() {
             tests/flat tests/normalization tests/scaling tests/demo ;;
         demo) "$python" -m preamp demo --device cuda --out "$work/demo" \
             && tar -C "$work" -czf "$out/demo.tgz" demo ;;
-        step) "$python" benchmarks/bench_step.py --device cuda --full --out "$out/step.jsonl" ;;
+        step) "$python" benchmarks/bench_step.py --device cuda --params 1e6,1e7,1e8 --clips both --out "$out/step.jsonl" ;;
         train) "$python" benchmarks/bench_train.py --device cuda --out "$out/train.jsonl" ;;
         *) echo "no such part: $1; there are kernels devices memory rest demo step train" && false ;;
     esac

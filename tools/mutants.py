@@ -72,7 +72,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("if total + size > most or len(together) == _TOGETHER:", "if len(together) == _TOGETHER:"),
     ),
     ("kernels/places.py", KERNELS): (
-        ("if not all(map(are_contiguous, columns)):\n        return None\n    kinds", "kinds"),
+        ("if not all([are_contiguous(column, codes) for column in columns]):", "if False:"),
         ("return tensor.is_cpu and not tensor.is_neg() and", "return tensor.is_cpu and"),
     ),
     ("kernels/jit/loops.py", KERNELS): (
@@ -149,11 +149,19 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("kernels/triton/device/walk.py", TRITON): (
         ("rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16", "rounded = (bits + 0x8000) >> 16"),
         ("tl.where(is_nan, 0x7FC0, rounded)", "rounded"),
-        ("narrow(widen(raw, P, p.dtype), H)", "narrow(p, H)"),
         (
             "tl.where(tl.load(found_inf_at) != 0, 0, count)",
             "tl.where(tl.load(found_inf_at) == 1, 0, count)",
         ),
+    ),
+    ("kernels/triton/device/stored.py", TRITON): (
+        ("narrow(widen(raw, P, p.dtype), H)", "narrow(p, H)"),
+    ),
+    ("kernels/stored.py", KERNELS): (
+        ("high = ((word + 0x8000) >> 16).to(torch.int16)", "high = (word >> 16).to(torch.int16)"),
+        ("(far == 0x8000).to(torch.int16)", "(far == -0x8000).to(torch.int16)"),
+        ("(ODD**row & 0xFFFF)", "1"),
+        ("code = torch.where((code == 0) & (size > 0), torch.ones_like(code), code)", "pass"),
     ),
     ("kernels/triton/device/reductions.py", TRITON): (
         (

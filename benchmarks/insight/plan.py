@@ -13,7 +13,7 @@ import torch
 import preamp
 from insight.plan_cases import CASES, Training
 from insight.score import Score
-from preamp.planning.isolation import untouched_random
+from preamp.core.randomness import untouched_random
 from preamp.planning.planner import POLICIES
 from preamp.planning.records import PlanReport
 

@@ -32,10 +32,7 @@ Device = Annotated[str, typer.Option(help="auto (cuda where there is one), cpu, 
 def bench_step(
     params: Annotated[str, typer.Option(help="Numbers of parameters, as 1e6,1e7.")] = "1e6,1e7",
     tensors: Annotated[str, typer.Option(help="Numbers of tensors.")] = "10,1000,10000",
-    clip: Annotated[bool, typer.Option(help="Clip the norm in every step.")] = True,
-    full: Annotated[
-        bool, typer.Option("--full", help="Add 1e8 parameters, and run with and without clipping.")
-    ] = False,
+    clips: Annotated[str, typer.Option(help="Clip the norm: yes, no, or both.")] = "yes",
     threads: Annotated[int, typer.Option(help="How many torch and the kernels take.")] = 1,
     seconds: Seconds = 6.0,
     device: Device = "auto",
@@ -48,10 +45,8 @@ def bench_step(
     console = make_console()
     try:
         where = choose_device(device)
-        counts = numbers(params, "--params")
-        counts += [10**8] * (full and 10**8 not in counts)
-        clips = (True, False) if full else (clip,)
-        cases = step.grid(counts, numbers(tensors, "--tensors"), clips, where)
+        counts, sizes = numbers(params, "--params"), numbers(tensors, "--tensors")
+        cases = step.grid(counts, sizes, _clips(clips), where)
     except (ValueError, PreampUnavailableError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from None
@@ -142,6 +137,16 @@ def keep(rows: list[records.Record], out: Path | None) -> None:
 
 def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
+
+
+def _clips(text: str) -> tuple[bool, ...]:
+    """Whether steps clip, of each round of cases."""
+    known = {"yes": (True,), "no": (False,), "both": (True, False)}
+    if text not in known:
+        raise ValueError(
+            message(f"--clips got {text!r}", f"It takes {', '.join(known)}", "Check the spelling")
+        )
+    return known[text]
 
 
 def _whole(text: str) -> int:

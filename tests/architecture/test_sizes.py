@@ -31,7 +31,8 @@ GIVEN_SIGNATURES = {
 and which functions there (all)."""
 
 KERNELS = tuple(
-    ROOT / "src" / "preamp" / "kernels" / place for place in ("triton/device", "jit/loops.py")
+    ROOT / "src" / "preamp" / "kernels" / place
+    for place in ("triton/device", "jit/loops.py", "jit/formats.py")
 )
 """Kernels: what they are launched with is one parameter each, and does not count."""
 

@@ -73,10 +73,15 @@ def test_step_measures_every_combination(cases: list[step.StepCase], tmp_path: P
     assert "peer  not measured: ImportError: [no] peer" in done.output
 
 
-def test_full_adds_the_largest_size_and_no_clipping(cases: list[step.StepCase]) -> None:
-    assert invoke("step", "--full", "--tensors", "10").exit_code == 0
-    assert {case.parameters for case in cases} == {10**6, 10**7, 10**8}
-    assert {case.clip for case in cases} == {True, False}
+@pytest.mark.parametrize(
+    ("clips", "wanted"), [("yes", {True}), ("no", {False}), ("both", {True, False})]
+)
+def test_steps_clip_as_they_are_told(
+    clips: str, wanted: set[bool], cases: list[step.StepCase]
+) -> None:
+    assert invoke("step", "--clips", clips, "--tensors", "10").exit_code == 0
+    assert {case.parameters for case in cases} == {10**6, 10**7}
+    assert {case.clip for case in cases} == wanted
 
 
 def test_step_runs_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +89,9 @@ def test_step_runs_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(step, "BF16_ONLY", ())
     try:
-        done = invoke("step", "--params", "500", "--tensors", "3", "--seconds", "0", "--no-clip")
+        done = invoke(
+            "step", "--params", "500", "--tensors", "3", "--seconds", "0", "--clips", "no"
+        )
     finally:
         torch.set_num_threads(threads)
     assert done.exit_code == 0, done.output
@@ -99,6 +106,7 @@ def test_step_runs_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
         (("step", "--tensors", "1.5"), ("--tensors got '1.5'", "--tensors 1000,1e6")),
         (("step", "--params", "inf"), ("--params got 'inf'",)),
         (("step", "--params", "5", "--tensors", "6"), ("Got 5 parameters in 6 tensors",)),
+        (("step", "--clips", "some"), ("--clips got 'some'", "yes, no, both")),
         (("step", "--device", "abacus"), ("--device 'abacus' is not known",)),
         (("train", "--levels", "O9"), ("Opt level 'O9' is not known",)),
         (("train", "--models", "bert"), ("Got model 'bert'", "gpt, convnet")),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from preamp.engine import overflow, session
+from preamp.engine import overflow, session, trace
 from preamp.kernels import Ops, backend
 from preamp.kernels.reference import Reference
 from preamp.optim.fused import base as on_device
@@ -48,6 +48,7 @@ def far_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(ops, "_of", choose)
     monkeypatch.setattr(on_device, "host_reaches", lambda _: False)
+    monkeypatch.setattr(trace, "host_reaches", lambda _: False)
     monkeypatch.setattr(session, "host_reaches", lambda _: False)
     monkeypatch.setattr(overflow, "host_reaches", lambda _: False)
     monkeypatch.setattr(scaler, "host_reaches", lambda _: False)

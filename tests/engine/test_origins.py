@@ -8,7 +8,7 @@ import inspect
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,12 @@ class Runs:
     def told(self) -> tuple[str, str, str] | None:
         trace = self.trace
         return None if trace is None else (trace.type, trace.phase, trace.operation)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nobody_listens_afterwards() -> Iterator[None]:
+    yield
+    gc.collect()
 
 
 class Function(nn.Module):
@@ -337,6 +343,29 @@ def test_a_mask_of_everything_is_not_named(before: Callable[[torch.Tensor], torc
     assert runs.told == ("Function", "forward", "softmax")
 
 
+def fill(values: torch.Tensor, by: float) -> None:
+    values[:] = by
+
+
+@pytest.mark.parametrize(
+    "write", [fill, torch.Tensor.fill_, lambda values, by: values.mul_(0.0).add_(by)]
+)
+@pytest.mark.parametrize(("by", "named"), [(-math.inf, "softmax"), (math.nan, "")])
+def test_what_is_written_through_data(
+    write: Callable[[torch.Tensor, float], object], by: float, named: str
+) -> None:
+    """Torch counts no such write for the tensor. Minus infinity is a mask; nan is not softmax's."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        scores = x * 1.0
+        write(scores.data, by)
+        return scores.softmax(-1)
+
+    runs = Runs(Function(function))
+    runs.step(runs.models[0](torch.ones(2, 4)).square().sum())
+    assert runs.told == ("Function", "forward", named)
+
+
 def test_a_mask_of_everything_that_came_in() -> None:
     runs = Runs(Function(torch.tanh))
     mask = torch.zeros(4, 4)
@@ -556,9 +585,22 @@ class Mode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_a_mode_that_ends_within_a_function_does_not_stay() -> None:
+    """As where the engine is collected there: torch takes a mode off while it hears."""
+    first = OperationMode(lambda *_: first.leave())
+    second = OperationMode(lambda *_: None)
+    first.enter()
+    torch.ones(2).add(1.0)
+    second.enter()
+    second.leave()
+    stack = overrides._get_current_function_mode_stack()
+    assert not any(mode in (first, second) for mode in stack)
+
+
 @pytest.mark.parametrize("default", [None, "cpu"])
 def test_functions_are_heard_below_the_programs_own_modes(default: str | None) -> None:
     """Which end by taking off the topmost."""
+    gc.collect()  # engines of other tests listen until then
     stack = overrides._get_current_function_mode_stack
     model = Function(torch.exp)
     runs = Runs(model)

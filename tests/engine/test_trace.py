@@ -27,7 +27,7 @@ from cases.host_reads import NoHostReads, far_from_the_host
 from cases.levels import LEVEL_NAMES
 from cases.tolerances import assert_same
 from preamp.engine import Engine
-from preamp.numerics import TraceRecord
+from preamp.numerics import Float32Record, TraceRecord
 from preamp.optimizers import FusedAdam
 
 levels = pytest.mark.parametrize("level", LEVEL_NAMES)
@@ -190,6 +190,8 @@ def test_a_float16_overflow_in_the_forward() -> None:
         output_found="inf",
         dtype="float16",
         operation="linear",
+        operation_max_abs=30000.0,
+        float32=Float32Record(found="finite", max_abs=240000.0),
     )
     assert re.search(r"test_trace\.py:\d+$", run.trace.where)
 
@@ -473,6 +475,17 @@ def test_an_operation_that_makes_a_mask_is_not_the_one(level: str) -> None:
     assert (run.trace.type, run.trace.phase, run.trace.operation) == ("Masking", "forward", "mul")
 
 
+def test_an_argument_that_its_function_cast_while_the_loss_stayed_finite() -> None:
+    """Infinite in float16, saturated by tanh, and times a gradient of zero nan in the backward."""
+    run = Run("O1", nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), overflow="trace")
+    x = torch.ones(3, 4)
+    x[0, 0] = 7e4
+    run.forward = lambda _: run.model(x)
+    assert run.step().isfinite()
+    assert run.where == ("0", "input cast")
+    assert (run.trace.operation, run.trace.input_max_abs) == ("linear", float(x[0, 0]))
+
+
 # -- the message -------------------------------------------------------------------------------
 
 
@@ -487,7 +500,8 @@ def test_the_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(
         r"\)\. The first to go wrong was the forward of 'spoil' \(Spoil\), in mul at "
         r"\S*test_trace.py:\d+: \w+ in its float16 "
-        r"output, from an input up to \S+\.\n$",
+        r"output, from an input up to \S+\. In float32 it is \w+ as well, so its precision is not "
+        r"the cause\.\n$",
         out,
     )
 

@@ -13,7 +13,7 @@ import torch
 
 import preamp
 from cases import records as made
-from preamp.numerics import CastsRecord, Record, ResumeRecord
+from preamp.numerics import CastsRecord, Float32Record, Record, ResumeRecord
 from preamp.report import collapse, render
 from preamp.report.advice import RULES, Finding, Verdict, advise, judge
 from preamp.report.gather import Run, gather
@@ -308,6 +308,17 @@ def test_advice_names_what_a_trace_found(phase: str, title: str, where: str) -> 
     (finding,) = found([*CALM, seen], "loss-not-finite")
     assert (finding.line, finding.where[: len(where)]) == (f"{title}, since step 7", where)
     assert "overflow=" not in finding.do
+
+
+@pytest.mark.parametrize(("kind", "helps"), [("finite", True), ("inf", False), ("nan", False)])
+def test_float32_is_advised_where_it_was_not_tried_in_vain(kind: Any, helps: bool) -> None:
+    what_if = Float32Record(found=kind, max_abs=1.5e5 if helps else None)
+    trace = replace(made.trace("body.2"), float32=what_if)
+    seen = made.overflow(7, loss_was_finite=False, trace=trace)
+    (finding,) = found([*CALM, seen], "loss-not-finite")
+    assert what_if.told("float16") in finding.number
+    assert ("keep_fp32" in finding.do) == helps
+    assert what_if.told("float16").split("; ")[0] in render([*CALM, seen])
 
 
 def test_an_overflow_that_was_not_skipped_is_no_skipped_step() -> None:

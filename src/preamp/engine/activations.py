@@ -21,8 +21,9 @@ from preamp.core.link import Link
 from preamp.core.undo import UndoStack
 from preamp.engine.events import Backward, Events
 from preamp.engine.meter import Meter
+from preamp.engine.observation import tensors_of
 from preamp.engine.steps import Statistics
-from preamp.engine.trace import places_of, tensors_of
+from preamp.engine.trace import places_of
 from preamp.kernels.autograd import backward_under_way
 from preamp.kernels.modules import add_hook
 from preamp.numerics.records import OfModules

@@ -131,7 +131,13 @@ class Engine(EngineCore):
         self.link: Link[Engine] = Link(self)
         self._on_close: list[Callable[[], None]] = []
         looks = not policy.is_dynamic
-        self.tracer = parts.Tracer(self.models, self.events, looks=looks)
+        own = weakref.ref(self)  # the tracer must not keep the engine
+
+        def master_of(half: torch.Tensor) -> torch.Tensor | None:
+            engine = own()
+            return None if engine is None else engine.master_of(half)
+
+        self.tracer = parts.Tracer(self.models, self.events, master_of, looks=looks)
         self.ledger.on_overflow.append(self.tracer.told)
         self.recorder = parts.make_recorder(self, recording)
         if recording.takes_steps and looks:

@@ -12,12 +12,15 @@ from functools import cached_property, partial
 from typing import Any, Literal, cast
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from preamp.core.program import Line
+from preamp.core.pytree import map_leaves
 from preamp.core.tensors import version_of
 from preamp.kernels.extremes import extremes
 from preamp.kernels.operations import Memory, memory_of
 from preamp.kernels.vectors import stack
+from preamp.numerics import Float32Record
 
 _KEPT = 1 << 16  # calls of modules, as many of their backwards, and readings not put together
 
@@ -46,6 +49,7 @@ class Reading:
         "is_leaf",
         "is_made",
         "is_parameter",
+        "is_stale",
         "moment",
         "numel",
         "parts",
@@ -66,6 +70,7 @@ class Reading:
         self.inside: Pass | None = None  # the call in which it was seen first
         self.is_made = False  # whether a module has made it, or a function from such values
         self.is_computed = False  # whether a function has made it of nothing that was watched
+        self.is_stale = False  # whether one of the tensors with these values was written to
         self._table: _Table | None = None
         self._row = 0
 
@@ -74,7 +79,9 @@ class Reading:
         self.parts, self._table, self._row = None, table, row
 
     def values(self) -> tuple[float, float]:
-        """Return the numbers, once they were collected. Synchronises."""
+        """Return the numbers. Synchronises."""
+        if self.parts is not None:
+            return float(self.parts[0]), float(self.parts[1])
         if self._table is None:
             return 0.0, 0.0
         low, high = self._table.numbers[self._row]
@@ -143,6 +150,7 @@ class Pass:
     name: str = ""  # of that, else as autograd calls it
     is_cast: bool = False  # whether the backward is of a cast of the model's output
     is_tensor: bool = False  # whether it is no module, but a tensor that the program has named
+    float32: Float32Record | None = None  # what a forward that went wrong gives in float32
 
 
 class Values:
@@ -208,9 +216,9 @@ class Values:
 
     def _current(self, tensor: torch.Tensor) -> Reading | None:
         known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == _version_of(tensor) >= 0:
-            return known[2]
-        return None
+        if known is None or known[0]() is not tensor or known[2].is_stale:
+            return None
+        return known[2] if known[1] == counted_version(tensor) >= 0 else None
 
     def _sharing(self, tensor: torch.Tensor) -> Reading | None:
         """What was read last of the memory of ``tensor``."""
@@ -234,7 +242,7 @@ class Values:
     def _keep(self, tensor: torch.Tensor, reading: Reading) -> None:
         key = id(tensor)
         alive = weakref.ref(tensor, partial(_drop, self._known, key))
-        self._known[key] = alive, _version_of(tensor), reading
+        self._known[key] = alive, counted_version(tensor), reading
         memory = memory_of(tensor)
         if memory is not None:
             self._memory[memory.cdata] = memory, reading
@@ -255,12 +263,16 @@ class Values:
         what went in.
         """
         old = [self._before(tensor) for tensor in arguments]
+        written = set(map(id, results))
+        for tensor, one in zip(arguments, old, strict=True):
+            is_written = id(tensor) in written and self._current(tensor) is None
+            if one is not None and is_written:
+                one.is_stale = True  # torch counts no write to `tensor.data` for the tensor
         if call is None and not any(one is not None and one.is_made for one in old):
             dtypes = {tensor.dtype for tensor in (*arguments, *results)}
             if not (moves and len(dtypes) == 1) or any(map(self._is_computed, arguments)):
                 self._note_computed(results if arguments else ())
             return None
-        written = set(map(id, results))
         inputs: list[Reading] = []
         for tensor, one in zip(arguments, old, strict=True):
             if id(tensor) in written:
@@ -365,11 +377,27 @@ class Observation:
         return [call for call in self.calls if call.has_grad and not call.is_tensor]
 
 
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """What a module may be handed; `tensors_in` knows no dataclass, set or packed sequence."""
+    found: list[torch.Tensor] = []
+
+    def collect(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, PackedSequence):
+            found.append(leaf.data)
+        return leaf
+
+    map_leaves(collect, value)
+    return found
+
+
 def _drop(known: dict[int, Any], key: int, reference: Any) -> None:
     """A tensor is gone; another one may have its ``id`` by now."""
     if key in known and known[key][0] is reference:
         known.pop(key, None)
 
 
-def _version_of(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else version_of(tensor)  # torch does not count those
+def counted_version(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; -1 for those that torch does not count for."""
+    return -1 if tensor.is_inference() else version_of(tensor)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,23 +44,30 @@ class _Origin:
     bad: Reading  # what did
     moment: int  # when, by the observation's clock
     inputs: Sequence[Reading]
+    by: Operation | None = None  # the function, if it is not the one that made `bad`
 
     def record(self, frames: list[FrameRecord]) -> TraceRecord:
         """Return it in words."""
-        by = self.seen.operation if self.phase == "backward" else self.bad.by
+        by = self.by or self.bad.by
         line = None if by is None else by.line
-        finite = [one.max_abs for one in self.inputs if one.is_finite]
         return TraceRecord(
             module=self.seen.place.module,
             type=self.seen.place.type,
             phase="output cast backward" if self.seen.is_cast else self.phase,
-            input_max_abs=max(finite, default=None),
+            input_max_abs=_largest(self.inputs),
             output_found="nan" if math.isnan(self.bad.values()[0]) else "inf",
             dtype=dtype_name(self.bad.dtype),
             operation=self.seen.name if by is None else by.name,
             where="" if line is None else shown(line),
             frames=frames,
+            operation_max_abs=None if by is None else _largest(by.inputs),
+            float32=self.seen.float32 if self.phase == "forward" else None,
         )
+
+
+def _largest(readings: Iterable[Reading]) -> float | None:
+    """The largest magnitude of those that are finite."""
+    return max((one.max_abs for one in readings if one.is_finite), default=None)
 
 
 def find(
@@ -131,7 +138,7 @@ class Search:
         """The first backward to go wrong, or what was wrong with what its forward was given."""
         for seen in wrong:
             if self._taint(seen) is None:
-                return _backward(seen)
+                return _cast(seen) or _backward(seen)
         return self._taint(wrong[0]) if wrong else None
 
     def _taint(self, seen: Pass) -> _Origin | None:
@@ -289,4 +296,17 @@ def _without_masks(bad: Sequence[Reading]) -> Sequence[Reading]:
 
 def _backward(seen: Pass) -> _Origin:
     bad = next(one for one in seen.outputs if not one.is_finite)
-    return _Origin(seen, "backward", bad, seen.ended, seen.inputs)
+    return _Origin(seen, "backward", bad, seen.ended, seen.inputs, seen.operation)
+
+
+def _cast(seen: Pass) -> _Origin | None:
+    """The cast within its function of an argument that is too large, if the loss stayed finite."""
+    call, by = seen.call, seen.operation
+    if call is None or by is None:
+        return None
+    bad = next(one for one in seen.outputs if not one.is_finite)
+    limit = torch.finfo(bad.dtype).max
+    given = call.inputs if call.given is None else call.given
+    if not any(one in given and one.max_abs > limit for one in by.inputs):
+        return None
+    return _Origin(call, "input cast", bad, seen.ended, given, by)

@@ -25,15 +25,24 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
-from torch.nn.utils.rnn import PackedSequence
 
 from preamp.core.link import Link
 from preamp.core.program import line_of_program
-from preamp.core.pytree import map_leaves
-from preamp.core.tensors import host_reaches
+from preamp.core.tensors import host_reaches, is_capturing
 from preamp.core.undo import UndoStack
 from preamp.engine.events import Backward, Events
-from preamp.engine.observation import OUTSIDE, Observation, Operation, Pass, Place, Reading, Values
+from preamp.engine.float32 import MasterOf, compute, note_random, uses_halves
+from preamp.engine.observation import (
+    OUTSIDE,
+    Observation,
+    Operation,
+    Pass,
+    Place,
+    Reading,
+    Values,
+    counted_version,
+    tensors_of,
+)
 from preamp.engine.origin import Finding, find
 from preamp.engine.overflow import GradientNote, OverflowCause
 from preamp.engine.session import OptimizerSession
@@ -46,6 +55,9 @@ from preamp.kernels.operations import (
     unheard,
 )
 from preamp.kernels.wide_half import leaves
+from preamp.numerics import Float32Record
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments, and those by name
 
 _TAG = "preamp.operation"  # in the notes of a node: the function that has made it
 # Functions that leave values as they are, but for a change of dtype
@@ -66,6 +78,11 @@ class _Call:
     arguments: tuple[int, ...] = ()  # ``id`` of each tensor
     nodes: frozenset[Node] = frozenset()  # that the arguments come from
     before_casts: frozenset[Node] = frozenset()  # that the results come from, but for their casts
+    versions: tuple[int, ...] = ()  # of the arguments as the forward got them
+    has_casts: bool = False  # whether autocast was on then
+    # Puts random numbers back to where it began; `None` where float32 will not be tried
+    begin: Callable[[], None] | None = None
+    is_wrong: bool = False  # whether a forward inside was found to return inf or nan
 
 
 class _Stack(threading.local):
@@ -79,11 +96,15 @@ class _Stack(threading.local):
 class Tracer:
     """Watches the modules of an engine's models while it is armed."""
 
-    def __init__(self, models: Iterable[nn.Module], events: Events, *, looks: bool) -> None:
+    def __init__(
+        self, models: Iterable[nn.Module], events: Events, master_of: MasterOf, *, looks: bool
+    ) -> None:
         """Watch nothing yet; ``events`` tell of backwards and steps while it is armed.
 
         Where no loss scale does, it ``looks`` for overflows itself.
         """
+        self._master_of = master_of
+        self._named: set[str] = set()  # modules whose forward an overflow has come from
         self._looks = looks
         self._subscriptions: tuple[tuple[list[Any], Any], ...] = (
             (events.block_begins, self._note_watching),
@@ -144,7 +165,8 @@ class Tracer:
                     add_hook(module, "register_forward_hook", early, undo, prepend=True)
                 # Also after an exception, when the forward has no result.
                 after = _After(link, place)
-                add_hook(module, "register_forward_hook", after, undo, always_call=True)
+                options = {"always_call": True, "with_kwargs": True}
+                add_hook(module, "register_forward_hook", after, undo, **options)
 
     def disarm(self) -> None:
         """Take all hooks off and forget what was seen."""
@@ -210,10 +232,19 @@ class Tracer:
         )
         seen.began, seen.backward = self.values.tick(), self._backward
         nodes = frozenset(t.grad_fn for t in tensors if t.grad_fn is not None)
-        stack.calls.append(_Call(self, step, seen, tuple(map(id, tensors)), nodes))
+        begin = note_random(tensors[0].device) if self._may_read(place, tensors) else None
+        stack.calls.append(_Call(self, step, seen, tuple(map(id, tensors)), nodes, begin=begin))
 
-    def end_call(self, place: Place, tensors: Sequence[torch.Tensor]) -> None:
-        """A module's forward has returned ``tensors`` among its results."""
+    def _may_read(self, place: Place, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the host may read them at once: it waits for a device only where it has to."""
+        if not tensors or is_capturing(tensors[0].device):
+            return False
+        return host_reaches(tensors[0]) or place.module in self._named
+
+    def end_call(
+        self, place: Place, module: nn.Module, given: Given, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """A ``module``'s forward, ``given`` these, has returned ``tensors`` among its results."""
         calls = self.stack.calls
         while calls and calls[-1].seen.place != place:
             calls.pop()  # its end was not told
@@ -224,9 +255,32 @@ class Tracer:
             self._listen(threading.get_ident() == self._thread)
         if call.step is self.observation:
             call.seen.outputs = self.values.read(tensors, call.seen, is_made=True)
+            if call.begin is not None:
+                self._try_float32(call, module, given, tensors)
             self._add(call.step, call.seen)
             if call.seen.has_grad:
                 _watch_nodes(tensors, call)
+
+    def _try_float32(
+        self, call: _Call, module: nn.Module, given: Given, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Compute it in float32 if it is the first to go wrong, while its input is there."""
+        seen, begin = call.seen, call.begin
+        results = seen.outputs if seen.made is None else seen.made
+        is_wrong = not all(one.is_finite for one in results)
+        if self.stack.calls:
+            self.stack.calls[-1].is_wrong |= is_wrong or call.is_wrong
+        if begin is None or not is_wrong or call.is_wrong:
+            return
+        arguments = tensors_of(given)
+        if not all(one.is_finite for one in seen.inputs):
+            return
+        if not (call.has_casts or uses_halves(module, (*arguments, *tensors))):
+            return
+        if call.versions != tuple(map(counted_version, arguments)):
+            seen.float32 = Float32Record(found="failed", why="it has written to its arguments")
+        else:
+            seen.float32 = compute(module, given, begin, self._master_of)
 
     def see(self, tensor: torch.Tensor, name: str) -> None:
         """A program wants one of its tensors to be watched; see `detect_overflow`."""
@@ -323,6 +377,8 @@ class Tracer:
             trace = None
             if not is_blind or loss_was_finite:  # a backward shows what a forward has led to
                 trace = find(step, backward, loss_was_finite, self._weights_of)
+            if trace is not None and trace.phase == "forward":
+                self._named.add(trace.module)
             trained = any(call.backward <= backward for call in step.trained)
             return Finding(trained or step.is_whole, is_blind, trace)
 
@@ -395,7 +451,7 @@ class Tracer:
     def _end_step(self, session: object) -> None:
         """A step has been taken or not; the next forward begins another one."""
         del session
-        self._resume()
+        self._resume()  # between steps too: a hidden state may be cloned or copied there
         self._is_over, self._started = True, None
 
     def told(self, session: object, cause: OverflowCause) -> None:
@@ -452,7 +508,12 @@ class _Ready(_Hook):
         if tracer is None or not tracer.stack.calls:
             return
         call, tensors = tracer.stack.calls[-1], tensors_of((args, kwargs))
-        if call.seen.place == self._place and call.arguments != tuple(map(id, tensors)):
+        if call.seen.place != self._place:
+            return
+        if call.begin is not None:
+            call.versions = tuple(map(counted_version, tensors))
+            call.has_casts = torch.is_autocast_enabled(tensors[0].device.type)
+        if call.arguments != tuple(map(id, tensors)):
             call.seen.given = call.seen.inputs
             with unheard():
                 call.seen.inputs = tracer.values.read(tensors, call.seen)
@@ -476,11 +537,10 @@ class _BeforeCasts(_Hook):
 class _After(_Hook):
     """Reads the results of a forward, and puts hooks on the nodes it has made."""
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        del module, args
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if (tracer := self._tracer()) is not None:
             with unheard():
-                tracer.end_call(self._place, tensors_of(output))
+                tracer.end_call(self._place, module, (args, kwargs), tensors_of(output))
 
 
 def _tell(tracer: weakref.ref[Tracer], name: str, args: Sequence[Any], result: Any) -> None:
@@ -499,21 +559,6 @@ def places_of(models: Sequence[nn.Module], model: nn.Module) -> Iterable[tuple[P
     prefix = f"{models.index(model)}." if len(models) > 1 else ""
     for name, module in _watchable(model):
         yield Place((prefix + name).rstrip("."), type(module).__name__), module
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """What a module may be handed; `tensors_in` knows no dataclass, set or packed sequence."""
-    found: list[torch.Tensor] = []
-
-    def collect(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, PackedSequence):
-            found.append(leaf.data)
-        return leaf
-
-    map_leaves(collect, value)
-    return found
 
 
 def _watch_nodes(outputs: Sequence[torch.Tensor], call: _Call) -> None:

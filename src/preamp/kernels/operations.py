@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
@@ -82,7 +82,7 @@ class OperationMode(TorchFunctionMode):
         """Tell nothing before `enter`."""
         super().__init__()
         self._tell = tell
-        self._is_on = False
+        self.is_on = False
 
     def __torch_function__(
         self,
@@ -101,22 +101,30 @@ class OperationMode(TorchFunctionMode):
 
     def enter(self) -> None:
         """Begin, on this thread, below all modes of the program, which may end before this one."""
-        if self._is_on:
+        if self.is_on:
             return
-        self._is_on = True
+        self.is_on = True
         stack: Sequence[Any] = _overrides._get_current_function_mode_stack()
         # torch wants that of a default device to be the lowest of all.
         default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
         above = [_overrides._pop_mode() for mode in stack if mode is not default]
-        for mode in (self, *reversed(above)):
-            _overrides._push_mode(mode)
+        _push((self, *reversed(above)))
 
     def leave(self) -> None:
         """End, also where others have begun since and not ended; those go on."""
-        self._is_on = False
+        self.is_on = False
         above: list[Any] = []
         if self in _overrides._get_current_function_mode_stack():
             while (top := _overrides._pop_mode()) is not self:
                 above.append(top)
-            for mode in reversed(above):
-                _overrides._push_mode(mode)
+            _push(reversed(above))
+
+
+def _push(modes: Iterable[Any]) -> None:
+    """Put them on again, but those of ours that have ended while torch or we had taken them off.
+
+    Objects of a dropped engine may be collected in the midst of any function.
+    """
+    for mode in modes:
+        if not isinstance(mode, OperationMode) or mode.is_on:
+            _overrides._push_mode(mode)

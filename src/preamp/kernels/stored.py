@@ -10,15 +10,16 @@ hold is infinite. Zero with an int16 that no zero has is zero: a script wrote it
 **Moments.** Stored values are rounded up or down by chance, so that what is stored is right on
 average: an average that moves by less than a unit in each step would stand still otherwise. Chance
 is a number of 16 bits for each element, `noise`, which depends on the seed, the tensor, the step
-and the element's index in the whole tensor alone. bfloat16 takes the nearest two values.
+and the element's index in the whole tensor alone; another list of state takes it times `ODD`.
+bfloat16 takes the nearest two values.
 
-8-bit formats have a float32 scale, a power of two, for each block: up to `BLOCK` consecutive
-elements of one row (one index of the first dimension), a row in as many blocks of nearly equal
-length as it needs. Ranks that have whole rows, as ``fully_shard`` gives them, have whole blocks.
-Codes are small floats below the scale, of 5 bits of mantissa and the rest of exponent, with gradual
-underflow: `SIGNED` has 4 binades and a sign, `UNSIGNED` 8, and nothing above zero becomes zero
-there, since updates are divided by it. They take shifts and sums, where roots take a division and
-two roots of each element, and the same bits on every device for granted.
+8-bit formats have a float32 scale, a power of two, for each block: `BLOCK` consecutive elements of
+one row (one index of the first dimension), the last of a row with what is left. Ranks that have
+whole rows, as ``fully_shard`` gives them, have whole blocks. Codes are small floats below the
+scale, of 5 bits of mantissa and the rest of exponent, with gradual underflow: `SIGNED` has 4
+binades and a sign, `UNSIGNED` 8, and nothing above zero becomes zero there, since updates are
+divided by it. They take shifts and sums, where roots take a division and two roots of each element,
+and the same bits on every device for granted.
 
 Errors of an update ``m / (sqrt(v) + eps)`` of the demo's GPT (width 64, 2 layers) after 800 steps
 of AdamW with betas 0.9 and 0.999, relative to the update by float32 moments of the same gradients:
@@ -39,7 +40,7 @@ from enum import Enum
 import torch
 
 BLOCK = 128
-"""Most elements of a block."""
+"""Elements of a block."""
 
 
 class Format(Enum):
@@ -149,6 +150,9 @@ def _unit_of(rounded: torch.Tensor) -> torch.Tensor:
 
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
+ODD = 0x9E37
+"""What the chance of the second list of state is multiplied by, modulo 2**16: near the golden
+section, so that both together cover pairs evenly. Chance of its own would take as long again."""
 _WORD = 0xFFFFFFFF
 
 
@@ -164,26 +168,29 @@ def noise(
 ) -> torch.Tensor:
     """Return the 16 bits of chance of each of ``count`` elements from ``start`` on, int32.
 
-    Philox 4x32-10 of the counter ``(index // 8, high word of that, step, row)`` and the key
-    ``(seed, number)``: four words make eight numbers, of each word the low half first.
-    ``row`` is which list of the state it is.
+    Philox 4x32-10 of the counter ``(index // 8, high word of that, step, 0)`` and the key
+    ``(seed, number)``: four words make eight numbers, of each word the low half first. Times
+    ``ODD ** row``, where ``row`` is which list of the state it is.
     """  # fmt: skip
     first, last = start // 8, (start + count + 7) // 8
     counter = torch.arange(first, last, dtype=torch.int64, device=device)
-    words = [counter & _WORD, counter >> 32, torch.zeros_like(counter), torch.zeros_like(counter)]
-    words[2] += step  # a tensor is read on its device
-    words[3] += row
-    key = [seed, number]
+    zero = torch.zeros_like(counter)
+    words = philox([counter & _WORD, counter >> 32, zero + step, zero], (seed, number))
+    halves = [part for word in words for part in (word & 0xFFFF, word >> 16)]
+    found = torch.stack(halves, 1).reshape(-1).int()
+    return (found[start - 8 * first :][:count] * (ODD**row & 0xFFFF)) & 0xFFFF
+
+
+def philox(words: list[torch.Tensor], key: tuple[int, int]) -> list[torch.Tensor]:
+    """Philox 4x32-10 of counters of four words; all are int64 with 32 bits in use."""
     for _ in range(10):
         high, low = zip(
             *[_product(by, word) for by, word in zip(MULTIPLIERS, words[::2], strict=True)],
             strict=True,
         )
         words = [high[1] ^ words[1] ^ key[0], low[1], high[0] ^ words[3] ^ key[1], low[0]]
-        key = [(part + weyl) & _WORD for part, weyl in zip(key, WEYL, strict=True)]
-    halves = [part for word in words for part in (word & 0xFFFF, word >> 16)]
-    found = torch.stack(halves, 1).reshape(-1).int()
-    return found[start - 8 * first :][:count]
+        key = (key[0] + WEYL[0]) & _WORD, (key[1] + WEYL[1]) & _WORD
+    return words
 
 
 def _product(by: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,7 +213,8 @@ MANTISSA = 5  # bits of a code
 BINADES = {Format.SIGNED: 4, Format.UNSIGNED: 8}
 """Of the codes of a block; the lowest two have the same distances."""
 LEAST = 12
-"""Least exponent field of a scale: what is multiplied with stays in float32's normal range."""
+"""Least exponent field of a scale: all that codes stand for is in float32's normal range."""
+_DROPPED = 23 - MANTISSA
 
 
 def blocks_of(shape: torch.Size | Sequence[int]) -> tuple[int, int, int]:
@@ -215,8 +223,7 @@ def blocks_of(shape: torch.Size | Sequence[int]) -> tuple[int, int, int]:
     row = 1
     for size in shape[1:]:
         row *= size
-    blocks = -(-row // BLOCK)
-    return rows, blocks, -(-row // blocks) if blocks else 0
+    return rows, -(-row // BLOCK), min(row, BLOCK)
 
 
 def can_be_blocks(shape: torch.Size | Sequence[int]) -> bool:
@@ -242,23 +249,25 @@ def encode(
     """Return float32 values as codes and the scales of their blocks.
 
     ``chance`` is `noise`, one number for each element in the order of indices. A block with a value
-    that is not finite has that for a scale, and comes back as nan.
+    that is not finite has that for a scale, and comes back as nan. In the last 32nd of float32's
+    range codes saturate.
     """
     room, chances = _in_blocks(wide), _in_blocks(chance.view(wide.shape))
     size = room.abs()
     word = size.view(torch.int32)
     largest = word.amax(2, keepdim=True)  # nan is above all
     is_finite = largest < 0x7F800000
-    # The next power of two, if that is nearer than the largest code below it
-    field = (largest.clamp(max=0x7F7FFFFF) + (1 << (23 - MANTISSA)) - 1) >> 23
+    # Of the largest magnitude, or the next one where that lies above all codes
+    field = (largest.clamp(max=0x7F7FFFFF) + (1 << _DROPPED) - 1) >> 23
     field = field.clamp(min=LEAST, max=254)
     lowest = field - (BINADES[kind] - 2)
-    power = torch.maximum(word >> 23, lowest)
-    steps = size * _power(MANTISSA + 254 - power)
-    code = (steps + chances * 2.0**-16).floor().int() + ((power - lowest) << MANTISSA)
+    # Below the lowest binade with one bit more, so that steps are as long as there
+    below = (size + _power(lowest)).view(torch.int32) - (1 << 23)
+    word = torch.where(word < lowest << 23, below, word)
+    code = ((word + (chances << (_DROPPED - 16))) >> _DROPPED) - ((lowest - 1) << MANTISSA)
     code = code.clamp(max=(BINADES[kind] << MANTISSA) - 1)
     if kind is Format.UNSIGNED:
-        code = torch.where((code == 0) & (word > 0), torch.ones_like(code), code)
+        code = torch.where((code == 0) & (size > 0), torch.ones_like(code), code)
     code = torch.where(is_finite, torch.where(room < 0, -code, code), torch.zeros_like(code))
     codes = code.flatten(1)[:, : wide.numel() // max(wide.shape[0], 1)].reshape(wide.shape)
     scales = torch.where(is_finite, _power(field), largest.view(torch.float32))
@@ -271,8 +280,10 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, kind: Format) -> torch.Ten
     by = scales.unsqueeze(2)
     lowest = (by.view(torch.int32) >> 23).clamp(min=LEAST) - (BINADES[kind] - 2)
     code = room.abs()
-    power = (code >> MANTISSA).clamp(min=1) - 1
-    value = (code - (power << MANTISSA)) * _power(power + lowest - MANTISSA)
+    is_below = code < 1 << MANTISSA
+    above = (code + ((lowest - 1) << MANTISSA)) << _DROPPED
+    value = torch.where(is_below, above + (1 << 23), above).view(torch.float32)
+    value = torch.where(is_below, value - _power(lowest), value)
     value = torch.where(by.isfinite(), torch.where(room < 0, -value, value), torch.nan)
     return value.flatten(1)[:, : codes.numel() // max(codes.shape[0], 1)].reshape(codes.shape)
 

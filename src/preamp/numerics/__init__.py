@@ -14,6 +14,7 @@ from preamp.numerics.history import read_history as read_history
 from preamp.numerics.ranks import add_up_ranks as add_up_ranks
 from preamp.numerics.records import CastRecord as CastRecord
 from preamp.numerics.records import CastsRecord as CastsRecord
+from preamp.numerics.records import Float32Record as Float32Record
 from preamp.numerics.records import FrameRecord as FrameRecord
 from preamp.numerics.records import MemoryRecord as MemoryRecord
 from preamp.numerics.records import NumericsRecord as NumericsRecord

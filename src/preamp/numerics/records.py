@@ -19,6 +19,7 @@ from types import UnionType
 from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from preamp.core.pytree import plain
+from preamp.numerics.formats import FORMATS
 
 VERSION = 1
 OfModules = Literal["input", "output", "input gradient", "output gradient"]
@@ -143,6 +144,37 @@ Phase = Literal[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Float32Record:
+    """What came of computing a forward once more, by a copy of the module in float32.
+
+    Attributes:
+        found: ``"finite"`` if all values were; else ``"nan"`` or ``"inf"``; ``"failed"`` if it
+            could not be computed.
+        max_abs: Largest magnitude of the output, if it was finite.
+        why: What it failed from.
+    """
+
+    found: Literal["finite", "inf", "nan", "failed"]
+    max_abs: float | None = None
+    why: str = ""
+
+    def told(self, dtype: str) -> str:
+        """Return it as a sentence, beside a result in ``dtype`` that was not finite."""
+        if self.found == "failed":
+            return f"It could not be computed in float32: {self.why}."
+        if self.max_abs is None:
+            return f"In float32 it is {self.found} as well, so its precision is not the cause."
+        size = f"In float32 it is finite, up to {self.max_abs:.4g}"
+        if dtype != "float16":
+            return f"{size}."
+        limit = FORMATS[dtype].largest
+        why = f"float16 ends at {limit:,.0f}"
+        if self.max_abs <= limit:
+            why += ", and what it computes on the way goes beyond"
+        return f"{size}; {why}. It can run in float32, or the training in bfloat16 (O4, O5)."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRecord:
     """Where values became infinite or nan first, found by watching all modules.
 
@@ -156,13 +188,17 @@ class TraceRecord:
             the watched modules;
             ``"input cast"``, ``"output cast"``: the cast of what went in or came out;
             ``"output cast backward"``: the cast of the gradient of its output.
-        input_max_abs: Largest finite magnitude that went in: forward input, or gradient of output;
-            ``None`` where nothing floating and finite did.
+        input_max_abs: Largest finite magnitude that went into the module: forward input, or
+            gradient of output; ``None`` where nothing floating and finite did.
         output_found: ``"inf"`` or ``"nan"``.
         dtype: Of what became non-finite.
         operation: The operation that did, such as ``"matmul"``; empty where that is not known.
         where: Its line of the program, such as ``"model.py:12"``; empty where that is not known.
         frames: What was seen before, the latest last; at most 8.
+        operation_max_abs: Largest finite magnitude of the tensors that the operation was given in
+            its forward; ``None`` where that is not known, or nothing floating and finite was.
+        float32: Of a forward: what the same module makes of the same input in float32; ``None``
+            where that was not tried.
     """
 
     kind: ClassVar[str] = "trace"
@@ -175,20 +211,33 @@ class TraceRecord:
     operation: str = ""
     where: str = ""
     frames: list[FrameRecord] = field(default_factory=list[FrameRecord])
+    operation_max_abs: float | None = None
+    float32: Float32Record | None = None
+
+    @property
+    def given_max_abs(self) -> float | None:
+        """Largest finite magnitude that what is named was given: operation, or else module."""
+        is_of_operation = self.phase == "forward" and self.operation_max_abs is not None
+        return self.operation_max_abs if is_of_operation else self.input_max_abs
 
     def told(self) -> str:
-        """Return it as a sentence."""
+        """Return it as a sentence, and what float32 makes of it as another."""
+        told = self._told()
+        return told if self.float32 is None else f"{told} {self.float32.told(self.dtype)}"
+
+    def _told(self) -> str:
         made = f"{self.output_found} in its {self.dtype}"
         where = f"{self.module!r} ({self.type})" if self.module else f"the {self.type} itself"
         if not self.type:
             where = "what runs outside of the modules, such as the loss function"
         by = f", in {self.operation}" if self.operation else ""
         by += f" at {self.where}" if self.where else ""
-        most = "" if self.input_max_abs is None else f"up to {self.input_max_abs:.4g}"
+        most = "" if self.given_max_abs is None else f"up to {self.given_max_abs:.4g}"
+        what = "an input" if self.given_max_abs == self.input_max_abs else "values"
         given = f"{where} was given {self.output_found} in a {self.dtype}"
         return {
             "forward": f"The first to go wrong was the forward of {where}{by}: {made} output"
-            + (f", from an input {most}." if most else "."),
+            + (f", from {what} {most}." if most else "."),
             "backward": f"The first to go wrong was the backward of {where}{by}: "
             f"{self.output_found} in a {self.dtype} gradient"
             + (f", from an incoming one {most}." if most else "."),

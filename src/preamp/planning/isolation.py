@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trying things out without a trace: copies, and random numbers put back."""
+"""Trying things out without a trace: copies."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import copy
 import dis
 import functools
 import inspect
-import random
-import sys
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, cast
@@ -39,30 +36,6 @@ class Task:
                 model=self.model, optimizer=self.optimizer, loss_fn=self.loss_fn, batch=self.batch
             )
         )
-
-
-@contextmanager
-def untouched_random() -> Generator[None]:
-    """Put the states of torch's, Python's and numpy's random numbers back at the end."""
-    kind, devices = _accelerators()
-    python = random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    state = None if numpy is None else numpy.random.get_state()
-    try:
-        with cast("Any", torch.random).fork_rng(devices, device_type=kind):
-            yield
-    finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(state)
-
-
-def _accelerators() -> tuple[str, list[int]]:
-    """The kind and numbers of the accelerators; none on a machine that has none."""
-    if not torch.accelerator.is_available():  # torch 2.6 raises where it is asked for one then
-        return "cuda", []
-    kind = torch.accelerator.current_accelerator()
-    return "cuda" if kind is None else kind.type, list(range(torch.accelerator.device_count()))
 
 
 def copies_of(memo: dict[int, Any] | None = None, /, **parts: Any) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from torch import nn
 
 from preamp.core.errors import bad_value
 from preamp.core.pytree import map_leaves
+from preamp.core.randomness import untouched_random
 from preamp.engine.initialize import create_engine
 from preamp.kernels.observe import ObservedOps, fake_tensors
-from preamp.planning.isolation import LossFn, copies_of, untouched_random
+from preamp.planning.isolation import LossFn, copies_of
 from preamp.policy import Policy
 
 

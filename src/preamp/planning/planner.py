@@ -15,12 +15,13 @@ from torch import nn
 from preamp.core.dtypes import dtype_name
 from preamp.core.errors import PreampError, bad_state, bad_type, bad_value, with_article
 from preamp.core.program import line_of_error, shown
+from preamp.core.randomness import untouched_random
 from preamp.engine.loop import bare, find_engine
 from preamp.kernels.wide_half import native_products
 from preamp.numerics import FORMATS
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.planning import recommend
-from preamp.planning.isolation import LossFn, Task, is_out_of_memory, untouched_random
+from preamp.planning.isolation import LossFn, Task, is_out_of_memory
 from preamp.planning.layout import slots_of
 from preamp.planning.memory import estimate, optimizer_traffic
 from preamp.planning.peak import Pass, first_line, trace_pass

@@ -15,6 +15,7 @@ from torch import nn
 from preamp.core.dtypes import HALF_DTYPES, is_half
 from preamp.core.errors import bad_value
 from preamp.core.pytree import map_leaves
+from preamp.core.randomness import untouched_random
 from preamp.core.tensors import storage_key
 from preamp.engine.initialize import create_engine
 from preamp.kernels.observe import ObservedOps
@@ -22,7 +23,7 @@ from preamp.kernels.vectors import norm
 from preamp.numerics import count_exponents
 from preamp.numerics.records import What
 from preamp.planning.forecast import Range
-from preamp.planning.isolation import Task, untouched_random
+from preamp.planning.isolation import Task
 from preamp.planning.layout import named_modules
 from preamp.policy import Policy
 

@@ -12,10 +12,11 @@ import torch
 
 from preamp.core.dtypes import is_half
 from preamp.core.errors import LossScaleError
+from preamp.core.randomness import untouched_random
 from preamp.engine import scale_loss
 from preamp.engine.initialize import create_engine
 from preamp.kernels.vectors import norm
-from preamp.planning.isolation import Task, untouched_random
+from preamp.planning.isolation import Task
 from preamp.planning.ranges import is_measurable
 from preamp.policy import Policy
 

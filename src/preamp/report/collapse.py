@@ -393,11 +393,14 @@ def _by_module(run: Run, found: Collapse) -> Told:
     module = trace.module or ("the model itself" if trace.type else "the loss function")
     values |= {"module": words.shown(module), "step": f"{step:,}"}
     title, do = (text.format(**values) for text in _FORWARD[trace.phase])
-    most = trace.input_max_abs
+    most, what_if = trace.given_max_abs, ""
+    if trace.float32 is not None:
+        what_if = f" {words.shown(trace.float32.told(trace.dtype), words.SENTENCE_LIMIT)}"
     number = (
         f"{_steps(run, found)} The first bad value came from there in {places[place]:,} of"
         f" {words.counted(len(told), 'traced step')}: {trace.output_found} in {trace.dtype}"
         + ("." if most is None else f", from an input up to {words.magnitude(most)}.")
+        + what_if
     )
     return step, place, title, number, f"No loss scale changes that. {do}"
 

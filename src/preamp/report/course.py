@@ -159,7 +159,7 @@ def _makes_nan(trace: TraceRecord) -> bool:
 
 def _input(found: Sequence[OverflowRecord]) -> str:
     traces = [o.trace for o in found if o.trace is not None]
-    largest = max((t.input_max_abs for t in traces if t.input_max_abs is not None), default=None)
+    largest = max((t.given_max_abs for t in traces if t.given_max_abs is not None), default=None)
     if largest is None:
         return ""
     return f" What went in reached {words.magnitude(largest)} at most."
@@ -173,6 +173,9 @@ def _mend(run: Run, found: Sequence[OverflowRecord], kind: str) -> str:
 
 def in_float32(run: Run, trace: TraceRecord | None) -> str:
     """Say how to compute a module, or what it is in, in float32; nothing if that is no help."""
+    what_if = None if trace is None else trace.float32
+    if what_if is not None and what_if.found in ("inf", "nan"):
+        return ""  # it was tried
     if run.half == "bfloat16" or (trace is not None and trace.dtype in ("float32", "bfloat16")):
         return ""
     level = run.start.opt_level if run.start else "O2"

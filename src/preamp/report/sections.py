@@ -128,8 +128,11 @@ def _trace(trace: TraceRecord | None) -> str:
             name(place_of(trace), PLACE_LIMIT),
             f": {what} in {trace.dtype} became {trace.output_found}",
             ""
-            if trace.input_max_abs is None
-            else f"; what went in reached {words.magnitude(trace.input_max_abs)}",
+            if trace.given_max_abs is None
+            else f"; what went in reached {words.magnitude(trace.given_max_abs)}",
+            ""
+            if trace.float32 is None
+            else f". {words.shown(trace.float32.told(trace.dtype), words.SENTENCE_LIMIT)}",
         ]
     )
 

@@ -9,6 +9,7 @@ from datetime import datetime
 
 MISSING = "–"
 NAME_LIMIT = 72  # characters of a name that are shown; the middle of longer ones is left out
+SENTENCE_LIMIT = 300  # characters of a sentence with words of a program's own
 
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories that are invisible, reorder text around them, or cannot be written."""

@@ -30,7 +30,7 @@ from preamp.kernels.jit.words import (
     poke,
     to_float,
 )
-from preamp.kernels.stored import BINADES, LEAST, MANTISSA, MULTIPLIERS, WEYL, Format
+from preamp.kernels.stored import BINADES, LEAST, MANTISSA, MULTIPLIERS, ODD, WEYL, Format
 
 # Codes of lists beside those of dtypes
 _BY_CHANCE, _IS_SIGNED, _IS_UNSIGNED, _SPLIT_F16, _SPLIT_BF16 = range(len(CODES), len(CODES) + 5)
@@ -40,14 +40,20 @@ SPLITS = {torch.float16: _SPLIT_F16, torch.bfloat16: _SPLIT_BF16}
 
 _F32, _I8, _U8, _I16, _U16 = np.float32(0), np.int8(0), np.uint8(0), np.int16(0), np.uint16(0)
 _F16, _BF16 = ZEROS[torch.float16], ZEROS[torch.bfloat16]
+ODDS = np.array([ODD**row & 0xFFFF for row in range(2)], np.uint16)
+"""What the chance of each list of state is multiplied by."""
+
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
-_BELOW_TOP = (1 << (23 - MANTISSA)) - 1
+_DROPPED = 23 - MANTISSA  # bits
+_BELOW_TOP = (1 << _DROPPED) - 1
 _LEAST = LEAST
+_WHOLE, _WHOLE_BITS = 1.5 * 2.0**23, 0x4B400000
+"""Smaller numbers added to this are rounded to whole ones, halves to even, in its last bits."""
 _SIGNED_TO_LOWEST = BINADES[Format.SIGNED] - 2
 _UNSIGNED_TO_LOWEST = BINADES[Format.UNSIGNED] - 2
 
-_Int, _Long, _Float = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_Short, _Int, _Long, _Float = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
 class Layout(NamedTuple):
@@ -59,23 +65,19 @@ class Layout(NamedTuple):
     starts: Any  # int64
     seed: Any  # uint32
     step: Any  # uint32
+    by_chance: bool  # whether there is any chance
 
 
 # -- one element ----------------------------------------------------------------------------------
 
 
-def _shifted_float(builder: Any, field: Any) -> Any:
+def _power(builder: Any, field: Any) -> Any:
     """The power of two with this exponent field."""
     return builder.bitcast(builder.shl(field, _Int(23)), _Float)
 
 
 def _at_least(builder: Any, value: Any, least: Any) -> Any:
     return builder.select(builder.icmp_signed("<", value, least), least, value)
-
-
-def _rounded(builder: Any, value: Any) -> Any:
-    """To the nearest whole number, halves to the even one."""
-    return builder.call(builder.module.declare_intrinsic("llvm.rint", [_Float]), [value])
 
 
 @intrinsic
@@ -87,31 +89,27 @@ def join(typing: Any, half: Any, low: Any) -> Any:
         word = builder.zext(raw, _Int)
         size = builder.and_(word, _Int(0x7FFF))
         is_zero = builder.icmp_signed("==", size, _Int(0))
-        was_written = builder.and_(is_zero, builder.icmp_signed("<", low, _Int(0)))
-        low = builder.select(was_written, _Int(0), low)
-        if half == types.int16:  # bfloat16
-            is_nan = builder.icmp_signed(">", size, _Int(_INFINITY >> 16))
-            low = builder.select(is_nan, _Int(0), low)
+        low = builder.select(is_zero, _at_least(builder, low, _Int(0)), low)
+        if half == types.int16:  # bfloat16, where nan stays one
             return builder.bitcast(builder.add(builder.shl(word, _Int(16)), low), _Float)
         wide = to_float(context, builder, raw, half)
-        whole = builder.bitcast(wide, _Int)
-        bits = builder.and_(whole, _Int(_MAGNITUDE))
-        far = builder.fmul(builder.sitofp(low, _Float), _Float(2.0**-16))
-        far = builder.fmul(far, _unit_of(builder, bits))
-        found = builder.bitcast(builder.fadd(builder.bitcast(bits, _Float), far), _Int)
-        sign = builder.and_(whole, _Int(0x80000000))
-        found = builder.or_(builder.and_(found, _Int(_MAGNITUDE)), sign)
+        bits = builder.bitcast(wide, _Int)
+        # In 2**-16 of a unit, away from zero
+        by = builder.sub(_unit_of(builder, bits), _Int(16 << 23))
+        far = builder.fmul(builder.sitofp(low, _Float), builder.bitcast(by, _Float))
+        far = builder.xor(builder.bitcast(far, _Int), builder.and_(bits, _Int(0x80000000)))
+        found = builder.fadd(wide, builder.bitcast(far, _Float))
+        # Not of the widened value: LLVM 22 takes wrong lanes of that on processors with AVX512-FP16
         is_finite = builder.icmp_signed("<", size, _Int(0x7C00))
-        return builder.bitcast(builder.select(is_finite, found, whole), _Float)
+        return builder.select(is_finite, found, wide)
 
     return types.float32(half, low), generate
 
 
 def _unit_of(builder: Any, bits: Any) -> Any:
-    """See `preamp.kernels.stored`; of the bits of a magnitude."""
-    field = _at_least(builder, builder.lshr(bits, _Int(23)), _Int(113))
-    field = builder.select(builder.icmp_signed(">", field, _Int(142)), _Int(142), field)
-    return _shifted_float(builder, builder.sub(field, _Int(10)))
+    """The bits of the unit in the last place of a finite float16, from those of its float32."""
+    field = builder.and_(bits, _Int(_INFINITY))
+    return builder.sub(_at_least(builder, field, _Int(113 << 23)), _Int(10 << 23))
 
 
 @intrinsic
@@ -123,42 +121,55 @@ def half_of(typing: Any, value: Any, zero: Any) -> Any:
         if zero == types.int16:  # bfloat16
             high = builder.lshr(builder.add(word, _Int(0x8000)), _Int(16))
             is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-            return builder.trunc(builder.select(is_nan, _Int(0x7FC0), high), ir.IntType(16))
-        half = from_float(context, builder, args[0], zero)
-        far = _rounded(builder, _distance(context, builder, word, half))
-        is_half_way = builder.fcmp_ordered("==", far, _Float(2.0**15))
-        return builder.add(half, builder.zext(is_half_way, ir.IntType(16)))
+            return builder.trunc(builder.select(is_nan, _Int(0x7FC0), high), _Short)
+        half, far = _nearest(context, builder, args[0])
+        is_half_way = builder.icmp_signed("==", far, _Int(_WHOLE_BITS + (1 << 15)))
+        return builder.add(half, builder.zext(is_half_way, _Short))
 
     return zero(value, zero), generate
 
 
 @intrinsic
-def low_of(typing: Any, value: Any, half: Any) -> Any:
-    """What is kept beside the half weight that `half_of` has found."""
+def low_of(typing: Any, value: Any, zero: Any) -> Any:
+    """What is kept beside it."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = builder.bitcast(args[0], _Int)
-        if half == types.int16:  # bfloat16
+        if zero == types.int16:  # bfloat16
             is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-            return builder.trunc(builder.select(is_nan, _Int(0), word), ir.IntType(16))
-        far = _rounded(builder, _distance(context, builder, word, args[1]))
-        size = builder.and_(args[1], ir.IntType(16)(0x7FFF))
-        is_finite = builder.icmp_unsigned("<", size, ir.IntType(16)(0x7C00))
-        whole = builder.fptosi(builder.select(is_finite, far, _Float(0.0)), _Int)
-        return builder.trunc(whole, ir.IntType(16))
+            word = builder.bitcast(args[0], _Int)
+            return builder.trunc(builder.select(is_nan, _Int(0), word), _Short)
+        half, far = _nearest(context, builder, args[0])
+        is_finite = builder.icmp_unsigned("<", builder.and_(half, _Short(0x7FFF)), _Short(0x7C00))
+        # Half way it is 2**15, and of the next half weight, which is taken then, -2**15: the same
+        # 16 bits. That one has the same unit, since only an even one is left for the next.
+        return builder.trunc(builder.select(is_finite, far, _Int(0)), _Short)
 
-    return types.int16(value, half), generate
+    return types.int16(value, zero), generate
 
 
-def _distance(context: Any, builder: Any, word: Any, half: Any) -> Any:
-    """How much larger the magnitude is than that of a float16, in 2**-16 of a unit of this."""
-    wide = builder.bitcast(to_float(context, builder, half, types.uint16), _Int)
-    size, bits = (builder.and_(each, _Int(_MAGNITUDE)) for each in (word, wide))
-    far = builder.fsub(builder.bitcast(size, _Float), builder.bitcast(bits, _Float))
-    unit = builder.bitcast(_unit_of(builder, bits), _Int)
+def _nearest(context: Any, builder: Any, value: Any) -> tuple[Any, Any]:
+    """The nearest float16, and how much larger the magnitude is, in 2**-16 of a unit of it.
+
+    That is a whole number above `_WHOLE_BITS`, of which the lower 16 bits are zero.
+    """
+    half = from_float(context, builder, value, types.uint16)
+    wide = to_float(context, builder, half, types.uint16)
+    bits = builder.bitcast(wide, _Int)
     # 2**16 / unit, of powers of two
-    by = builder.sub(_Int((2 * 127 + 16) << 23), unit)
-    return builder.fmul(far, builder.bitcast(by, _Float))
+    by = builder.sub(_Int((2 * 127 + 16) << 23), _unit_of(builder, bits))
+    far = builder.fmul(builder.fsub(value, wide), builder.bitcast(by, _Float))
+    far = builder.xor(builder.bitcast(far, _Int), builder.and_(bits, _Int(0x80000000)))
+    return half, builder.bitcast(builder.fadd(builder.bitcast(far, _Float), _Float(_WHOLE)), _Int)
+
+
+@intrinsic
+def times(typing: Any, chance: Any, by: Any) -> Any:
+    """A product modulo 2**16."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.mul(*args)
+
+    return types.uint16(types.uint16, types.uint16), generate
 
 
 @intrinsic
@@ -169,29 +180,30 @@ def round_by_chance(typing: Any, value: Any, chance: Any) -> Any:
         word = builder.bitcast(args[0], _Int)
         rounded = builder.lshr(builder.add(word, builder.zext(args[1], _Int)), _Int(16))
         is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-        return builder.trunc(builder.select(is_nan, _Int(0x7FC0), rounded), ir.IntType(16))
+        return builder.trunc(builder.select(is_nan, _Int(0x7FC0), rounded), _Short)
 
     return types.int16(value, chance), generate
 
 
 @intrinsic
-def decode(typing: Any, code: Any, lowest: Any, spoiled: Any) -> Any:
-    """The value of a code of 8 bits; ``spoiled`` is nan in a block that is not finite, or zero."""
+def decode(typing: Any, code: Any, lowest: Any) -> Any:
+    """The value of a code of 8 bits in a finite block; ``lowest`` is its lowest exponent field."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code_, lowest, spoiled = args
-        whole = (builder.sext if code.signed else builder.zext)(code_, _Int)
-        is_below = builder.icmp_signed("<", whole, _Int(0))
-        size = builder.select(is_below, builder.neg(whole), whole)
-        power = _at_least(builder, builder.lshr(size, _Int(MANTISSA)), _Int(1))
-        power = builder.sub(power, _Int(1))
-        steps = builder.sub(size, builder.shl(power, _Int(MANTISSA)))
-        field = builder.sub(builder.add(power, builder.trunc(lowest, _Int)), _Int(MANTISSA))
-        value = builder.fmul(builder.sitofp(steps, _Float), _shifted_float(builder, field))
-        value = builder.fadd(value, spoiled)
-        return builder.select(is_below, builder.fneg(value), value)
+        whole = (builder.sext if code.signed else builder.zext)(args[0], _Int)
+        lowest = builder.trunc(args[1], _Int)
+        is_negative = builder.icmp_signed("<", whole, _Int(0))
+        size = builder.select(is_negative, builder.neg(whole), whole)
+        is_below = builder.icmp_signed("<", size, _Int(1 << MANTISSA))
+        first = builder.shl(builder.sub(lowest, _Int(1)), _Int(MANTISSA))
+        word = builder.shl(builder.add(size, first), _Int(_DROPPED))
+        word = builder.select(is_below, builder.add(word, _Int(1 << 23)), word)
+        value = builder.bitcast(word, _Float)
+        below = builder.fsub(value, _power(builder, lowest))
+        value = builder.select(is_below, below, value)
+        return builder.select(is_negative, builder.fneg(value), value)
 
-    return types.float32(code, types.int64, types.float32), generate
+    return types.float32(code, types.int64), generate
 
 
 @intrinsic
@@ -200,19 +212,20 @@ def encode(typing: Any, value: Any, chance: Any, lowest: Any, zero: Any) -> Any:
     binades = BINADES[Format.SIGNED if zero.signed else Format.UNSIGNED]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word, lowest = builder.bitcast(args[0], _Int), builder.trunc(args[2], _Int)
-        size = builder.and_(word, _Int(_MAGNITUDE))
-        power = _at_least(builder, builder.lshr(size, _Int(23)), lowest)
-        by = _shifted_float(builder, builder.sub(_Int(MANTISSA + 254), power))
-        steps = builder.fmul(builder.bitcast(size, _Float), by)
-        chance = builder.uitofp(builder.zext(args[1], _Int), _Float)
-        steps = builder.fadd(steps, builder.fmul(chance, _Float(2.0**-16)))
-        first = builder.shl(builder.sub(power, lowest), _Int(MANTISSA))
-        code = builder.add(builder.fptosi(steps, _Int), first)
-        top = _Int((binades << MANTISSA) - 1)
+        whole, lowest = builder.bitcast(args[0], _Int), builder.trunc(args[2], _Int)
+        size = builder.and_(whole, _Int(_MAGNITUDE))
+        below = builder.fadd(builder.bitcast(size, _Float), _power(builder, lowest))
+        below = builder.sub(builder.bitcast(below, _Int), _Int(1 << 23))
+        is_below = builder.icmp_signed("<", size, builder.shl(lowest, _Int(23)))
+        word = builder.select(is_below, below, size)
+        chance = builder.shl(builder.zext(args[1], _Int), _Int(_DROPPED - 16))
+        word = builder.lshr(builder.add(word, chance), _Int(_DROPPED))
+        first = builder.shl(builder.sub(lowest, _Int(1)), _Int(MANTISSA))
+        code, top = builder.sub(word, first), _Int((binades << MANTISSA) - 1)
         code = builder.select(builder.icmp_signed(">", code, top), top, code)
         if zero.signed:
-            code = builder.select(builder.icmp_signed("<", word, _Int(0)), builder.neg(code), code)
+            is_negative = builder.icmp_signed("<", whole, _Int(0))
+            code = builder.select(is_negative, builder.neg(code), code)
         else:
             is_above = builder.icmp_signed(">", size, _Int(0))
             code = _at_least(builder, code, builder.zext(is_above, _Int))
@@ -225,42 +238,41 @@ def encode(typing: Any, value: Any, chance: Any, lowest: Any, zero: Any) -> Any:
 def philox(typing: Any, room: Any, place: Any, counter: Any, given: Any) -> Any:
     """Put the 4 words of `preamp.kernels.stored.noise` at ``place``.
 
-    ``given`` are the step, the row, the seed and the number, uint32.
+    ``given`` are the step, the seed and the number, uint32.
     """
-    words = types.UniTuple(types.uint32, 4)
+    words = types.UniTuple(types.uint32, 3)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         room, place, counter, given = args
-        step, row, *key = (builder.extract_value(given, each) for each in range(4))
-        low = builder.trunc(counter, _Int)
-        high = builder.trunc(builder.lshr(counter, _Long(32)), _Int)
+        step, *key = (builder.zext(builder.extract_value(given, n), _Long) for n in range(3))
+        words = [counter, builder.lshr(counter, _Long(32)), step, _Long(0)]
         target = builder.gep(
             builder.inttoptr(room, _Int.as_pointer()), [builder.mul(place, _Long(4))]
         )
-        for number, word in enumerate(_philox(builder, [low, high, step, row], key)):
-            builder.store(word, builder.gep(target, [_Long(number)]))
+        for number, word in enumerate(_philox(builder, words, key)):
+            builder.store(builder.trunc(word, _Int), builder.gep(target, [_Long(number)]))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, words), generate
 
 
 def _philox(builder: Any, words: list[Any], key: list[Any]) -> list[Any]:
+    # In 64 bits, of which the upper ones are anything: products are of the lower ones alone.
     for number in range(10):
         products = [
-            builder.mul(_Long(by), builder.zext(words[place], _Long))
+            builder.mul(_Long(by), builder.and_(words[place], _Long(0xFFFFFFFF)))
             for by, place in zip(MULTIPLIERS, (0, 2), strict=True)
         ]
-        high = [builder.trunc(builder.lshr(each, _Long(32)), _Int) for each in products]
-        low = [builder.trunc(each, _Int) for each in products]
+        high = [builder.lshr(each, _Long(32)) for each in products]
         keys = [
-            builder.add(part, _Int(number * by & 0xFFFFFFFF))
+            builder.add(part, _Long(number * by & 0xFFFFFFFF))
             for part, by in zip(key, WEYL, strict=True)
         ]
         words = [
             builder.xor(builder.xor(high[1], words[1]), keys[0]),
-            low[1],
+            products[1],
             builder.xor(builder.xor(high[0], words[3]), keys[1]),
-            low[0],
+            products[0],
         ]
     return words
 
@@ -304,60 +316,59 @@ def unpack(place, kind, beside, tensor, begin, n, room, layout):
             last = first + min(length, row - column)
             bits = np.int64(bits_of_f32(peek(beside, block, _F32)))
             field = bits >> 23
-            spoiled = np.float32(0.0 if field < 255 else np.nan)
-            if kind == _IS_SIGNED:
+            if field == 255:
+                for i in range(first, last):
+                    poke(room, i, np.float32(np.nan))
+            elif kind == _IS_SIGNED:
                 lowest = max(field, _LEAST) - _SIGNED_TO_LOWEST
                 for i in range(first, last):
-                    poke(room, i, decode(peek(place, i, _I8), lowest, spoiled))
+                    poke(room, i, decode(peek(place, i, _I8), lowest))
             else:
                 lowest = max(field, _LEAST) - _UNSIGNED_TO_LOWEST
                 for i in range(first, last):
-                    poke(room, i, decode(peek(place, i, _U8), lowest, spoiled))
+                    poke(room, i, decode(peek(place, i, _U8), lowest))
             column += last - first
             column = column if column < row else 0
             first, block = last, block + 1
 
 
 @function
-def pack(values, place, kind, beside, list_, tensor, begin, n, room, layout):
-    """Keep elements that `unpack` has found, of the list of state ``list_``.
+def pack(values, place, kind, beside, tensor, begin, n, chance, by, layout):
+    """Keep elements that `unpack` has found.
 
-    ``room`` is for chance.
+    ``chance`` is where that of the first one is, see `chances`; it is taken times ``by``.
     """
     if kind == _SPLIT_BF16:
         for i in range(n):
             value = peek(values, i, _F32)
             poke(place, i, half_of(value, _BF16))
             poke(beside, begin + i, low_of(value, _BF16))
-        return
-    if kind == _SPLIT_F16:
+    elif kind == _SPLIT_F16:
         for i in range(n):
             value = peek(values, i, _F32)
-            half = half_of(value, _F16)
-            poke(place, i, half)
-            poke(beside, begin + i, low_of(value, half))
-        return
-    chance = chances(list_, tensor, begin, n, room, layout)
-    if kind == _BY_CHANCE:
+            poke(place, i, half_of(value, _F16))
+            poke(beside, begin + i, low_of(value, _F16))
+    elif kind == _BY_CHANCE:
         for i in range(n):
-            poke(place, i, round_by_chance(peek(values, i, _F32), peek(chance, i, _U16)))
+            own = times(peek(chance, i, _U16), by)
+            poke(place, i, round_by_chance(peek(values, i, _F32), own))
     else:
-        encode_blocks(values, place, kind, beside, tensor, begin, n, chance, layout)
+        encode_blocks(values, place, kind, beside, tensor, begin, n, chance, by, layout)
 
 
 @function
-def chances(list_, tensor, begin, n, room, layout):
+def chances(tensor, begin, n, room, layout):
     """Put the chance of elements in ``room``; returns where that of the first one is."""
     start = layout.starts[tensor] + begin
     first = start >> 3
-    given = layout.step, np.uint32(list_), layout.seed, layout.numbers[tensor]
+    given = layout.step, layout.seed, layout.numbers[tensor]
     for place in range(((start + n + 7) >> 3) - first):
         philox(room, place, first + place, given)
     return room + 2 * (start - 8 * first)
 
 
 @function
-def encode_blocks(values, place, kind, beside, tensor, begin, n, chance, layout):
+def encode_blocks(values, place, kind, beside, tensor, begin, n, chance, by, layout):
     """Keep elements in 8 bits, and the scales of their blocks."""
     row, length = layout.rows[tensor], layout.lengths[tensor]
     column = begin % row
@@ -379,13 +390,13 @@ def encode_blocks(values, place, kind, beside, tensor, begin, n, chance, layout)
             if kind == _IS_SIGNED:
                 lowest = field - _SIGNED_TO_LOWEST
                 for i in range(first, last):
-                    code = encode(peek(values, i, _F32), peek(chance, i, _U16), lowest, _I8)
-                    poke(place, i, code)
+                    own = times(peek(chance, i, _U16), by)
+                    poke(place, i, encode(peek(values, i, _F32), own, lowest, _I8))
             else:
                 lowest = field - _UNSIGNED_TO_LOWEST
                 for i in range(first, last):
-                    code = encode(peek(values, i, _F32), peek(chance, i, _U16), lowest, _U8)
-                    poke(place, i, code)
+                    own = times(peek(chance, i, _U16), by)
+                    poke(place, i, encode(peek(values, i, _F32), own, lowest, _U8))
         column += last - first
         column = column if column < row else 0
         first, block = last, block + 1

@@ -31,7 +31,16 @@ import numpy as np
 import torch
 
 from preamp.kernels.jit.compiler import function, kernel, part
-from preamp.kernels.jit.formats import end_of_piece, pack, unpack
+from preamp.kernels.jit.formats import (
+    ODDS,
+    chances,
+    end_of_piece,
+    half_of,
+    join,
+    low_of,
+    pack,
+    unpack,
+)
 from preamp.kernels.jit.formulas import direction, stepped
 from preamp.kernels.jit.words import (
     CODES,
@@ -233,14 +242,15 @@ def last_at_hand(begin, last, tensor, layout):
 
 
 @function
-def find_lists(first, last, at, kinds, tensor, begin, n, room, found, math, half, layout):
+def find_lists(first, last, at, kinds, tensor, begin, n, room, found, math, half, low, layout):
     """Find elements of some lists in the dtype of the computation; put in ``found`` where.
 
-    With ``half`` they are where they are, in the list of halves too.
+    With ``half`` they are where they are, in the list of halves too; with ``low`` that is true of
+    parameters, lows, in place of halves, and gradients.
     """
     for row in range(first, last if half is None else last + 1):
         stored = at[row, tensor] + begin * WIDTHS[kinds[row]]
-        if half is None:
+        if half is None or (low is not None and 1 < row < last):
             values = room + row * BLOCK * itemsize(math)
             if layout is not None and kinds[row] > _IS_F64:
                 beside = at[_beside(row, last), tensor]
@@ -249,6 +259,8 @@ def find_lists(first, last, at, kinds, tensor, begin, n, room, found, math, half
             else:
                 stored = widened(stored, kinds[row], n, values, math)
         found[row] = stored
+    if low is not None:
+        found[last] = at[last + 1, tensor] + begin * itemsize(low)
 
 
 @part
@@ -258,20 +270,22 @@ def _beside(row, lists):
 
 
 @function
-def put_lists_back(lists, at, kinds, tensor, begin, n, room, found, math, half, layout):
+def put_lists_back(lists, at, kinds, tensor, begin, n, room, found, math, half, low, layout):
     """Round elements into all lists but the gradients, and stored parameters into halves.
 
-    With ``half`` they are there already.
+    With ``half`` they are there already; with ``low`` that is true of parameters.
     """
-    if half is not None:
+    if half is not None and low is None:
         return
-    for row in range(lists + 1):
+    chance = room + 8 * _LISTS * BLOCK
+    if layout is not None and layout.by_chance:
+        chance = chances(tensor, begin, n, chance, layout)
+    for row in range(0 if low is None else 2, lists + 1):
         stored = at[row, tensor] + begin * WIDTHS[kinds[row]]
         values = found[row]
         if layout is not None and kinds[row] > _IS_F64:
-            beside, spare = at[_beside(row, lists), tensor], room + 8 * _LISTS * BLOCK
-            kind, state = kinds[row], row - 2
-            pack(values, stored, kind, beside, state, tensor, begin, n, spare, layout)
+            beside, by = at[_beside(row, lists), tensor], ODDS[max(row - 2, 0)]
+            pack(values, stored, kinds[row], beside, tensor, begin, n, chance, by, layout)
             continue
         if row == lists and kinds[row]:
             values = at[0, tensor] + begin * WIDTHS[kinds[0]]
@@ -365,7 +379,7 @@ def combine(first, last, chunks, at, room, found, kinds, math, each, b, is_copy)
         a = each[tensor]
         for begin in range(start, start + count, BLOCK):
             n = min(start + count - begin, BLOCK)
-            find_lists(1, 3, at, kinds, tensor, begin, n, room, found, math, None, None)
+            find_lists(1, 3, at, kinds, tensor, begin, n, room, found, math, None, None, None)
             x, y = found[1], found[2]
             target = at[0, tensor] + begin * WIDTHS[kinds[0]]
             if is_copy:
@@ -382,13 +396,14 @@ def combine(first, last, chunks, at, room, found, kinds, math, each, b, is_copy)
 
 @kernel
 def two_moments(
-    first, last, chunks, at, room, found, kinds, math, half, layout, inv_scale, each, rule
+    first, last, chunks, at, room, found, kinds, math, half, low, layout, inv_scale, each, rule
 ):
     """An update of Adam or LAMB; ``each`` has a number for each tensor.
 
     ``half`` is a zero of the type of gradients and halves where all else is of the computation's:
-    these are converted on the way then. Else it is ``None``. ``layout`` is that of lists that are
-    kept in fewer bits, or ``None``; chunks are whole blocks of it.
+    these are converted on the way then. Else it is ``None``. ``low`` is one of the type of lows
+    where gradients and parameters are both of ``half``, split ones; they stand in for halves.
+    ``layout`` is that of lists that are kept in fewer bits, or ``None``; chunks are whole blocks.
     """
     for chunk in range(first, last):
         tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
@@ -397,10 +412,13 @@ def two_moments(
         while begin < until:
             end = last_at_hand(begin, until, tensor, layout)
             n = end - begin
-            find_lists(0, 4, at, kinds, tensor, begin, n, room, found, math, half, layout)
+            find_lists(0, 4, at, kinds, tensor, begin, n, room, found, math, half, low, layout)
             ps, gs, ms, vs, hs = found[0], found[1], found[2], found[3], found[4]
             for i in range(n):
-                p = peek(ps, i, math)
+                if low is None:
+                    p = peek(ps, i, math)
+                else:
+                    p = join(peek(ps, i, half), peek(hs, i, low))
                 if half is None:
                     g = peek(gs, i, math) * inv_scale
                 else:
@@ -409,10 +427,14 @@ def two_moments(
                 p = p - size * u
                 poke(ms, i, m)
                 poke(vs, i, v)
-                poke(ps, i, p)
-                if half is not None:
-                    poke(hs, i, narrow(p, half))
-            put_lists_back(4, at, kinds, tensor, begin, n, room, found, math, half, layout)
+                if low is None:
+                    poke(ps, i, p)
+                    if half is not None:
+                        poke(hs, i, narrow(p, half))
+                else:
+                    poke(ps, i, half_of(p, half))
+                    poke(hs, i, low_of(p, half))
+            put_lists_back(4, at, kinds, tensor, begin, n, room, found, math, half, low, layout)
             begin = end
 
 
@@ -429,7 +451,7 @@ def measure_directions(
         while begin < until:
             end = last_at_hand(begin, until, tensor, layout)
             n = end - begin
-            find_lists(0, 4, at, kinds, tensor, begin, n, room, found, math, None, layout)
+            find_lists(0, 4, at, kinds, tensor, begin, n, room, found, math, None, None, layout)
             ps, gs, ms, vs = found[0], found[1], found[2], found[3]
             p_squares = math
             u_squares = math
@@ -447,7 +469,7 @@ def measure_directions(
 
 @kernel
 def one_moment(
-    first, last, chunks, at, room, found, kinds, math, half, layout, inv_scale, each, rule
+    first, last, chunks, at, room, found, kinds, math, half, low, layout, inv_scale, each, rule
 ):
     """An update of any other rule, as `two_moments`; state that is not there has no kind."""
     for chunk in range(first, last):
@@ -457,18 +479,25 @@ def one_moment(
         while begin < until:
             end = last_at_hand(begin, until, tensor, layout)
             n = end - begin
-            find_lists(0, 3, at, kinds, tensor, begin, n, room, found, math, half, layout)
+            find_lists(0, 3, at, kinds, tensor, begin, n, room, found, math, half, low, layout)
             ps, gs, ms, hs = found[0], found[1], found[2], found[3]
             for i in range(n):
-                p = peek(ps, i, math)
+                if low is None:
+                    p = peek(ps, i, math)
+                else:
+                    p = join(peek(ps, i, half), peek(hs, i, low))
                 if half is None:
                     g = peek(gs, i, math) * inv_scale
                 else:
                     g = widen(peek(gs, i, half), math) * inv_scale
                 p, m = stepped(p, g, peek(ms, i, math), number, rule)
                 poke(ms, i, m)
-                poke(ps, i, p)
-                if half is not None:
-                    poke(hs, i, narrow(p, half))
-            put_lists_back(3, at, kinds, tensor, begin, n, room, found, math, half, layout)
+                if low is None:
+                    poke(ps, i, p)
+                    if half is not None:
+                        poke(hs, i, narrow(p, half))
+                else:
+                    poke(ps, i, half_of(p, half))
+                    poke(hs, i, low_of(p, half))
+            put_lists_back(3, at, kinds, tensor, begin, n, room, found, math, half, low, layout)
             begin = end

@@ -419,12 +419,18 @@ class _Work:
         return 1.0 if self.update.inv_scale is None else self.update.inv_scale
 
     @property
-    def half(self) -> Any:
-        """What stands for the dtype of gradients and halves, if all else has the computation's."""
+    def on_the_way(self) -> tuple[Any, Any]:
+        """What stands for the dtypes of halves and lows that the update itself converts.
+
+        Gradients and halves are, if all else has the computation's dtype; gradients, split
+        parameters and lows always.
+        """
         p, g, *state = self.part.dtypes[: self.lists]
         half = self.part.dtypes[self.lists]
+        if self.update.stored is not None and self.update.stored.lows is not None:
+            return (ZEROS[p], np.int16(0)) if p is not None and p == g else (None, None)
         is_usual = {p, *state} == {self.math} and g == half and g in HALF_DTYPES
-        return ZEROS[half] if is_usual and half is not None else None
+        return (ZEROS[half] if is_usual and half is not None else None), None
 
     @property
     def kinds(self) -> Sequence[int]:
@@ -458,7 +464,7 @@ class _Work:
     def start(self, kernel: Any, rule: Any, each: Scalar = 0.0) -> None:
         """Update by a record of `formulas`, with ``each`` for each tensor; note what is written."""
         by, numbers = _number(self.inv_scale, self.math), _vector(each, self.math, self.part)
-        given = self.half, self.layout, by, numbers, rule
+        given = *self.on_the_way, self.layout, by, numbers, rule
         self.part.walk(kernel, self.math, *given, kinds=self.kinds)
         for place, row in enumerate(self.part.rows):
             if place != 1 and row:
@@ -476,16 +482,16 @@ class _Work:
             largest = _highest(self.part, _largest(self.part, 1, finite=False)[0])
             wide = _torch.from_numpy(largest).to(self.math)
             return (wide if factor is None else wide * factor.to(_CPU, self.math),)
-        lows = None if self.update.stored is None else self.update.stored.lows
-        if isinstance(rule, LarsRule) and lows is not None:
-            halves, lows = self.part.rows[0], pick(lows, self.part.places)
-            wide = [join(half.detach(), low) for half, low in zip(halves, lows, strict=True)]
-            return torch.stack(norms_of(wide)), _torch.from_numpy(
-                _norms_in(self.part, 1, factor)
-            ).float()
-        wanted = ((0, None), (1, factor)) if isinstance(rule, LarsRule) else ((1, factor),)
-        found = [_norms_in(self.part, row, by, self.math) for row, by in wanted]
-        return tuple([_torch.from_numpy(norms).to(self.math) for norms in found])
+        norms = _torch.from_numpy(_norms_in(self.part, 1, factor, self.math)).to(self.math)
+        return (self._lengths(), norms) if isinstance(rule, LarsRule) else (norms,)
+
+    def _lengths(self) -> torch.Tensor:
+        """The norms of the parameters."""
+        stored, part = self.update.stored, self.part
+        if stored is None or stored.lows is None:
+            return _torch.from_numpy(_norms_in(part, 0, None, self.math)).to(self.math)
+        pairs = zip(part.rows[0], pick(stored.lows, part.places), strict=True)
+        return torch.stack(norms_of([join(half.detach(), low.detach()) for half, low in pairs]))
 
     def numbers_of(self, rule: Rule) -> Scalar:
         """Of each tensor the number that the rule needs, see `number_of`; that of NovoGrad kept."""
@@ -508,16 +514,15 @@ def _works(
         kept = [[None] * len(params)]
     columns = (params, grads, *kept, halves)
     check_lengths(*columns, *([numbers] if rule.has_numbers else []))
-    if params and update.stored is not None:
-        check_shapes(*columns)
+    stored = update.stored
+    if stored is not None:
         check_stored(params, state, update)
         if leaves_state(rule):
-            update = replace(update, stored=replace(update.stored, formats=(), scales=()))
-        parts, others = _stored_parts(columns, cast("Stored", update.stored))
-    else:
-        parts, others = parts_of(*columns)
-        if others or len(parts) != 1:
-            check_shapes(*columns)
+            stored = replace(stored, formats=(), scales=())
+            update = replace(update, stored=stored)
+    parts, others = parts_of(*columns) if stored is None else _stored_parts(columns, stored)
+    if others or len(parts) != 1:
+        check_shapes(*columns)
     return [
         _Work(
             part,
@@ -525,7 +530,7 @@ def _works(
             update,
             len(kept) + 2,
             [numbers[place] for place in part.places] if rule.has_numbers else [],
-            None if update.stored is None else _layout(part, update.stored, update.step),
+            None if stored is None else _layout(part, stored, update.step),
         )
         for part in parts
     ], others
@@ -572,6 +577,7 @@ def _layout(part: Part, stored: Stored, step: int | torch.Tensor) -> Layout:
         starts=np.array(by_place[1], np.int64),
         seed=np.uint32(stored.seed),
         step=np.uint32(count & 0xFFFFFFFF),
+        by_chance=any([kind is not Format.PLAIN for kind in stored.formats]),
     )
 
 

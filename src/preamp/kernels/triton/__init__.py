@@ -11,6 +11,8 @@ What no kernel can walk goes to the reference, one tensor at a time: sparse and 
 other dtypes, memory with gaps, wrappers such as ``DTensor``, and places whose tensors differ in
 strides or device. That does not
 wait either, except that torch itself does where it sums the duplicates of sparse gradients.
+Moments that are rounded by chance or kept in blocks are walked in the order of indices alone, so
+other orders go there too; elements of split parameters are joined and split within the update.
 
 With ``TRITON_INTERPRET=1`` in the environment before the first import, kernels run on CPU tensors,
 slowly, and on nothing else. Tensors on devices that kernels cannot run on are refused.

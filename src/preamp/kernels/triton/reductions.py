@@ -59,7 +59,7 @@ def gathered(entries: Table, partials: torch.Tensor, *, largest: bool) -> torch.
 
 def measure(
     entries: Table,
-    row: int,
+    row: int | tuple[int, int],
     dtypes: tuple[torch.dtype, torch.dtype],
     *,
     largest: bool,
@@ -70,8 +70,9 @@ def measure(
     """Return per chunk of list ``row`` what is asked for, a row of each in this order.
 
     ``dtypes`` are that of the list and that of the computation; ``factor`` multiplies every value
-    before anything else.
+    before anything else. Split values are in two rows, the second one that of their low bits.
     """
+    first, lows = row if isinstance(row, tuple) else (row, None)
     shape = (largest + squares + finite, entries.chunks)
     partials = torch.empty(shape, dtype=dtypes[1], device=entries.layout.device)
     launch(
@@ -82,7 +83,8 @@ def measure(
         **given("factor", factor, entries),
         X=KINDS[dtypes[0]],
         MATH=KINDS[dtypes[1]],
-        ROW=row,
+        ROW=first,
+        LOWS=lows,
         MAX=largest,
         SUM=squares,
         FINITE=finite,

@@ -15,6 +15,7 @@ older copies are done, which ends a capture before torch 2.11.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -53,16 +54,23 @@ class Table:
     chunks: int  # number of chunks, the size of the grid
 
 
-def table(rows: Sequence[Sequence[torch.Tensor]], positions: Sequence[int]) -> Table:
+def table(
+    rows: Sequence[Sequence[torch.Tensor]],
+    positions: Sequence[int],
+    numbers: Sequence[Sequence[int]] = (),
+    sizes: Sequence[int] | None = None,
+) -> Table:
     """Return the table for ``rows``, a new or a remembered one. Does not synchronise.
 
-    The rows are equally long and on one device; the first one is cut into chunks. ``positions``
-    say where each tensor's results go.
+    The rows are equally long and on one device; the first one is cut into chunks, or what has
+    ``sizes``. ``positions`` say where each tensor's results go. ``numbers`` are rows that stand
+    behind those of addresses, as they are; they are below 2**63.
     """
     device = rows[0][0].device
     stream = _stream(device)
-    numels = tuple([t.numel() for t in rows[0]])
+    numels = tuple([t.numel() for t in rows[0]] if sizes is None else sizes)
     addresses = tuple([t.data_ptr() for row in rows for t in row])
+    addresses += tuple(itertools.chain.from_iterable(numbers))
     find_layout, find_pointers = _layout, _pointers
     if is_capturing(device):
         find_layout, find_pointers = _layout.__wrapped__, _pointers.__wrapped__

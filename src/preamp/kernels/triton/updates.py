@@ -12,7 +12,7 @@ import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.ops import Tensors
-from preamp.kernels.places import pick, sort
+from preamp.kernels.places import STORED_DTYPES, Group, check_stored, pick, sort
 from preamp.kernels.rules import (
     AdagradRule,
     AdamRule,
@@ -25,6 +25,8 @@ from preamp.kernels.rules import (
     Update,
     left_out,
 )
+from preamp.kernels.stored import BLOCK as SLOTS
+from preamp.kernels.stored import Format, Stored, scales_shape
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.device.updates import (
     adagrad_kernel,
@@ -36,7 +38,15 @@ from preamp.kernels.triton.device.updates import (
     sgd_kernel,
 )
 from preamp.kernels.triton.elementwise import Elementwise
-from preamp.kernels.triton.launch import REFERENCE, check_devices, given, launch, number, scalar
+from preamp.kernels.triton.launch import (
+    REFERENCE,
+    check_devices,
+    given,
+    launch,
+    moved,
+    number,
+    scalar,
+)
 from preamp.kernels.triton.reductions import Reductions, gather, gathered, measure
 from preamp.kernels.triton.tables import CHUNK, Table, table
 
@@ -52,6 +62,9 @@ class Places:
     math: torch.dtype  # that of the computation
     update: Update  # as given
     written: list[torch.Tensor]  # the tensors that change
+    kept: dict[str, Any]  # what kernels are told of lists that are kept in fewer bits
+    # as ``entries``, without what is kept, and cut by elements
+    plain: Table
 
     def numbers(self, **values: float) -> dict[str, int]:
         """Keyword arguments: the bits of each value."""
@@ -86,15 +99,16 @@ class Places:
     ) -> torch.Tensor:
         """Norm or largest magnitude of each parameter (``P``) or gradient (``G``) × ``factor``."""
         dtypes = (cast("torch.dtype", self.dtypes[name]), self.math)
+        is_split = name == "P" and self.dtypes["H"] is torch.int16
         partials = measure(
-            self.entries,
-            "PG".index(name),
+            self.plain,
+            (0, 3 + ("V" in self.dtypes)) if is_split else "PG".index(name),
             dtypes,
             largest=largest,
             squares=not largest,
             factor=factor,
         )
-        return gathered(self.entries, partials[0], largest=largest)
+        return gathered(self.plain, partials[0], largest=largest)
 
     def launch(self, kernel: Any, **arguments: Any) -> None:
         """Start an update kernel with what all of them take, and note what it wrote."""
@@ -107,7 +121,7 @@ class Places:
             **{name: KINDS[dtype] for name, dtype in self.dtypes.items() if name != "N"},
             MATH=KINDS[self.math],
             CHUNK=CHUNK,
-            **arguments,
+            **(self.kept | arguments),
         )
         torch.autograd.graph.increment_version(self.written)
 
@@ -121,19 +135,70 @@ def places(
 ) -> tuple[list[Places], list[int]]:
     """Sort lists, ``numbers`` last, into launches, and name what only the reference can take."""
     check_devices(params)
-    halves: Sequence[torch.Tensor | None] = update.halves or [None] * len(params)
-    groups, others = sort(params, grads, *state, halves, *numbers, scalars=len(numbers))
+    stored = update.stored or Stored()
+    nothing: list[None] = [None] * len(params)
+    lows = update.halves if stored.lows is None else stored.lows
+    scales = [row or nothing for row in stored.scales[: len(state)]]
+    groups, others = sort(
+        *(params, grads, *state, lows or nothing, *numbers, *scales),
+        scalars=len(numbers) + len(scales),
+        codes=frozenset() if update.stored is None else STORED_DTYPES,
+        in_order=any([kind is not Format.PLAIN for kind in stored.formats]),
+    )
     names = ("P", "G", *"MV"[: len(state)], "H", *"N"[: len(numbers)])
-    return [
-        Places(
-            entries=table([row for row in group.rows if row], range(len(group.positions))),
-            dtypes=dict(zip(names, group.dtypes, strict=True)),
-            math=math_dtype(cast("torch.dtype", group.dtypes[0])),
-            update=update if update.norms is None else update.at(group.positions),
-            written=[t for i, row in enumerate(group.rows) if i != 1 for t in row],
-        )
-        for group in groups
-    ], others
+    return [_places_of(group, names, update) for group in groups], others
+
+
+def _places_of(group: Group, names: Sequence[str], update: Update) -> Places:
+    stored = update.stored or Stored()
+    shaped = group.rows[: len(names)]
+    rows = [row for row in shaped if row]
+    positions = range(len(group.positions))
+    dtypes = dict(zip(names, group.dtypes, strict=False))
+    for name, kind in zip("MV", stored.formats, strict=False):
+        if kind is Format.BFLOAT16:
+            dtypes[name] = torch.int16  # as kernels call it
+    kept = {"KEPT": len(rows), "CHANCE": False, "IN_BLOCKS": False, "turn": 0, "seed": 0}
+    entries = plain = table(rows, positions)
+    turn: dict[str, Any] = {"turn_at": plain.layout, "TURN_AT": False}
+    if any([kind is not Format.PLAIN for kind in stored.formats]):
+        kept["CHANCE"], kept["seed"] = True, stored.seed
+        kept["IN_BLOCKS"] = any([kind.has_scales for kind in stored.formats])
+        entries = _kept_table(group, rows, names, stored)
+        turn = _turn(update.step, entries)
+    return Places(
+        entries=entries,
+        plain=plain,
+        dtypes=dtypes,
+        math=math_dtype(cast("torch.dtype", group.dtypes[0])),
+        update=update if update.norms is None else update.at(group.positions),
+        written=[t for i, row in enumerate(group.rows) if i != 1 for t in row],
+        kept=kept | turn,
+    )
+
+
+def _kept_table(
+    group: Group, rows: Sequence[list[torch.Tensor]], names: Sequence[str], stored: Stored
+) -> Table:
+    """Behind ``rows``: scales of both lists, numbers, starts, and lengths of rows."""
+    count = len(group.positions)
+    columns = group.rows[len(names) :]
+    behind = [[t.data_ptr() for t in row] or [0] * count for row in columns]
+    behind += [[0] * count for _ in range(2 - len(behind))]
+    behind += [pick(stored.numbers, group.positions), pick(stored.starts, group.positions)]
+    shapes = [tensor.shape for tensor in rows[0]]
+    behind.append([math.prod(shape[1:]) for shape in shapes])
+    sizes = None
+    if any([kind.has_scales for kind in stored.formats]):
+        sizes = [math.prod(scales_shape(shape)) * SLOTS for shape in shapes]
+    return table(rows, range(count), behind, sizes)
+
+
+def _turn(step: int | torch.Tensor, entries: Table) -> dict[str, Any]:
+    """The number of the update, as an integer."""
+    if isinstance(step, torch.Tensor):
+        return {"turn_at": moved(step, entries.layout.device), "TURN_AT": True}
+    return {"turn": step, "turn_at": entries.layout, "TURN_AT": False}
 
 
 class Triton(Elementwise, Reductions):
@@ -145,6 +210,7 @@ class Triton(Elementwise, Reductions):
     def update_(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
     ) -> None:
+        check_stored(params, state, update)
         shaped = len(state) - rule.has_numbers
         taken, others = places(
             params, grads, *state[:shaped], update=update, numbers=state[shaped:]
@@ -295,7 +361,7 @@ def _lamb_arguments(part: Places, rule: LambRule) -> dict[str, Any]:
 
 def _lamb_norms(part: Places, arguments: dict[str, Any]) -> torch.Tensor:
     norms, partials = part.empty(2, part.entries.count), part.empty(2, part.entries.chunks)
-    part.launch(lamb_kernel, norms=partials, MEASURE=True, **arguments)
+    part.launch(lamb_kernel, norms=partials, MEASURE=True, CHANCE=False, **arguments)
     for sums, results in zip(partials, norms, strict=True):
         gather(part.entries, sums, results, largest=False)
     return norms

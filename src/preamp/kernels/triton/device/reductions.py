@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from preamp.kernels.triton.device.jit import kernel
+from preamp.kernels.triton.device.stored import load_param
 from preamp.kernels.triton.device.walk import (
     BLOCK,
     address,
@@ -30,13 +31,16 @@ from preamp.kernels.triton.device.walk import (
 @kernel
 def measure_chunks(
     pointers, layout, n: tl.int64, partials, factor_at,
-    X, MATH, ROW, FACTOR_AT, MAX, SUM, FINITE, CHUNK,
+    X, MATH, ROW, LOWS, FACTOR_AT, MAX, SUM, FINITE, CHUNK,
 ):  # fmt: skip
     """Write the largest magnitude, sum of squares, and largest finite magnitude of each chunk."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
     at = address(pointers, n, ROW, tensor)
     factor = factor_or_one(factor_at, FACTOR_AT, MATH)
-    whole = whole_blocks(at, count)
+    low_at = tl.zeros((), tl.int64)
+    if LOWS is not None:
+        low_at = address(pointers, n, LOWS, tensor)
+    whole = whole_blocks(at | low_at, count)
     squares = tl.zeros([BLOCK], MATH)
     largest = magnitude_bits(squares, MATH)
     finite = largest
@@ -44,7 +48,11 @@ def measure_chunks(
         first, end = bounds(whole, count, EDGE)
         while first < end:
             where = first + tl.arange(0, BLOCK)
-            x = load(at, start, where, where < count, EDGE, X, MATH) * factor
+            mask = where < count
+            if LOWS is not None:
+                x = load_param(at, low_at, start, where, mask, EDGE, X, tl.int16, MATH) * factor
+            else:
+                x = load(at, start, where, mask, EDGE, X, MATH) * factor
             bits = magnitude_bits(x, MATH)
             if MAX:
                 largest = tl.maximum(largest, bits)

@@ -8,6 +8,17 @@ import triton
 import triton.language as tl
 
 from preamp.kernels.triton.device.jit import kernel
+from preamp.kernels.triton.device.stored import (
+    draw,
+    has_gaps,
+    lanes,
+    load_moment,
+    load_param,
+    row_length,
+    scales_of,
+    store_moment,
+    store_param,
+)
 from preamp.kernels.triton.device.walk import (
     BLOCK,
     address,
@@ -19,14 +30,11 @@ from preamp.kernels.triton.device.walk import (
     find_chunk,
     load,
     load_one,
-    narrow,
     number,
     root,
     scalar,
     spared,
-    store,
     store_one,
-    store_param,
     whole_blocks,
 )
 
@@ -37,8 +45,10 @@ def adam_kernel(
     beta1_left: tl.int64, beta2: tl.int64, beta2_left: tl.int64, eps: tl.int64,
     weight_decay: tl.int64, correction1: tl.int64, correction2: tl.int64, inv_scale_at,
     found_inf_at,
+    seed: tl.int64, turn: tl.int64, turn_at,
     P, G, M, V, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, DECAYS, DECOUPLED, MOMENTS,
     STEP_SIZE, EPS_INSIDE_SQRT, CHUNK,
+    KEPT, TURN_AT, CHANCE, IN_BLOCKS,
 ):  # fmt: skip
     """One chunk of an Adam update."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
@@ -46,7 +56,9 @@ def adam_kernel(
     p_at = address(pointers, n, 0, tensor)
     g_at = address(pointers, n, 1, tensor)
     m_at = address(pointers, n, 2, tensor)
+    ms_at = scales_of(pointers, n, KEPT, tensor, 0, M)
     v_at = address(pointers, n, 3, tensor)
+    vs_at = scales_of(pointers, n, KEPT, tensor, 1, V)
     h_at = address_of_half(pointers, n, 4, tensor, H)
     size = scalar(lr, lr_at, LR_AT, MATH)
     inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
@@ -55,22 +67,24 @@ def adam_kernel(
     if STEP_SIZE:
         size = divide(size * root(c2, MATH), c1, MATH)
     decay = number(weight_decay, MATH)
-    whole = whole_blocks(p_at | g_at | m_at | v_at | h_at, count)
+    length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
+    whole = whole_blocks(p_at | g_at | m_at | v_at | h_at | has_gaps(length), count)
     for EDGE in tl.static_range(2):
         first, end = bounds(whole, count, EDGE)
         while first < end:
-            where = first + tl.arange(0, BLOCK)
-            mask = where < count
-            p = load(p_at, start, where, mask, EDGE, P, MATH)
+            where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
+            p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
             g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
-            m = load(m_at, start, where, mask, EDGE, M, MATH)
-            v = load(v_at, start, where, mask, EDGE, V, MATH)
+            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
+                          TURN_AT, CHANCE)  # fmt: skip
+            m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
+            v = load_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, MATH)
             if DECAYS and not DECOUPLED:
                 g = g + decay * p
             m = number(beta1, MATH) * m + number(beta1_left, MATH) * g
             v = number(beta2, MATH) * v + number(beta2_left, MATH) * g * g
-            store(m_at, start, where, mask, EDGE, M, narrow(m, M))
-            store(v_at, start, where, mask, EDGE, V, narrow(v, V))
+            store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0, m)
+            store_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, chance, 1, v)
             if MOMENTS:
                 m = divide(m, c1, MATH)
                 v = divide(v, c2, MATH)
@@ -93,14 +107,24 @@ def trusted(rate, norms, n, MATH: tl.constexpr):
     return tl.where((p_norm > 0) & (u_norm > 0), rate * ratio, rate)
 
 
+@triton.jit
+def store_sums(norms, p_squares, u_squares):
+    """Write the sums of a chunk, those of the second kind behind all of the first."""
+    partial = norms + tl.program_id(0).to(tl.int64)
+    tl.store(partial, tl.sum(p_squares, 0))
+    tl.store(partial + tl.num_programs(0), tl.sum(u_squares, 0))
+
+
 @kernel
 def lamb_kernel(
     pointers, layout, n: tl.int64, norms, lr: tl.int64, lr_at, step: tl.int64, step_at,
     beta1: tl.int64, beta3: tl.int64, beta2: tl.int64, beta2_left: tl.int64, eps: tl.int64,
     weight_decay: tl.int64, correction1: tl.int64, correction2: tl.int64, inv_scale_at,
     found_inf_at,
+    seed: tl.int64, turn: tl.int64, turn_at,
     P, G, M, V, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, DECAYS, DECOUPLED, CORRECTS,
     TRUST_RATIO, MEASURE, CHUNK,
+    KEPT, TURN_AT, CHANCE, IN_BLOCKS,
 ):  # fmt: skip
     """Write sums of squares of a chunk's parameters and steps to ``norms``, or take the steps.
 
@@ -109,10 +133,10 @@ def lamb_kernel(
     """
     tensor, start, count = find_chunk(layout, n, CHUNK)
     count = spared(count, found_inf_at, FOUND_INF_AT)
-    p_at = address(pointers, n, 0, tensor)
-    g_at = address(pointers, n, 1, tensor)
-    m_at = address(pointers, n, 2, tensor)
-    v_at = address(pointers, n, 3, tensor)
+    p_at, g_at = address(pointers, n, 0, tensor), address(pointers, n, 1, tensor)
+    m_at, v_at = address(pointers, n, 2, tensor), address(pointers, n, 3, tensor)
+    ms_at = scales_of(pointers, n, KEPT, tensor, 0, M)
+    vs_at = scales_of(pointers, n, KEPT, tensor, 1, V)
     h_at = address_of_half(pointers, n, 4, tensor, H)
     rate = scalar(lr, lr_at, LR_AT, MATH)
     inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
@@ -123,23 +147,25 @@ def lamb_kernel(
     decay = number(weight_decay, MATH)
     p_squares = tl.zeros([BLOCK], MATH)
     u_squares = tl.zeros([BLOCK], MATH)
-    whole = whole_blocks(p_at | g_at | m_at | v_at | h_at, count)
+    length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
+    whole = whole_blocks(p_at | g_at | m_at | v_at | h_at | has_gaps(length), count)
     for EDGE in tl.static_range(2):
         first, end = bounds(whole, count, EDGE)
         while first < end:
-            where = first + tl.arange(0, BLOCK)
-            mask = where < count
-            p = load(p_at, start, where, mask, EDGE, P, MATH)
+            where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
+            p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
             g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
-            m = load(m_at, start, where, mask, EDGE, M, MATH)
-            v = load(v_at, start, where, mask, EDGE, V, MATH)
+            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
+                          TURN_AT, CHANCE)  # fmt: skip
+            m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
+            v = load_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, MATH)
             if DECAYS and not DECOUPLED:
                 g = g + decay * p
             m = number(beta1, MATH) * m + number(beta3, MATH) * g
             v = number(beta2, MATH) * v + number(beta2_left, MATH) * g * g
             if not MEASURE:
-                store(m_at, start, where, mask, EDGE, M, narrow(m, M))
-                store(v_at, start, where, mask, EDGE, V, narrow(v, V))
+                store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0, m)
+                store_moment(v_at, vs_at, start, first, count, where, mask, EDGE, V, chance, 1, v)
             if CORRECTS:
                 m = divide(m, c1, MATH)
                 v = divide(v, c2, MATH)
@@ -154,17 +180,17 @@ def lamb_kernel(
                 store_param(p_at, h_at, start, where, mask, EDGE, P, H, p - rate * u)
             first += BLOCK
     if MEASURE:
-        partial = norms + tl.program_id(0).to(tl.int64)
-        tl.store(partial, tl.sum(p_squares, 0))
-        tl.store(partial + tl.num_programs(0), tl.sum(u_squares, 0))
+        store_sums(norms, p_squares, u_squares)
 
 
 @kernel
 def sgd_kernel(
     pointers, layout, n: tl.int64, lr: tl.int64, lr_at, step: tl.int64, step_at, momentum: tl.int64,
     share: tl.int64, weight_decay: tl.int64, inv_scale_at, found_inf_at,
+    seed: tl.int64, turn: tl.int64, turn_at,
     P, G, M, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, HAS_MOMENTUM, NESTEROV,
     DECAYS_BEFORE, DECAYS_AFTER, CHUNK,
+    KEPT, TURN_AT, CHANCE, IN_BLOCKS,
 ):  # fmt: skip
     """One chunk of a step of gradient descent."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
@@ -172,26 +198,29 @@ def sgd_kernel(
     p_at = address(pointers, n, 0, tensor)
     g_at = address(pointers, n, 1, tensor)
     m_at = address(pointers, n, 2, tensor)
+    ms_at = scales_of(pointers, n, KEPT, tensor, 0, M)
     h_at = address_of_half(pointers, n, 3, tensor, H)
     size = scalar(lr, lr_at, LR_AT, MATH)
     inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
     is_first = scalar(step, step_at, STEP_AT, MATH) == 1
     decay = number(weight_decay, MATH)
-    whole = whole_blocks(p_at | g_at | m_at | h_at, count)
+    length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
+    whole = whole_blocks(p_at | g_at | m_at | h_at | has_gaps(length), count)
     for EDGE in tl.static_range(2):
         first, end = bounds(whole, count, EDGE)
         while first < end:
-            where = first + tl.arange(0, BLOCK)
-            mask = where < count
-            p = load(p_at, start, where, mask, EDGE, P, MATH)
+            where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
+            p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
             g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
+            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
+                          TURN_AT, CHANCE)  # fmt: skip
             if DECAYS_BEFORE:
                 g = g + decay * p
             if HAS_MOMENTUM:
-                m = load(m_at, start, where, mask, EDGE, M, MATH)
+                m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
                 later = number(momentum, MATH) * m + number(share, MATH) * g
                 m = tl.where(is_first, g, later)
-                store(m_at, start, where, mask, EDGE, M, narrow(m, M))
+                store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0, m)
                 if NESTEROV:
                     g = g + number(momentum, MATH) * m
                 else:
@@ -206,7 +235,9 @@ def sgd_kernel(
 def lars_kernel(
     pointers, layout, n: tl.int64, p_norms, g_norms, lr: tl.int64, lr_at, momentum: tl.int64,
     weight_decay: tl.int64, trust_coefficient: tl.int64, eps: tl.int64, inv_scale_at, found_inf_at,
+    seed: tl.int64, turn: tl.int64, turn_at,
     P, G, M, H, MATH, LR_AT, INV_SCALE_AT, FOUND_INF_AT, NESTEROV, TRUST_RATIO, CHUNK,
+    KEPT, TURN_AT, CHANCE, IN_BLOCKS,
 ):  # fmt: skip
     """One chunk of a LARS update; the norms are those of whole tensors."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
@@ -214,6 +245,7 @@ def lars_kernel(
     p_at = address(pointers, n, 0, tensor)
     g_at = address(pointers, n, 1, tensor)
     m_at = address(pointers, n, 2, tensor)
+    ms_at = scales_of(pointers, n, KEPT, tensor, 0, M)
     h_at = address_of_half(pointers, n, 3, tensor, H)
     rate = scalar(lr, lr_at, LR_AT, MATH)
     inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
@@ -224,18 +256,20 @@ def lars_kernel(
         ratio = divide(p_norm, g_norm + decay * p_norm + number(eps, MATH), MATH)
         ratio = number(trust_coefficient, MATH) * ratio
         rate = tl.where((p_norm > 0) & (g_norm > 0), rate * ratio, rate)
-    whole = whole_blocks(p_at | g_at | m_at | h_at, count)
+    length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
+    whole = whole_blocks(p_at | g_at | m_at | h_at | has_gaps(length), count)
     for EDGE in tl.static_range(2):
         first, end = bounds(whole, count, EDGE)
         while first < end:
-            where = first + tl.arange(0, BLOCK)
-            mask = where < count
-            p = load(p_at, start, where, mask, EDGE, P, MATH)
+            where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
+            p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
             g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
-            m = load(m_at, start, where, mask, EDGE, M, MATH)
+            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
+                          TURN_AT, CHANCE)  # fmt: skip
+            m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
             change = rate * (g + decay * p)
             m = number(momentum, MATH) * m - change
-            store(m_at, start, where, mask, EDGE, M, narrow(m, M))
+            store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0, m)
             if NESTEROV:
                 m = number(momentum, MATH) * m - change
             store_param(p_at, h_at, start, where, mask, EDGE, P, H, p + m)
@@ -246,7 +280,9 @@ def lars_kernel(
 def adagrad_kernel(
     pointers, layout, n: tl.int64, lr: tl.int64, lr_at, eps: tl.int64, weight_decay: tl.int64,
     inv_scale_at, found_inf_at,
+    seed: tl.int64, turn: tl.int64, turn_at,
     P, G, M, H, MATH, LR_AT, INV_SCALE_AT, FOUND_INF_AT, DECAYS, DECOUPLED, CHUNK,
+    KEPT, TURN_AT, CHANCE, IN_BLOCKS,
 ):  # fmt: skip
     """One chunk of an Adagrad update."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
@@ -254,23 +290,27 @@ def adagrad_kernel(
     p_at = address(pointers, n, 0, tensor)
     g_at = address(pointers, n, 1, tensor)
     sum_at = address(pointers, n, 2, tensor)
+    sums_at = scales_of(pointers, n, KEPT, tensor, 0, M)
     h_at = address_of_half(pointers, n, 3, tensor, H)
     size = scalar(lr, lr_at, LR_AT, MATH)
     inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
     decay = number(weight_decay, MATH)
-    whole = whole_blocks(p_at | g_at | sum_at | h_at, count)
+    length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
+    whole = whole_blocks(p_at | g_at | sum_at | h_at | has_gaps(length), count)
     for EDGE in tl.static_range(2):
         first, end = bounds(whole, count, EDGE)
         while first < end:
-            where = first + tl.arange(0, BLOCK)
-            mask = where < count
-            p = load(p_at, start, where, mask, EDGE, P, MATH)
+            where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
+            p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
             g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
-            total = load(sum_at, start, where, mask, EDGE, M, MATH)
+            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
+                          TURN_AT, CHANCE)  # fmt: skip
+            total = load_moment(sum_at, sums_at, start, first, count, where, mask, EDGE, M, MATH)
             if DECAYS and not DECOUPLED:
                 g = g + decay * p
             total = total + g * g
-            store(sum_at, start, where, mask, EDGE, M, narrow(total, M))
+            store_moment(sum_at, sums_at, start, first, count, where, mask,
+                EDGE, M, chance, 0, total)  # fmt: skip
             direction = divide(g, root(total, MATH) + number(eps, MATH), MATH)
             if DECAYS and DECOUPLED:
                 direction = direction + decay * p
@@ -305,7 +345,9 @@ def novograd_kernel(
     pointers, layout, n: tl.int64, averages, lr: tl.int64, lr_at, step: tl.int64, step_at,
     beta1: tl.int64, beta3: tl.int64, eps: tl.int64, weight_decay: tl.int64, correction1: tl.int64,
     correction2: tl.int64, inv_scale_at, found_inf_at,
+    seed: tl.int64, turn: tl.int64, turn_at,
     P, G, M, H, MATH, LR_AT, STEP_AT, INV_SCALE_AT, FOUND_INF_AT, INSIDE_MOMENT, CHUNK,
+    KEPT, TURN_AT, CHANCE, IN_BLOCKS,
 ):  # fmt: skip
     """One chunk of a NovoGrad update; ``averages`` is what `average_norms` wrote."""
     tensor, start, count = find_chunk(layout, n, CHUNK)
@@ -313,6 +355,7 @@ def novograd_kernel(
     p_at = address(pointers, n, 0, tensor)
     g_at = address(pointers, n, 1, tensor)
     m_at = address(pointers, n, 2, tensor)
+    ms_at = scales_of(pointers, n, KEPT, tensor, 0, M)
     h_at = address_of_half(pointers, n, 3, tensor, H)
     size = scalar(lr, lr_at, LR_AT, MATH)
     inv_scale = factor_or_one(inv_scale_at, INV_SCALE_AT, MATH)
@@ -320,19 +363,21 @@ def novograd_kernel(
     c1 = correction(correction1, step_at, STEP_AT, MATH)
     c2 = correction(correction2, step_at, STEP_AT, MATH)
     denominator = divide(tl.load(averages + tensor), root(c2, MATH), MATH) + number(eps, MATH)
-    whole = whole_blocks(p_at | g_at | m_at | h_at, count)
+    length = row_length(pointers, n, KEPT, tensor, IN_BLOCKS)
+    whole = whole_blocks(p_at | g_at | m_at | h_at | has_gaps(length), count)
     for EDGE in tl.static_range(2):
         first, end = bounds(whole, count, EDGE)
         while first < end:
-            where = first + tl.arange(0, BLOCK)
-            mask = where < count
-            p = load(p_at, start, where, mask, EDGE, P, MATH)
+            where, mask = lanes(first, start, count, length, EDGE, IN_BLOCKS)
+            p = load_param(p_at, h_at, start, where, mask, EDGE, P, H, MATH)
             g = load(g_at, start, where, mask, EDGE, G, MATH) * inv_scale
-            m = load(m_at, start, where, mask, EDGE, M, MATH)
+            chance = draw(pointers, n, KEPT, tensor, start, where, length, seed, turn, turn_at,
+                          TURN_AT, CHANCE)  # fmt: skip
+            m = load_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, MATH)
             if INSIDE_MOMENT:
                 g = divide(g, denominator, MATH) + decay * p
             m = number(beta1, MATH) * m + number(beta3, MATH) * g
-            store(m_at, start, where, mask, EDGE, M, narrow(m, M))
+            store_moment(m_at, ms_at, start, first, count, where, mask, EDGE, M, chance, 0, m)
             direction = divide(m, c1, MATH)
             if not INSIDE_MOMENT:
                 direction = divide(direction, denominator, MATH) + decay * p

@@ -62,14 +62,15 @@ def bounds(whole, count, EDGE: tl.constexpr):
 def load(at, start, where, mask, EDGE: tl.constexpr, KIND: tl.constexpr, MATH: tl.constexpr):
     """Load elements of dtype ``KIND`` widened to ``MATH``."""
     if KIND == tl.bfloat16:
-        raw = _read(at, start, where, mask, EDGE, tl.int16)
+        raw = read(at, start, where, mask, EDGE, tl.int16)
     else:
-        raw = _read(at, start, where, mask, EDGE, KIND)
+        raw = read(at, start, where, mask, EDGE, KIND)
     return widen(raw, KIND, MATH)
 
 
 @triton.jit
-def _read(at, start, where, mask, EDGE: tl.constexpr, STORED: tl.constexpr):
+def read(at, start, where, mask, EDGE: tl.constexpr, STORED: tl.constexpr):
+    """Load elements as they are stored."""
     places = at.to(tl.pointer_type(STORED)) + start + where
     if EDGE:
         return tl.load(places, mask=mask, other=0)
@@ -115,17 +116,6 @@ def widen(raw, KIND: tl.constexpr, MATH: tl.constexpr):
         return (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True).to(MATH)
     else:
         return raw.to(MATH)
-
-
-@triton.jit
-def store_param(
-    p_at, h_at, start, where, mask, EDGE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, p
-):
-    """Store a parameter, and in its half what was stored of it."""
-    raw = narrow(p, P)
-    store(p_at, start, where, mask, EDGE, P, raw)
-    if H is not None:
-        store(h_at, start, where, mask, EDGE, H, narrow(widen(raw, P, p.dtype), H))
 
 
 @triton.jit

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# pyright: basic, reportInvalidTypeForm=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+"""Lists that are kept in fewer bits, bit by bit as `preamp.kernels.stored` defines them.
+
+Nearly all of it is arithmetic of integers. Products of floats are with powers of two, which are
+exact, so that a compiler that fused them with sums would change nothing.
+
+A tensor in blocks is walked in *slots*: every row has whole blocks of them, and those behind its
+last element are masked. Where rows are whole blocks anyway slots are elements. Dtypes say how lists
+are kept: int8 and uint8 are codes, int16 stands for moments of bfloat16 that are rounded by chance,
+and, in place of a half, for the low bits of a split parameter.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from preamp.kernels.stored import BINADES as _BINADES
+from preamp.kernels.stored import BLOCK as _SLOTS
+from preamp.kernels.stored import LEAST as _LEAST
+from preamp.kernels.stored import MANTISSA as _MANTISSA
+from preamp.kernels.stored import ODD as _ODD
+from preamp.kernels.stored import Format
+from preamp.kernels.triton.device.walk import BLOCK, address, load, narrow, read, store, widen
+
+SLOTS = tl.constexpr(_SLOTS)
+BLOCKS = tl.constexpr(BLOCK.value // _SLOTS)
+ODD = tl.constexpr(_ODD)
+LEAST = tl.constexpr(_LEAST)
+MANTISSA = tl.constexpr(_MANTISSA)
+DROPPED = tl.constexpr(23 - _MANTISSA)
+UNIT = tl.constexpr(1 << (23 - _MANTISSA))
+CODES = tl.constexpr(1 << _MANTISSA)
+"""Of a binade."""
+SIGNED_BINADES = tl.constexpr(_BINADES[Format.SIGNED])
+UNSIGNED_BINADES = tl.constexpr(_BINADES[Format.UNSIGNED])
+
+
+@triton.jit
+def row_length(pointers, n, KEPT: tl.constexpr, tensor, IN_BLOCKS: tl.constexpr):
+    """Elements of a row, or zero where it does not matter."""
+    if IN_BLOCKS:
+        return address(pointers, n, KEPT + 4, tensor)
+    else:
+        return tl.zeros((), tl.int64)
+
+
+@triton.jit
+def has_gaps(length):
+    """1 where slots are not elements, as an address that is not aligned; else 0."""
+    return tl.where(length % SLOTS == 0, 0, 1)
+
+
+@triton.jit
+def scales_of(pointers, n, KEPT: tl.constexpr, tensor, ROW: tl.constexpr, KIND: tl.constexpr):
+    """Where the scales of a list are, if it has some."""
+    if KIND == tl.int8 or KIND == tl.uint8:
+        return address(pointers, n, KEPT + ROW, tensor)
+    else:
+        return tl.zeros((), tl.int64)
+
+
+@triton.jit
+def lanes(first, start, count, length, EDGE: tl.constexpr, IN_BLOCKS: tl.constexpr):
+    """Elements behind ``start`` that come next, and which of them there are."""
+    slots = first + tl.arange(0, BLOCK)
+    if IN_BLOCKS and EDGE:
+        block = (start + first) // SLOTS + tl.arange(0, BLOCKS)
+        blocks = (length + SLOTS - 1) // SLOTS
+        row = block // blocks
+        column = (block - row * blocks) * SLOTS
+        lane = tl.arange(0, SLOTS)[None, :]
+        is_there = tl.reshape((column[:, None] + lane) < length, [BLOCK])
+        where = tl.reshape((row * length + column)[:, None] + lane, [BLOCK])
+        return where - start, is_there & (slots < count)
+    else:
+        return slots, slots < count
+
+
+@triton.jit
+def _each(values):
+    """The value of its block for every slot."""
+    return tl.reshape(tl.broadcast_to(values[:, None], [BLOCKS, SLOTS]), [BLOCK])
+
+
+@triton.jit
+def _scale_places(at, start, first, count):
+    blocks = tl.arange(0, BLOCKS)
+    places = at.to(tl.pointer_type(tl.float32)) + (start + first) // SLOTS + blocks
+    return places, blocks * SLOTS < count - first
+
+
+@triton.jit
+def _power(field):
+    return (field << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_moment(
+    at, scales_at, start, first, count, where, mask,
+    EDGE: tl.constexpr, KIND: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """Load elements of a list of state, widened to ``MATH``."""
+    if KIND == tl.int8 or KIND == tl.uint8:
+        places, has_scale = _scale_places(scales_at, start, first, count)
+        scales = tl.load(places, mask=has_scale, other=1.0)
+        return _decode(read(at, start, where, mask, EDGE, KIND), scales, KIND)
+    elif KIND == tl.int16:
+        return load(at, start, where, mask, EDGE, tl.bfloat16, MATH)
+    else:
+        return load(at, start, where, mask, EDGE, KIND, MATH)
+
+
+@triton.jit
+def store_moment(
+    at, scales_at, start, first, count, where, mask,
+    EDGE: tl.constexpr, KIND: tl.constexpr, chance, ROW: tl.constexpr, x,
+):  # fmt: skip
+    """Round elements of a list of state, the ``ROW``-th one, and store them."""
+    if ROW == 1:
+        chance = (chance * ODD) & 0xFFFF
+    if KIND == tl.int8 or KIND == tl.uint8:
+        codes, scales = _encode(tl.where(mask, x, 0.0), chance, KIND)
+        store(at, start, where, mask, EDGE, KIND, codes)
+        places, has_scale = _scale_places(scales_at, start, first, count)
+        tl.store(places, scales, mask=has_scale)
+    elif KIND == tl.int16:
+        bits = x.to(tl.int32, bitcast=True)
+        is_finite = (bits & 0x7FFFFFFF) < 0x7F800000
+        rounded = ((bits + chance) >> 16).to(tl.int16)
+        raw = tl.where(is_finite, rounded, narrow(x, tl.bfloat16))
+        store(at, start, where, mask, EDGE, tl.bfloat16, raw)
+    else:
+        store(at, start, where, mask, EDGE, KIND, narrow(x, KIND))
+
+
+@triton.jit
+def _binades(KIND: tl.constexpr):
+    if KIND == tl.int8:
+        return SIGNED_BINADES
+    else:
+        return UNSIGNED_BINADES
+
+
+@triton.jit
+def _encode(x, chance, KIND: tl.constexpr):
+    """Codes, and the scales of their blocks."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    largest = tl.max(tl.reshape(size, [BLOCKS, SLOTS]), 1)
+    field = (tl.minimum(largest, 0x7F7FFFFF) + (UNIT - 1)) >> 23
+    field = tl.minimum(tl.maximum(field, LEAST), 254)
+    finite = largest < 0x7F800000
+    scales = tl.where(finite, field << 23, largest).to(tl.float32, bitcast=True)
+    lowest = _each(field - (_binades(KIND) - 2))
+    below = (size.to(tl.float32, bitcast=True) + _power(lowest)).to(tl.int32, bitcast=True)
+    word = tl.where(size < lowest << 23, below - (1 << 23), size)
+    code = ((word + (chance << (DROPPED - 16))) >> DROPPED) - ((lowest - 1) << MANTISSA)
+    code = tl.minimum(code, _binades(KIND) * CODES - 1)
+    if KIND == tl.uint8:
+        code = tl.where((code == 0) & (size > 0), 1, code)
+    code = tl.where(_each(largest) < 0x7F800000, tl.where(bits < 0, -code, code), 0)
+    return code.to(KIND), scales
+
+
+@triton.jit
+def _decode(codes, scales, KIND: tl.constexpr):
+    by = scales.to(tl.int32, bitcast=True)
+    lowest = _each(tl.maximum(by >> 23, LEAST) - (_binades(KIND) - 2))
+    signed = codes.to(tl.int32)
+    code = tl.abs(signed)
+    is_below = code < CODES
+    above = (code + ((lowest - 1) << MANTISSA)) << DROPPED
+    value = tl.where(is_below, above + (1 << 23), above).to(tl.float32, bitcast=True)
+    value = tl.where(is_below, value - _power(lowest), value)
+    value = tl.where(signed < 0, -value, value)
+    return tl.where(_each(by & 0x7FFFFFFF) < 0x7F800000, value, float("nan"))
+
+
+@triton.jit
+def draw(
+    pointers, n, KEPT: tl.constexpr, tensor, start, where, length, seed, turn, turn_at,
+    TURN_AT: tl.constexpr, CHANCE: tl.constexpr,
+):  # fmt: skip
+    """The chance of each element, where it is needed."""
+    found = tl.zeros([BLOCK], tl.int32)
+    if CHANCE:
+        key = seed.to(tl.int64) | (address(pointers, n, KEPT + 2, tensor) << 32)
+        origin = address(pointers, n, KEPT + 3, tensor)
+        if TURN_AT:
+            step = tl.load(turn_at).to(tl.int64)
+        else:
+            step = turn.to(tl.int64)
+        index = origin + start + where
+        if ((origin | length) & 7) == 0:
+            found = _drawn_by_eight(key, index, step)
+        else:
+            found = _drawn_by_one(key, index, step)
+    return found
+
+
+@triton.jit
+def _drawn_by_eight(key, index, step):
+    """Eight elements that follow each other share their words."""
+    group = tl.min(tl.reshape(index, [BLOCK // 8, 8]), 1) >> 3
+    w0, w1, w2, w3 = _words(key, group, step)
+    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    return tl.interleave(words & 0xFFFF, words >> 16).to(tl.int32)
+
+
+@triton.jit
+def _drawn_by_one(key, index, step):
+    w0, w1, w2, w3 = _words(key, index >> 3, step)
+    lane = (index & 7).to(tl.int32)
+    word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
+    return tl.where(lane % 2 == 0, word & 0xFFFF, word >> 16).to(tl.int32)
+
+
+@triton.jit
+def _words(key, counter, step):
+    """Philox 4x32-10."""
+    low = (counter & 0xFFFFFFFF).to(tl.uint32)
+    high = (counter >> 32).to(tl.uint32)
+    zero = tl.zeros_like(low)
+    return tl.philox(key, low, high, zero + (step & 0xFFFFFFFF).to(tl.uint32), zero, 10)
+
+
+# -- split parameters -----------------------------------------------------------------------------
+
+
+@triton.jit
+def load_param(
+    p_at, h_at, start, where, mask,
+    EDGE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """Load parameters, joined with their low bits if they have some."""
+    p = load(p_at, start, where, mask, EDGE, P, MATH)
+    if H == tl.int16:
+        p = _join(p, read(h_at, start, where, mask, EDGE, H).to(tl.int32), P)
+    return p
+
+
+@triton.jit
+def store_param(
+    p_at, h_at, start, where, mask, EDGE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, p
+):
+    """Store a parameter, and in its half what was stored of it, or the low bits beside it."""
+    if H == tl.int16:
+        raw, low = _split(p, P)
+        store(p_at, start, where, mask, EDGE, P, raw)
+        store(h_at, start, where, mask, EDGE, H, low)
+    else:
+        raw = narrow(p, P)
+        store(p_at, start, where, mask, EDGE, P, raw)
+        if H is not None:
+            store(h_at, start, where, mask, EDGE, H, narrow(widen(raw, P, p.dtype), H))
+
+
+@triton.jit
+def _join(wide, low, P: tl.constexpr):
+    bits = wide.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    low = tl.where((size == 0) & (low < 0), 0, low)
+    if P == tl.bfloat16:
+        word = (bits - ((low & 0x8000) << 1)) | (low & 0xFFFF)
+        word = tl.where(size > 0x7F800000, bits, word)
+    else:
+        far = low.to(tl.float32) * 1.52587890625e-05 * _unit_of(size)
+        sum = (size.to(tl.float32, bitcast=True) + far).to(tl.int32, bitcast=True)
+        word = tl.where(size < 0x7F800000, sum | (bits & -0x80000000), bits)
+    return word.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _split(x, P: tl.constexpr):
+    """The half, as `narrow` returns it, and the low bits."""
+    bits = x.to(tl.int32, bitcast=True)
+    if P == tl.bfloat16:
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        half = tl.where(is_nan, 0x7FC0, (bits + 0x8000) >> 16).to(tl.int16)
+        return half, tl.where(is_nan, 0, bits).to(tl.int16)
+    else:
+        half = x.to(tl.float16).to(tl.int16, bitcast=True)
+        # Half way, as far as 16 bits tell, and rounded towards zero, to the even one: one further
+        half = tl.where(_distance(x, half) == 0x8000, half + 1, half).to(tl.int16)
+        return half.to(tl.float16, bitcast=True), _distance(x, half).to(tl.int16)
+
+
+@triton.jit
+def _distance(x, half):
+    """How much larger magnitudes are than the half ones, in 2**-16 of a unit; int32."""
+    rounded = half.to(tl.float16, bitcast=True).to(tl.float32)
+    size = rounded.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    far = (tl.abs(x) - tl.abs(rounded)) * tl.div_rn(tl.zeros_like(x) + 65536.0, _unit_of(size))
+    far = tl.where(size < 0x7F800000, far, 0.0)
+    # A sum of this magnitude rounds to nearest even.
+    return ((far + 12582912.0).to(tl.int32, bitcast=True)) - 0x4B400000
+
+
+@triton.jit
+def _unit_of(size):
+    """The unit in the last place of float16 values, from the bits of their magnitudes."""
+    field = tl.minimum(tl.maximum(size >> 23, 113), 142) - 10
+    return _power(field)
