@@ -249,14 +249,16 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("        self.may_have_bases |= grad is not None\n", ""),
         ("        if changed or False in rounded:", "        if False in rounded:"),
         ("            self.records = [_SPENT[record.is_plain]] * len(self)\n", ""),
-        ("same = wide.to(half.dtype) == half", "same = torch.zeros_like(half, dtype=torch.bool)"),
+        ("torch.where(rounded == half, wide, half.float())", "half.float()"),
         ("            self._are_alike = len(kinds) == 1\n", "            self._are_alike = True\n"),
     ),
-    ("optim/fused/base.py", "optim engine/test_fast_path.py engine/test_doors.py"): (
+    ("optim/fused/keeping.py", "optim engine/test_fast_path.py engine/test_doors.py"): (
         (
             "if known is None or known[0] != ids or known[1] != list(map(id, state)):",
             "if not known:",
         ),
+    ),
+    ("optim/fused/base.py", "optim engine/test_fast_path.py engine/test_doors.py"): (
         ("both = self.factor * inv_scale.to(self.factor.device)", "both = self.factor"),
     ),
 }

@@ -16,6 +16,7 @@ from preamp.core.tensors import local_of, storage_key
 from preamp.demo.data import Batch
 from preamp.demo.model import GPT
 from preamp.demo.records import Dtypes, Memory
+from preamp.optim import kept_of
 
 _SHORT = {
     torch.float64: "fp64",
@@ -55,12 +56,9 @@ def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Memory:
     gradients += [p.grad for p in masters if getattr(p, "has_materialized_grad", True)]
     state = [item for entry in optimizer.state.values() for item in entry.values()]
     count = sum(p.numel() for p in weights)
-    engine = preamp.engine_of(optimizer)
-    is_split = engine.policy.storage.masters == "split"
-    beside = preamp.count_memory(engine)["masters"] if is_split else _bytes(masters)
     return Memory(
         weights=_bytes(weights) / count,
-        masters=beside / count,
+        masters=_bytes(kept_of(masters)) / count,
         gradients=_bytes(gradients) / count,
         optimizer_state=_bytes(state) / count,
     )

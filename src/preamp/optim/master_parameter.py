@@ -112,9 +112,9 @@ def make_masters(params: Iterable[torch.Tensor]) -> None:
             param.twin.table.make()
 
 
-def kept_of(masters: Iterable[MasterParameter]) -> list[torch.Tensor]:
-    """What masters take memory for, without making those that are packed."""
-    return [param if param.twin is None else param.twin.kept for param in masters]
+def kept_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What parameters take memory for, without making masters that are packed."""
+    return [param if (twin := pair_of(param)) is None else twin.kept for param in params]
 
 
 def form_of(param: torch.Tensor) -> torch.Tensor:
