@@ -87,7 +87,13 @@ def growth(samples: list[Memory]) -> str | None:
         return None
     third = len(flat) // 3
     records = RECORD_BYTES * (flat[-1].step - flat[0].step) // STEPS_PER_OVERFLOW
-    slacks = {"rss": RSS_SLACK + records, "tensors": 0, "objects": OBJECT_SLACK, "files": 0, "threads": 0}
+    slacks = {
+        "rss": RSS_SLACK + records,
+        "tensors": 0,
+        "objects": OBJECT_SLACK,
+        "files": 0,
+        "threads": 0,
+    }
     for what, slack in slacks.items():
         early, late = (
             sorted(getattr(sample, what) for sample in part)[third // 2]
