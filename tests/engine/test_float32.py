@@ -190,6 +190,16 @@ def test_a_try_that_fails_is_told() -> None:
     )
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_what_casts_to_half_itself_tells_nothing(level: str) -> None:
+    found = traced(Layer(lambda x: x.half() * 0 + 3e5), level)
+    if level == "O0":  # nothing that it has or gets is half
+        assert found.float32 is None
+        return
+    assert found.float32 is not None
+    assert found.float32.why == "it casts to float16 itself"
+
+
 def test_arguments_that_were_written_to() -> None:
     class Square(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

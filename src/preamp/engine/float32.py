@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from preamp.casting import disable_casts
+from preamp.core.dtypes import dtype_name
 from preamp.core.pytree import map_leaves
 from preamp.core.randomness import untouched_random
 from preamp.core.ranks import has_other_ranks
@@ -70,7 +71,11 @@ def compute(
         return Float32Record(found="failed", why="it has returned no tensor that can be read")
     if all(one.is_finite for one in readings):
         return Float32Record(found="finite", max_abs=max(one.max_abs for one in readings))
-    is_nan = any(math.isnan(one.values()[0]) for one in readings)
+    wrong = [one for one in readings if not one.is_finite]
+    halves = [dtype_name(one.dtype) for one in wrong if one.dtype in _HALVES]
+    if halves:
+        return Float32Record(found="failed", why=f"it casts to {halves[0]} itself")
+    is_nan = any(math.isnan(one.values()[0]) for one in wrong)
     return Float32Record(found="nan" if is_nan else "inf")
 
 
