@@ -92,19 +92,17 @@ class AutocastState:
     @staticmethod
     def capture() -> AutocastState:
         """Read the calling thread's state."""
-        devices = {
-            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in _device_types
-        }
-        return AutocastState(devices, torch.is_autocast_cache_enabled())
+        return AutocastState(_states_of(_device_types), torch.is_autocast_cache_enabled())
 
     def restore(self) -> None:
         """Make the calling thread's state this one (the nesting count is not part of it)."""
-        for kind, (enabled, dtype) in self.devices.items():
-            if torch.is_autocast_enabled(kind) != enabled:
-                torch.set_autocast_enabled(kind, enabled)
-            if torch.get_autocast_dtype(kind) != dtype:
-                torch.set_autocast_dtype(kind, dtype)
+        now = _states_of(self.devices)
+        if now != self.devices:
+            for kind, (enabled, dtype) in self.devices.items():
+                if now[kind][0] != enabled:
+                    torch.set_autocast_enabled(kind, enabled)
+                if now[kind][1] != dtype:
+                    torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self.cache_enabled)
 
     def casting(
@@ -133,6 +131,13 @@ class AutocastState:
         """This state with casts off on every device type."""
         off = {kind: (False, dtype) for kind, (_, dtype) in self.devices.items()}
         return AutocastState(off, self.cache_enabled)
+
+
+def _states_of(kinds: Iterable[str]) -> dict[str, tuple[bool, torch.dtype]]:
+    """By device type whether casts are on, and to what; without Python for each, as all forwards
+    run it."""
+    enabled, dtypes = map(torch.is_autocast_enabled, kinds), map(torch.get_autocast_dtype, kinds)
+    return dict(zip(kinds, zip(enabled, dtypes, strict=True), strict=True))
 
 
 _CALL = methodcaller("__call__")

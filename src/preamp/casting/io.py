@@ -68,18 +68,28 @@ class MatchWeightDtype(EngineHook):
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments to call ``forward`` with."""
-        # A batch norm without weights of its own still has statistics of one dtype.
-        # Plain loops, which torch.compile has been able to trace since torch 2.6.
-        for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.is_floating_point():
-                dtype = tensor.dtype
-                if args and isinstance(args[0], torch.Tensor) and args[0].is_nested:
-                    # Attention takes nested queries that are its keys and values too.
-                    nested = args[0].to(dtype)
-                    args = tuple([nested if arg is args[0] else arg for arg in args])
-                cast_kwargs = {name: cast_floating(value, dtype) for name, value in kwargs.items()}
-                return tuple([cast_floating(value, dtype) for value in args]), cast_kwargs
-        return args, kwargs
+        dtype = _dtype_of(module)
+        if dtype is None:
+            return args, kwargs
+        if args and isinstance(args[0], torch.Tensor) and args[0].is_nested:
+            # Attention takes nested queries that are its keys and values too.
+            nested = args[0].to(dtype)
+            args = tuple([nested if arg is args[0] else arg for arg in args])
+        if kwargs:
+            kwargs = {name: cast_floating(value, dtype) for name, value in kwargs.items()}
+        return tuple([cast_floating(value, dtype) for value in args]), kwargs
+
+
+def _dtype_of(module: torch.nn.Module) -> torch.dtype | None:
+    """That of a layer's weights; without any that of its statistics, as batch norms have them."""
+    # Plain loops, which torch.compile has been able to trace since torch 2.6.
+    for tensor in module.parameters():
+        if tensor.is_floating_point():
+            return tensor.dtype
+    for tensor in module.buffers():
+        if tensor.is_floating_point():
+            return tensor.dtype
+    return None
 
 
 class CastForward:

@@ -115,7 +115,7 @@ class Block:
         self._generation = self.scaler.generation
         self.note = GradientNote(
             loss_id=loss_id,
-            loss_finite=torch.isfinite(loss.detach()).all(),
+            loss_finite=_all_finite(loss.detach()),
             scale=self.scaler.scale.clone(),
         )
         # Whose graph tells which gradient was made first
@@ -264,6 +264,12 @@ class Block:
         if adjust:
             adjustments.now(self.scaler)
         return found_inf
+
+
+def _all_finite(loss: torch.Tensor) -> torch.Tensor:
+    """A bool scalar."""
+    is_finite = torch.isfinite(loss)
+    return is_finite.all() if loss.dim() else is_finite
 
 
 def unscale_and_commit(

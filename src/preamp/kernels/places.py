@@ -46,13 +46,23 @@ def shapes_of(column: Column) -> tuple[torch.Size, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Alike:
+    """Places whose tensors have, list by list, the same dtypes."""
+
+    dtypes: tuple[torch.dtype, ...]  # of each list
+    places: Sequence[int]  # a range if these are all
+    shapes: tuple[torch.Size, ...]  # of these places
+
+
+@dataclass(frozen=True, slots=True)
 class Geometry:
     """What is the same of lists whose tensors are all contiguous and of their places' shapes."""
 
     shapes: tuple[torch.Size, ...]  # of each place
     dtypes: tuple[set[torch.dtype], ...]  # of each list
     leaders: tuple[torch.dtype, ...]  # the dtype of each tensor of the first list, or one for all
-    is_memory: bool  # whether all lie in the memory of a CPU, where it can be read and written
+    # All places, if all lie in the memory of a CPU, where it can be read and written; else none
+    alike: tuple[Alike, ...]
 
 
 class _Known:
@@ -116,10 +126,15 @@ def geometry_of(*columns: Column, codes: Set[torch.dtype] = frozenset()) -> Geom
         return None
     if not all([are_contiguous(column, codes) for column in columns]):
         return None
-    kinds = tuple(map(dtype_of, leaders))
-    dtypes = tuple(set(map(dtype_of, column)) for column in columns)
+    kinds = [tuple(map(dtype_of, column)) for column in columns]
+    dtypes = tuple(map(set, kinds))
     is_memory = all(all(map(lies_in_memory, column)) for column in columns)
-    geometry = Geometry(shapes, dtypes, kinds[:1] if len(dtypes[0]) == 1 else kinds, is_memory)
+    geometry = Geometry(
+        shapes,
+        dtypes,
+        kinds[0][:1] if len(dtypes[0]) == 1 else kinds[0],
+        _alike(kinds, shapes) if is_memory else (),
+    )
     for known in alike:
         if not known.is_guarded and known.geometry == geometry:
             known.guard(columns)
@@ -128,6 +143,21 @@ def geometry_of(*columns: Column, codes: Set[torch.dtype] = frozenset()) -> Geom
     if len(_known) > _MOST_KNOWN:
         _known.pop(next(iter(_known)), None)
     return geometry
+
+
+def _alike(
+    kinds: Sequence[tuple[torch.dtype, ...]], shapes: tuple[torch.Size, ...]
+) -> tuple[Alike, ...]:
+    """All places by their dtypes; none if kernels take one of these in no list."""
+    if not {*itertools.chain.from_iterable(kinds)} <= {*DTYPES, *STORED_DTYPES}:
+        return ()
+    found: dict[tuple[torch.dtype, ...], list[int]] = {}
+    for place, dtypes in enumerate(zip(*kinds, strict=True)):
+        found.setdefault(dtypes, []).append(place)
+    if len(found) == 1:
+        return (Alike(next(iter(found)), range(len(shapes)), shapes),)
+    every = found.items()
+    return tuple([Alike(dtypes, at, tuple(pick(shapes, at))) for dtypes, at in every])
 
 
 OWN_MEMORY = frozenset({torch.Tensor, torch.nn.Parameter})

@@ -154,14 +154,15 @@ class LossScaler:
 
     def update(self) -> torch.Tensor:
         """Adjust to what was recorded, not synchronising; return 1.0 if the step is skipped."""
-        found_inf = self.found_inf.clone()
+        found_inf = self.found_inf.clone() if self.is_dynamic else torch.zeros_like(self.found_inf)
         state = self.rule.adjust(ScaleState(self.scale, self.growth_tracker), found_inf)
-        self.scale.copy_(state.scale)
+        if state.scale is not self.scale:
+            self.scale.copy_(state.scale)
         self.growth_tracker.copy_(state.growth_tracker)
         self.found_inf.zero_()
         self._has_recorded = False
         self.generation += 1
-        return found_inf if self.is_dynamic else torch.zeros_like(found_inf)
+        return found_inf
 
     def coming_scale(self) -> Callable[[], float]:
         """What tells the scale once what is recorded now is acted on; only that synchronises."""

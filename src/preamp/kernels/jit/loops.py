@@ -21,10 +21,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -154,10 +156,13 @@ def in_blocks(chunks: Chunks, shapes: tuple[torch.Size, ...]) -> Chunks:
 
 def addresses(rows: Sequence[Sequence[torch.Tensor]]) -> np.ndarray:
     """Where the tensors of each row lie now, int64; zeros for a row that has none."""
-    at = np.zeros((len(rows), len(rows[0])), dtype=np.int64)
-    for number, row in enumerate(rows):
-        if row:
-            at[number] = np.fromiter(map(_address_of, row), np.int64, len(row))
+    filled, count = [row for row in rows if row], len(rows[0])
+    every = map(_address_of, chain.from_iterable(filled))
+    found = np.fromiter(every, np.int64, len(filled) * count).reshape(-1, count)
+    if len(filled) == len(rows):
+        return found
+    at = np.zeros((len(rows), count), np.int64)
+    at[[number for number, row in enumerate(rows) if row]] = found
     return at
 
 
@@ -175,6 +180,17 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return _pools[key]
 
 
+class _Room(threading.local):
+    """Memory of a thread for what kernels widen, and for the addresses of what they have found."""
+
+    def __init__(self) -> None:
+        self.blocks, self.found = np.empty((_LISTS + 1, BLOCK)), np.empty(_LISTS, np.int64)
+        self.address = self.blocks.ctypes.data
+
+
+_room = _Room()
+
+
 def walk(kernel: Any, chunks: Chunks, rows: Sequence[Any], at: np.ndarray, *arguments: Any) -> None:
     """Call ``kernel`` on all chunks, in as many threads as torch takes; returns when it is done.
 
@@ -186,8 +202,7 @@ def walk(kernel: Any, chunks: Chunks, rows: Sequence[Any], at: np.ndarray, *argu
         return
 
     def run(first: int, last: int) -> None:
-        room, found = np.zeros((_LISTS + 1, BLOCK)), np.zeros(_LISTS, np.int64)
-        given = (first, last, chunks.table, at, room.ctypes.data, found, *arguments)
+        given = (first, last, chunks.table, at, _room.address, _room.found, *arguments)
         compiled = _without_folder.get(kernel, kernel)
         try:
             compiled(*given)

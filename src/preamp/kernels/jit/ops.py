@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -58,8 +58,7 @@ _MOST = torch.finfo(torch.float32).max
 Factor = torch.Tensor | float
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Places that one launch takes: in each list one dtype, or no tensors at all."""
 
     rows: list[Sequence[torch.Tensor]]  # the lists; empty ones have no tensors
@@ -92,13 +91,22 @@ def parts_of(
     # `geometry_of` asks, refuse a tensor that is among several twice.
     distinct = {id(tensors): tensors for tensors in lists if tensors}
     geometry = geometry_of(*distinct.values(), codes=codes)
-    if geometry is not None and geometry.is_memory and all(len(d) == 1 for d in geometry.dtypes):
-        known = dict(zip(distinct, [next(iter(d)) for d in geometry.dtypes], strict=True))
-        dtypes = [known[id(tensors)] if tensors else None for tensors in lists]
-        part = _part(lists, dtypes, range(len(columns[0])), geometry.shapes)
-        return ([part], []) if part is not None else ([], [*range(len(columns[0]))])
-    groups, others = sort(*columns, codes=codes, in_order=in_order)
     parts: list[Part] = []
+    if geometry is not None and geometry.alike:
+        others: list[int] = []
+        for alike in geometry.alike:
+            known = dict(zip(distinct, alike.dtypes, strict=True))
+            dtypes = [known[id(tensors)] if tensors else None for tensors in lists]
+            rows, places = lists, alike.places
+            if not isinstance(places, range):
+                rows = [pick(tensors, places) if tensors else [] for tensors in lists]
+            part = _part(rows, dtypes, places, alike.shapes)
+            if part is None:
+                others += places
+            else:
+                parts.append(part)
+        return parts, sorted(others)
+    groups, others = sort(*columns, codes=codes, in_order=in_order)
     for group in groups:
         part = None
         if group.device.type == "cpu":
@@ -122,9 +130,10 @@ def _part(
     except RuntimeError:
         return None
     chunks = chunks_of(rows, shapes)
-    if not at.all():
-        used = at[[bool(row) for row in rows]][:, chunks.table[0]]
-        if not used.all():
+    filled = sum(map(bool, rows))
+    if np.count_nonzero(at) < filled * len(rows[0]):
+        used = at[:, chunks.table[0]]  # the address of an empty tensor is 0
+        if np.count_nonzero(used) < filled * used.shape[1]:
             return None
     return Part(rows, dtypes, places, chunks, at)
 
@@ -136,7 +145,10 @@ def _is_there(column: Column) -> bool:
 def _number(value: Scalar, dtype: torch.dtype) -> Any:
     """A number, or 0-dim tensor, as kernels take numbers of the computation."""
     if isinstance(value, torch.Tensor):  # of the host, where reading it waits for nothing
-        value = float(value.detach().reshape(()).to(_CPU, torch.float64).numpy())
+        if value.dtype is torch.float32 and value.is_cpu and not value.requires_grad:
+            value = value.numpy().item()
+        else:
+            value = float(value.detach().reshape(()).to(_CPU, torch.float64).numpy())
     if dtype is torch.float64:
         return np.float64(value)
     return np.float32(math.copysign(math.inf, value) if abs(value) > _MOST else value)
@@ -228,7 +240,7 @@ class Jit(Combining):
         if not parts:
             return _REFERENCE.l2norm(tensors, factors, device)
         norms, numbers = _norms_of(tensors, parts, others), _numbers(factors)
-        if len(numbers) == 1:  # as a rule: one backward, one factor
+        if len({*numbers.values()}) == 1:  # as a rule: one backward, one factor, or a scale of 1
             norms = norms * next(iter(numbers.values()))
         elif numbers:
             norms = norms * np.array([numbers[id(factor)] for factor in factors])
@@ -366,6 +378,8 @@ def _norms_of(
     factor: torch.Tensor | None = None,
 ) -> np.ndarray:
     """The norm of each tensor × ``factor``, float64; ``parts`` and ``others`` from `parts_of`."""
+    if len(parts) == 1 and not others:
+        return _norms_in(parts[0], 0, factor)
     norms = np.zeros(len(tensors))
     for part in parts:
         norms[part.places] = _norms_in(part, 0, factor)
@@ -398,8 +412,7 @@ def _float32(values: np.ndarray | None, device: torch.device) -> torch.Tensor | 
 # -- updates --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(NamedTuple):
     """The places of an update that one launch takes.
 
     Its lists are parameters, gradients, state, halves; with lists that are kept in fewer bits also
@@ -550,13 +563,13 @@ def _stored_parts(columns: Sequence[Column], stored: Stored) -> tuple[list[Part]
     if not given:
         return parts, others
     geometry = geometry_of(*given)
-    if geometry is None or not geometry.is_memory:
+    if geometry is None or not geometry.alike:
         return [], [*range(count)]
     found: list[Part] = []
     for part in parts:
         rows = [*part.rows, *[[] if row is None else pick(row, part.places) for row in scales]]
         chunks = in_blocks(part.chunks, shapes_of(part.rows[0]))
-        found.append(replace(part, rows=rows, chunks=chunks, at=addresses(rows)))
+        found.append(part._replace(rows=rows, chunks=chunks, at=addresses(rows)))
     return found, others
 
 
