@@ -134,8 +134,8 @@ class AutocastState:
 
 
 def _states_of(kinds: Iterable[str]) -> dict[str, tuple[bool, torch.dtype]]:
-    """By device type whether casts are on, and to what; without Python for each, as all forwards
-    run it."""
+    """By device type whether casts are on, and to what."""
+    # Without Python for each of them, since every forward asks twice.
     enabled, dtypes = map(torch.is_autocast_enabled, kinds), map(torch.get_autocast_dtype, kinds)
     return dict(zip(kinds, zip(enabled, dtypes, strict=True), strict=True))
 

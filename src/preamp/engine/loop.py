@@ -114,9 +114,7 @@ class Block:
         # The scale at the beginning is the block's, whatever a block inside does to the scaler.
         self._generation = self.scaler.generation
         self.note = GradientNote(
-            loss_id=loss_id,
-            loss_finite=_all_finite(loss.detach()),
-            scale=self.scaler.scale.clone(),
+            loss_id=loss_id, loss_finite=_all_finite(loss.detach()), scale=self.scaler.scale.clone()
         )
         # Whose graph tells which gradient was made first
         self.backward_of: torch.Tensor | None = loss

@@ -229,8 +229,9 @@ class DirectGradients:
             else:
                 news.append(param.grad)
                 olds.append(old)
-        with torch.no_grad():
-            self._ops.scale_add_(news, 1.0 if factor is None else factor, olds)
+        if news:
+            with torch.no_grad():
+                self._ops.scale_add_(news, 1.0 if factor is None else factor, olds)
 
     def commit(self, params: Parameters) -> None:
         """End the backward of ``params``; what got nothing new comes back. Cannot fail."""

@@ -1280,15 +1280,17 @@ class WeightTable(WeightPairs):
 
     # -- packed masters ---------------------------------------------------------------------------
 
-    @torch.no_grad()
     def pack(self) -> None:
         """Keep masters as half weights and what is beside them, where the storage says so.
 
         Not while weights may have been written to without a trace, see `compare`, nor where
         something else holds the memory of a master, such as a view of it in the script.
         """
-        if not self.packs or self.compares:
-            return
+        if self.packs and not self.compares:
+            self._pack_rows()
+
+    @torch.no_grad()
+    def _pack_rows(self) -> None:
         rows = [row for row, low in enumerate(self.lows) if low is None]
         rows = [row for row in rows if not self.twins[row].stays_wide]
         if not rows:
@@ -1300,13 +1302,15 @@ class WeightTable(WeightPairs):
                 self._make_row(row, held)
         self.note_written(rows)
 
-    @torch.inference_mode(mode=False)  # whatever asks for them, what is made will be written to
-    @torch.no_grad()
     def make(self) -> None:
         """Let all masters be float32 tensors until they are packed again; the values are kept."""
         there = [(row, low) for row, low in enumerate(self.lows) if low is not None]
-        if not there:
-            return
+        if there:
+            self._make_rows(there)
+
+    @torch.inference_mode(mode=False)  # whatever asks for them, what is made will be written to
+    @torch.no_grad()
+    def _make_rows(self, there: Sequence[tuple[int, torch.Tensor]]) -> None:
         written = set(self._half_marks.changed(self.halves))
         for row, low in there:
             if row in written and is_half(self.halves[row]):

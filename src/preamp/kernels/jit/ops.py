@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Set
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -230,7 +231,6 @@ class Jit(Combining):
         norms = _norms_of(tensors, parts, others, factor)
         return cast("torch.Tensor", _float32(norms, device))
 
-    @torch.no_grad()
     def l2norm(
         self, tensors: Tensors, factors: Sequence[torch.Tensor | None], device: torch.device
     ) -> torch.Tensor:
@@ -290,7 +290,6 @@ class Jit(Combining):
 
     # -- update rules -----------------------------------------------------------------------------
 
-    @torch.no_grad()
     def update_(
         self, params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update: Update
     ) -> None:
@@ -472,16 +471,21 @@ class _Work(NamedTuple):
 
     def numbers_as(self, **values: Scalar) -> dict[str, Any]:
         """Numbers in the dtype of the computation, by name."""
-        return {name: _number(value, self.math) for name, value in values.items()}
+        math, kind = self.math, np.float64 if self.math is torch.float64 else np.float32
+        return {
+            name: kind(value)
+            if value.__class__ is float and -_MOST <= value <= _MOST
+            else _number(value, math)
+            for name, value in values.items()
+        }
 
     def start(self, kernel: Any, rule: Any, each: Scalar = 0.0) -> None:
         """Update by a record of `formulas`, with ``each`` for each tensor; note what is written."""
         by, numbers = _number(self.inv_scale, self.math), _vector(each, self.math, self.part)
         given = *self.on_the_way, self.layout, by, numbers, rule
         self.part.walk(kernel, self.math, *given, kinds=self.kinds)
-        for place, row in enumerate(self.part.rows):
-            if place != 1 and row:
-                torch.autograd.graph.increment_version(row)
+        written = [row for place, row in enumerate(self.part.rows) if place != 1]
+        torch.autograd.graph.increment_version([*chain.from_iterable(written)])
 
     def norms(self, rule: Rule) -> tuple[torch.Tensor, ...]:
         """The norms that the rule needs, given or measured, in the dtype of the computation."""
@@ -506,6 +510,7 @@ class _Work(NamedTuple):
         pairs = zip(part.rows[0], pick(stored.lows, part.places), strict=True)
         return torch.stack(norms_of([join(half.detach(), low.detach()) for half, low in pairs]))
 
+    @torch.no_grad()
     def numbers_of(self, rule: Rule) -> Scalar:
         """Of each tensor the number that the rule needs, see `number_of`; that of NovoGrad kept."""
         lr = rule.lr.to(_CPU, self.math) if isinstance(rule.lr, torch.Tensor) else rule.lr

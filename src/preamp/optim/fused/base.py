@@ -77,6 +77,11 @@ class Entries:
         """What ops update: parameters; in place of packed masters their half weights."""
         return _targets(self.params, self.halves, self.lows)
 
+    def at(self, places: Sequence[int]) -> Entries:
+        """The rows at ``places``."""
+        columns = (self.params, self.grads, self.halves, self.factors, self.twins, self.lows)
+        return Entries(*[[column[place] for place in places] for column in columns])
+
     def add(
         self,
         param: torch.Tensor,
@@ -154,14 +159,14 @@ def _consecutive_rows(params: Sequence[Any]) -> Entries | None:
 
 
 def _one_by_one(params: Sequence[Any]) -> Entries:
-    found = Entries()
+    rows: list[tuple[Any, ...]] = []
     latest = None
     for param in params:
         twin: Twin | None = param.twin if type(param) in MASTER_KINDS else None
         if twin is None:
             grad = param.grad
             if grad is not None:
-                found.add(param, grad)
+                rows.append((param, grad, None, None, None, None))
             continue
         table = twin.table
         if table is not latest:
@@ -177,8 +182,8 @@ def _one_by_one(params: Sequence[Any]) -> Entries:
             elif grad is not None:
                 grad = twin.held.own(grad)
         if grad is not None:
-            found.add(param, grad, half, factor, twin, table.lows[twin.row])
-    return found
+            rows.append((param, grad, half, factor, twin, table.lows[twin.row]))
+    return Entries(*map(list, zip(*rows, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -257,12 +262,10 @@ def batches(entries: Entries, apart: Column | None = None) -> list[Batch]:
         keys.append(list(apart(entries.params)))
     if all([len(set(column)) == 1 for column in keys]):
         return [_batch(entries)]
-    found: dict[Hashable, Entries] = {}
-    columns = (entries.params, entries.grads, entries.halves, entries.factors, entries.twins)
-    rows = zip(*columns, entries.lows, strict=True)
-    for key, row in zip(zip(*keys, strict=True), rows, strict=True):
-        found.setdefault(key, Entries()).add(*row)
-    return list(map(_batch, found.values()))
+    found: dict[Hashable, list[int]] = {}
+    for place, key in enumerate(zip(*keys, strict=True)):
+        found.setdefault(key, []).append(place)
+    return [_batch(entries.at(places)) for places in found.values()]
 
 
 def _batch(alike: Entries) -> Batch:
