@@ -229,9 +229,8 @@ class DirectGradients:
             else:
                 news.append(param.grad)
                 olds.append(old)
-        if news:
-            with torch.no_grad():
-                self._ops.scale_add_(news, 1.0 if factor is None else factor, olds)
+        with torch.no_grad():
+            self._ops.scale_add_(news, 1.0 if factor is None else factor, olds)
 
     def commit(self, params: Parameters) -> None:
         """End the backward of ``params``; what got nothing new comes back. Cannot fail."""
