@@ -95,7 +95,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("return p - rule.size * (m * rule.by1), m", "return p - rule.size * m, m"),
     ),
     ("kernels/jit/ops.py", KERNELS): (
-        ("if place != 1 and row:", "if place > 1 and row:"),
+        ("enumerate(self.part.rows) if place != 1]", "enumerate(self.part.rows) if place > 1]"),
         (" or not set(map(type, column)) <= {type(None)}", ""),
         ("largest[is_beyond] = _MOST", "pass"),
     ),

@@ -98,7 +98,8 @@ def parts_of(
         for alike in geometry.alike:
             known = dict(zip(distinct, alike.dtypes, strict=True))
             dtypes = [known[id(tensors)] if tensors else None for tensors in lists]
-            rows, places = lists, alike.places
+            places = alike.places
+            rows: list[Any] = lists
             if not isinstance(places, range):
                 rows = [pick(tensors, places) if tensors else [] for tensors in lists]
             part = _part(rows, dtypes, places, alike.shapes)

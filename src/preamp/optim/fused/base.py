@@ -16,7 +16,7 @@ import abc
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_, itemgetter
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch.optim.optimizer import required
@@ -40,6 +40,7 @@ from preamp.optim.master_parameter import (
 )
 from preamp.optim.table import Twin
 
+T = TypeVar("T")
 Group = dict[str, Any]
 Closure = Callable[[], Any]
 REQUIRED: Any = required
@@ -79,8 +80,18 @@ class Entries:
 
     def at(self, places: Sequence[int]) -> Entries:
         """The rows at ``places``."""
-        columns = (self.params, self.grads, self.halves, self.factors, self.twins, self.lows)
-        return Entries(*[[column[place] for place in places] for column in columns])
+
+        def pick(column: list[T]) -> list[T]:
+            return [column[place] for place in places]
+
+        return Entries(
+            pick(self.params),
+            pick(self.grads),
+            pick(self.halves),
+            pick(self.factors),
+            pick(self.twins),
+            pick(self.lows),
+        )
 
     def add(
         self,
@@ -159,14 +170,14 @@ def _consecutive_rows(params: Sequence[Any]) -> Entries | None:
 
 
 def _one_by_one(params: Sequence[Any]) -> Entries:
-    rows: list[tuple[Any, ...]] = []
+    found = Entries()
     latest = None
     for param in params:
         twin: Twin | None = param.twin if type(param) in MASTER_KINDS else None
         if twin is None:
             grad = param.grad
             if grad is not None:
-                rows.append((param, grad, None, None, None, None))
+                found.add(param, grad)
             continue
         table = twin.table
         if table is not latest:
@@ -182,8 +193,8 @@ def _one_by_one(params: Sequence[Any]) -> Entries:
             elif grad is not None:
                 grad = twin.held.own(grad)
         if grad is not None:
-            rows.append((param, grad, half, factor, twin, table.lows[twin.row]))
-    return Entries(*map(list, zip(*rows, strict=True)))
+            found.add(param, grad, half, factor, twin, table.lows[twin.row])
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
