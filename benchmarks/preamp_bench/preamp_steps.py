@@ -43,12 +43,15 @@ def fused_adam(parameters: Any) -> torch.optim.Optimizer:
     return FusedAdam(parameters, **SETTINGS, adam_w_mode=True)
 
 
-def through_engine(level: str, make: MakeOptimizer) -> Callable[[StepCase, Gradients], Work]:
+def through_engine(
+    level: str, make: MakeOptimizer, storage: str = "full"
+) -> Callable[[StepCase, Gradients], Work]:
     """Make a step of a training loop: `preamp.scale_loss`, clipping, ``step``.
 
     Args:
         level: The opt level; O0 gets a dynamic loss scale, so that it does what GradScaler does.
         make: Makes the optimizer.
+        storage: Of masters and moments.
 
     Returns:
         A function of case and gradients that returns the variant.
@@ -56,7 +59,9 @@ def through_engine(level: str, make: MakeOptimizer) -> Callable[[StepCase, Gradi
 
     def build(case: StepCase, gradients: Gradients) -> Work:
         weights = Weights(case)
-        overrides: dict[str, Any] = {"loss_scale": "dynamic"} if level == "O0" else {}
+        overrides: dict[str, Any] = {"storage": storage}
+        if level == "O0":
+            overrides["loss_scale"] = "dynamic"
         weights, optimizer = preamp.initialize(
             weights, make(weights.parameters()), opt_level=level, verbosity=0, **overrides
         )

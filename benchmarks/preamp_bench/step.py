@@ -57,6 +57,16 @@ def _half(case: StepCase) -> int:
     return case.half_bytes
 
 
+def _split(case: StepCase) -> int:
+    """As with masters, which are read and written in 16 bits, and so are the half weights."""
+    return case.half_bytes - 2
+
+
+def _compact(case: StepCase) -> int:
+    """The same with 8 bits of each moment; their scales are 0.06 bytes and left out."""
+    return case.half_bytes - 2 - 12
+
+
 def _bf16_only(state: int, case: StepCase) -> int:
     """A norm, the gradient, the weight, and ``state`` bytes that are read and written."""
     return 2 * case.clip + 2 + 4 + 2 * state
@@ -93,6 +103,21 @@ HALF = {
         ),
         Contender(
             name=f"preamp {level}, FusedAdam", build=through_engine(level, fused_adam), bytes=_half
+        ),
+        Contender(
+            name=f"preamp {level} split, torch AdamW",
+            build=through_engine(level, torch_adamw, "split"),
+            bytes=_split,
+        ),
+        Contender(
+            name=f"preamp {level} split, FusedAdam",
+            build=through_engine(level, fused_adam, "split"),
+            bytes=_split,
+        ),
+        Contender(
+            name=f"preamp {level} compact, FusedAdam",
+            build=through_engine(level, fused_adam, "compact"),
+            bytes=_compact,
         ),
         Contender(name="preamp ops", build=preamp_steps.through_ops, bytes=_half),
     )

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,6 +55,11 @@ class StepCase:
         return [size + (index < larger) for index in range(self.tensors)]
 
     @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Rows and columns of each tensor, as near to a square as its size allows."""
+        return [_shape_of(size) for size in self.sizes]
+
+    @property
     def scale(self) -> float:
         """The loss scale that is on half gradients: dynamic for float16, none for bfloat16."""
         return 2.0**16 if self.half is torch.float16 else 1.0
@@ -98,7 +105,7 @@ class Weights(nn.Module):
         super().__init__()
         source = _normal(max(case.sizes), seed=0) * 0.02
         self.tensors = nn.ParameterList(
-            source[:size].to(case.device, copy=True) for size in case.sizes
+            _cut(source, shape).to(case.device, copy=True) for shape in case.shapes
         )
 
 
@@ -114,7 +121,9 @@ class Gradients:
     def __init__(self, case: StepCase, dtype: torch.dtype, scale: float) -> None:
         """Draw small gradients and multiply them by the loss scale."""
         source = _normal(max(case.sizes), seed=1) * 1e-3 * scale
-        self._fresh = [source[:size].to(case.device, dtype, copy=True) for size in case.sizes]
+        self._fresh = [
+            _cut(source, shape).to(case.device, dtype, copy=True) for shape in case.shapes
+        ]
         self._buffers = [gradient.clone() for gradient in self._fresh]
 
     def refill(self) -> None:
@@ -130,6 +139,16 @@ class Gradients:
         """
         for parameter, buffer in zip(parameters, self._buffers, strict=True):
             parameter.grad = buffer
+
+
+@lru_cache
+def _shape_of(size: int) -> tuple[int, int]:
+    rows = next(number for number in range(math.isqrt(size), 0, -1) if size % number == 0)
+    return rows, size // rows
+
+
+def _cut(source: Tensor, shape: tuple[int, int]) -> Tensor:
+    return source[: math.prod(shape)].view(shape)
 
 
 def _normal(count: int, *, seed: int) -> Tensor:
