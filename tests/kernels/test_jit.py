@@ -464,7 +464,8 @@ def test_tensors_that_lie_anyhow_are_combined_as_by_the_reference(data: Any) -> 
     try:
         found: list[Any] = []
         for ops in (JIT, REFERENCE):
-            out, scaled, wide = copies([targets, xs, wides])
+            out, scaled, wide, half, back = copies([targets, xs, wides, halves, wides])
+            low = [torch.zeros_like(each, dtype=torch.int16) for each in half]
             ops.axpby_(out, a, xs, b, addends)
             ops.scale_add_(scaled, b, [None] * len(xs))
             copied = copies([targets])[0]
@@ -472,7 +473,10 @@ def test_tensors_that_lie_anyhow_are_combined_as_by_the_reference(data: Any) -> 
             widened = ops.widen_add(halves, [b] * len(xs), wide)
             census = ops.census(xs, CPU)
             counts = [tally.counts for tally in ops.tally(xs)]
-            found.append([*out, *scaled, *copied, *widened, census.max_abs, *counts])
+            ops.split_(wides, half, low)
+            ops.join_(half, low, back)
+            every = [*out, *scaled, *copied, *widened, census.max_abs, *counts, *half, *low, *back]
+            found.append(every)
     finally:
         torch.set_num_threads(before)
     for ours, wanted in zip(*found, strict=True):

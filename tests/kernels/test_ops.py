@@ -17,6 +17,7 @@ from cases.selection import examples
 from cases.tolerances import assert_same
 from preamp.kernels import Census, backend
 from preamp.kernels.by_device import ByDevice
+from preamp.kernels.stored import join, split
 
 REFERENCE = backend("reference")
 DTYPES = (F16, BF16, F32, F64)
@@ -343,6 +344,33 @@ def test_casting_agrees_with_torch(ops: Any, device: torch.device, data: Any) ->
     for source, target, was in zip(sources, targets, before, strict=True):
         assert_same(target, source.to(target.dtype))
         assert_same(source, was)
+
+
+@few
+@given(data=st.data())
+def test_splitting_and_joining_are_as_defined(ops: Any, device: torch.device, data: Any) -> None:
+    wides = on(device, data.draw(st.lists(tensors(dtype=F32), min_size=1, max_size=4)))
+    specials = [math.nan, math.inf, -math.inf, -0.0, 65519.9, 65520.0, 1e-45, 1 + 2.0**-11]
+    wides.append(torch.tensor(specials, device=device))
+    kinds = [data.draw(st.sampled_from([F16, BF16])) for _ in wides]
+    halves = [torch.zeros_like(w, dtype=kind) for w, kind in zip(wides, kinds, strict=True)]
+    rounded = [torch.zeros_like(half) for half in halves]
+    lows = [torch.zeros_like(half, dtype=torch.int16) for half in halves]
+    backs = [torch.zeros_like(wide) for wide in wides]
+    written = [t for t in (*halves, *rounded, *lows, *backs) if t.numel()]
+    before = [t._version for t in written]
+    unread = [wide._version for wide in wides]
+    ops.split_(wides, halves, lows)
+    ops.split_(wides, rounded, [None] * len(wides))
+    ops.join_(halves, lows, backs)
+    assert all(t._version > was for t, was in zip(written, before, strict=True))
+    assert [wide._version for wide in wides] == unread
+    for wide, half, alone, low, back in zip(wides, halves, rounded, lows, backs, strict=True):
+        wanted_half, wanted_low = split(wide, half.dtype)
+        assert_same(half, wanted_half)
+        assert_same(alone, wanted_half)
+        assert torch.equal(low, wanted_low)
+        assert_same(back, join(wanted_half, wanted_low))
 
 
 @few

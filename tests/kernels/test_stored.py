@@ -61,37 +61,15 @@ def threads() -> Iterator[Any]:
 # -- split masters --------------------------------------------------------------------------------
 
 
-@functools.cache
-def compiled(dtype: torch.dtype) -> tuple[Any, Any]:
-    """Splits and joins arrays by what the compiled updates are made of."""
-    zero, kinds = words.ZEROS[dtype], (formats.half_of, formats.low_of, formats.join)
-    half_of, low_of, joined = cast("tuple[Any, ...]", kinds)
-
-    @compiler.kernel
-    def split_all(values: Any, halves: Any, lows: Any) -> None:
-        for i in range(len(values)):
-            halves[i] = half_of(values[i], zero)
-            lows[i] = low_of(values[i], zero)
-
-    @compiler.kernel
-    def join_all(halves: Any, lows: Any, values: Any) -> None:
-        for i in range(len(values)):
-            values[i] = joined(halves[i], lows[i])
-
-    return split_all, join_all
-
-
 def there_and_back(
     values: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Halves, lows, and values again."""
-    split_all, join_all = compiled(dtype)
-    halves, lows = np.empty(len(values), words.ZEROS[dtype].dtype), np.empty(len(values), np.int16)
-    again = np.empty(len(values), np.float32)
-    split_all(values.numpy(), halves, lows)
-    join_all(halves, lows, again)
-    as_tensor: Any = torch.from_numpy  # pyright: ignore[reportUnknownMemberType]
-    return as_tensor(halves.view(np.int16)).view(dtype), as_tensor(lows), as_tensor(again)
+    half, low = torch.empty_like(values, dtype=dtype), torch.empty_like(values, dtype=torch.int16)
+    again = torch.empty_like(values)
+    JIT.split_([values], [half], [low])
+    JIT.join_([half], [low], [again])
+    return half, low, again
 
 
 @functools.cache
@@ -180,7 +158,6 @@ def test_every_float32_value_comes_back(first: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_a_zero_that_was_written_is_zero(dtype: torch.dtype) -> None:
-    _, join_all = compiled(dtype)
     half = torch.tensor([0.0, -0.0, 0.0, 0.0, 1.0], dtype=dtype)
     low = torch.tensor([-1, -(2**15), 0, 2, -1], dtype=torch.int16)
     found = join(half, low)
@@ -188,10 +165,9 @@ def test_a_zero_that_was_written_is_zero(dtype: torch.dtype) -> None:
     assert torch.signbit(found[:3]).tolist() == [False, True, False]
     assert found[3] > 0
     assert 0.99 < found[4] <= 1
-    again = np.empty(5, np.float32)
-    kept = half.view(torch.int16).numpy().view(words.ZEROS[dtype].dtype)
-    join_all(kept, low.numpy(), again)
-    assert again.tobytes() == found.numpy().tobytes()
+    again = torch.empty(5)
+    JIT.join_([half], [low], [again])
+    assert_bits([again], [found])
 
 
 # -- chance ---------------------------------------------------------------------------------------

@@ -15,14 +15,14 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from preamp.casting.state_hooks import without_copies
 from preamp.checkpoint.shards import Box, Frame, Shard
 from preamp.core.errors import bad_state, bad_type, with_article
-from preamp.core.tensors import stored_grad
+from preamp.core.tensors import memory_order, stored_grad
 from preamp.engine import Engine, find_engine
 from preamp.engine.loop import bare
 from preamp.kernels import fsdp
 from preamp.kernels.stored import scales_shape
 from preamp.optim import MasterParameter, Twin, leaf_of, pair_of
 from preamp.optim.fused.moments import is_scales
-from preamp.optim.part import Span, memory_order
+from preamp.optim.part import Span
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -232,6 +232,20 @@ def find_again(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     return find
 
 
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor as a vector that shares its memory; torch raises where that cannot be."""
+    if tensor.is_contiguous():
+        return tensor.detach().view(-1)
+    return tensor.detach().permute(memory_order(tensor)).view(-1)
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its dimensions, from the largest stride to the smallest."""
+    if tensor.is_contiguous():
+        return tuple(range(tensor.dim()))
+    return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
 def storage_key(storage: Any) -> int:
     """A number that is a storage's own while it lives; on the meta device too."""
     return int(cast("Any", StorageWeakRef(storage)).cdata)

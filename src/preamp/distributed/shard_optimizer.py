@@ -19,6 +19,7 @@ from preamp.core.ranks import (
     share_of,
     unit_of_rows,
 )
+from preamp.core.tensors import in_memory_order, memory_order
 from preamp.distributed.groups import collectives, default_group, require_group
 from preamp.engine.agreement import compare_ranks
 from preamp.engine.loop import bare, engine_of
@@ -28,7 +29,7 @@ from preamp.optim import LARC, Twin, leaf_of, pair_of
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.optim.fused.every import FusedAdagrad, FusedAdam, FusedSGD
 from preamp.optim.fused.moments import is_scales, without_codes
-from preamp.optim.part import Gate, Part, Span, in_memory_order, memory_order
+from preamp.optim.part import Gate, Part, Span
 from preamp.policy.storage import FULL, Storage
 
 _BUCKET_BYTES = 32 * 2**20  # of all ranks' parts: what an exchange needs beside the weights

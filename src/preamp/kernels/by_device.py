@@ -95,6 +95,18 @@ class ByDevice(Ops):
         for where, places in _by_device(targets).items():
             self._of(where).cast_copy_(*_pick(places, sources, targets))
 
+    def split_(self, wides: Tensors, halves: Tensors, lows: Sequence[torch.Tensor | None]) -> None:
+        """See `preamp.kernels.ops.Ops.split_`."""
+        wides, halves, lows = locals_of(wides), locals_of(halves), locals_of(lows)
+        for where, places in _by_device(halves).items():
+            self._of(where).split_(*_pick(places, wides, halves, lows))
+
+    def join_(self, halves: Tensors, lows: Tensors, wides: Tensors) -> None:
+        """See `preamp.kernels.ops.Ops.join_`."""
+        halves, lows, wides = locals_of(halves), locals_of(lows), locals_of(wides)
+        for where, places in _by_device(wides).items():
+            self._of(where).join_(*_pick(places, halves, lows, wides))
+
     def axpby_(
         self,
         targets: Tensors,

@@ -126,6 +126,17 @@ class Ops(ABC):
         """``target = source`` rounded to the target's dtype, for each pair; mutates targets."""
 
     @abstractmethod
+    def split_(self, wides: Tensors, halves: Tensors, lows: Sequence[torch.Tensor | None]) -> None:
+        """Split float32 values into half ones and the int16 beside these; mutates both.
+
+        See `preamp.kernels.stored`. Without lows, halves alone are rounded, ties away from zero.
+        """
+
+    @abstractmethod
+    def join_(self, halves: Tensors, lows: Tensors, wides: Tensors) -> None:
+        """Write the float32 values that `split_` has made the others of; mutates ``wides``."""
+
+    @abstractmethod
     def axpby_(
         self,
         targets: Tensors,

@@ -2,8 +2,8 @@
 """Places of tensor lists: what all have in common, and which of them one launch can take.
 
 `geometry_of` finds without Python for each tensor that all are alike, as in most steps; `sort`
-looks at each place. `Combining` has the ops that are one linear combination, for back ends whose
-kernels take such groups.
+looks at each place. `Combining` has the ops that are one linear combination, and those that split
+and join, for back ends whose kernels take such groups.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 STORED_DTYPES = frozenset({torch.int8, torch.uint8, torch.int16})
 """What those of updates of `Stored` lists load and store besides."""
+
+_LOWS = frozenset({torch.int16})
 
 T = TypeVar("T")
 
@@ -384,13 +386,18 @@ def _dense(steps: list[tuple[int, int]]) -> bool:
 
 
 class Combining(Ops):
-    """Scaling, widening, casting, ``axpby_``: groups in kernels, the rest in the reference."""
+    """What is done to each element: groups in kernels, the rest in the reference."""
 
     reference: Ops
 
     @abstractmethod
-    def _groups(self, *columns: Column) -> tuple[Sequence[Any], list[int]]:
-        """The groups of places that one launch takes, and the places that no kernel can take."""
+    def _groups(
+        self, *columns: Column, codes: Set[torch.dtype] = frozenset()
+    ) -> tuple[Sequence[Any], list[int]]:
+        """The groups of places that one launch takes, and the places that no kernel can take.
+
+        ``codes`` are dtypes that tensors may have besides those of floating point.
+        """
 
     @abstractmethod
     def _combine(
@@ -404,6 +411,10 @@ class Combining(Ops):
 
         ``factors`` have one for each of the caller's places in place of ``a``.
         """
+
+    @abstractmethod
+    def _convert(self, group: Any, *, joins: bool) -> None:
+        """Split the first list of a group into the others, or join these into it."""
 
     @torch.no_grad()
     def axpby_(
@@ -441,6 +452,24 @@ class Combining(Ops):
             self._combine(group, 1.0)
         if others:
             self.reference.cast_copy_(pick(sources, others), pick(targets, others))
+
+    @torch.no_grad()
+    def split_(self, wides: Tensors, halves: Tensors, lows: Column) -> None:
+        """See `preamp.kernels.ops.Ops.split_`."""
+        groups, others = self._groups(wides, halves, lows, codes=_LOWS)
+        for group in groups:
+            self._convert(group, joins=False)
+        if others:
+            self.reference.split_(pick(wides, others), pick(halves, others), pick(lows, others))
+
+    @torch.no_grad()
+    def join_(self, halves: Tensors, lows: Tensors, wides: Tensors) -> None:
+        """See `preamp.kernels.ops.Ops.join_`."""
+        groups, others = self._groups(wides, halves, lows, codes=_LOWS)
+        for group in groups:
+            self._convert(group, joins=True)
+        if others:
+            self.reference.join_(pick(halves, others), pick(lows, others), pick(wides, others))
 
     @torch.no_grad()
     def widen_add(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from preamp.core.errors import bad_state
-from preamp.core.tensors import store_grad, stored_grad
+from preamp.core.tensors import in_memory_order, memory_order, store_grad, stored_grad
 from preamp.kernels import Ops
 
 
@@ -168,17 +168,3 @@ class Holding:
         elif (whole := make()) is not None:
             store_grad(self._master, self.own(whole))
         return stored_grad(self._master)
-
-
-def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor as a vector that shares its memory; torch raises where that cannot be."""
-    if tensor.is_contiguous():
-        return tensor.detach().view(-1)
-    return tensor.detach().permute(memory_order(tensor)).view(-1)
-
-
-def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its dimensions, from the largest stride to the smallest."""
-    if tensor.is_contiguous():
-        return tuple(range(tensor.dim()))
-    return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))

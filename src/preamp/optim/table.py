@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import is_
@@ -55,7 +55,6 @@ from preamp.optim.master_parameter import (
     master_parameter,
     packed_kind,
 )
-from preamp.optim.packing import packed, round_into, unpacked
 from preamp.optim.part import Holding, Part
 from preamp.optim.rewritten import Agree, common_factors, likely_factor, rewritten_in_half
 
@@ -84,6 +83,7 @@ class Record:
 
 
 _STEPS_WATCHED = 10  # a script that writes to gradients does so from its first steps on
+_BOTH_FORMS = 1 << 22  # elements whose masters are split, or made, before the old ones go
 _SAMPLED = 32  # values of a gradient that are looked at again
 _SPENT = {is_plain: Record(None, is_plain=is_plain, is_spent=True) for is_plain in (False, True)}
 
@@ -151,10 +151,9 @@ class Twin:
 
     def value(self) -> torch.Tensor:
         """All of the master, which stays packed if it is; see `Holding.value`."""
-        low = self.table.lows[self.row]
-        if low is None or self.held.part is not None:
+        if self.table.lows[self.row] is None or self.held.part is not None:
             return self.held.value()
-        return self.table.joined(self.row, low)
+        return self.table.joined(self.row)
 
     @property
     def kept(self) -> torch.Tensor:
@@ -244,15 +243,14 @@ def _note_accumulated(master: Any) -> None:
         master.twin.table.changes += 1
 
 
-def take_over(half: torch.Tensor, wide: torch.Tensor, *, ties_away: bool = False) -> None:
+def take_over(half: torch.Tensor, wide: torch.Tensor, rounded: torch.Tensor | None = None) -> None:
     """Take the values of ``half`` into ``wide`` where they are not those of ``wide``, rounded.
 
-    Elements that still equal their rounded copy keep its precision. With ``ties_away`` what lies
-    half way was rounded away from zero, as packed masters are.
+    Elements that still equal their rounded copy keep its precision. ``rounded`` is that copy where
+    it is rounded otherwise than torch rounds.
     """
-    rounded = torch.empty_like(half) if ties_away else wide.to(half.dtype)
-    if ties_away:
-        round_into(local_of(wide), local_of(rounded))
+    if rounded is None:
+        rounded = wide.to(half.dtype)
     wide.copy_(torch.where(rounded == half, wide, half.float()))
 
 
@@ -314,7 +312,14 @@ class WeightPairs:
             if master.device != half.device:
                 self._are_alike = None
                 set_data(master, master.data.to(half.device))
-            take_over(self.own_part(row, half), master.data, ties_away=self.packs)
+            rounded = self._ties_away(master.data, half.dtype) if self.packs else None
+            take_over(self.own_part(row, half), master.data, rounded)
+
+    def _ties_away(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """``value`` rounded as packed masters are."""
+        half = torch.empty_like(value, dtype=dtype)
+        self.ops.split_([value], [half], [None])
+        return half
 
     @property
     def are_alike(self) -> bool:
@@ -1259,9 +1264,8 @@ class WeightTable(WeightPairs):
         if not self.packs:
             super().round(rows)
             return
-        with torch.no_grad():
-            for row in rows:
-                round_into(local_of(self.masters[row].detach()), self._own_half(row))
+        values = [local_of(self.masters[row].detach()) for row in rows]
+        self.ops.split_(values, list(map(self._own_half, rows)), [None] * len(rows))
         self.note_written(rows)
 
     def note_rounded(self, start: int, stop: int) -> None:
@@ -1272,11 +1276,7 @@ class WeightTable(WeightPairs):
 
     def rounded(self, row: int, value: torch.Tensor) -> torch.Tensor:
         """``value``, which the master of a row was given, as it goes into the half weight."""
-        if not self.packs:
-            return value
-        half = torch.empty_like(value, dtype=self.twins[row].dtype)
-        round_into(local_of(value), local_of(half))
-        return half
+        return self._ties_away(value, self.twins[row].dtype) if self.packs else value
 
     # -- packed masters ---------------------------------------------------------------------------
 
@@ -1295,50 +1295,77 @@ class WeightTable(WeightPairs):
         rows = [row for row in rows if not self.twins[row].stays_wide]
         if not rows:
             return
-        finds = [self._pack_row(row) for row in rows]
-        for row, find in zip(rows, finds, strict=True):
-            held = find()
-            if held is not None:
-                self._make_row(row, held)
+        for few in self._runs(rows):
+            finds = self._pack_few(few)
+            for row, find in zip(few, finds, strict=True):
+                held = find()
+                if held is not None:
+                    self._make_row(row, held)
         self.note_written(rows)
+
+    def _runs(self, rows: Sequence[int]) -> Iterator[list[int]]:
+        """Rows of so few elements that both forms of these together are little memory."""
+        few: list[int] = []
+        elements = 0
+        for row in rows:
+            elements += self.halves[row].numel()
+            if few and elements > _BOTH_FORMS:
+                yield few
+                few, elements = [], self.halves[row].numel()
+            few.append(row)
+        if few:
+            yield few
 
     def make(self) -> None:
         """Let all masters be float32 tensors until they are packed again; the values are kept."""
-        there = [(row, low) for row, low in enumerate(self.lows) if low is not None]
-        if there:
-            self._make_rows(there)
+        rows = [row for row, low in enumerate(self.lows) if low is not None]
+        if rows:
+            self._make_rows(rows)
 
     @torch.inference_mode(mode=False)  # whatever asks for them, what is made will be written to
     @torch.no_grad()
-    def _make_rows(self, there: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def _make_rows(self, rows: Sequence[int]) -> None:
         written = set(self._half_marks.changed(self.halves))
-        for row, low in there:
-            if row in written and is_half(self.halves[row]):
-                self.take_over(row)
-            else:  # one that was made wide since, as by model.float(), counts as it was before
-                self._make_row(row, self._joined_here(row, low))
-        self.note_written([row for row, _ in there])
+        # One that was made wide since, as by model.float(), counts as it was before.
+        taken = [row for row in rows if row in written and is_half(self.halves[row])]
+        for row in taken:
+            self.take_over(row)
+        for few in self._runs([row for row in rows if self.lows[row] is not None]):
+            for row, value in zip(few, self._joined_here(few), strict=True):
+                self._make_row(row, value)
+        self.note_written(rows)
 
-    def joined(self, row: int, low: torch.Tensor) -> torch.Tensor:
+    def joined(self, row: int) -> torch.Tensor:
         """The value of a packed master; of a sharded one a sharded tensor."""
-        return sharded_as(self._joined_here(row, low), self.halves[row])
+        return sharded_as(self._joined_here([row])[0], self.halves[row])
 
-    def _joined_here(self, row: int, low: torch.Tensor) -> torch.Tensor:
-        return unpacked(self._own_half(row).to(self.twins[row].dtype), low)
+    def _joined_here(self, rows: Sequence[int]) -> list[torch.Tensor]:
+        halves = [self._own_half(row).to(self.twins[row].dtype) for row in rows]
+        wides = [torch.empty_like(half, dtype=torch.float32) for half in halves]
+        self.ops.join_(halves, cast("Any", [self.lows[row] for row in rows]), wides)
+        return wides
 
     def _own_half(self, row: int) -> torch.Tensor:
         """This rank's part of what the master has of a half weight."""
         return local_of(self.own_part(row, self.halves[row].detach()))
 
-    def _pack_row(self, row: int) -> Callable[[], torch.Tensor | None]:
-        """Pack one master; return what finds its memory if somebody else keeps that alive."""
-        master, half = self.masters[row], self._own_half(row)
-        value = local_of(master.detach())
-        low, find = packed(value, half), find_again(value)
+    def _pack_few(self, rows: Sequence[int]) -> list[Callable[[], torch.Tensor | None]]:
+        """Pack masters; return what finds the memory of each if somebody else keeps that alive."""
+        values = [local_of(self.masters[row].detach()) for row in rows]
+        halves = list(map(self._own_half, rows))
+        lows = [torch.empty_like(half, dtype=torch.int16) for half in halves]
+        self.ops.split_(values, halves, lows)
+        finds = list(map(find_again, values))
+        values.clear()
+        for row, half, low in zip(rows, halves, lows, strict=True):
+            self._pack_row(row, half, low)
+        return finds
+
+    def _pack_row(self, row: int, half: torch.Tensor, low: torch.Tensor) -> None:
+        master = self.masters[row]
         if half.device not in self._nothing:
             self._nothing[half.device] = torch.full((), math.nan, device=half.device)
         nothing = self._nothing[half.device].expand(half.shape)
-        del value
         increment_version(master)  # who saved it for a backward is to hear of it
         set_data(master, sharded_as(nothing, self.halves[row]))
         master.__class__ = packed_kind(cast("type[MasterParameter]", type(master)))
@@ -1346,7 +1373,6 @@ class WeightTable(WeightPairs):
         if self.kept is self.masters:
             self.kept = [*self.masters]
         self.kept[row] = low
-        return find
 
     def _make_row(self, row: int, value: torch.Tensor) -> None:
         master = self.masters[row]

@@ -141,6 +141,14 @@ class Blocks(Ops):
         if targets:
             copy_(targets, sources)
 
+    def split_(self, wides: Tensors, halves: Tensors, lows: Column) -> None:
+        """See `preamp.kernels.ops.Ops.split_`."""
+        REFERENCE.split_(wides, halves, lows)
+
+    def join_(self, halves: Tensors, lows: Tensors, wides: Tensors) -> None:
+        """See `preamp.kernels.ops.Ops.join_`."""
+        REFERENCE.join_(halves, lows, wides)
+
     @torch.no_grad()
     def axpby_(self, targets: Tensors, a: Factor, xs: Tensors, b: Factor, ys: Column) -> None:
         """See `preamp.kernels.ops.Ops.axpby_`."""

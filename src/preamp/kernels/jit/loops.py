@@ -47,6 +47,7 @@ from preamp.kernels.jit.formulas import direction, stepped
 from preamp.kernels.jit.words import (
     CODES,
     WIDTHS,
+    ZEROS,
     add,
     bin_of,
     finite_or_zero,
@@ -74,6 +75,7 @@ BLOCK = 1024
 """Elements that are at hand at once, in every list; also how many squares are added up in the dtype
 of the computation, before their sum joins others in float64."""
 
+_F32 = ZEROS[torch.float32]
 _LISTS = 5
 """Most lists of a kernel; in so many blocks of float64 it finds room for what it widens.
 
@@ -407,6 +409,36 @@ def combine(first, last, chunks, at, room, found, kinds, math, each, b, is_copy)
                 for i in range(n):
                     poke(result, i, peek(x, i, math) * a)
             put_back(result, target, kinds[0], n, math)
+
+
+@kernel
+def split_lists(first, last, chunks, at, room, found, half, low):
+    """Values into ``half`` ones and, if wanted, what is beside them; see `formats.half_of`."""
+    for chunk in range(first, last):
+        tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
+        values = at[0, tensor] + start * itemsize(_F32)
+        halves = at[1, tensor] + start * itemsize(half)
+        if low is None:
+            for i in range(count):
+                poke(halves, i, half_of(peek(values, i, _F32), half))
+        else:
+            lows = at[2, tensor] + start * itemsize(low)
+            for i in range(count):
+                value = peek(values, i, _F32)
+                poke(halves, i, half_of(value, half))
+                poke(lows, i, low_of(value, half))
+
+
+@kernel
+def join_lists(first, last, chunks, at, room, found, half, low):
+    """The values that `split_lists` was given."""
+    for chunk in range(first, last):
+        tensor, start, count = chunks[0, chunk], chunks[1, chunk], chunks[2, chunk]
+        values = at[0, tensor] + start * itemsize(_F32)
+        halves = at[1, tensor] + start * itemsize(half)
+        lows = at[2, tensor] + start * itemsize(low)
+        for i in range(count):
+            poke(values, i, join(peek(halves, i, half), peek(lows, i, low)))
 
 
 @kernel

@@ -263,8 +263,10 @@ class Jit(Combining):
 
     # -- scaling, adding, casting: see `Combining` ------------------------------------------------
 
-    def _groups(self, *columns: Column) -> tuple[list[Part], list[int]]:
-        parts, others = parts_of(*columns)
+    def _groups(
+        self, *columns: Column, codes: Set[torch.dtype] = frozenset()
+    ) -> tuple[list[Part], list[int]]:
+        parts, others = parts_of(*columns, codes=codes)
         usual: list[Part] = []
         for part in parts:
             _, x, y = part.dtypes
@@ -288,6 +290,14 @@ class Jit(Combining):
         is_copy = not factors and isinstance(a, float) and a == 1.0 and y is None
         group.walk(loops.combine, math, each, _number(b, math), is_copy)
         torch.autograd.graph.increment_version(group.rows[0])
+
+    def _convert(self, group: Part, *, joins: bool) -> None:
+        kernel = loops.join_lists if joins else loops.split_lists
+        half = ZEROS[cast("torch.dtype", group.dtypes[1])]
+        low = np.int16(0) if group.rows[2] else None
+        walk(kernel, group.chunks, group.rows, group.at, half, low)
+        written = group.rows[:1] if joins else group.rows[1:]
+        torch.autograd.graph.increment_version([*chain.from_iterable(written)])
 
     # -- update rules -----------------------------------------------------------------------------
 

@@ -3,20 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
 from preamp.core.dtypes import math_dtype
+from preamp.core.tensors import in_memory_order
 from preamp.kernels.ops import Census, Ops, Tally, Tensors
 from preamp.kernels.places import check_lengths, check_shapes, check_stored
 from preamp.kernels.reference.formulas import apply, measured, number_of, order_of
 from preamp.kernels.reference.stored import Unpacked, update_stored
-from preamp.kernels.reference.tally import tally
+from preamp.kernels.reference.tally import blocks_of, tally
 from preamp.kernels.reference.update import Slot, slots
 from preamp.kernels.rules import LambRule, Rule, Update, leaves_state
+from preamp.kernels.stored import join, split
 from preamp.kernels.vectors import max_norm, norm, stack
 
 
@@ -71,6 +73,17 @@ def _check(params: Tensors, grads: Tensors, *state: Tensors, rule: Rule, update:
     if params:
         check_shapes(*shaped, *halves)
     check_stored(params, state, update)
+
+
+def _aligned_blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views of tensors of one shape, so that no temporary is as large as the whole."""
+    tensors = tuple([tensor.detach() for tensor in tensors])
+    alike = len({tensor.stride() for tensor in tensors}) == 1
+    try:
+        flat = [in_memory_order(tensor) for tensor in tensors] if alike else []
+    except RuntimeError:  # not dense
+        flat = []
+    yield from zip(*map(blocks_of, flat), strict=True) if flat else [tensors]
 
 
 class Reference(Ops):
@@ -139,6 +152,20 @@ class Reference(Ops):
     def cast_copy_(self, sources: Tensors, targets: Tensors) -> None:
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source)
+
+    @torch.no_grad()
+    def split_(self, wides: Tensors, halves: Tensors, lows: Sequence[torch.Tensor | None]) -> None:
+        for wide, half, low in zip(wides, halves, lows, strict=True):
+            targets = [half] if low is None else [half, low]
+            for source, *parts in _aligned_blocks(wide, *targets):
+                for part, value in zip(parts, split(source, half.dtype), strict=False):
+                    part.copy_(value)
+
+    @torch.no_grad()
+    def join_(self, halves: Tensors, lows: Tensors, wides: Tensors) -> None:
+        for tensors in zip(wides, halves, lows, strict=True):
+            for wide, half, low in _aligned_blocks(*tensors):
+                wide.copy_(join(half, low))
 
     @torch.no_grad()
     def axpby_(

@@ -1,29 +1,32 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the kernel of linear combinations is started with."""
+"""What the kernels of linear combinations, and of splitting and joining, are started with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from itertools import chain
 from typing import cast
 
 import torch
 
 from preamp.core.dtypes import math_dtype
 from preamp.kernels.places import Column, Combining, Group, sort
-from preamp.kernels.triton.device.elementwise import combine_kernel
+from preamp.kernels.triton.device.elementwise import combine_kernel, convert_kernel
 from preamp.kernels.triton.device.jit import KINDS
 from preamp.kernels.triton.launch import REFERENCE, check_devices, launch, moved, scalar
 from preamp.kernels.triton.tables import CHUNK, table
 
 
 class Elementwise(Combining):
-    """Scaling, adding and casting."""
+    """Scaling, adding, casting, splitting and joining."""
 
     reference = REFERENCE
 
-    def _groups(self, *columns: Column) -> tuple[list[Group], list[int]]:
+    def _groups(
+        self, *columns: Column, codes: Set[torch.dtype] = frozenset()
+    ) -> tuple[list[Group], list[int]]:
         check_devices(columns[0])
-        return sort(*columns)
+        return sort(*columns, codes=codes)
 
     def _combine(
         self,
@@ -54,3 +57,17 @@ class Elementwise(Combining):
             CHUNK=CHUNK,
         )
         torch.autograd.graph.increment_version(group.rows[0])
+
+    def _convert(self, group: Group, *, joins: bool) -> None:
+        entries = table([row for row in group.rows if row], group.positions)
+        launch(
+            convert_kernel,
+            (entries.chunks,),
+            entries,
+            P=KINDS[group.dtypes[1]],
+            H=KINDS[group.dtypes[2]],
+            JOINS=joins,
+            CHUNK=CHUNK,
+        )
+        written = group.rows[:1] if joins else group.rows[1:]
+        torch.autograd.graph.increment_version([*chain.from_iterable(written)])

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # pyright: basic, reportInvalidTypeForm=false, reportArgumentType=false, reportGeneralTypeIssues=false
-"""The kernel of linear combinations."""
+"""The kernels of linear combinations, and of splitting and joining."""
 
 from __future__ import annotations
 
 import triton.language as tl
 
 from preamp.kernels.triton.device.jit import kernel
+from preamp.kernels.triton.device.stored import load_param, store_split
 from preamp.kernels.triton.device.walk import (
     BLOCK,
     address,
+    address_of_half,
     bounds,
     find_chunk,
     load,
@@ -48,4 +50,26 @@ def combine_kernel(
                 y = load(y_at, start, where, mask, EDGE, Y, Y_MATH)
                 result = result + y * scalar(b, b_at, B_AT, Y_MATH)
             store(target_at, start, where, mask, EDGE, T, narrow(result, T))
+            first += BLOCK
+
+
+@kernel
+def convert_kernel(pointers, layout, n: tl.int64, P, H, JOINS, CHUNK):
+    """Split float32 values, or join them; rows: these, halves, low bits if ``H``."""
+    tensor, start, count = find_chunk(layout, n, CHUNK)
+    x_at = address(pointers, n, 0, tensor)
+    p_at = address(pointers, n, 1, tensor)
+    h_at = address_of_half(pointers, n, 2, tensor, H)
+    whole = whole_blocks(x_at | p_at | h_at, count)
+    for EDGE in tl.static_range(2):
+        first, end = bounds(whole, count, EDGE)
+        while first < end:
+            where = first + tl.arange(0, BLOCK)
+            mask = where < count
+            if JOINS:
+                x = load_param(p_at, h_at, start, where, mask, EDGE, P, H, tl.float32)
+                store(x_at, start, where, mask, EDGE, tl.float32, x)
+            else:
+                x = load(x_at, start, where, mask, EDGE, tl.float32, tl.float32)
+                store_split(p_at, h_at, start, where, mask, EDGE, P, H, x)
             first += BLOCK

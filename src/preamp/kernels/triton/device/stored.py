@@ -247,14 +247,23 @@ def store_param(
 ):
     """Store a parameter, and in its half what was stored of it, or the low bits beside it."""
     if H == tl.int16:
-        raw, low = _split(p, P)
-        store(p_at, start, where, mask, EDGE, P, raw)
-        store(h_at, start, where, mask, EDGE, H, low)
+        store_split(p_at, h_at, start, where, mask, EDGE, P, H, p)
     else:
         raw = narrow(p, P)
         store(p_at, start, where, mask, EDGE, P, raw)
         if H is not None:
             store(h_at, start, where, mask, EDGE, H, narrow(widen(raw, P, p.dtype), H))
+
+
+@triton.jit
+def store_split(
+    p_at, h_at, start, where, mask, EDGE: tl.constexpr, P: tl.constexpr, H: tl.constexpr, p
+):
+    """Store a parameter as a half one and, if wanted, the low bits beside it."""
+    raw, low = _split(p, P)
+    store(p_at, start, where, mask, EDGE, P, raw)
+    if H is not None:
+        store(h_at, start, where, mask, EDGE, H, low)
 
 
 @triton.jit
