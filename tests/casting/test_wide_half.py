@@ -12,7 +12,12 @@ import torch.nn.functional as F
 
 from casting.op_examples import example
 from casting.probe import held
-from preamp.casting.functions import install_function_casts, install_wide_half, namespace_owner
+from preamp.casting.functions import (
+    install_function_casts,
+    install_wide_half,
+    install_wide_where_slow,
+    namespace_owner,
+)
 from preamp.casting.op_lists import OpRow
 from preamp.casting.regions import attach_cast_region
 from preamp.core.pytree import map_tensors
@@ -130,6 +135,27 @@ def test_products_can_be_torchs_own(half: torch.dtype) -> None:
     handle.remove()
     assert set(natively) == {half}
     assert F32 in seen
+
+
+@either_half
+@pytest.mark.parametrize("lacks", [True, False])
+def test_products_run_wide_where_torch_is_slow(
+    half: torch.dtype, lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float16 convolutions are slow on every CPU, other products without units for them."""
+    monkeypatch.setattr("preamp.casting.functions.cpu_lacks_matmul", lambda _: lacks)
+    seen: set[torch.dtype] = set()
+    handle = held(install_wide_where_slow, half)
+    try:
+        with ObservedOps(lambda _, ins, __: seen.update(tensor.dtype for tensor in ins)):
+            torch.mm(torch.ones(2, 2, dtype=half), torch.ones(2, 2, dtype=half))
+            is_wide_product = F32 in seen
+            seen.clear()
+            F.conv1d(torch.ones(1, 1, 2, dtype=half), torch.ones(1, 1, 2, dtype=half))
+    finally:
+        handle.remove()
+    assert is_wide_product is lacks
+    assert (F32 in seen) is (lacks or half is F16)
 
 
 def test_both_halves_at_once() -> None:

@@ -5,7 +5,7 @@ from preamp.casting.audit import CastAudit as CastAudit
 from preamp.casting.functions import Edits as Edits
 from preamp.casting.functions import device_types_here as device_types_here
 from preamp.casting.functions import install_function_casts as install_function_casts
-from preamp.casting.functions import install_wide_half as install_wide_half
+from preamp.casting.functions import install_wide_where_slow as install_wide_where_slow
 from preamp.casting.functions import namespace_owner as namespace_owner
 from preamp.casting.io import attach_io_casts as attach_io_casts
 from preamp.casting.kept import changed_by_cast as changed_by_cast

@@ -36,7 +36,7 @@ from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import bad_state
 from preamp.core.undo import UndoStack
 from preamp.kernels.modules import recurrent_functions
-from preamp.kernels.wide_half import WIDE_FUNCTIONS, wide
+from preamp.kernels.wide_half import WIDE_CONVOLUTIONS, WIDE_FUNCTIONS, cpu_lacks_matmul, wide
 
 
 def namespace_owner(namespace: str) -> Any:
@@ -195,6 +195,11 @@ WIDE_HALF: Final = {
 }
 """The installations of wide products on the CPU."""
 
+WIDE_FLOAT16_CONVOLUTIONS: Final = SharedInstall(
+    patch_all(WIDE_CONVOLUTIONS, Rank.WIDE, wide(torch.float16))
+)
+"""The installation of wide float16 convolutions alone, where the other products are fast."""
+
 
 def install_function_casts(
     undo: UndoStack, *, allow_banned: bool = False, verbose: bool = False, edits: Edits = ()
@@ -232,7 +237,18 @@ def install_function_casts(
 def install_wide_half(half: torch.dtype, undo: UndoStack) -> None:
     """Run products of the dtype ``half`` on the CPU in float32, until ``undo``.
 
-    Worth it where ``preamp.kernels.wide_half.cpu_lacks_matmul(half)``; results keep the contract
-    stated there. Composes with ``install_function_casts`` in any order, and mutates the same.
+    Results keep the contract stated in ``preamp.kernels.wide_half``. Composes with
+    ``install_function_casts`` in any order, and mutates the same.
     """
     WIDE_HALF[half].acquire(undo)
+
+
+def install_wide_where_slow(half: torch.dtype, undo: UndoStack) -> None:
+    """Do what `install_wide_half` does for the products that torch is slow at on this CPU.
+
+    Those are all where it has no units for ``half``, and else the convolutions in float16.
+    """
+    if cpu_lacks_matmul(half):
+        install_wide_half(half, undo)
+    elif half is torch.float16:
+        WIDE_FLOAT16_CONVOLUTIONS.acquire(undo)

@@ -22,7 +22,7 @@ from preamp.casting import (
     attach_state_hooks,
     install_function_casts,
     install_mixed_products,
-    install_wide_half,
+    install_wide_where_slow,
     push_thread_casts,
     settle_thread,
     thread_has_casts,
@@ -43,7 +43,7 @@ from preamp.engine.reductions import attach_reductions
 from preamp.engine.sharding import check_fits, check_groups
 from preamp.engine.storage import check_storage
 from preamp.engine.weights import attach_move_doors, attach_weight_doors
-from preamp.kernels import ForeachType, Ops, cpu_lacks_matmul
+from preamp.kernels import ForeachType, Ops
 from preamp.kernels import backend as ops_named
 from preamp.kernels.fsdp import gather_dtypes, reshard
 from preamp.optim.fused.base import FusedOptimizer
@@ -360,8 +360,8 @@ def _install_function_casts(engine: Engine) -> None:
         if policy.scope == "thread":
             push_thread_casts(types, policy.patch_torch_functions_type, undo)
     half = policy.half_dtype
-    if half is not None and "cpu" in types and cpu_lacks_matmul(half):
-        install_wide_half(half, undo)
+    if half is not None and "cpu" in types:
+        install_wide_where_slow(half, undo)
     kept = engine.conversion.kept
     if policy.cast_model_type in HALF_DTYPES and (kept.named or kept.constants):
         install_mixed_products(undo)

@@ -5,7 +5,9 @@ Contract of a wide product: the inputs are half values (float32 inputs are round
 product is computed and accumulated in float32, and the result is rounded once. Gradients follow
 from the differentiable casts: the incoming half gradient is widened, the products of the backward
 pass run in float32, and each result is rounded once. That is what a matrix unit for half values
-does. Without one, torch multiplies them on the CPU many times slower than float32.
+does. Without one, torch multiplies them on the CPU many times slower than float32. Float16
+convolutions run wide on every CPU: torch's backward of them does not use such units, and takes a
+hundred times as long as float32's.
 """
 
 from __future__ import annotations
@@ -22,15 +24,18 @@ from preamp.core.pytree import map_tensors
 
 AnyFunction = Callable[..., Any]
 
+WIDE_CONVOLUTIONS: Final[tuple[tuple[str, str], ...]] = tuple(
+    (namespace, name)
+    for namespace in ("torch", "torch.nn.functional")
+    for name in (
+        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
+    ).split()
+)
+"""``(namespace, name)`` of the convolutions; namespaces as in the op table."""
+
 WIDE_FUNCTIONS: Final[tuple[tuple[str, str], ...]] = (
+    *WIDE_CONVOLUTIONS,
     *(("torch.nn.functional", name) for name in ("linear", "scaled_dot_product_attention")),
-    *(
-        (namespace, name)
-        for namespace in ("torch", "torch.nn.functional")
-        for name in (
-            "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
-        ).split()
-    ),
     *(
         (namespace, name)
         for namespace in ("torch", "torch.Tensor")

@@ -20,7 +20,7 @@ from preamp.casting import (
     device_types_here,
     disable_casts,
     install_function_casts,
-    install_wide_half,
+    install_wide_where_slow,
     push_thread_casts,
     settle_thread,
 )
@@ -33,7 +33,6 @@ from preamp.core.dtypes import HALF_DTYPES
 from preamp.core.errors import bad_state, bad_value, worded
 from preamp.core.undo import UndoStack
 from preamp.engine.params import first_device
-from preamp.kernels import cpu_lacks_matmul
 from preamp.scaling import DynamicScale, LossScaler, StaticScale
 
 
@@ -90,8 +89,7 @@ class AmpHandle:
             verbose=self._verbose,
             edits=edits_for(patch_type),
         )
-        if cpu_lacks_matmul(patch_type):
-            install_wide_half(patch_type, self._undo)
+        install_wide_where_slow(patch_type, self._undo)
         push_thread_casts(device_types_here(), patch_type, self._undo)
 
     def take_over(self, stop: Callable[[], None]) -> None:
