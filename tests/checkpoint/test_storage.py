@@ -104,7 +104,7 @@ def test_what_is_shown(tmp_path: Path) -> None:
         run = Run(storage, "none")
         run.step(0)
         run.save(tmp_path / storage)
-        name = {"bfloat16": "masters float32, moments bfloat16"}.get(storage, storage)
+        name = {"bfloat16": "Storage(moments='bfloat16')"}.get(storage, storage)
         assert summarize_checkpoint(tmp_path / storage).optimizers[0]["storage"] == name
 
 

@@ -617,8 +617,8 @@ WITHOUT = [row.name for row in LEVELS if not row.has_masters]
 @pytest.mark.parametrize("level", WITHOUT)
 @pytest.mark.parametrize("storage", ["split", "compact"])
 def test_levels_without_masters_refuse_to_split_them(level: str, storage: str) -> None:
-    moments = "float32" if storage == "split" else "8bit"
-    way = f"pass storage=preamp.Storage(moments='{moments}')"
+    ways = {"split": '"full"', "compact": "preamp.Storage(moments='8bit')"}
+    way = f"pass storage={ways[storage]}"
     with pytest.raises(PreampPolicyError, match=re.escape(way)):
         start(level, storage)
 
@@ -632,6 +632,7 @@ def test_masters_of_another_level_may_be_split() -> None:
     ("storage", "error", "text"),
     [
         ("splt", ValueError, "The storages with a name are 'full', 'split', 'compact'"),
+        ("Compact", ValueError, "Here 'compact' was probably meant"),
         (16, TypeError, "initialize got storage=16"),
     ],
 )

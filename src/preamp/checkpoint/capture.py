@@ -34,10 +34,14 @@ def capture(subjects: Subjects, extra: Any) -> dict[str, Any]:
     shares = MasterShards(subjects)
     names = {id(param): name for name, param in subjects.named_params()}
     masters = subjects.masters()
+    storages = {
+        id(o): engine.policy.storage for engine in subjects.engines for o in engine.optimizers
+    }
     return {
         "models": [_model_state(model, shares) for model in subjects.models],
         "optimizers": [
-            _optimizer_state(optimizer, names, shares) for optimizer in subjects.optimizers
+            _optimizer_state(optimizer, names, shares, storages.get(id(optimizer)))
+            for optimizer in subjects.optimizers
         ],
         "own_params": {
             name: shares.value_of(masters.get(id(param), param).detach(), id(param))
@@ -69,19 +73,17 @@ def _model_state(model: nn.Module, shares: MasterShards) -> dict[str, Any]:
 
 
 def _optimizer_state(
-    optimizer: torch.optim.Optimizer, names: dict[int, str], shares: MasterShards
+    optimizer: torch.optim.Optimizer,
+    names: dict[int, str],
+    shares: MasterShards,
+    storage: Storage | None,
 ) -> dict[str, Any]:
     return {
         "class": class_name(optimizer),
         "state": shares.optimizer_state(optimizer),
         "params": describe_params(optimizer, names),
-        "storage": _storage_of(optimizer),
+        "storage": asdict(storage or FULL),
     }
-
-
-def _storage_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    storage: Any = getattr(optimizer, "storage", None)
-    return asdict(storage if isinstance(storage, Storage) else FULL)
 
 
 def describe_params(

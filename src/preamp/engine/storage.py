@@ -13,13 +13,12 @@ from preamp.casting.kept import Kept
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.tensors import local_of
+from preamp.kernels.stored import is_beyond_float16
 from preamp.policy import Policy
+from preamp.policy.storage import MOMENT_KINDS
 
 if TYPE_CHECKING:
     from preamp.engine.core import EngineCore
-
-MOMENT_KINDS = "FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"
-"""The optimizers whose moments may be kept in fewer bits."""
 
 
 def check_storage(
@@ -53,8 +52,9 @@ def check_storage(
 def _check_range(name: str, param: torch.Tensor) -> None:
     """Refuse a weight that is infinite in float16: no master could be told from that."""
     value = local_of(param.detach())
-    largest = float(value.to(math_dtype(value.dtype)).abs().amax()) if value.numel() else 0.0
-    if _ROUNDS_TO_LARGEST <= largest < float("inf"):
+    value = value.to(math_dtype(value.dtype))
+    if is_beyond_float16(value):
+        largest = float(value[value.isfinite()].abs().amax())
         raise bad_state(
             f"The weight {name!r} has a value of magnitude {largest:g}, and storage splits masters "
             "of float16 weights",
@@ -64,18 +64,26 @@ def _check_range(name: str, param: torch.Tensor) -> None:
         )
 
 
-_ROUNDS_TO_LARGEST = 65520.0  # from here on float16 rounds to infinity
-
-
 def describe_storage(engine: EngineCore) -> list[str]:
-    """How the masters of an engine are kept at the moment, where they are not all float32."""
-    if engine.policy.storage.masters != "split":
-        return []
-    twins = {id(twin): twin for s in engine.sessions.values() for twin in s.masters or ()}
-    lows = [twin.table.lows[twin.row] for twin in twins.values()]
-    wide = sum(twin.stays_wide for twin in twins.values())
-    split = sum(low is not None for low in lows)
-    return [
-        f"storage: {split} of {len(lows)} masters are split now"
-        + (f", {wide} stay float32 since their half weights were written to" if wide else "")
-    ]
+    """How masters and moments of an engine are kept at the moment, where not all are float32."""
+    found: list[str] = []
+    if engine.policy.storage.masters == "split":
+        twins = {id(twin): twin for s in engine.sessions.values() for twin in s.masters or ()}
+        lows = [twin.table.lows[twin.row] for twin in twins.values()]
+        wide = sum(twin.stays_wide for twin in twins.values())
+        split = sum(low is not None for low in lows)
+        found.append(
+            f"storage: {split} of {len(lows)} masters are split now"
+            + (f", {wide} stay float32 (they were written to, or are too large)" if wide else "")
+        )
+    kind = engine.policy.storage.moments
+    if kind != "float32":
+        moments = [moment for o in engine.optimizers for moment in _moments_of(o)]
+        fewer = sum(moment.element_size() < 4 for moment in moments)
+        found.append(f"storage: {fewer} of {len(moments)} moments are {kind} now")
+    return found
+
+
+def _moments_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    keys, entries = getattr(optimizer, "moments", {}), list(optimizer.state.values())
+    return [entry[key] for entry in entries for key in keys if entry.get(key) is not None]

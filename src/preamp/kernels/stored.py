@@ -114,6 +114,16 @@ def join(half: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     return torch.where(wide.isfinite(), torch.copysign(wide.abs() + far, wide), wide)
 
 
+BEYOND_FLOAT16 = 65520.0
+"""From here on float16 rounds to infinity."""
+
+
+def is_beyond_float16(wide: torch.Tensor) -> bool:
+    """Whether a finite value is infinite in float16, and so lost when split. Synchronises."""
+    size = wide.abs()
+    return bool(((size >= BEYOND_FLOAT16) & size.isfinite()).any())
+
+
 def _split_bfloat16(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     word = wide.view(torch.int32)
     # Sums of int32 wrap around, and only those of nan do.
@@ -175,7 +185,7 @@ def noise(
     first, last = start // 8, (start + count + 7) // 8
     counter = torch.arange(first, last, dtype=torch.int64, device=device)
     zero = torch.zeros_like(counter)
-    words = philox([counter & _WORD, counter >> 32, zero + step, zero], (seed, number))
+    words = philox([counter & _WORD, counter >> 32, (zero + step) & _WORD, zero], (seed, number))
     halves = [part for word in words for part in (word & 0xFFFF, word >> 16)]
     found = torch.stack(halves, 1).reshape(-1).int()
     return (found[start - 8 * first :][:count] * (ODD**row & 0xFFFF)) & 0xFFFF

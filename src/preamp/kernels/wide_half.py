@@ -6,8 +6,8 @@ product is computed and accumulated in float32, and the result is rounded once. 
 from the differentiable casts: the incoming half gradient is widened, the products of the backward
 pass run in float32, and each result is rounded once. That is what a matrix unit for half values
 does. Without one, torch multiplies them on the CPU many times slower than float32. Float16
-convolutions run wide on every CPU: torch's backward of them does not use such units, and takes a
-hundred times as long as float32's.
+convolutions run wide on every CPU: torch's backward of them does not use such units, and takes
+about fifty times as long as float32's.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
-from operator import is_
+from operator import is_, sub
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -48,6 +48,7 @@ from preamp.core.tensors import (
 )
 from preamp.kernels import Ops
 from preamp.kernels.shards import set_data, sharded_as
+from preamp.kernels.stored import is_beyond_float16
 from preamp.optim.direct import Placeholders, is_zeroed
 from preamp.optim.master_parameter import (
     PACKED_KINDS,
@@ -312,14 +313,15 @@ class WeightPairs:
             if master.device != half.device:
                 self._are_alike = None
                 set_data(master, master.data.to(half.device))
-            rounded = self._ties_away(master.data, half.dtype) if self.packs else None
+            rounded = self._ties_away(master.data, half) if self.packs else None
             take_over(self.own_part(row, half), master.data, rounded)
 
-    def _ties_away(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """``value`` rounded as packed masters are."""
-        half = torch.empty_like(value, dtype=dtype)
-        self.ops.split_([value], [half], [None])
-        return half
+    def _ties_away(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """``value`` rounded as packed masters are, where ``like`` is and of its dtype."""
+        wide = local_of(value).to(local_of(like).device, torch.float32)
+        half = torch.empty_like(wide, dtype=like.dtype)
+        self.ops.split_([wide], [half], [None])
+        return sharded_as(half, value) if is_sharded(value) else half
 
     @property
     def are_alike(self) -> bool:
@@ -447,6 +449,8 @@ class WeightTable(WeightPairs):
         self._base_versions: dict[int, int] = {}  # of masters' gradients, of rows that are shown
         self._has_warned = False  # of gradients taken as a script has written them
         self._has_warned_of_lows = False
+        # Whether writing to one half weight counts for others too, as of slices of one tensor
+        self._shares_versions = False
         self._nothing: dict[torch.device, torch.Tensor] = {}  # nan, of which packed masters are
 
     def add(self, twin: Twin) -> None:
@@ -1276,7 +1280,7 @@ class WeightTable(WeightPairs):
 
     def rounded(self, row: int, value: torch.Tensor) -> torch.Tensor:
         """``value``, which the master of a row was given, as it goes into the half weight."""
-        return self._ties_away(value, self.twins[row].dtype) if self.packs else value
+        return self._ties_away(value, self.halves[row]) if self.packs else value
 
     # -- packed masters ---------------------------------------------------------------------------
 
@@ -1293,15 +1297,45 @@ class WeightTable(WeightPairs):
     def _pack_rows(self) -> None:
         rows = [row for row, low in enumerate(self.lows) if low is None]
         rows = [row for row in rows if not self.twins[row].stays_wide]
+        self._keep_wide_beyond_range([row for row in rows if row in self.loaded])
+        rows = [row for row in rows if not self.twins[row].stays_wide]
         if not rows:
             return
-        for few in self._runs(rows):
-            finds = self._pack_few(few)
-            for row, find in zip(few, finds, strict=True):
+        before = self._versions_of(self.halves)
+        finds: list[Callable[[], torch.Tensor | None]] = []
+        try:
+            for few in self._runs(rows):
+                finds += self._pack_few(few)
+        finally:  # a run that failed has packed nothing; those before it are whole
+            # Only now, since masters may be parts of one tensor.
+            for row, find in zip(rows, finds, strict=False):
                 held = find()
                 if held is not None:
                     self._make_row(row, held)
-        self.note_written(rows)
+            writes = map(sub, self._versions_of(self.halves), before)
+            self._shares_versions |= max(writes, default=0) > 1
+            self.note_written(rows)
+            if self._shares_versions:
+                self.note_written(range(len(self)))
+
+    def _keep_wide_beyond_range(self, rows: Sequence[int]) -> None:
+        """Leave loaded masters float32 that float16 weights beside 16 bits cannot hold.
+
+        Synchronises, where a float16 weight was loaded.
+        """
+        for row in rows:
+            self.loaded.discard(row)
+            twin = self.twins[row]
+            value = local_of(self.masters[row].detach())
+            if twin.dtype is torch.float16 and is_beyond_float16(value):
+                twin.stays_wide = True
+                warnings.warn(_beyond_float16(twin.name), stacklevel=2)
+
+    def write_halves(self) -> None:
+        """Round every master into its half weight; the invariant after every step."""
+        super().write_halves()
+        if self._shares_versions:
+            self.note_written(range(len(self)))
 
     def _runs(self, rows: Sequence[int]) -> Iterator[list[int]]:
         """Rows of so few elements that both forms of these together are little memory."""
@@ -1354,6 +1388,8 @@ class WeightTable(WeightPairs):
         values = [local_of(self.masters[row].detach()) for row in rows]
         halves = list(map(self._own_half, rows))
         lows = [torch.empty_like(half, dtype=torch.int16) for half in halves]
+        for device in {half.device for half in halves} - self._nothing.keys():
+            self._nothing[device] = torch.full((), math.nan, device=device)
         self.ops.split_(values, halves, lows)
         finds = list(map(find_again, values))
         values.clear()
@@ -1363,8 +1399,6 @@ class WeightTable(WeightPairs):
 
     def _pack_row(self, row: int, half: torch.Tensor, low: torch.Tensor) -> None:
         master = self.masters[row]
-        if half.device not in self._nothing:
-            self._nothing[half.device] = torch.full((), math.nan, device=half.device)
         nothing = self._nothing[half.device].expand(half.shape)
         increment_version(master)  # who saved it for a backward is to hear of it
         set_data(master, sharded_as(nothing, self.halves[row]))
@@ -1433,6 +1467,16 @@ def _written_while_packed(name: str, dtype: torch.dtype) -> str:
         "float32 master, so that later writes keep the elements that they leave alone",
         "Write to preamp.master_params(optimizer), or within engine.exact_weights(), which loses "
         'nothing; scripts that write in each step are served as well by storage="full"',
+    )
+
+
+def _beyond_float16(name: str) -> str:
+    """Warning: a loaded master is too large to be split."""
+    return message(
+        f"The loaded master of the float16 weight {name!r} has values beyond 65504, where its half "
+        "weight is infinite",
+        'Masters that large are not split (storage="split"); this one stays float32',
+        f"Use opt_level='O5' (bfloat16), or keep the weight in float32 with keep_fp32=[{name!r}]",
     )
 
 

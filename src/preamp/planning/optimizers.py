@@ -20,7 +20,7 @@ from preamp.kernels.stored import Format, can_be_blocks, scales_shape
 from preamp.optim.fused import every as fused
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.optim.fused.moments import format_of
-from preamp.policy.storage import FULL, Storage
+from preamp.policy.storage import FULL, MOMENT_KINDS, Storage
 
 _FORM = (
     "A factory is written package.module:name, or package.module:name(10, bias=False) with "
@@ -258,8 +258,7 @@ def _check_moments(optimizer: torch.optim.Optimizer, storage: Storage) -> None:
         raise bad_value(
             f"storage has moments={storage.moments!r}, and the optimizer is "
             f"{type(optimizer).__name__}",
-            "Moments are kept in fewer bits by FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad "
-            "and FusedSGD",
+            f"Moments are kept in fewer bits by {', '.join(MOMENT_KINDS)}",
             'Choose one of these, or storage="split" or "full", where moments are float32',
         )
 

@@ -13,6 +13,7 @@ from preamp.core.pytree import plain
 from preamp.planning.forecast import TensorForecast
 from preamp.planning.memory import MemoryEstimate
 from preamp.planning.verify import Verification
+from preamp.policy.storage import storage_code
 
 ProblemKind = Literal[
     "overflow",
@@ -159,7 +160,10 @@ def choice_of(report: PlanReport) -> str:
 
 def code_lines(report: PlanReport) -> list[str]:
     """How to write what is recommended."""
-    lines = [f'preamp.initialize(model, optimizer, opt_level="{report.recommended}")']
+    plan = report.levels.get(report.recommended)
+    storage = "full" if plan is None else plan.memory.storage
+    chosen = "" if storage == "full" else f", storage={storage_code(storage)}"
+    lines = [f'preamp.initialize(model, optimizer, opt_level="{report.recommended}"{chosen})']
     if report.loss_scale != 1:
         lines.append(f"preamp.engine_of(optimizer).scaler(0).set_scale({report.loss_scale})")
     return lines

@@ -19,7 +19,7 @@ from preamp.core.errors import PreampPolicyError, bad_type, bad_value, message, 
 from preamp.policy.keep import parse_keep
 from preamp.policy.levels import OPT_LEVELS
 from preamp.policy.policy import Policy
-from preamp.policy.storage import parse_storage
+from preamp.policy.storage import describe_storage, parse_storage, storage_code
 
 _LEVEL_NAMES = ", ".join(repr(name) for name in OPT_LEVELS)
 
@@ -70,12 +70,14 @@ def check_storage(policy: Policy) -> None:
     """Refuse split masters where there are no masters; ``hard_override`` makes none of them."""
     storage = policy.storage
     if storage.masters == "split" and not policy.master_weights:
+        name, other = (describe_storage(kind, storage.moments) for kind in ("split", "float32"))
         raise worded(
             PreampPolicyError,
-            f"storage={storage} with opt_level={policy.opt_level!r}, which has no masters here",
+            f"storage={storage_code(name)} with opt_level={policy.opt_level!r}, which has no "
+            "masters here",
             "Masters are split where half weights have any: at O2 and O5, or with "
             "master_weights=True",
-            f"Choose one of these, or pass storage=preamp.Storage(moments={storage.moments!r})",
+            f"Choose one of these, or pass storage={storage_code(other)}",
         )
 
 

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import difflib
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -35,20 +38,25 @@ class Storage:
         """Refuse what is not known."""
         for name, allowed in (("masters", MasterStorage), ("moments", MomentStorage)):
             given, names = getattr(self, name), get_args(allowed)
-            if given not in names:
-                raise bad_value(
-                    f"Storage got {name}={given!r}",
-                    f"It takes {', '.join(map(repr, names))}",
-                    "Check the spelling",
+            choices = f"It takes {', '.join(map(repr, names))}"
+            if not isinstance(given, str):
+                raise bad_type(
+                    f"Storage got {name}={given!r}", choices, "Pass one of these strings"
                 )
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise bad_value(
-                f"Storage got seed={self.seed!r}",
-                "It takes whole numbers from 0 to 2**32 - 1",
-                "Pass another one",
-            )
+            if given not in names:
+                raise bad_value(f"Storage got {name}={given!r}", choices, _hint(given, names))
+        seeds = "It takes whole numbers from 0 to 2**32 - 1"
+        try:
+            seed = operator.index(self.seed)
+        except TypeError:
+            raise bad_type(f"Storage got seed={self.seed!r}", seeds, "Pass one of these") from None
+        if not 0 <= seed < 2**32:
+            raise bad_value(f"Storage got seed={self.seed!r}", seeds, "Pass one of these")
+        object.__setattr__(self, "seed", seed)
 
 
+MOMENT_KINDS = "FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"
+"""The optimizers whose moments may be kept in fewer bits."""
 FULL = Storage()
 STORAGES = {
     "full": FULL,
@@ -59,11 +67,23 @@ STORAGES = {
 
 
 def describe_storage(masters: str, moments: str) -> str:
-    """The name of a storage, or how masters and moments are kept if it has none."""
+    """The name of a storage, or how one without a name is written."""
     for name, known in STORAGES.items():
         if (known.masters, known.moments) == (masters, moments):
             return name
-    return f"masters {masters}, moments {moments}"
+    given = {"masters": masters, "moments": moments}
+    said = [f"{name}={value!r}" for name, value in given.items() if value != "float32"]
+    return f"Storage({', '.join(said)})"
+
+
+def storage_code(name: str) -> str:
+    """What ``initialize`` is given for the storage that `describe_storage` calls ``name``."""
+    return f'"{name}"' if name in STORAGES else f"preamp.{name}"
+
+
+def _hint(given: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(given.lower(), names, n=1)
+    return f"Here {near[0]!r} was probably meant" if near else "Check the spelling"
 
 
 def parse_storage(given: object) -> Storage:
@@ -85,6 +105,6 @@ def parse_storage(given: object) -> Storage:
         raise bad_value(
             f"initialize got storage={given!r}",
             f"The storages with a name are {', '.join(map(repr, STORAGES))}",
-            "Check the spelling, or pass a preamp.Storage(masters=..., moments=...)",
+            f"{_hint(given, STORAGES)}; or pass a preamp.Storage(masters=..., moments=...)",
         )
     return STORAGES[given]

@@ -422,11 +422,13 @@ class FusedOptimizer(KeepsMoments, abc.ABC):
                 bits have other shapes than the parameters.
         """
         own: dict[torch.Tensor, Entry] = {}
+        rounded: set[str] = set()
 
         def take_out(_: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
             # ``final`` is what the user's own hooks have made of it.
-            found, rest = self._own_state(final)
+            found, rest, sources = self._own_state(final)
             own.update(found)
+            rounded.update(sources)
             return {**final, "state": rest}
 
         def put_back(_: torch.optim.Optimizer) -> None:
@@ -442,6 +444,7 @@ class FusedOptimizer(KeepsMoments, abc.ABC):
         finally:
             for handle in handles:
                 handle.remove()
+        self._tell_rounded(rounded)
 
     def __getstate__(self) -> dict[str, Any]:
         names = (*self._settings, "backend", "storage")

@@ -29,7 +29,7 @@ from preamp.optim.fused.moments import (
     is_kept_plain,
 )
 from preamp.optim.part import Span
-from preamp.policy.storage import FULL, Storage
+from preamp.policy.storage import FULL, MOMENT_KINDS, Storage
 
 Column = Callable[[list[torch.Tensor]], Sequence[Hashable]]
 """What `batches` sorts parameters by."""
@@ -124,8 +124,7 @@ class KeepsMoments(torch.optim.Optimizer):
         if not self._takes_stored:
             raise bad_state(
                 f"{type(self).__name__} got moments={self.storage.moments!r}",
-                "Moments in fewer bits are for FusedAdam, FusedLAMB, FusedSGD, FusedAdagrad and "
-                "FusedNovoGrad",
+                f"Moments are kept in fewer bits by {', '.join(MOMENT_KINDS)}",
                 "Use one of these, or keep float32 moments",
             )
 
@@ -231,7 +230,8 @@ class KeepsMoments(torch.optim.Optimizer):
     def _moment(self, param: torch.Tensor, entry: Entry, key: str, home: Home, step: Any) -> _Made:
         """A moment of ``entry`` as it is kept."""
         kept, dtype = self._kept_as(key, param, home), self._dtype_of(key, param)
-        by = Chance(self.storage.seed, step, list(self.moments).index(key))
+        row = list(self.moments).index(key) if key in self.moments else 0
+        by = Chance(self.storage.seed, step, row)
         made = converted(entry, key, home, kept, dtype, by)
         if kept is Format.PLAIN or is_exact(entry, key, kept):
             return _Made(made)
@@ -269,8 +269,10 @@ class KeepsMoments(torch.optim.Optimizer):
 
     def _own_state(
         self, given: Mapping[str, Any]
-    ) -> tuple[dict[torch.Tensor, Entry], dict[Any, Any]]:
+    ) -> tuple[dict[torch.Tensor, Entry], dict[Any, Any], set[str]]:
         """Of a loaded state what is kept as it is, by parameter, and the rest for torch to cast.
+
+        And what `_tell_rounded` is to tell of, once all is loaded.
 
         Raises `ValueError` for moments in fewer bits that do not fit.
         """
@@ -286,17 +288,18 @@ class KeepsMoments(torch.optim.Optimizer):
             if isinstance(entry, dict):
                 made = self._own_entry(param, entry, homes[id(param)], entry.get("step", step))
                 found[param], rounded = made.entry, rounded | made.rounded
-                mine = {*made.entry, *(key + SCALES for key in self.moments)}
+                mine = {*made.entry, *(key + SCALES for key in (*made.entry, *self.moments))}
                 rest[number] = {key: value for key, value in entry.items() if key not in mine}
-        self._tell_rounded(rounded)
-        return found, rest
+        return found, rest, rounded
 
     def _own_entry(self, param: torch.Tensor, given: Entry, home: Home, step: Any) -> _Made:
         own, rounded = dict[str, Any](), frozenset[str]()
         tensors = {k: v.to(param.device) for k, v in given.items() if isinstance(v, torch.Tensor)}
         for key, value in tensors.items():
             is_plain = self._kept_as(key, param, home) is Format.PLAIN
-            if key in self.moments and not (is_plain and is_kept_plain(tensors, key)):
+            if key + SCALES in tensors or (
+                key in self.moments and not (is_plain and is_kept_plain(tensors, key))
+            ):
                 check_fits(type(self).__name__, tensors, key, home)
                 made = self._moment(param, tensors, key, home, int(step))
                 own, rounded = own | made.entry, rounded | made.rounded
