@@ -74,8 +74,8 @@ masters, gradients and optimizer state, counted between backward and step.
 
 Where the CPU has no units for a half dtype, torch multiplies its matrices one element at a time,
 and preamp runs these products in float32 and rounds once. Most CPUs have none for float16, and none
-for bfloat16 before AVX-512; and float16 convolutions run that way on all, their backward fifty times
-as long as in float32. There the ratio says what that is worth, and nothing about
+for bfloat16 before AVX-512; and float16 convolutions run that way on all, their backward at fifty
+times the time of float32's. There the ratio says what that is worth, and nothing about
 preamp's overhead, which is read at O0 then. Aimed at are an overhead of 2 % and an O5 that is
 faster than bfloat16 autocast. Where the spread is wider than that, which it is on the machines
 below, the rows neither show nor refute it. The first step loads numba where it is installed, which
