@@ -13,16 +13,26 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 import preamp
-from cases.levels import BY_NAME
-from preamp.kernels.stored import split
+from cases.levels import BY_NAME, LevelCase
+from preamp import Storage
+from preamp.kernels.stored import (
+    Format,
+    can_be_blocks,
+    decode,
+    encode,
+    noise,
+    round_by_chance,
+    split,
+)
+from preamp.optim.fused.moments import without_codes
 from preamp.optimizers import FusedAdam, FusedSGD
 
 GRAIN = 2.0**-10
@@ -44,8 +54,62 @@ def _adamw(params: Iterable[Any]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=2.0**-4, eps=2.0**-12, weight_decay=0.0)
 
 
-class CountingAdam(torch.optim.Optimizer):
-    """Adam that counts the steps of a group, those without any gradient too, as Apex's does."""
+class Keeping(torch.optim.Optimizer):
+    """A plain optimizer whose moments have the values that ``storage`` lets them have.
+
+    It counts the steps of a group, those without any gradient too, as Apex's does.
+    """
+
+    storage = Storage()
+
+    def numbered(self) -> Iterator[tuple[int, dict[str, Any], torch.Tensor]]:
+        """Parameters with a gradient, what they are told apart by, and their groups."""
+        number = 0
+        for group in self.param_groups:
+            group["step"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    yield number, group, param
+                number += 1
+
+    def keep(self, moment: torch.Tensor, kind: Format, number: int, row: int, step: int) -> None:
+        """Let ``moment`` have values that can be kept; those that can be are left as they are."""
+        chance = noise(
+            moment.numel(),
+            start=0,
+            step=step,
+            row=row,
+            seed=self.storage.seed,
+            number=number,
+            device=moment.device,
+        ).view(moment.shape)
+        if self.storage.moments == "bfloat16":
+            moment.copy_(round_by_chance(moment.float(), chance))
+        elif self.storage.moments == "8bit" and can_be_blocks(moment.shape):
+            moment.copy_(decode(*encode(moment.float(), kind, chance), kind))
+
+
+class KeepingSGD(Keeping):
+    """SGD with a learning rate of 1 and a momentum of 0.5."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for number, group, param in self.numbered():
+            state, latest = self.state[param], group["step"]
+            is_first = "momentum_buffer" not in state
+            momentum = state.setdefault("momentum_buffer", torch.zeros_like(param))
+            self.keep(momentum, Format.SIGNED, number, 0, latest - 1)
+            momentum.mul_(0.5).add_(param.grad)
+            param.sub_(momentum)
+            self.keep(momentum, Format.SIGNED, number, 0, 1 if is_first else latest + 1)
+
+
+class KeepingAdam(Keeping):
+    """Adam without weight decay."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params, {"lr": 2.0**-4, "eps": 2.0**-12, "step": 0})
@@ -53,27 +117,44 @@ class CountingAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
-        for group in self.param_groups:
-            group["step"] += 1
-            one, two = (1 - beta ** group["step"] for beta in (0.9, 0.999))
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    mean = state.setdefault("exp_avg", torch.zeros_like(param))
-                    mean.lerp_(param.grad, 0.1)
-                    square = state.setdefault("exp_avg_sq", torch.zeros_like(param))
-                    square.lerp_(param.grad.square(), 0.001)
-                    root = (square / two).sqrt() + group["eps"]
-                    param.sub_(mean / one / root, alpha=group["lr"])
+        for number, group, param in self.numbered():
+            latest, state = group["step"], self.state[param]
+            mean = state.setdefault("exp_avg", torch.zeros_like(param))
+            square = state.setdefault("exp_avg_sq", torch.zeros_like(param))
+            moments = (mean, Format.SIGNED), (square, Format.UNSIGNED)
+            for row, (moment, kind) in enumerate(moments):
+                self.keep(moment, kind, number, row, latest - 1)
+            mean.lerp_(param.grad, 0.1)
+            square.lerp_(param.grad.square(), 0.001)
+            one, two = (1 - beta**latest for beta in (0.9, 0.999))
+            param.sub_(mean / one / ((square / two).sqrt() + group["eps"]), alpha=group["lr"])
+            for row, (moment, kind) in enumerate(moments):
+                self.keep(moment, kind, number, row, latest)
 
 
 OPTIMIZERS: dict[str, tuple[Build, Build]] = {
     "SGD": (_sgd, _sgd),
     "FusedSGD": (lambda params: FusedSGD(params, lr=1.0, momentum=0.5), _sgd),
     "AdamW": (_adamw, _adamw),
-    "FusedAdam": (lambda params: FusedAdam(params, lr=2.0**-4, eps=2.0**-12), CountingAdam),
+    "FusedAdam": (lambda params: FusedAdam(params, lr=2.0**-4, eps=2.0**-12), KeepingAdam),
 }
 """How to build one, and what it has to do."""
+STORAGES = {
+    "full": Storage(),
+    "split": Storage(masters="split"),
+    "compact": Storage(masters="split", moments="8bit", seed=3),
+    "bfloat16": Storage(masters="split", moments="bfloat16", seed=3),
+}
+
+
+def storage_at(level: LevelCase, name: str) -> Storage:
+    """What of a storage a level can have."""
+    storage = STORAGES[name]
+    if not level.has_masters:
+        storage = replace(storage, masters="float32")
+    if level.weight is torch.float16 and not level.has_masters:
+        storage = replace(storage, moments="float32")
+    return storage
 
 
 class Toy(nn.Module):
@@ -84,10 +165,10 @@ class Toy(nn.Module):
         rounds_ties_away: Whether it is rounded as split masters are.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, width: int = 3) -> None:
         super().__init__()
-        self.a = nn.Linear(3, 2)
-        self.b = nn.Linear(3, 2)
+        self.a = nn.Linear(width, 2)
+        self.b = nn.Linear(width, 2)
         self.n = nn.BatchNorm1d(2)
         self.q = nn.Parameter(torch.zeros(4))
         self.rounds: torch.dtype | None = None
@@ -117,7 +198,7 @@ class Toy(nn.Module):
 def loss_of(model: Toy, parts: str, index: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A loss with exact gradients; ``index`` says which, ``dtype`` is that of the input."""
     generator = torch.Generator().manual_seed(index)
-    x = torch.randint(-2, 3, (2, 3), generator=generator).float()
+    x = torch.randint(-2, 3, (2, model.a.in_features), generator=generator).float()
     coefficients = torch.randint(1, 4, (2, 2), generator=generator).float() * GRAIN
     return (model(x.to(dtype), parts) * coefficients).sum()
 
@@ -310,16 +391,19 @@ class World:
         avoided: frozenset[str] = AVOIDED,
         storage: str = "full",
     ) -> None:
-        self.storage = storage
+        self.storage, self.splits = storage, STORAGES[storage].masters == "split"
         self.kind, self.loss_scale, self.avoided = optimizer, loss_scale, avoided
         self.log: list[str] = []
         self.exact = "SGD" in optimizer
         self.was_half = False  # whether float16 arithmetic has made any of the weights
-        self.ours, self.plain = Toy(), Toy().double()
+        width = 2048 if storage == "compact" else 3  # 8 bits are for matrices of some size
+        self.ours, self.plain = Toy(width=width), Toy(width=width).double()
         for name in frozen:
             for model in (self.ours, self.plain):
                 model.get_parameter(name).requires_grad_(False)
         build, build_plain = OPTIMIZERS[optimizer]
+        if STORAGES[storage].moments != "float32" and optimizer == "FusedSGD":
+            build_plain = KeepingSGD
         self.opts = [build(_owned(self.ours, i)) for i in (0, 1)]
         self.plain_opts = [build_plain(_owned(self.plain, i)) for i in (0, 1)]
         self.saved: tuple[Any, Any] | None = None
@@ -340,8 +424,11 @@ class World:
             loss_scale=self.loss_scale,
             num_losses=LOSSES,
             verbosity=0,
-            storage=self.storage if self.row.has_masters else "full",
+            storage=storage_at(self.row, self.storage),
         )
+        for optimizer in self.plain_opts:
+            if isinstance(optimizer, Keeping):
+                optimizer.storage = storage_at(self.row, self.storage)
         self.engine: Any = preamp.engine_of(self.ours)
         self.is_dynamic = self.engine.policy.is_dynamic
         self.is_scaled = self.is_dynamic or self.engine.loss_scale() != 1.0
@@ -362,7 +449,7 @@ class World:
         dtype = torch.float16 if half and not self.row.has_masters else torch.float64
         self.plain.to(dtype)
         self.plain.rounds = self.row.weight if self.row.has_masters else None
-        self.plain.rounds_ties_away = self.storage == "split"
+        self.plain.rounds_ties_away = self.splits
         for optimizer in self.plain_opts:
             for param, state in optimizer.state.items():
                 for key, value in state.items():
@@ -385,7 +472,7 @@ class World:
 
     def rounded(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A master as a half weight."""
-        return split(value.float(), dtype)[0] if self.storage == "split" else value.to(dtype)
+        return split(value.float(), dtype)[0] if self.splits else value.to(dtype)
 
     def master(self, name: str) -> torch.Tensor | None:
         return self.engine.master_of(self.ours.get_parameter(name))
@@ -751,7 +838,7 @@ class World:
         self.log.append(through)
         if through == "forward":
             with torch.no_grad():
-                self.ours(torch.zeros(2, 3), "abqn")
+                self.ours(torch.zeros(2, self.ours.a.in_features), "abqn")
             self.master_written = [False, False]
             self.check_halves()
             return
@@ -899,7 +986,8 @@ class World:
                 param, plain = self.both(name)
                 master = self.master(name)
                 held = param if master is None else master
-                ours = self.opts[i].state.get(held, {}).get("momentum_buffer")
+                state = without_codes(self.opts[i].state.get(held, {}))
+                ours = state.get("momentum_buffer")
                 wanted = self.plain_opts[i].state.get(plain, {}).get("momentum_buffer")
                 self.compare(ours, wanted, f"momentum of {name}")
 

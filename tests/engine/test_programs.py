@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +14,11 @@ import pytest
 import torch
 
 import preamp
-from cases.levels import LEVEL_NAMES
+from cases.levels import EXACT, LEVEL_NAMES, WITH_MASTERS
 from engine.programs import (
     NAMES,
     OPTIMIZERS,
+    STORAGES,
     Again,
     Backward,
     Call,
@@ -71,13 +73,15 @@ class Dice:
     def number(self, least: int, most: int) -> int:
         return self._random.randint(least, most)
 
-    def case(self, level: str) -> Case:
+    def case(self, level: str, storage: str = "full") -> Case:
+        keeps = STORAGES[storage].moments != "float32"
+        optimizers = [kind for kind in OPTIMIZERS if "Fused" in kind or not keeps]
         # Where the optimizer's arithmetic is float16 its formula counts, and so does each rounding.
-        optimizer = self.one(["SGD"] if level == "O3" else list(OPTIMIZERS))
+        optimizer = self.one(["SGD"] if level == "O3" else optimizers)
         loss_scale = self.one([None, 1.0, 128.0, "dynamic"], [1, 1, 1, 2])
         frozen: tuple[str, ...] = self.one([(), ("b.weight",), ("a.bias", "q")], [2, 1, 1])
         program = [call for _ in range(self.number(1, 5)) for call in self.iteration()]
-        return Case(program, level, optimizer, loss_scale, frozen)
+        return Case(program, level, optimizer, loss_scale, frozen, storage)
 
     def iteration(self) -> Iterator[Call]:
         if self.happens():
@@ -207,17 +211,22 @@ def test_programs_do_what_plain_torch_does(
             raise AssertionError(f"{error}\n{case}") from error
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize(
+    ("level", "storage"),
+    [
+        *itertools.product(WITH_MASTERS, ["split"]),
+        *itertools.product(EXACT, ["compact", "bfloat16"]),
+    ],
+)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.filterwarnings("ignore:.*scale_loss:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*was written to between two steps:UserWarning")
-def test_programs_do_so_with_split_masters(
-    level: str, part: int, pytestconfig: pytest.Config
+def test_programs_do_so_in_every_storage(
+    level: str, storage: str, part: int, pytestconfig: pytest.Config
 ) -> None:
     seed = pytestconfig.getoption("--hypothesis-seed")
-    for number in range(15 if part == 0 else 43):
-        case = Dice(f"{seed} {level} {part} {number} split").case(level)
-        case = replace(case, storage="split")
+    for number in range((15 if storage == "split" else 8) if part == 0 else 43):
+        case = Dice(f"{seed} {level} {part} {number} {storage}").case(level, storage)
         if failure(case):
             case = smallest(case)
             error = failure(case)
