@@ -34,6 +34,8 @@ TRITON += "kernels/test_ops.py kernels/triton"
 OPTIM = "optim engine/test_fast_path.py"
 ENGINE = "engine checkpoint optim/test_fused_with_amp.py optim/test_larc.py compat"
 SCALING = "scaling engine/test_step_semantics.py engine/test_matrix.py"
+STORED = "kernels/test_stored.py optim/test_stored_moments.py checkpoint/test_storage.py "
+STORED += "engine/test_storage.py engine/test_storage_in_trouble.py engine/test_programs.py"
 CASTING = "casting engine/test_initialize.py engine/test_matrix.py"
 
 FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
@@ -257,6 +259,52 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
             "if known is None or known[0] != ids or known[1] != list(map(id, state)):",
             "if not known:",
         ),
+    ),
+    ("kernels/stored.py", STORED): (
+        ("low = torch.where((half == 0) & (low < 0), torch.zeros_like(low), low)", "pass"),
+        ("exponent.clamp(min=113, max=142)", "exponent.clamp(max=142)"),
+        ("found[start - 8 * first :][:count]", "found[:count]"),
+        ("(zero + step) & _WORD", "zero"),
+        ("code = code.clamp(max=(BINADES[kind] << MANTISSA) - 1)", "pass"),
+        ("torch.where(word < lowest << 23, below, word)", "word"),
+        ("torch.where(by.isfinite(), torch.where(room < 0, -value, value), torch.nan)", "value"),
+        ("(size >= BEYOND_FLOAT16) & size.isfinite()", "size >= BEYOND_FLOAT16"),
+    ),
+    ("kernels/jit/formats.py", STORED): (
+        ("low = builder.select(is_zero, _at_least(builder, low, _Int(0)), low)", "pass"),
+        ("builder.add(half, builder.zext(is_half_way, _Short))", "half"),
+        ("end -= end % layout.rows[tensor] % length", "pass"),
+        ("            column = column if column < row else 0", "            pass"),
+        ("return room + 2 * (start - 8 * first)", "return room"),
+        ("code = _at_least(builder, code, builder.zext(is_above, _Int))", "pass"),
+        ("if largest >= _INFINITY:", "if False:"),
+    ),
+    ("kernels/reference/stored.py", STORED): (
+        ("value = torch.where(self.update.found_inf.to(target.device) != 0, target, value)", "pass"),
+        ("start=stored.starts[0]", "start=0"),
+    ),
+    ("optim/fused/keeping.py", STORED): (
+        ('groups[home.number].get("step", 1) - 1', "0"),
+        ("state.pop(key + SCALES, None)", "pass"),
+        ("numbers=numbers", "numbers=[0] * len(numbers)"),
+    ),
+    ("optim/fused/moments.py", STORED): (
+        ("start = box_of(leaf)[0][0] * math.prod(shape[1:])", "start = 0"),
+        ("if given is kept and scales is not None:", "if False:"),
+        ("            row=self.row,\n", "            row=0,\n"),
+    ),
+    ("engine/storage.py", STORED): (
+        ("id(param) in updated and not kept.is_wide(param)", "not kept.is_wide(param)"),
+        ("not kept.is_wide(param) and id(param) not in norms", "id(param) not in norms"),
+    ),
+    ("optim/table.py", STORED): (
+        ("self.note_written((row,))  # the load replaces", "pass  # the load replaces"),
+        ("if self.packs and not self.compares:", "if self.packs:"),
+        ("self._shares_versions |= max(writes, default=0) > 1", "pass"),
+        ("increment_version(master)  # who saved it", "pass  # who saved it"),
+        ("                self._make_row(row, held)\n", "                pass\n"),
+        ("        twin.stays_wide = True\n        with torch", "        with torch"),
+        ("if self.packs else value", "if False else value"),
     ),
     ("optim/fused/base.py", "optim engine/test_fast_path.py engine/test_doors.py"): (
         ("both = self.factor * inv_scale.to(self.factor.device)", "both = self.factor"),

@@ -257,6 +257,12 @@ FOUND: dict[str, list[Call]] = {
         Zero("model", to_none=False),
         Backward("n", 2),
     ],
+    "masters written after loading over a write": [
+        Checkpoint("save"),
+        Write("q", "fill_"),
+        Checkpoint("load"),
+        WriteMasters(0, "mul_"),
+    ],
     "an overflow of which one gradient is zeroed twice": [
         Backward("aqn", 5, poison=True),
         Zero("a.bias", to_none=False),

@@ -1185,7 +1185,7 @@ class WeightTable(WeightPairs):
         """The master was loaded; its half weight is about to be written to, rounded, once."""
         self.loaded.add(row)
         self.compares = True  # whoever loads may broadcast what one rank has read
-        self._master_marks.renew(self.kept, (row,))
+        self.note_written((row,))  # the load replaces whatever a script wrote to either
         self._half_marks.expect_write(row)
 
     def settle(self, row: int) -> None:
