@@ -280,7 +280,10 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
         ("if largest >= _INFINITY:", "if False:"),
     ),
     ("kernels/reference/stored.py", STORED): (
-        ("value = torch.where(self.update.found_inf.to(target.device) != 0, target, value)", "pass"),
+        (
+            "(self.update.found_inf.to(target.device) != 0, target, value)",
+            "(torch.tensor(0) != 0, target, value)",
+        ),
         ("start=stored.starts[0]", "start=0"),
     ),
     ("optim/fused/keeping.py", STORED): (

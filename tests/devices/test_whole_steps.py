@@ -13,7 +13,7 @@ from torch import nn
 
 import preamp
 from cases.fused import FUSED, FusedCase, variant_id
-from preamp.optimizers import FusedAdam
+from preamp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -27,12 +27,15 @@ OVERFLOW = 2
 class Training:
     """A small model, and a batch that later steps write into."""
 
-    def __init__(self, level: str, build: Any) -> None:
+    def __init__(self, level: str, build: Any, storage: str = "full") -> None:
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(16, 33), nn.LayerNorm(33), nn.GELU(), nn.Linear(33, 4))
+        size = 33 if storage == "full" else 256  # of 16 x 256 elements moments may have 8 bits
+        self.net = nn.Sequential(
+            nn.Linear(16, size), nn.LayerNorm(size), nn.GELU(), nn.Linear(size, 4)
+        )
         self.net.cuda()
         self.optimizer = build(self.net.parameters())
-        options = {"opt_level": level, "loss_scale": "dynamic", "verbosity": 0}
+        options = {"opt_level": level, "loss_scale": "dynamic", "verbosity": 0, "storage": storage}
         preamp.initialize(self.net, self.optimizer, **options)
         self.engine = preamp.engine_of(self.net)
         self.engine.scaler(0).set_scale(64.0)
@@ -81,7 +84,22 @@ def side_stream() -> Iterator[torch.cuda.Stream]:
 @pytest.mark.parametrize("case", FUSED, ids=variant_id)
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_step_waits_for_the_device(level: str, case: FusedCase) -> None:
-    training = Training(level, lambda p: case.kind(p, **case.needs))
+    assert_no_step_waits(Training(level, lambda p: case.kind(p, **case.needs)))
+
+
+@pytest.mark.parametrize("storage", ["split", "compact"])
+@pytest.mark.parametrize("kind", [FusedAdam, FusedLAMB, FusedSGD, FusedAdagrad, FusedNovoGrad])
+@pytest.mark.parametrize("level", MASTERS)
+def test_no_step_in_fewer_bits_waits(level: str, kind: Any, storage: str) -> None:
+    given: Any = {"momentum": 0.9} if kind is FusedSGD else {}
+    training = Training(level, lambda p: kind(p, lr=1e-2, **given), storage)
+    assert_no_step_waits(training)
+    found = {v.itemsize for state in training.optimizer.state.values() for v in state.values()}
+    assert found == ({1, 4} if storage == "compact" else {4})
+
+
+def assert_no_step_waits(training: Training) -> None:
+    """Once a few steps have made state and compiled kernels."""
     for number in range(WARM_UP):
         training.load(number)
         training.step()

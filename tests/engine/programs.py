@@ -62,8 +62,8 @@ class Keeping(torch.optim.Optimizer):
 
     storage = Storage()
 
-    def numbered(self) -> Iterator[tuple[int, dict[str, Any], torch.Tensor]]:
-        """Parameters with a gradient, what they are told apart by, and their groups."""
+    def numbered(self) -> Iterator[tuple[int, dict[str, Any], Any]]:
+        """Parameters with a gradient, behind their numbers and groups."""
         number = 0
         for group in self.param_groups:
             group["step"] += 1
