@@ -13,7 +13,7 @@ import torch
 
 import preamp
 from checkpoint import storage_checks
-from checkpoint.storage_checks import STORAGES, Run, load_from_others
+from checkpoint.storage_checks import STORAGES, Run, load_from_others, save_for_others
 from distributed.ranks import assert_pass, checks_of
 from distributed.test_fully_sharded import RUNS_ON_CPUS
 from engine.harness import same
@@ -124,24 +124,24 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What two ranks have left, after they passed their checks."""
+    """What one process, two ranks and four have left, the two after they passed their checks."""
     found = tmp_path_factory.mktemp("storage")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREAMP_TEST_FOLDER", str(found))
-        assert_pass([*checks_of(storage_checks), storage_checks.save_for_others], 2, found)
+        save_for_others()
+        assert_pass([*checks_of(storage_checks), save_for_others], 2, found)
+        assert_pass([save_for_others], 4, tmp_path_factory.mktemp("four"))
         yield found
 
 
 @needs_shards
 @pytest.mark.full
-def test_from_two_ranks_into_one_process(folder: Path) -> None:
-    load_from_others()
-
-
-@needs_shards
-@pytest.mark.full
-def test_from_two_ranks_into_four(folder: Path, tmp_path: Path) -> None:
-    assert_pass([load_from_others], 4, tmp_path)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_from_any_number_of_ranks_to_any(ranks: int, folder: Path, tmp_path: Path) -> None:
+    if ranks == 1:
+        load_from_others()
+    else:
+        assert_pass([load_from_others], ranks, tmp_path)
 
 
 def test_another_seed_rounds_otherwise() -> None:

@@ -391,7 +391,8 @@ class World:
         avoided: frozenset[str] = AVOIDED,
         storage: str = "full",
     ) -> None:
-        self.storage, self.splits = storage, STORAGES[storage].masters == "split"
+        self.storage, self.moments = storage, STORAGES[storage].moments
+        self.splits = STORAGES[storage].masters == "split"
         self.kind, self.loss_scale, self.avoided = optimizer, loss_scale, avoided
         self.log: list[str] = []
         self.exact = "SGD" in optimizer
@@ -402,7 +403,7 @@ class World:
             for model in (self.ours, self.plain):
                 model.get_parameter(name).requires_grad_(False)
         build, build_plain = OPTIMIZERS[optimizer]
-        if STORAGES[storage].moments != "float32" and optimizer == "FusedSGD":
+        if self.moments != "float32" and optimizer == "FusedSGD":
             build_plain = KeepingSGD
         self.opts = [build(_owned(self.ours, i)) for i in (0, 1)]
         self.plain_opts = [build_plain(_owned(self.plain, i)) for i in (0, 1)]
@@ -939,10 +940,10 @@ class World:
             assert torch.equal(a, b), f"{where}: {a} is not {b}"
         else:
             half = wanted.dtype is torch.float16 or self.was_half
-            rel = 2.0**-7 if half else 2.0**-13
-            assert ((a - b).abs() <= rel * b.abs().clamp(min=2.0**-3)).all(), (
-                f"{where}: {a} is not {b}"
-            )
+            keeps = self.moments != "float32"  # where a rounding may let chance decide otherwise
+            rel = 2.0**-6 if keeps else 2.0**-7 if half else 2.0**-13
+            far = (a - b).abs() > rel * b.abs().clamp(min=2.0**-3)
+            assert far.sum() <= (far.numel() // 256 if keeps else 0), f"{where}: {a} is not {b}"
 
     def check_halves(self, *optimizers: int) -> None:
         """Every half weight is its rounded master, but where the script has written to one."""
