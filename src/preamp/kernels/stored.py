@@ -253,6 +253,12 @@ def scales_shape(shape: torch.Size | Sequence[int]) -> tuple[int, int]:
     return blocks_of(shape)[:2]
 
 
+def are_scales(values: torch.Tensor) -> bool:
+    """Whether `encode` may have made these: powers of two, zeros, or not finite. Synchronises."""
+    is_power = values.view(torch.int32) & ~(0xFF << 23) == 0
+    return bool((is_power | ~values.isfinite()).all())
+
+
 def encode(
     wide: torch.Tensor, kind: Format, chance: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -295,12 +295,15 @@ class KeepsMoments(torch.optim.Optimizer):
     def _own_entry(self, param: torch.Tensor, given: Entry, home: Home, step: Any) -> _Made:
         own, rounded = dict[str, Any](), frozenset[str]()
         tensors = {k: v.to(param.device) for k, v in given.items() if isinstance(v, torch.Tensor)}
+        for key in self.moments:
+            if key not in tensors and (key + SCALES in tensors or given.get(key) is not None):
+                check_fits(type(self).__name__, tensors, key, home)
         for key, value in tensors.items():
             is_plain = self._kept_as(key, param, home) is Format.PLAIN
             if key + SCALES in tensors or (
                 key in self.moments and not (is_plain and is_kept_plain(tensors, key))
             ):
-                check_fits(type(self).__name__, tensors, key, home)
+                check_fits(type(self).__name__, tensors, key, home, self.moments.get(key))
                 made = self._moment(param, tensors, key, home, int(step))
                 own, rounded = own | made.entry, rounded | made.rounded
             elif key in self._wide_state:

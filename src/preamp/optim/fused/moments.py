@@ -16,6 +16,7 @@ from preamp.core.tensors import is_sharded, local_of
 from preamp.kernels.shards import box_of, has_whole_rows, sharded_as
 from preamp.kernels.stored import (
     Format,
+    are_scales,
     can_be_blocks,
     decode,
     encode,
@@ -226,29 +227,42 @@ def described(value: torch.Tensor) -> str:
     return "8 bits" if format_kept(value).has_scales else dtype_name(value.dtype)
 
 
-def check_fits(kind: str, entry: Mapping[str, Any], key: str, home: Home) -> None:
-    """Raise `ValueError` unless a loaded moment has the shape that this rank keeps."""
-    value, scales = entry[key], entry.get(key + SCALES)
-    wanted = [(key, value, home.held_shape)]
-    if format_kept(value).has_scales or scales is not None:
-        wanted.append((key + SCALES, scales, home.held_scales))
-        is_paired = format_kept(value).has_scales and isinstance(scales, torch.Tensor)
-    else:
-        is_paired = True
-    found = [
-        tuple(local_of(tensor).shape) if isinstance(tensor, torch.Tensor) else None
-        for _, tensor, _ in wanted
-    ]
-    if is_paired and found == [shape for _, _, shape in wanted]:
+def check_fits(
+    kind: str, entry: Mapping[str, Any], key: str, home: Home, codes: Format | None = None
+) -> None:
+    """Raise `ValueError` unless a loaded moment is one that this rank may keep or convert.
+
+    ``codes`` are those that it may have; ``None`` if any. Synchronises where there are scales.
+    """
+    value, scales = entry.get(key), entry.get(key + SCALES)
+    given = format_kept(value)
+    fits = _shape_of(value) == home.held_shape
+    found = [_described(key, value)]
+    if given.has_scales or scales is not None:
+        fits &= given is (codes or given) and given.has_scales and _are_scales(scales, home)
+        found.append(_described(key + SCALES, scales))
+    if fits:
         return
-    parts = [
-        f"{name} is {'missing' if shape is None else f'{dtype_name(tensor.dtype)} {shape}'}"
-        for (name, tensor, _), shape in zip(wanted, found, strict=True)
-    ]
     raise bad_value(
         f"{kind} got a state for parameter {home.number}, {home.shape}, that does not fit: "
-        + ", ".join(parts),
-        "Its moments have the parameter's shape, and those of int8 or uint8 float32 scales of "
-        f"shape {home.held_scales}; nothing was loaded",
+        + ", ".join(found),
+        "Its moments have the parameter's shape, and those with a sign in int8, or without in "
+        f"uint8, float32 scales of shape {home.held_scales}, powers of two; nothing was loaded",
         "Load the state into the model and optimizer that it was saved from",
     )
+
+
+def _shape_of(value: object) -> tuple[int, ...] | None:
+    return tuple(local_of(value).shape) if isinstance(value, torch.Tensor) else None
+
+
+def _are_scales(value: object, home: Home) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
+        return False
+    return _shape_of(value) == home.held_scales and are_scales(local_of(value))
+
+
+def _described(name: str, value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"{name} is missing"
+    return f"{name} is {dtype_name(value.dtype)} {_shape_of(value)}"
