@@ -292,10 +292,13 @@ def test_an_overflow_beneath_rescaled_zeros_skips_the_step(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("name", FOUND)
-def test_programs_that_went_wrong(level: str, name: str) -> None:
+@pytest.mark.filterwarnings("ignore:.*was written to between two steps:UserWarning")
+def test_programs_that_went_wrong(level: str, storage: str, name: str) -> None:
     """What random programs have found."""
-    run(FOUND[name], level, loss_scale="dynamic")
+    optimizer = "SGD" if STORAGES[storage].moments == "float32" else "FusedSGD"
+    run(FOUND[name], level, optimizer, loss_scale="dynamic", storage=storage)
 
 
 def test_what_fails_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:

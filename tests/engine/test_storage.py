@@ -667,6 +667,18 @@ def test_float16_weights_beyond_its_range_are_named() -> None:
     preamp.initialize(model, optimizer, opt_level="O2", storage="split", verbosity=0)
 
 
+def test_weights_that_have_no_split_master_may_be_of_any_size() -> None:
+    """Those that stay float32, and those that no optimizer has."""
+    model = Net()
+    with torch.no_grad():
+        model.last.weight[0, 0] = 1e6
+        model.first.bias[0] = 1e6
+    rest = [p for p in model.parameters() if p is not model.first.bias]
+    options: Any = {"opt_level": "O2", "storage": "split", "verbosity": 0}
+    preamp.initialize(model, FusedAdam(rest), keep_fp32=["last.weight"], **options)
+    assert model.last.weight[0, 0] == 1e6
+
+
 def test_apex_names_take_a_storage() -> None:
     torch.manual_seed(0)
     model = Net()

@@ -413,6 +413,22 @@ def test_a_skipped_step_keeps_every_bit(ops: Any, half: Any, kind: str) -> None:
     assert_bits(taken.kept, case.run(ops).kept)
 
 
+@every_back_end
+@every_storage
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_what_is_not_finite_is_kept_alike(ops: Any, half: Any, kind: str, bad: float) -> None:
+    case = Case.of(ADAM, half, kind)
+    case.lists[1][1][0, 200] = bad
+    ours, wanted = case.run(ops), case.run(REFERENCE)
+    assert_bits(ours.kept_state, wanted.kept_state)
+    assert [p.isfinite().tolist() for p in ours.params] == [
+        p.isfinite().tolist() for p in wanted.params
+    ]
+    lost = ~ours.state[0][1].isfinite()
+    assert int(lost.sum()) == (BLOCK if kind == "8bit" else 1)
+    assert lost[0, 200]
+
+
 @every_storage
 @pytest.mark.parametrize("ops", [REFERENCE, BLOCKS, JIT])
 def test_norms_are_those_of_what_was_kept(ops: Any, half: Any, kind: str) -> None:
