@@ -36,6 +36,11 @@ def is_casting(device_type: str) -> bool:
     return device_type in _device_types and torch.is_autocast_enabled(device_type)
 
 
+def is_any_casting() -> bool:
+    """Whether casts are active on this thread for tensors of any device type."""
+    return any(map(torch.is_autocast_enabled, _device_types))
+
+
 def casting_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """Device type of the first floating argument on which casts are active; none with ``out=``."""
     for arg in args:

@@ -15,7 +15,7 @@ from preamp.core.errors import bad_state
 from preamp.core.link import EngineHook
 from preamp.core.pytree import cast_floating, map_leaves
 from preamp.core.undo import UndoStack
-from preamp.kernels.modules import add_hook, drop_in_replicas, keep_in_replicas
+from preamp.kernels.modules import add_hook, drop_in_replicas, keep_in_replicas, own_parameters
 
 
 class CastInputs(EngineHook):
@@ -66,11 +66,13 @@ class MatchWeightDtype(EngineHook):
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments to call ``forward`` with."""
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments to call ``forward`` with; ``None`` if they stay as they are."""
         dtype = _dtype_of(module)
         if dtype is None:
-            return args, kwargs
+            return None
+        if len(args) == 1 and not kwargs and getattr(args[0], "dtype", None) is dtype:
+            return None  # a tensor that fits already
         if args and isinstance(args[0], torch.Tensor) and args[0].is_nested:
             # Attention takes nested queries that are its keys and values too.
             nested = args[0].to(dtype)
@@ -83,6 +85,10 @@ class MatchWeightDtype(EngineHook):
 def _dtype_of(module: torch.nn.Module) -> torch.dtype | None:
     """That of a layer's weights; without any that of its statistics, as batch norms have them."""
     # Plain loops, which torch.compile has been able to trace since torch 2.6.
+    if not torch.compiler.is_compiling():  # its own ones, which are a tenth of the time to find
+        for own in own_parameters(module):
+            if own is not None and own.is_floating_point():
+                return own.dtype
     for tensor in module.parameters():
         if tensor.is_floating_point():
             return tensor.dtype

@@ -20,7 +20,13 @@ import torch
 from torch import nn
 
 from preamp.casting.autocast_state import know_device_types, untraced, weight_cache_keeps_gradients
-from preamp.casting.thread_casts import CASTS, FORWARDS_OPEN, open_bracket, unwind_to
+from preamp.casting.thread_casts import (
+    CASTS,
+    FORWARDS_OPEN,
+    open_bracket,
+    thread_is_plain,
+    unwind_to,
+)
 from preamp.core.link import EngineHook
 from preamp.core.undo import UndoStack
 from preamp.kernels.modules import add_hook
@@ -88,7 +94,10 @@ class _EnterPlain(EngineHook):
 
     @not_compiled_alone
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() and not any(map(torch.is_autocast_enabled, _COMMON)):
+        if torch.compiler.is_compiling():
+            if not any(map(torch.is_autocast_enabled, _COMMON)):
+                return
+        elif thread_is_plain():  # as in most programs, where this is the only engine
             return
         _enter_plain(module)
 
@@ -99,7 +108,7 @@ class _Leave(EngineHook):
 
     @not_compiled_alone
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() and not FORWARDS_OPEN:
+        if not (FORWARDS_OPEN if torch.compiler.is_compiling() else CASTS.brackets):
             return
         _leave(module)
 

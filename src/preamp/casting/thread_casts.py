@@ -32,7 +32,13 @@ import torch
 from torch import nn
 
 from preamp.casting import autocast_state
-from preamp.casting.autocast_state import AutocastState, know_device_types, nesting, untraced
+from preamp.casting.autocast_state import (
+    AutocastState,
+    is_any_casting,
+    know_device_types,
+    nesting,
+    untraced,
+)
 from preamp.casting.patches import PATCH_LOCK
 from preamp.core.undo import UndoStack
 from preamp.kernels.modules import call_hooks_after_interrupts
@@ -309,6 +315,11 @@ _STATE_MODULES: Final = frozenset({__name__, autocast_state.__name__, torch.auto
 def thread_has_casts() -> bool:
     """Whether an engine that is alive has functions cast on this thread, in models or outside."""
     return bool(CASTS.pushes)
+
+
+def thread_is_plain() -> bool:
+    """Whether nobody casts functions on this thread, so that a plain forward has nothing to do."""
+    return not (CASTS.brackets or CASTS.original or CASTS.pushes.is_stale or is_any_casting())
 
 
 def settle_thread() -> None:

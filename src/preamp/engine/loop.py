@@ -19,7 +19,7 @@ from preamp.core.errors import PreampStateError, bad_state, bad_type, with_artic
 from preamp.core.link import ATTRIBUTE, Link
 from preamp.core.ranks import has_process_group
 from preamp.core.splits import Splits
-from preamp.core.tensors import dtype_of, has_sharded, kinds_of
+from preamp.core.tensors import dtype_of, has_sharded, host_reaches, kinds_of
 from preamp.engine import refusals
 from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.order import kept_long, released
@@ -286,8 +286,9 @@ def unscale_and_commit(
     be told; ``None`` if nobody looked. ``note`` holds the scale and is filled with what is found;
     ``is_reduced`` says that all gradients have certainly been reduced over ranks.
     """
-    # An overflow skips the steps of all; of those that are taken each has its own.
-    notes = [note if scaler.is_dynamic else replace(note, found_inf=[], found=[]) for _ in sessions]
+    # An overflow skips the steps of all; of those that are taken each has its own, if any is made.
+    is_shared = scaler.is_dynamic or note.watched is None
+    notes = [note if is_shared else replace(note, found_inf=[], found=[]) for _ in sessions]
     try:
         for session in sessions:
             session.gradients.arrive()
@@ -372,7 +373,9 @@ def clip_grad_norm_(
             f"The norm of order {norm_type} of the gradients is {norm.item()}, so it cannot be "
             "clipped. Pass error_if_nonfinite=False, and the coming step is skipped."
         )
-    found.multiply_(engine.ops, (max_norm / (norm + _EPS)).clamp(max=1.0))
+    factor = (max_norm / (norm + _EPS)).clamp(max=1.0)
+    if not (host_reaches(factor) and factor == 1.0):  # then there is nothing to clip
+        found.multiply_(engine.ops, factor)
     return norm
 
 
@@ -580,8 +583,9 @@ def engine_of(thing: Any) -> Engine:
 
 def as_optimizers(optimizers: Any, who: str = "scale_loss") -> list[torch.optim.Optimizer]:
     """Return the optimizers as a list, a single one too; wrapped ones are taken out."""
-    if is_optimizer(optimizers) or not isinstance(optimizers, Iterable):
-        return [bare(optimizers)]
+    single = bare(optimizers)
+    if isinstance(single, torch.optim.Optimizer) or not isinstance(optimizers, Iterable):
+        return [single]
     members = [bare(optimizer) for optimizer in cast("Iterable[Any]", optimizers)]
     if not members:
         raise bad_state(

@@ -439,16 +439,8 @@ class GradientBooks:
         if is_reduced:
             self._reduced_at = self._reductions.unreduced
         self.direct.commit(self._own)
-        factors: dict[torch.device, torch.Tensor] = {}
-
-        def on(device: torch.device) -> torch.Tensor:
-            if device not in factors:  # one elsewhere would make clipping wait for a copy
-                one = torch.ones((), device=device)
-                factors[device] = one if factor is None else factor.to(device)
-            return factors[device]
-
         for table in self.tables:
-            table.collect(on, is_plain=factor is None)
+            table.collect(factor)
             table.make_at_once()
         is_reduced = is_reduced or self.known_norm.is_of_sharded
         self.known_norm.commit(factor, self.marks, is_reduced=is_reduced)

@@ -500,16 +500,16 @@ class WeightTable(WeightPairs):
         first = records[0] if records else None
         return first if first is not None and records.count(first) == len(records) else None
 
-    def plain(self, grad: torch.Tensor) -> Record:
-        """The record of a gradient that has no loss scale on it."""
-        if grad.device not in self._plain:
-            one = local_of(grad).new_ones((), dtype=torch.float32)
-            self._plain[grad.device] = Record(one, is_plain=True)
-        return self._plain[grad.device]
+    def plain(self, device: torch.device) -> Record:
+        """The record of a gradient there that has no loss scale on it."""
+        if device not in self._plain:
+            one = torch.ones((), dtype=torch.float32, device=device)
+            self._plain[device] = Record(one, is_plain=True)
+        return self._plain[device]
 
     def zeroed(self, grad: torch.Tensor) -> Record:
         """The record of zeros that are the gradient."""
-        return replace(self.plain(grad), is_zeroed=True)
+        return replace(self.plain(grad.device), is_zeroed=True)
 
     def reconcile(self, agree: Agree | None = None, *, looks: bool = False) -> None:
         """Take in what the script did to half gradients since they were last looked at.
@@ -589,9 +589,9 @@ class WeightTable(WeightPairs):
             self.keep(row, None)
             self.note(row, None)
         elif record is None:  # a backward outside scale_loss
-            self.note(row, now, self.plain(now))
+            self.note(row, now, self.plain(now.device))
         elif now is not self.seen[row] and record.is_spent:  # the same, after a step
-            self.note(row, now, self.plain(now))
+            self.note(row, now, self.plain(now.device))
         elif self._is_moved(row, now):
             self.note(row, now, record)
         else:
@@ -607,7 +607,7 @@ class WeightTable(WeightPairs):
             if record.factor is None:
                 self.keep(row, None)
             stays_zero = record.is_zeroed and is_zeroed(now)
-            self.note(row, now, self.zeroed(now) if stays_zero else self.plain(now))
+            self.note(row, now, self.zeroed(now) if stays_zero else self.plain(now.device))
             return
         is_other = now is not self.seen[row] or not is_zeroed(now)
         if (is_other or self._is_rewriting) and self._is_without_effect(record):
@@ -719,7 +719,7 @@ class WeightTable(WeightPairs):
             if factor is None or factor == 0.0:
                 self.keep(row, None)
                 is_zero = factor is not None
-                self.note(row, grad, (self.zeroed if is_zero else self.plain)(grad))
+                self.note(row, grad, self.zeroed(grad) if is_zero else self.plain(grad.device))
                 self._warn_rewritten(row, is_zero=is_zero)
                 continue
             self.seen[row], self.versions[row] = grad, version_of(grad)
@@ -1028,11 +1028,10 @@ class WeightTable(WeightPairs):
                     record = Record(None) if is_stored else self.zeroed(zeros)
                     self.note(row, zeros, record)
 
-    def collect(self, factors: Callable[[torch.device], torch.Tensor], *, is_plain: bool) -> None:
+    def collect(self, factor: torch.Tensor | None) -> None:
         """The backward has ended: note the half gradients; add nothing yet. Cannot fail.
 
-        ``factors`` returns the float32 scalar that unscales them, on a device; ``is_plain`` says
-        that it is 1 and always was.
+        ``factor`` is the float32 scalar that unscales them, ``None`` where nothing was scaled.
         """
         self._forget_dropped()
         for row in self.carried:  # the half gradient holds the earlier one too
@@ -1041,15 +1040,17 @@ class WeightTable(WeightPairs):
         # Sharded ones may have been placed anew since they arrived.
         arrived, self._arrived = None if self.has_sharded else self._arrived, None
         self._see(list(map(grad_of, self.halves)) if arrived is None else arrived)
-        devices = devices_of(self.grads)
-        made = {device: Record(factors(device), is_plain=is_plain) for device in devices}
+        made = {  # a factor elsewhere would make clipping wait for a copy
+            device: self.plain(device) if factor is None else Record(factor.to(device))
+            for device in devices_of(self.grads)
+        }
         if len(made) == 1:
             (record,) = made.values()
             self.records = [None if grad is None else record for grad in self.grads]
         else:
             self.records = [None if grad is None else made[grad.device] for grad in self.grads]
         self._sample = {}
-        if not is_plain or self.has_bases:
+        if factor is not None or self.has_bases:
             self._take_sample()
 
     def _see(self, grads: list[torch.Tensor | None]) -> None:

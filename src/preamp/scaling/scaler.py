@@ -153,16 +153,20 @@ class LossScaler:
         self._has_recorded = True
 
     def update(self) -> torch.Tensor:
-        """Adjust to what was recorded, not synchronising; return 1.0 if the step is skipped."""
+        """`react`, and return a float32 scalar: 1.0 if the step is skipped."""
         found_inf = self.found_inf.clone() if self.is_dynamic else torch.zeros_like(self.found_inf)
-        state = self.rule.adjust(ScaleState(self.scale, self.growth_tracker), found_inf)
+        self.react()
+        return found_inf
+
+    def react(self) -> None:
+        """Adjust to what was recorded, not synchronising."""
+        state = self.rule.adjust(ScaleState(self.scale, self.growth_tracker), self.found_inf)
         if state.scale is not self.scale:
             self.scale.copy_(state.scale)
         self.growth_tracker.copy_(state.growth_tracker)
         self.found_inf.zero_()
         self._has_recorded = False
         self.generation += 1
-        return found_inf
 
     def coming_scale(self) -> Callable[[], float]:
         """What tells the scale once what is recorded now is acted on; only that synchronises."""
@@ -257,7 +261,7 @@ class Adjustments:
         late = self._late.get(id(scaler))
         if late is not None and not late.waits_for:
             del self._late[id(scaler)]
-        scaler.update()
+        scaler.react()
 
     def later(
         self,
@@ -298,7 +302,7 @@ class Adjustments:
                 if late.found_inf is not None:
                     late.scaler.record(late.found_inf)
                 if late.is_due:
-                    late.scaler.update()
+                    late.scaler.react()
 
     # -- checkpoints -------------------------------------------------------------------------
 
