@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from preamp.engine import overflow, session, trace
+from preamp.core import tensors
+from preamp.engine import loop, overflow, session, trace
 from preamp.kernels import Ops, backend
 from preamp.kernels.reference import Reference
 from preamp.optim.fused import base as on_device
@@ -47,8 +48,5 @@ def far_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
             return reference if device.type == "cpu" else chosen(device)
 
         monkeypatch.setattr(ops, "_of", choose)
-    monkeypatch.setattr(on_device, "host_reaches", lambda _: False)
-    monkeypatch.setattr(trace, "host_reaches", lambda _: False)
-    monkeypatch.setattr(session, "host_reaches", lambda _: False)
-    monkeypatch.setattr(overflow, "host_reaches", lambda _: False)
-    monkeypatch.setattr(scaler, "host_reaches", lambda _: False)
+    for room in (tensors, loop, on_device, trace, session, overflow, scaler):
+        monkeypatch.setattr(room, "host_reaches", lambda _: False)

@@ -15,7 +15,7 @@ from preamp.core.errors import bad_state
 from preamp.core.link import EngineHook
 from preamp.core.pytree import cast_floating, map_leaves
 from preamp.core.undo import UndoStack
-from preamp.kernels.modules import add_hook, drop_in_replicas, keep_in_replicas, own_parameters
+from preamp.kernels.modules import add_hook, drop_in_replicas, keep_in_replicas
 
 
 class CastInputs(EngineHook):
@@ -71,8 +71,10 @@ class MatchWeightDtype(EngineHook):
         dtype = _dtype_of(module)
         if dtype is None:
             return None
-        if len(args) == 1 and not kwargs and getattr(args[0], "dtype", None) is dtype:
-            return None  # a tensor that fits already
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # as nearly always
+            (value,) = args
+            is_to_cast = value.dtype is not dtype and value.is_floating_point()
+            return ((value.to(dtype),), kwargs) if is_to_cast else None
         if args and isinstance(args[0], torch.Tensor) and args[0].is_nested:
             # Attention takes nested queries that are its keys and values too.
             nested = args[0].to(dtype)
@@ -85,10 +87,6 @@ class MatchWeightDtype(EngineHook):
 def _dtype_of(module: torch.nn.Module) -> torch.dtype | None:
     """That of a layer's weights; without any that of its statistics, as batch norms have them."""
     # Plain loops, which torch.compile has been able to trace since torch 2.6.
-    if not torch.compiler.is_compiling():  # its own ones, which are a tenth of the time to find
-        for own in own_parameters(module):
-            if own is not None and own.is_floating_point():
-                return own.dtype
     for tensor in module.parameters():
         if tensor.is_floating_point():
             return tensor.dtype

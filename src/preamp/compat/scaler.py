@@ -123,7 +123,7 @@ class LossScaler:
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:
-        self.core.found_inf.fill_(float(value))
+        self.core.record(torch.tensor(float(value), device=self.core.device), forgets=True)
 
     @property
     def _overflow_buf(self) -> torch.Tensor:

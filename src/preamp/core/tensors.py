@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, is_
@@ -117,6 +118,17 @@ def plain_versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
 def host_reaches(tensor: torch.Tensor) -> bool:
     """Whether the host may read ``tensor`` without waiting for a device."""
     return tensor.device.type == "cpu"
+
+
+def all_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether all values are finite: a bool scalar beside them. Does not synchronise."""
+    if type(tensor) is torch.Tensor and host_reaches(tensor) and not tensor.dim():
+        return _FLAGS[math.isfinite(tensor.item())]  # torch takes four operations for it
+    is_finite = torch.isfinite(tensor)
+    return is_finite.all() if tensor.dim() else is_finite
+
+
+_FLAGS = {flag: torch.tensor(flag, device="cpu") for flag in (False, True)}
 
 
 def is_capturing(device: torch.device) -> bool:

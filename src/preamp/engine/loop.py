@@ -19,7 +19,7 @@ from preamp.core.errors import PreampStateError, bad_state, bad_type, with_artic
 from preamp.core.link import ATTRIBUTE, Link
 from preamp.core.ranks import has_process_group
 from preamp.core.splits import Splits
-from preamp.core.tensors import dtype_of, has_sharded, host_reaches, kinds_of
+from preamp.core.tensors import all_finite, dtype_of, has_sharded, host_reaches, kinds_of
 from preamp.engine import refusals
 from preamp.engine.engine import Engine, engines_in_use
 from preamp.engine.order import kept_long, released
@@ -114,7 +114,7 @@ class Block:
         # The scale at the beginning is the block's, whatever a block inside does to the scaler.
         self._generation = self.scaler.generation
         self.note = GradientNote(
-            loss_id=loss_id, loss_finite=_all_finite(loss.detach()), scale=self.scaler.scale.clone()
+            loss_id=loss_id, loss_finite=all_finite(loss.detach()), scale=self.scaler.scale.clone()
         )
         # Whose graph tells which gradient was made first
         self.backward_of: torch.Tensor | None = loss
@@ -264,12 +264,6 @@ class Block:
         return found_inf
 
 
-def _all_finite(loss: torch.Tensor) -> torch.Tensor:
-    """A bool scalar."""
-    is_finite = torch.isfinite(loss)
-    return is_finite.all() if loss.dim() else is_finite
-
-
 def unscale_and_commit(
     sessions: Sequence[OptimizerSession],
     scaler: LossScaler,
@@ -364,7 +358,7 @@ def clip_grad_norm_(
     if norm is None:
         norm = found.norm(engine, norm_type)
     if not any([scaler.is_dynamic for scaler in engine.scalers]):
-        engine.ledger.look(torch.isfinite(norm), "the norm of the gradients")
+        engine.ledger.look(all_finite(norm), "the norm of the gradients")
     if is_euclidean and only is None:
         for tell in engine.events.norm_taken:
             tell(sessions[0], norm)
@@ -373,9 +367,9 @@ def clip_grad_norm_(
             f"The norm of order {norm_type} of the gradients is {norm.item()}, so it cannot be "
             "clipped. Pass error_if_nonfinite=False, and the coming step is skipped."
         )
-    factor = (max_norm / (norm + _EPS)).clamp(max=1.0)
-    if not (host_reaches(factor) and factor == 1.0):  # then there is nothing to clip
-        found.multiply_(engine.ops, factor)
+    # Where the host is near it knows if the factor is 1; far below, so that rounding is no matter.
+    if not (host_reaches(norm) and norm.item() < 0.999 * (max_norm - _EPS)):
+        found.multiply_(engine.ops, (max_norm / (norm + _EPS)).clamp(max=1.0))
     return norm
 
 

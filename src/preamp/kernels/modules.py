@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import MethodType, ModuleType
 from typing import Any, Final, cast
 
@@ -17,11 +17,6 @@ from preamp.core.undo import UndoStack
 def unsaved_buffers(module: nn.Module) -> frozenset[str]:
     """Names of the module's own buffers that are not persistent; scripted modules tell none."""
     return frozenset(getattr(module, "_non_persistent_buffers_set", ()))
-
-
-def own_parameters(module: nn.Module) -> Iterable[nn.Parameter | None]:
-    """Those of the module itself; ``None`` where a layer was made without, as without a bias."""
-    return cast("Any", module)._parameters.values()
 
 
 def recurrent_functions() -> ModuleType:

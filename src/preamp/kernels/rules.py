@@ -87,6 +87,7 @@ class _AnyRule:
     weight_decay: float
     # whether the last list of its state has a 0-dim tensor for each parameter
     has_numbers: ClassVar[bool] = False
+    leaves_state: ClassVar[bool] = False  # whether it neither reads nor writes its state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +153,11 @@ class SgdRule(_AnyRule):
     nesterov: bool  # look ahead along the momentum
     decays_after_momentum: bool = False  # add the decay after the momentum rather than before
 
+    @property
+    def leaves_state(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Without momentum there is none."""
+        return self.momentum == 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NovoGradRule(_MomentsRule):
@@ -213,11 +219,6 @@ class LarsRule(_AnyRule):
 
 Rule = AdamRule | LambRule | SgdRule | NovoGradRule | AdagradRule | LarsRule
 """Every rule that back ends know: the type checker names those that a back end leaves out."""
-
-
-def leaves_state(rule: Rule) -> bool:
-    """Whether ``rule`` neither reads nor writes its state."""
-    return isinstance(rule, SgdRule) and rule.momentum == 0
 
 
 def left_out(rule: NoReturn) -> NoReturn:

@@ -212,6 +212,8 @@ class DirectGradients:
 
     def merge(self, params: Parameters, factor: Factor | None) -> None:
         """Unscale new gradients and add old ones, in place: ``grad = grad * factor + aside``."""
+        if factor is None and not self._aside:
+            return
         news: list[torch.Tensor] = []
         olds: list[torch.Tensor | None] = []
         for param in params:

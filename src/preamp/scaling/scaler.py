@@ -164,7 +164,8 @@ class LossScaler:
         if state.scale is not self.scale:
             self.scale.copy_(state.scale)
         self.growth_tracker.copy_(state.growth_tracker)
-        self.found_inf.zero_()
+        if self._has_recorded:
+            self.found_inf.zero_()
         self._has_recorded = False
         self.generation += 1
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -158,14 +158,10 @@ def in_blocks(chunks: Chunks, shapes: tuple[torch.Size, ...]) -> Chunks:
 
 def addresses(rows: Sequence[Sequence[torch.Tensor]]) -> np.ndarray:
     """Where the tensors of each row lie now, int64; zeros for a row that has none."""
-    filled, count = [row for row in rows if row], len(rows[0])
-    every = map(_address_of, chain.from_iterable(filled))
-    found = np.fromiter(every, np.int64, len(filled) * count).reshape(-1, count)
-    if len(filled) == len(rows):
-        return found
-    at = np.zeros((len(rows), count), np.int64)
-    at[[number for number, row in enumerate(rows) if row]] = found
-    return at
+    count = len(rows[0])
+    every = [map(_address_of, row) if row else repeat(0, count) for row in rows]
+    found = np.fromiter(chain.from_iterable(every), np.int64, len(rows) * count)
+    return found.reshape(-1, count)
 
 
 _without_folder: dict[Any, Any] = {}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Set
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
@@ -44,7 +45,6 @@ from preamp.kernels.rules import (
     Scalar,
     SgdRule,
     Update,
-    leaves_state,
     left_out,
     norms_at,
 )
@@ -72,13 +72,19 @@ class Part(NamedTuple):
         self, kernel: Any, math: torch.dtype, *arguments: Any, kinds: Sequence[int] = ()
     ) -> None:
         """Call a kernel on all lists; ``kinds`` are their codes where not their dtypes'."""
-        codes = np.array(kinds or [CODES[dtype] for dtype in self.dtypes])
+        codes = _codes(*(kinds or map(CODES.__getitem__, self.dtypes)))
         walk(kernel, self.chunks, self.rows, self.at, codes, ZEROS[math], *arguments)
 
     def read(self, kernel: Any, row: int, *arguments: Any) -> None:
         """Call a kernel on one list."""
         chosen = slice(row, row + 1)
         walk(kernel, self.chunks, self.rows[chosen], self.at[chosen], *arguments)
+
+
+@lru_cache(maxsize=64)
+def _codes(*codes: int) -> np.ndarray:
+    """For kernels, which only read them."""
+    return np.array(codes)
 
 
 def parts_of(
@@ -148,7 +154,7 @@ def _number(value: Scalar, dtype: torch.dtype) -> Any:
     """A number, or 0-dim tensor, as kernels take numbers of the computation."""
     if isinstance(value, torch.Tensor):  # of the host, where reading it waits for nothing
         if value.dtype is torch.float32 and value.is_cpu and not value.requires_grad:
-            value = value.numpy().item()
+            value = float(value)
         else:
             value = float(value.detach().reshape(()).to(_CPU, torch.float64).numpy())
     if dtype is torch.float64:
@@ -242,7 +248,8 @@ class Jit(Combining):
             return _REFERENCE.l2norm(tensors, factors, device)
         norms, numbers = _norms_of(tensors, parts, others), _numbers(factors)
         if len({*numbers.values()}) == 1:  # as a rule: one backward, one factor, or a scale of 1
-            norms = norms * next(iter(numbers.values()))
+            if (by := next(iter(numbers.values()))) != 1.0:
+                norms = norms * by
         elif numbers:
             norms = norms * np.array([numbers[id(factor)] for factor in factors])
         return _scalar(_norm(norms), device)
@@ -409,7 +416,8 @@ def _numbers(factors: Sequence[torch.Tensor | None]) -> dict[int, float]:
 
 
 def _scalar(value: float, device: torch.device) -> torch.Tensor:
-    return torch.full((), float(_number(value, torch.float32)), dtype=torch.float32, device=device)
+    made = _torch.from_numpy(np.array(_number(value, torch.float32)))
+    return cast("torch.Tensor", made if device.type == "cpu" else made.to(device))
 
 
 def _float32(values: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
@@ -539,14 +547,14 @@ def _works(
     numbers = state[shaped] if rule.has_numbers else ()
     halves: Column = [None] * len(params) if update.halves is None else update.halves
     kept = list(state[:shaped])
-    if not kept or leaves_state(rule):  # kernels have a list for it
+    if not kept or rule.leaves_state:  # kernels have a list for it
         kept = [[None] * len(params)]
     columns = (params, grads, *kept, halves)
     check_lengths(*columns, *([numbers] if rule.has_numbers else []))
     stored = update.stored
     if stored is not None:
         check_stored(params, state, update)
-        if leaves_state(rule):
+        if rule.leaves_state:
             stored = replace(stored, formats=(), scales=())
             update = replace(update, stored=stored)
     parts, others = parts_of(*columns) if stored is None else _stored_parts(columns, stored)

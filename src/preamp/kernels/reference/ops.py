@@ -17,7 +17,7 @@ from preamp.kernels.reference.formulas import apply, measured, number_of, order_
 from preamp.kernels.reference.stored import Unpacked, update_stored
 from preamp.kernels.reference.tally import blocks_of, tally
 from preamp.kernels.reference.update import Slot, slots
-from preamp.kernels.rules import LambRule, Rule, Update, leaves_state
+from preamp.kernels.rules import LambRule, Rule, Update
 from preamp.kernels.stored import join, split
 from preamp.kernels.vectors import max_norm, norm, stack
 
@@ -218,7 +218,7 @@ class Reference(Ops):
                 state = ([tensor] for tensor in one.state or [one.param])
                 self.update_([one.param], [grad], *state, rule=rule, update=one.update)
 
-            update_stored(run, params, grads, () if leaves_state(rule) else state, update)
+            update_stored(run, params, grads, () if rule.leaves_state else state, update)
             return
         for place, slot in enumerate(slots(params, grads, *state, update=update)):
             if update.norms is not None:

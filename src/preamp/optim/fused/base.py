@@ -16,7 +16,7 @@ import abc
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_, itemgetter
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.optim.optimizer import required
@@ -40,7 +40,6 @@ from preamp.optim.master_parameter import (
 )
 from preamp.optim.table import Twin
 
-T = TypeVar("T")
 Group = dict[str, Any]
 Closure = Callable[[], Any]
 REQUIRED: Any = required
@@ -80,18 +79,8 @@ class Entries:
 
     def at(self, places: Sequence[int]) -> Entries:
         """The rows at ``places``."""
-
-        def pick(column: list[T]) -> list[T]:
-            return [column[place] for place in places]
-
-        return Entries(
-            pick(self.params),
-            pick(self.grads),
-            pick(self.halves),
-            pick(self.factors),
-            pick(self.twins),
-            pick(self.lows),
-        )
+        columns: Any = self.params, self.grads, self.halves, self.factors, self.twins, self.lows
+        return Entries(*cast("Any", [[column[i] for i in places] for column in columns]))
 
     def add(
         self,
