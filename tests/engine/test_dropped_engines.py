@@ -16,6 +16,7 @@ from torch import nn
 import preamp
 from cases.levels import BY_KIND, LEVEL_NAMES
 from preamp import amp
+from preamp.optimizers import FusedSGD
 
 NAMESPACES = (torch, torch.Tensor, nn.functional, torch.autograd)
 
@@ -480,3 +481,19 @@ def test_forked_worker_starts_without_casts(level: str) -> None:
     assert list(loader) == [["torch.float32"]]
     assert _Dtypes()[0] != "torch.float32"  # this process goes on as it was
     preamp.engine_of(model).close()
+
+
+def test_gradients_are_no_longer_released() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    storage = preamp.Storage(release_gradients=True)
+    preamp.initialize(model, optimizer, opt_level="O0", verbosity=0, storage=storage)
+    with preamp.scale_loss(model(torch.ones(3, 4)).sum(), optimizer) as scaled:
+        scaled.backward()
+    weight, engine = model.weight, weakref.ref(preamp.engine_of(model))
+    assert weight.grad is None
+    del model, optimizer, scaled
+    gc.collect()
+    assert engine() is None
+    weight.sum().backward()
+    assert weight.grad is not None

@@ -131,6 +131,43 @@ def test_bytes_of_a_parameter(storage: str, bytes_each: float) -> None:
         assert estimate.storage == storage
 
 
+RELEASING = preamp.Storage(masters="split", moments="8bit", release_gradients=True)
+
+
+@pytest.mark.parametrize("text", STORING)
+def test_released_gradients_take_nothing(text: str) -> None:
+    policy, batch = preamp.OPT_LEVELS["O5"].replace(storage=RELEASING), torch.ones(2, 8, 3, 3)
+    estimate = preamp.estimate(Blocks(), policy, text)
+    model = Blocks()
+    optimizer = optimizer_factory(text)(model.parameters())
+    assert estimate.categories == counted(model, optimizer, "O5", batch, storage=RELEASING)
+    assert estimate.gradients == 0
+
+
+def test_released_gradients_are_not_in_the_peak() -> None:
+    def peak(storage: Any) -> int:
+        policy = preamp.OPT_LEVELS["O5"].replace(storage=storage)
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])
+        options: Any = {"loss_fn": lambda model, x: model(x).mean(), "batch": torch.ones(1, 64)}
+        found = preamp.estimate(model, policy, "FusedAdam", **options).peak
+        assert found is not None
+        return found
+
+    one = 64 * 64 * 2
+    assert 6 * one < peak("compact") - peak(RELEASING) < 8 * one
+
+
+def test_what_cannot_be_released() -> None:
+    policy = preamp.OPT_LEVELS["O5"].replace(storage=RELEASING)
+    with pytest.raises(ValueError, match=r"release_gradients=True, and the optimizer is FusedLAMB"):
+        preamp.estimate(Blocks(), policy, "FusedLAMB")
+    with pytest.raises(ValueError, match=r"release_gradients=True, and world_size is 2"):
+        preamp.estimate(Blocks(), policy, "FusedAdam", world_size=2)
+    dynamic = preamp.OPT_LEVELS["O2"].replace(storage=RELEASING)
+    with pytest.raises(preamp.PreampPolicyError, match="a dynamic loss scale"):
+        preamp.estimate(Blocks(), dynamic, "FusedAdam")
+
+
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("level", LEVELS)
 def test_muon(level: str) -> None:

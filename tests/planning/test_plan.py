@@ -243,6 +243,22 @@ def test_a_storage_is_planned_and_tried() -> None:
         preamp.plan(model, mean_square, batch, optimizer, levels=refused)
 
 
+def test_a_storage_that_releases_gradients_is_planned_and_tried() -> None:
+    model, batch = nn.Linear(64, 96), torch.randn(8, 64)
+    optimizer = FusedAdam(model.parameters(), lr=1e-3)
+    storage = preamp.Storage(masters="split", release_gradients=True)
+    levels = policies_of(["O2", "O5"], storage)
+    assert not levels["O2"].storage.release_gradients  # its loss scale is dynamic
+    report = preamp.plan(
+        model, mean_square, batch, optimizer, levels=levels, steps=1, verify_steps=2
+    )
+    assert report.levels["O5"].memory.gradients == 0 < report.levels["O2"].memory.gradients
+    assert report.levels["O5"].verification is not None
+    assert report.levels["O5"].verification.holds
+    code = "preamp.Storage(masters='split', release_gradients=True)"
+    assert report.recommended != "O5" or code in str(report)
+
+
 def test_a_forward_that_looks_at_values_can_be_planned() -> None:
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         loss = model(batch).float().square().mean()

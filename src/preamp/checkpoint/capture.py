@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -82,7 +81,8 @@ def _optimizer_state(
         "class": class_name(optimizer),
         "state": shares.optimizer_state(optimizer),
         "params": describe_params(optimizer, names),
-        "storage": asdict(storage or FULL),
+        # That gradients are released changes nothing of what is kept
+        "storage": {key: getattr(storage or FULL, key) for key in ("masters", "moments", "seed")},
     }
 
 

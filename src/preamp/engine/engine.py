@@ -18,7 +18,7 @@ from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.link import ATTRIBUTE, Link
 from preamp.core.splits import Splits
 from preamp.core.undo import UndoStack, run_all, set_attribute
-from preamp.engine import parts
+from preamp.engine import parts, refusals
 from preamp.engine.core import EngineCore
 from preamp.engine.entrance import OWN, Entrance
 from preamp.engine.overflow import OverflowCause
@@ -196,9 +196,11 @@ class Engine(EngineCore):
         waits for nobody. What is compiled or scripted is not looked into.
 
         Raises:
-            PreampStateError: The engine is closed.
+            PreampStateError: The engine is closed, or gradients are released.
         """
         self._check_open("trace_overflow")
+        if self.policy.storage.release_gradients:
+            raise refusals.needs_gradients("Engine.trace_overflow")
         if self.policy.enabled:
             backwards = sum(session.backwards for session in self.sessions.values())
             self.tracer.arm(is_first=backwards == 0)

@@ -22,6 +22,7 @@ class Backward(Protocol):
 
     note: GradientNote  # what is found in its gradients
     loss: torch.Tensor  # as given, unscaled
+    reached: set[str]  # "loss", "scaled loss": what a backward has come to, if there is a scale
 
     @property
     def sessions(self) -> Sequence[OptimizerSession]:

@@ -19,6 +19,7 @@ from preamp.casting import settle_thread
 from preamp.core.errors import bad_state, bad_type, bad_value, message, with_article
 from preamp.core.ranks import has_process_group
 from preamp.core.tensors import version_of, versions_of
+from preamp.engine import refusals
 from preamp.engine.loop import Block, as_optimizers, bare, check_loss, common_engine
 from preamp.engine.optimizer_hooks import skips_step
 from preamp.engine.order import released
@@ -69,7 +70,8 @@ class GradScaler(torch.amp.GradScaler):
         enabled: False makes all methods pass through, as torch's do.
 
     Raises:
-        PreampStateError: An optimizer has no engine, or they have several, or share parameters.
+        PreampStateError: An optimizer has no engine, or they have several, or share parameters; or
+            gradients are released.
         IndexError: The engine has no loss ``loss_id``.
         TypeError: ``optimizers`` is a device, as torch's first argument is, or a model.
         ValueError: A number cannot be used.
@@ -107,6 +109,8 @@ class GradScaler(torch.amp.GradScaler):
         self._loss_id = loss_id
         self._loss_scaler = self._engine.scaler(loss_id)
         self._enabled = enabled and self._engine.policy.enabled
+        if self._enabled and self._engine.policy.storage.release_gradients:
+            raise refusals.needs_gradients("GradScaler")
         self._device = self._loss_scaler.device.type
         # By ``id`` of the session: backwards left open
         self._blocks: dict[int, Block] = {}

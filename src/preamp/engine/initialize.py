@@ -40,8 +40,9 @@ from preamp.engine.optimizer_hooks import OptimizerHooks
 from preamp.engine.params import master_types
 from preamp.engine.recording import OFF, Numerics, Recording, make_recording
 from preamp.engine.reductions import attach_reductions
+from preamp.engine.release import Release
 from preamp.engine.sharding import check_fits, check_groups
-from preamp.engine.storage import check_storage
+from preamp.engine.storage import check_release, check_storage
 from preamp.engine.weights import attach_move_doors, attach_weight_doors
 from preamp.kernels import ForeachType, Ops
 from preamp.kernels import backend as ops_named
@@ -138,7 +139,8 @@ def initialize(
             training. Groups of sharded tensors (``fully_shard``) are known without.
         storage: How masters and moments are kept between steps: ``"full"`` (default) in float32;
             ``"split"``, masters as half weights and the 16 bits that these lack, exactly;
-            ``"compact"``, moments in 8 bits besides; or a `preamp.Storage`.
+            ``"compact"``, moments in 8 bits besides; or a `preamp.Storage`, which may also have
+            gradients applied and dropped as soon as they are made.
 
     Returns:
         The very objects passed in: ``models`` alone if ``optimizers`` is ``None``, else
@@ -206,6 +208,8 @@ def create_engine(
     optimizer_list = checks.as_optimizer_list(optimizers)
     num_losses = checks.check_num_losses(num_losses)
     conversion = _checked(model_list, optimizer_list, policy, splits, entrance)
+    if policy.storage.release_gradients:
+        check_release(optimizers, optimizer_list, policy, splits, recording)
     reshard(model_list)
     earlier = [(model, find_engine(model)) for model in model_list]
     engine = Engine(
@@ -313,6 +317,8 @@ def _attach(engine: Engine) -> None:
     _install_function_casts(engine)
     for session in engine.sessions.values():
         OptimizerHooks(engine, session).attach(engine.undo)
+    if policy.storage.release_gradients:
+        Release(engine).attach()
     if policy.overflow == "trace":
         engine.tracer.arm(stays=True, is_first=True)
 

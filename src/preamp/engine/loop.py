@@ -83,6 +83,8 @@ def scale_loss(
     if not engine.policy.enabled:
         yield loss
         return
+    if delay_unscale and engine.policy.storage.release_gradients:
+        raise refusals.needs_gradients("scale_loss(delay_unscale=True)")
     check_loss(loss)
     block = Block(engine, members, loss, loss_id)
     delays = delay_unscale and not block.is_plain
@@ -120,7 +122,7 @@ class Block:
         self.backward_of: torch.Tensor | None = loss
         self._engine = engine
         self._hooks: list[RemovableHandle] = []
-        self._reached: set[str] = set()  # by the body's backwards: the loss, what was yielded
+        self.reached: set[str] = set()  # by the body's backwards: the loss, what was yielded
         self._has_ranks = has_process_group()
         self._answers = engine.reductions.begin_block() if self._has_ranks else NO_ANSWER
 
@@ -188,11 +190,11 @@ class Block:
 
     def _reach(self, name: str, grad: torch.Tensor) -> None:
         del grad
-        self._reached.add(name)
+        self.reached.add(name)
 
     def _check_backward(self) -> None:
         """Refuse gradients of the loss itself, which nobody scaled; restore the earlier ones."""
-        if self._reached != {"loss"}:
+        if self.reached != {"loss"}:
             return  # so it is where a `GradScaler` scales, too
         if any([session.gradients.holds_raw() for session in self.sessions]):
             self.abort()
@@ -338,7 +340,7 @@ def clip_grad_norm_(
 
     Raises:
         PreampStateError: The optimizer has no engine, parameters with gradients have none or
-            several, no optimizer updates them, or gradients are still scaled.
+            several, no optimizer updates them, or gradients are still scaled, or released.
         TypeError: ``parameters`` is neither.
         RuntimeError: The norm is not finite, and ``error_if_nonfinite``; nothing was clipped.
 
@@ -347,6 +349,8 @@ def clip_grad_norm_(
     """
     del foreach
     engine, sessions, only = _to_clip(parameters)
+    if engine.policy.storage.release_gradients:
+        raise refusals.needs_gradients("clip_grad_norm_")
     for session in sessions:
         _check_can_clip(session)
     is_euclidean = norm_type == 2.0

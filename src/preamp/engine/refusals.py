@@ -69,6 +69,58 @@ def backward_of_loss() -> PreampStateError:
     )
 
 
+def needs_gradients(what: str) -> PreampStateError:
+    """Something is asked for that needs all gradients of a step, which are released."""
+    return bad_state(
+        f"{what} was called where storage has release_gradients=True",
+        "Each gradient is applied as soon as it is made, and then dropped: none is left to clip, "
+        "to add to, to look at or to unscale later",
+        "Leave the call out, or pass preamp.initialize a storage without release_gradients",
+    )
+
+
+_APPLIED = "With release_gradients=True each gradient is applied as soon as it is made"
+
+
+def second_backward() -> PreampStateError:
+    """A step would have the updates of two backwards."""
+    return bad_state(
+        "scale_loss was entered for an optimizer whose updates of the backward before it no "
+        "optimizer.step() has ended",
+        f"{_APPLIED}, so a step has one backward and nothing is accumulated",
+        "Call optimizer.step() after each block, or pass preamp.initialize a storage without it",
+    )
+
+
+def second_gradient(name: str) -> PreampStateError:
+    """A block reaches a parameter again, whose gradient is applied already."""
+    return bad_state(
+        f"{name!r} got a second gradient in one scale_loss block",
+        f"{_APPLIED}, so a block has one backward, and that reaches each parameter once; "
+        "checkpoint(use_reentrant=True) reaches one for each segment that uses it",
+        "Add losses up before one backward, pass use_reentrant=False, or a storage without it",
+    )
+
+
+def outside_block(name: str) -> PreampStateError:
+    """Nobody has asked for the update that a gradient would be."""
+    return bad_state(
+        f"A backward outside of scale_loss blocks of its optimizer has made a gradient of {name!r}",
+        f"{_APPLIED}, and the block says that it is meant",
+        "Name the optimizer in scale_loss, or call requires_grad_(False) on what is not to be "
+        "trained by this loss; the gradient was dropped",
+    )
+
+
+def other_gradient() -> PreampStateError:
+    """A step would apply gradients besides those that were."""
+    return bad_state(
+        "An optimizer that releases gradients has some that its updates have not used",
+        f"{_APPLIED}; none is there between blocks, or added by a script or a penalty on masters",
+        "Call optimizer.zero_grad() to drop it, or pass a storage without release_gradients",
+    )
+
+
 def never_scaled() -> str:
     """Warning: an optimizer steps without any ``scale_loss``."""
     return message(

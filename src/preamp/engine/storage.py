@@ -4,18 +4,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from preamp.casting.kept import Kept
 from preamp.core.dtypes import math_dtype
-from preamp.core.errors import bad_state, bad_type, with_article
+from preamp.core.errors import PreampStateError, bad_state, bad_type, with_article
+from preamp.core.ranks import has_process_group
+from preamp.core.splits import Splits
 from preamp.core.tensors import local_of
+from preamp.engine.recording import Recording
 from preamp.kernels.stored import is_beyond_float16
+from preamp.optim import LARC
+from preamp.optim.fused.base import FusedOptimizer
+from preamp.optim.larc import released
 from preamp.policy import Policy
-from preamp.policy.storage import MOMENT_KINDS
+from preamp.policy.storage import MOMENT_KINDS, RELEASING_KINDS
 
 if TYPE_CHECKING:
     from preamp.engine.core import EngineCore
@@ -49,6 +55,57 @@ def check_storage(
                     _check_range(name, param)
 
 
+def check_release(
+    given: object,
+    optimizers: Sequence[torch.optim.Optimizer],
+    policy: Policy,
+    splits: Splits,
+    recording: Recording,
+) -> None:
+    """Refuse what needs gradients of a whole step. Changes nothing; ``given`` may be wrapped."""
+    every = cast("list[object]", given) if isinstance(given, list) else [given]
+    if any(isinstance(one, LARC) for one in every):
+        raise released()
+    for optimizer in optimizers:
+        check_releases(optimizer)
+    params = [id(p) for o in optimizers for group in o.param_groups for p in group["params"]]
+    if len(set(params)) < len(params):
+        raise _refused("optimizers that share a parameter", "each would need its gradient later")
+    if splits.given:
+        raise _refused("process_groups", "norms and overflow of all ranks come after the backward")
+    check_no_ranks()
+    if recording.numerics != "off" or policy.overflow == "trace":
+        what = "overflow='trace'" if policy.overflow == "trace" else "numerics"
+        raise _refused(what, "it reads gradients once a backward has ended")
+
+
+def check_releases(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that needs more than a parameter's own gradient to update it."""
+    if isinstance(optimizer, FusedOptimizer) and optimizer.updates_alone:
+        return
+    kind = with_article(type(optimizer).__name__)
+    kind += " of early 2019's formula" if type(optimizer).__name__ in RELEASING_KINDS else ""
+    raise bad_type(
+        f"storage has release_gradients=True, and an optimizer is {kind}",
+        f"A parameter is updated by its own gradient alone in {', '.join(RELEASING_KINDS)}",
+        "Choose one of these, or a storage without release_gradients",
+    )
+
+
+def check_no_ranks() -> None:
+    """Refuse ranks, which may reduce gradients."""
+    if has_process_group():
+        raise _refused("a process group", "ranks reduce gradients after the hooks of parameters")
+
+
+def _refused(what: str, why: str) -> PreampStateError:
+    return bad_state(
+        f"storage has release_gradients=True beside {what}",
+        f"Each gradient is applied as soon as it is made; {why}",
+        "Leave one of the two out",
+    )
+
+
 def _check_range(name: str, param: torch.Tensor) -> None:
     """Refuse a weight that is infinite in float16: no master could be told from that."""
     value = local_of(param.detach())
@@ -76,6 +133,8 @@ def describe_storage(engine: EngineCore) -> list[str]:
             f"storage: {split} of {len(lows)} masters are split now"
             + (f", {wide} stay float32 (they were written to, or are too large)" if wide else "")
         )
+    if engine.policy.storage.release_gradients:
+        found.append("storage: each gradient is applied as soon as it is made, and then dropped")
     kind = engine.policy.storage.moments
     if kind != "float32":
         moments = [moment for o in engine.optimizers for moment in _moments_of(o)]

@@ -9,13 +9,14 @@ from typing import Any, cast
 import torch
 
 from preamp.core.dtypes import math_dtype
-from preamp.core.errors import bad_state, bad_type, with_article
+from preamp.core.errors import PreampStateError, bad_state, bad_type, with_article
 from preamp.core.splits import Splits
 from preamp.core.tensors import local_of
 from preamp.kernels.shards import place_gradients
 from preamp.optim.fused.base import rate_of
 from preamp.optim.master_parameter import leaf_of
 from preamp.optim.rank_norms import complete_
+from preamp.policy.storage import FULL
 
 
 class LARC:
@@ -73,11 +74,13 @@ class LARC:
         """Adapt the gradients and let the wrapped optimizer step. Does not synchronise by itself.
 
         Raises:
-            PreampStateError: A gradient is sparse; nothing was changed.
+            PreampStateError: A gradient is sparse, or they are released; nothing was changed.
 
         Mutates:
             Gradients, and what the optimizer does. Weight decays are zero while it steps.
         """
+        if getattr(self.optim, "storage", FULL).release_gradients:
+            raise released()
         # In a hook, since the engine decides inside optim.step() whether there is a step at all,
         # and has brought the masters up to date by the time hooks run.
         adaptation = _Adaptation(self)
@@ -130,6 +133,15 @@ class LARC:
 
     def __repr__(self) -> str:
         return repr(self.optim)
+
+
+def released() -> PreampStateError:
+    """The error for an optimizer that has used its gradients up before LARC can adapt them."""
+    return bad_state(
+        "LARC was used with storage that has release_gradients=True",
+        "It adapts gradients in step(), and these are applied as soon as a backward makes them",
+        "Pass the optimizer without LARC, or a storage without release_gradients",
+    )
 
 
 class _Adaptation:

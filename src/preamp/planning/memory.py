@@ -31,7 +31,7 @@ from preamp.planning.optimizers import (
 from preamp.planning.peak import trace_pass
 from preamp.policy import Policy, resolve
 from preamp.policy.resolve import check_storage
-from preamp.policy.storage import Storage, describe_storage
+from preamp.policy.storage import Storage, storage_name
 
 Sharding = Literal["none", "zero1", "fsdp"]
 _SCALER_BYTES = 12  # scale (float32), growth tracker (int32), overflow flag (float32)
@@ -54,7 +54,8 @@ class MemoryEstimate:
         weights: The model's parameters.
         buffers: The model's buffers.
         masters: float32 masters of half weights, or of split ones what lies beside the weights.
-        gradients: What a backward leaves on every trainable parameter.
+        gradients: What a backward leaves on every trainable parameter; nothing where they are
+            released.
         optimizer_state: Tensors in the optimizer's state and in its groups.
         scaler: Scale, growth counter and overflow flag of one loss scaler.
         master_gradients: For the time of ``optimizer.step`` only: float32 gradients of the
@@ -154,7 +155,8 @@ def estimate(
     policy = opt_level if isinstance(opt_level, Policy) else resolve(opt_level, {})
     check_storage(policy)
     optimizer = bare(optimizer)
-    _check_ranks(world_size, sharding, has_loss=loss_fn is not None)
+    releases = policy.storage.release_gradients
+    _check_ranks(world_size, sharding, has_loss=loss_fn is not None, releases=releases)
     if loss_fn is not None:
         model = made(model)
     slots = slots_of(model, policy.keep_fp32, in_rows=policy.storage.moments == "8bit")
@@ -168,7 +170,7 @@ def estimate(
         optimizer=name_of(optimizer),
         world_size=world_size,
         sharding=sharding,
-        storage=describe_storage(policy.storage.masters, policy.storage.moments),
+        storage=storage_name(policy.storage),
         parameters=sum(slot.elements for slot in slots if slot.is_parameter),
         **fixed,
         masters=_master_bytes(slots, updated, policy, None if sharding == "none" else part),
@@ -186,7 +188,7 @@ def estimate(
     return dataclasses.replace(found, activations=traced, peak=max(without + traced, at_step))
 
 
-def _check_ranks(world_size: int, sharding: str, *, has_loss: bool) -> None:
+def _check_ranks(world_size: int, sharding: str, *, has_loss: bool, releases: bool) -> None:
     if isinstance(world_size, bool) or world_size < 1 or world_size != int(world_size):
         raise bad_value(
             f"world_size={world_size!r} cannot be used",
@@ -205,6 +207,12 @@ def _check_ranks(world_size: int, sharding: str, *, has_loss: bool) -> None:
             f"loss_fn together with sharding={sharding!r}",
             "A step's peak is known for ranks that have everything",
             "Leave loss_fn out, or pass sharding='none'",
+        )
+    if releases and world_size > 1:
+        raise bad_value(
+            f"storage has release_gradients=True, and world_size is {world_size}",
+            "Gradients that ranks reduce are final only when all of them have come",
+            "Pass world_size=1, or a storage without it",
         )
 
 
@@ -265,7 +273,7 @@ def _kept_bytes(slots: Sequence[Slot], policy: Policy, share: int) -> dict[str, 
         parts = share if slot.is_parameter else 1
         name = "weights" if slot.is_parameter else "buffers"
         elements = -(-slot.elements // parts)
-        if slot.is_parameter and slot.is_trainable:
+        if slot.is_parameter and slot.is_trainable and not policy.storage.release_gradients:
             found["gradients"] += elements * dtype.itemsize
         if dtype is not slot.dtype or parts > 1:
             found[name] += elements * dtype.itemsize

@@ -20,7 +20,7 @@ from preamp.kernels.stored import Format, can_be_blocks, scales_shape
 from preamp.optim.fused import every as fused
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.optim.fused.moments import format_of
-from preamp.policy.storage import FULL, MOMENT_KINDS, Storage
+from preamp.policy.storage import FULL, MOMENT_KINDS, RELEASING_KINDS, Storage
 
 _FORM = (
     "A factory is written package.module:name, or package.module:name(10, bias=False) with "
@@ -221,7 +221,7 @@ def state_bytes(
     """
     small = {tensor: _small_parameter(tensor) for tensor in dict.fromkeys(tensors)}
     optimizer = _stepped(make, small, options)
-    _check_moments(optimizer, storage)
+    _check_storage(optimizer, storage)
     moments: Mapping[str, Format] = getattr(optimizer, "moments", {})
     kept: dict[Updated, int] = {}
     for tensor, param in small.items():
@@ -253,7 +253,13 @@ def _moment_bytes(tensor: Updated, kind: Format, storage: Storage, part: ShardSi
     return elements * kept.dtype.itemsize + 4 * rows * scales_shape(tensor.shape)[1]
 
 
-def _check_moments(optimizer: torch.optim.Optimizer, storage: Storage) -> None:
+def _check_storage(optimizer: torch.optim.Optimizer, storage: Storage) -> None:
+    if storage.release_gradients and not getattr(optimizer, "updates_alone", False):
+        raise bad_value(
+            f"storage has release_gradients=True, and the optimizer is {type(optimizer).__name__}",
+            f"Gradients are released by {', '.join(RELEASING_KINDS)}",
+            "Choose one of these, or a storage without it",
+        )
     if storage.moments != "float32" and not getattr(optimizer, "moments", {}):
         raise bad_value(
             f"storage has moments={storage.moments!r}, and the optimizer is "

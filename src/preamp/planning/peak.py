@@ -106,6 +106,9 @@ def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) ->
     twin = copies["model"]
     with untouched_random(), mode:
         engine = create_engine(twin, None, policy)
+        for param in twin.parameters() if policy.storage.release_gradients else ():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(_drop)
         try:
             with Traffic() as traffic:
                 copies["loss_fn"](twin, copies["batch"]).float().backward()
@@ -119,6 +122,10 @@ def trace_pass(model: nn.Module, policy: Policy, loss_fn: LossFn, batch: Any) ->
         finally:
             engine.close()
     return Pass(peak=traffic.peak, moved=traffic.moved)
+
+
+def _drop(param: torch.Tensor) -> None:
+    param.grad = None
 
 
 def first_line(error: BaseException) -> str:

@@ -224,21 +224,29 @@ def policies_of(
 ) -> dict[str, Policy]:
     """The policies of ``levels``, or those planned by default, with a storage.
 
-    At levels without masters it is that of moments alone. Raises as `plan` does.
+    At levels without masters it is that of moments alone, and with a dynamic loss scale gradients
+    are not released. Raises as `plan` does.
     """
     storage = parse_storage(storage)
     names = [levels] if isinstance(levels, str) else POLICIES if levels is None else levels
     found = {name: POLICIES.get(name) or level_defaults(name) for name in names}
     if found and "O0" not in found:
-        without = dataclasses.replace(storage, masters="float32")
         return {
-            name: policy.replace(storage=storage if policy.master_weights else without)
-            for name, policy in found.items()
+            name: policy.replace(storage=_at(policy, storage)) for name, policy in found.items()
         }
     raise bad_value(
         f"levels={levels!r} leaves nothing to plan",
         f"Allowed are {', '.join(map(repr, POLICIES))}; O0 is what they are compared with",
         "Name at least one of them, or leave levels out",
+    )
+
+
+def _at(policy: Policy, storage: Storage) -> Storage:
+    """What of ``storage`` a policy can have."""
+    return dataclasses.replace(
+        storage,
+        masters=storage.masters if policy.master_weights else "float32",
+        release_gradients=storage.release_gradients and not policy.is_dynamic,
     )
 
 

@@ -19,7 +19,7 @@ from preamp.core.errors import PreampPolicyError, bad_type, bad_value, message, 
 from preamp.policy.keep import parse_keep
 from preamp.policy.levels import OPT_LEVELS
 from preamp.policy.policy import Policy
-from preamp.policy.storage import describe_storage, parse_storage, storage_code
+from preamp.policy.storage import parse_storage, storage_code, storage_name
 
 _LEVEL_NAMES = ", ".join(repr(name) for name in OPT_LEVELS)
 
@@ -67,10 +67,11 @@ def resolve(
 
 
 def check_storage(policy: Policy) -> None:
-    """Refuse split masters where there are no masters; ``hard_override`` makes none of them."""
+    """Refuse a storage that a policy cannot have, whatever ``hard_override`` says."""
     storage = policy.storage
     if storage.masters == "split" and not policy.master_weights:
-        name, other = (describe_storage(kind, storage.moments) for kind in ("split", "float32"))
+        name = storage_name(storage)
+        other = storage_name(dataclasses.replace(storage, masters="float32"))
         raise worded(
             PreampPolicyError,
             f"storage={storage_code(name)} with opt_level={policy.opt_level!r}, which has no "
@@ -78,6 +79,16 @@ def check_storage(policy: Policy) -> None:
             "Masters are split where half weights have any: at O2 and O5, or with "
             "master_weights=True",
             f"Choose one of these, or pass storage={storage_code(other)}",
+        )
+    if storage.release_gradients and policy.is_dynamic:
+        raise worded(
+            PreampPolicyError,
+            f"storage has release_gradients=True with opt_level={policy.opt_level!r} and a dynamic "
+            "loss scale",
+            "A gradient that overflows makes a dynamic scale skip the step, and by then others "
+            "would have been applied",
+            "Choose opt_level='O5' (bfloat16, which needs no loss scale), or pass a number such as "
+            "loss_scale=128.0",
         )
 
 

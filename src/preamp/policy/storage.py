@@ -28,11 +28,16 @@ class Storage:
             float32 moments with ``"8bit"``.
         seed: Of the stochastic rounding: runs of equal seeds round alike, on any number of
             threads, devices and ranks.
+        release_gradients: Whether each parameter is updated as soon as a backward has made its
+            gradient, which then goes: those of the whole model are never in memory together. Needs
+            a static loss scale, and an optimizer whose updates need no other gradients; nothing
+            can be clipped or accumulated.
     """
 
     masters: MasterStorage = "float32"
     moments: MomentStorage = "float32"
     seed: int = 0
+    release_gradients: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what is not known."""
@@ -53,10 +58,18 @@ class Storage:
         if not 0 <= seed < 2**32:
             raise bad_value(f"Storage got seed={self.seed!r}", seeds, "Pass one of these")
         object.__setattr__(self, "seed", seed)
+        if not isinstance(self.release_gradients, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise bad_type(
+                f"Storage got release_gradients={self.release_gradients!r}",
+                "It takes True and False",
+                "Pass one of these",
+            )
 
 
 MOMENT_KINDS = "FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"
 """The optimizers whose moments may be kept in fewer bits."""
+RELEASING_KINDS = "FusedAdagrad", "FusedAdam", "FusedNovoGrad", "FusedSGD"
+"""Those that may update each parameter as soon as its gradient is made."""
 FULL = Storage()
 STORAGES = {
     "full": FULL,
@@ -66,14 +79,21 @@ STORAGES = {
 """The storages that have a name."""
 
 
-def describe_storage(masters: str, moments: str) -> str:
+def describe_storage(masters: str, moments: str, *, release_gradients: bool = False) -> str:
     """The name of a storage, or how one without a name is written."""
+    given = {"masters": masters, "moments": moments, "release_gradients": release_gradients}
     for name, known in STORAGES.items():
-        if (known.masters, known.moments) == (masters, moments):
+        if all(getattr(known, key) == value for key, value in given.items()):
             return name
-    given = {"masters": masters, "moments": moments}
-    said = [f"{name}={value!r}" for name, value in given.items() if value != "float32"]
+    said = [f"{name}={value!r}" for name, value in given.items() if value not in ("float32", False)]
     return f"Storage({', '.join(said)})"
+
+
+def storage_name(storage: Storage) -> str:
+    """As `describe_storage`, of a storage itself."""
+    return describe_storage(
+        storage.masters, storage.moments, release_gradients=storage.release_gradients
+    )
 
 
 def storage_code(name: str) -> str:

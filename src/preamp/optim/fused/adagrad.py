@@ -45,6 +45,7 @@ class FusedAdagrad(FusedOptimizer):
     """
 
     _takes_stored: ClassVar[bool] = True
+    _updates_alone: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "adagrad_w_mode")
     moments: ClassVar[Mapping[str, Format]] = {"sum": Format.UNSIGNED}
 

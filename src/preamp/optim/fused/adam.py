@@ -76,6 +76,7 @@ class FusedAdam(FusedOptimizer):
     """
 
     _takes_stored: ClassVar[bool] = True
+    _updates_alone: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = (
         *("set_grad_none", "adam_w_mode", "capturable", "master_weights"),
         "_early",
@@ -200,6 +201,11 @@ class FusedAdam(FusedOptimizer):
         with torch.no_grad():
             self._step_early(early)
         return loss
+
+    @property
+    def updates_alone(self) -> bool:
+        """The early formula may clip, and counts per parameter."""
+        return not self._is_early_kind and self._steps_done(next(iter(self.state), None)) == 0
 
     def _take_step(self, work: Work, signals: Signals) -> None:
         for group, entries in () if signals.is_skip else work:

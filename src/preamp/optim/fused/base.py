@@ -335,6 +335,8 @@ class FusedOptimizer(KeepsMoments, abc.ABC):
     _step_supports_amp_scaling = True
     """Tells torch's ``GradScaler`` to hand over what it knows instead of reading it."""
 
+    _updates_alone: ClassVar[bool] = False
+
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)
     """Attributes that copies and pickles keep; torch's optimizers carry their groups only."""
 
@@ -361,6 +363,26 @@ class FusedOptimizer(KeepsMoments, abc.ABC):
         if signals.inv_scale is not None:
             grads = [grad for _, entries in work for grad in entries.grads]
             signals.unscale_(grads, backend(self.backend))
+
+    @property
+    def updates_alone(self) -> bool:
+        """Whether the update of a parameter follows from its own gradient; see `update_alone`."""
+        return self._updates_alone
+
+    def update_alone(self, group: Group, entries: Entries) -> None:
+        """Update parameters of a group ahead of the `step` that will count and reset all else."""
+        before = {name: getattr(self, name) for name in self._settings}
+        counter = group.get("step")
+        if isinstance(counter, torch.Tensor):
+            group["step"] = counter.clone()
+        try:
+            self._check(entries)
+            self._take_step([(group, entries)], Signals(None, None))
+        finally:
+            vars(self).update(before)
+            group["step"] = counter
+            if counter is None:
+                del group["step"]
 
     @abc.abstractmethod
     def _take_step(self, work: Work, signals: Signals) -> None:

@@ -252,6 +252,8 @@ class KeepsMoments(torch.optim.Optimizer):
         To look one up takes a call of Python, which ``torch.Tensor.__hash__`` is.
         """
         state: dict[Any, dict[str, Any]] = self.state
+        if len(params) == 1:  # what is kept of many is as long as the state
+            return [state[params[0]]]
         kept: _KeptPlaces = vars(self).setdefault("_kept_places", {})
         ids = list(map(id, params))
         known = kept.get(ids[0])

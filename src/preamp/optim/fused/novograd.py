@@ -67,6 +67,7 @@ class FusedNovoGrad(FusedOptimizer):
     """
 
     _takes_stored: ClassVar[bool] = True
+    _updates_alone: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none", "moment_mode")
     _wide_state: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
     moments: ClassVar[Mapping[str, Format]] = {"exp_avg": Format.SIGNED}

@@ -60,6 +60,7 @@ class FusedSGD(FusedOptimizer):
     """
 
     _takes_stored: ClassVar[bool] = True
+    _updates_alone: ClassVar[bool] = True
     _settings: ClassVar[tuple[str, ...]] = (
         *("set_grad_none", "wd_after_momentum", "materialize_master_grads"),
         *("most_recent_scale", "scale_set_by_backward"),

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients applied as soon as they are made: ``storage`` with ``release_gradients=True``.
+
+A hook on each leaf runs when autograd has the whole gradient of it: what a model uses twice gets
+its gradient once, after both uses. By then every node that multiplies by the weight has run, as
+the gradient waits for it. So the hook updates that one parameter as the coming step would
+(`FusedOptimizer.update_alone`) and drops the gradient. The block then ends without gradients, and
+``optimizer.step()`` finds none to apply: it counts, and runs hooks and schedulers as ever. Its
+number is that of the updates before it. Between a backward and its step weights are new already.
+
+Numbers are those of training without it: a gradient without a master is unscaled in place, a half
+one by the factor that the update of its master gets, as `GradientBooks` has it. Masters are packed
+by the step, not before: after a forward nothing may be written to what it has saved. A parameter
+that gets no gradient stays as it is, where ``zero_grad(set_to_none=False)`` would have left zeros.
+
+An update cannot be taken back. So whatever needs gradients of a whole step, or of several
+backwards, is refused, as early as it is known: by `check_release`, or when a block begins. If the
+body raises, what was updated by then stays so. Every half weight is its rounded master still, and
+the counters are those of the latest step: the next block's updates take the same number.
+
+Hooks are on leaves, and know this weakly: copies and pickles of models have none, and a dropped
+engine leaves plain parameters. What is left of a step is told by `Events`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from preamp.casting import disable_casts, thread_has_casts
+from preamp.core.tensors import is_capturing, stored_grad
+from preamp.engine import refusals
+from preamp.engine.engine import Engine
+from preamp.engine.events import Backward
+from preamp.engine.session import OptimizerSession
+from preamp.engine.storage import check_no_ranks, check_releases
+from preamp.kernels.modules import add_hook
+from preamp.optim import is_master, leaves_of
+from preamp.optim.fused.base import Entries, FusedOptimizer, Group
+
+
+@dataclass(slots=True, eq=False)
+class _Updates:
+    """What a block has updated for one optimizer."""
+
+    session: OptimizerSession
+    block: Backward
+    inverse: torch.Tensor | None  # takes the loss scale off gradients, if there is one
+    done: dict[int, tuple[torch.Tensor, Any]] = field(
+        default_factory=dict[int, tuple[torch.Tensor, Any]]
+    )  # by id, leaves and what is updated in their places
+    is_over: bool = False  # whether the block has ended well, so that a step must come next
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """Where a leaf is updated."""
+
+    updates: _Updates
+    group: Group
+    param: Any  # the leaf, or its master
+
+
+class Release:
+    """The hooks of one engine, and what they have updated."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Hook nothing yet."""
+        self._engine = engine
+        self._updates: dict[int, _Updates] = {}  # since the latest step, by id of the session
+        self._places: dict[int, _Place] = {}  # by id of the leaf
+        self._hooked: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
+        self._entered: Backward | None = None  # the latest block
+        self.lock = threading.Lock()  # autograd has a thread for each device
+
+    def attach(self) -> None:
+        """Hook the parameters, until the engine is closed or hands a model over."""
+        engine, events = self._engine, self._engine.events
+        for undo in (engine.undo, *map(engine.undo_of, engine.models)):
+            undo.push(self._remove)
+        for session in engine.sessions.values():
+            self._hook(session)
+            loaded = partial(self._loaded, session)
+            name = "register_load_state_dict_post_hook"
+            add_hook(session.optimizer, name, loaded, engine.undo)
+        events.block_begins.append(self._block_begins)
+        events.loss_scaled.append(self._make_ready)
+        events.block_over.append(self._block_over)
+        events.update_begins.append(self._update_begins)
+        events.step_over.append(self._step_over)
+
+    def _hook(self, session: OptimizerSession) -> None:
+        for leaf in session.model_params():
+            if leaf.requires_grad and id(leaf) not in self._hooked:
+                call = partial(_arrived, weakref.ref(self))
+                handle = cast("Any", leaf).register_post_accumulate_grad_hook(call)
+                self._hooked[id(leaf)] = leaf, handle
+
+    def _remove(self) -> None:
+        for _, handle in self._hooked.values():
+            handle.remove()
+        self._hooked.clear()
+        self._places.clear()
+
+    # -- a block, and its step ---------------------------------------------------------------------
+
+    def _block_begins(self, block: Backward) -> None:
+        check_no_ranks()
+        for session in block.sessions:
+            check_releases(session.optimizer)
+            updates = self._updates.get(id(session))
+            if updates is not None and updates.is_over and updates.done:
+                raise refusals.second_backward()
+            if session.gradients.holds_any():
+                raise refusals.other_gradient()
+        for session in block.sessions:
+            session.drop_gradients()  # zeros, which new ones would be added to
+            for param in session.direct_params():
+                param.grad = None
+        self._entered = block
+
+    def _make_ready(self, scaled: torch.Tensor) -> None:
+        """Let masters take in what was written to half weights, and note what is updated where."""
+        del scaled
+        block = self._entered
+        if block is None:
+            return
+        is_scaled = not self._engine.scaler(block.note.loss_id).is_identity
+        inverse = block.note.scale.reciprocal() if is_scaled else None
+        for session in block.sessions:
+            updates = self._updates[id(session)] = _Updates(session, block, inverse)
+            for table in session.gradients.tables:
+                if table.packs and is_capturing(table.halves[0].device):
+                    raise refusals.captured_while_split()
+                table.absorb()
+            self._hook(session)
+            for group in session.optimizer.param_groups:
+                for param, leaf in zip(group["params"], leaves_of(group["params"]), strict=True):
+                    self._places[id(leaf)] = _Place(updates, group, param)
+
+    def _block_over(self, block: Backward) -> None:
+        for session in block.sessions:
+            if (updates := self._updates.get(id(session))) is not None:
+                updates.is_over = True
+
+    def _update_begins(self, session: OptimizerSession, has_closure: bool) -> None:
+        if has_closure:
+            raise refusals.needs_gradients("optimizer.step(closure)")
+        updates = self._updates.get(id(session))
+        pairs = () if updates is None else updates.done.values()
+        if any(leaf.grad is not None or stored_grad(param) is not None for leaf, param in pairs):
+            raise refusals.other_gradient()
+
+    def _step_over(self, session: OptimizerSession) -> None:
+        self._updates.pop(id(session), None)
+
+    def _loaded(self, session: OptimizerSession, optimizer: torch.optim.Optimizer) -> None:
+        """What was updated counts no more: so does a script go back that takes no step."""
+        del optimizer
+        self._step_over(session)
+
+    # -- a gradient --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def apply(self, leaf: torch.Tensor, grad: torch.Tensor) -> None:
+        """Update ``leaf``, whose whole gradient has come."""
+        place = self._places.get(id(leaf))
+        if place is None or not place.updates.session.gradients.is_open:
+            raise refusals.outside_block(self._engine.names.of(leaf))
+        updates = place.updates
+        if updates.block.reached == {"loss"}:
+            raise refusals.backward_of_loss()
+        if id(leaf) in updates.done:
+            raise refusals.second_gradient(self._engine.names.of(leaf))
+        updates.done[id(leaf)] = leaf, place.param
+        has_casts = self._engine.casts_functions or thread_has_casts()
+        with disable_casts() if has_casts else nullcontext():
+            self._update(place, grad)
+
+    def _update(self, place: _Place, grad: torch.Tensor) -> None:
+        param, entries = place.param, Entries()
+        inverse, optimizer = place.updates.inverse, place.updates.session.optimizer
+        twin = param.twin if is_master(param) else None
+        if twin is None:
+            if inverse is not None:
+                self._engine.ops.scale_add_([grad], inverse, [None])
+            entries.add(param, grad)
+        else:
+            factor = twin.table.plain(grad).factor if inverse is None else inverse.to(grad.device)
+            entries.add(param, grad, twin.half, factor, twin, twin.table.lows[twin.row])
+        cast("FusedOptimizer", optimizer).update_alone(place.group, entries)
+        if twin is not None and twin.table.packs and twin.table.lows[twin.row] is None:
+            twin.table.round((twin.row,))  # where a value lies half way, otherwise than the update
+
+
+def _arrived(owner: weakref.ref[Release], leaf: torch.Tensor) -> None:
+    release, grad = owner(), leaf.grad
+    if release is not None and grad is not None:
+        leaf.grad = None
+        with release.lock:
+            release.apply(leaf, grad.detach())

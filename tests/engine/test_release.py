@@ -1,0 +1,652 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradients applied as soon as they are made: the numbers of training without that, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import preamp
+from engine.harness import engines_closed, same
+from preamp.core.errors import PreampPolicyError, PreampStateError
+from preamp.engine import storage as engine_storage
+from preamp.engine.release import Release
+from preamp.kernels.stored import split
+from preamp.optim import LARC
+from preamp.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedLARS,
+    FusedMixedPrecisionLamb,
+    FusedNovoGrad,
+    FusedSGD,
+)
+from preamp.policy.storage import describe_storage
+
+__all__ = ["engines_closed"]
+Build = Callable[[Any], Any]
+
+BUILDS: dict[str, Build] = {
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.01, weight_decay=0.1),
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9, dampening=0.5),
+    "FusedAdagrad": lambda params: FusedAdagrad(params, lr=0.01),
+    "FusedNovoGrad": lambda params: FusedNovoGrad(params, lr=0.01),
+}
+LEVELS: dict[str, dict[str, Any]] = {
+    "O0": {},
+    "O1": {"loss_scale": 100.0},
+    "O2": {"loss_scale": 128.0},
+    "O3": {},
+    "O4": {"scope": "thread"},
+    "O5": {},
+}
+STORAGES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "split": {"masters": "split"},
+    "bfloat16": {"moments": "bfloat16"},
+    "8bit": {"moments": "8bit", "seed": 3},
+    "compact": {"masters": "split", "moments": "8bit"},
+}
+COMPACT = {"opt_level": "O5", "storage": preamp.Storage(release_gradients=True)}
+
+
+class Net(nn.Module):
+    """A tied weight, one that only some steps use, a frozen one, vectors, and 8-bit moments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 128)
+        self.first = nn.Linear(128, 128)
+        self.norm = nn.LayerNorm(128)
+        self.sometimes = nn.Linear(128, 128)
+        self.frozen = nn.Linear(128, 128).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, *, uses_all: bool = True) -> torch.Tensor:
+        hidden = self.frozen(self.norm(torch.relu(self.first(self.table(x)))))
+        hidden = hidden + self.sometimes(hidden) if uses_all else hidden
+        return nn.functional.linear(hidden, self.table.weight)
+
+
+def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+    x = torch.randint(0, 32, (4, 3), generator=torch.Generator().manual_seed(number))
+    made = model(x, uses_all=number % 2 == 0)
+    return nn.functional.cross_entropy(made.float().flatten(0, 1), x.flatten())
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    vectors = [param for param in model.parameters() if param.dim() == 1]
+    return [
+        {"params": [param for param in model.parameters() if param.dim() > 1]},
+        {"params": vectors, "lr": 0.003, "weight_decay": 0.0},
+    ]
+
+
+def start(*, releases: bool = True, build: Build = BUILDS["FusedAdam"], **more: Any) -> Any:
+    torch.manual_seed(0)
+    model = Net()
+    storage = preamp.Storage(**STORAGES[more.pop("storage", "full")], release_gradients=releases)
+    more = {"opt_level": "O5", "verbosity": 0, "backend": "reference"} | more
+    return preamp.initialize(model, build(groups_of(model)), storage=storage, **more)
+
+
+def backward(model: nn.Module, optimizer: Any, number: int = 0) -> None:
+    with preamp.scale_loss(loss_of(model, number), optimizer) as scaled:
+        scaled.backward()
+
+
+def train(model: nn.Module, optimizer: Any, numbers: Any) -> None:
+    for number in numbers:
+        backward(model, optimizer, number)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def exact(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """What a checkpoint would hold, the half weights too."""
+    return {
+        "stored": [param.detach().clone() for param in model.parameters()],
+        "model": {name: value.clone() for name, value in model.state_dict().items()},
+        "optimizer": copy.deepcopy(optimizer.state_dict()),
+        "counts": preamp.engine_of(optimizer).steps_applied,
+    }
+
+
+def both(**arguments: Any) -> list[Any]:
+    """The same start twice, the second releasing gradients."""
+    return [start(releases=releases, **copy.deepcopy(arguments)) for releases in (False, True)]
+
+
+def assert_rounded(optimizer: Any) -> None:
+    """Every half weight is its rounded master, and nothing is taken for written to."""
+    for table in preamp.engine_of(optimizer).sessions[id(optimizer)].gradients.tables:
+        for twin in table.twins:
+            value = twin.value().detach()
+            rounded = split(value, twin.dtype)[0] if table.packs else value.to(twin.dtype)
+            assert torch.equal(rounded, twin.half)
+        assert not any(map(table.is_written, range(len(table))))
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_training_is_that_without(level: str, name: str, storage: str) -> None:
+    if level not in ("O2", "O5") and "masters" in STORAGES[storage]:
+        storage = "8bit"
+    runs = both(opt_level=level, build=BUILDS[name], storage=storage, **LEVELS[level])
+    for model, optimizer in runs:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for number in range(4):
+            train(model, optimizer, (number,))
+            schedule.step()
+    assert same(*[exact(*run) for run in runs])
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedNovoGrad"])
+def test_the_fastest_kernels_agree(name: str) -> None:
+    runs = both(backend="auto", build=BUILDS[name], storage="compact")
+    for model, optimizer in runs:
+        train(model, optimizer, range(3))
+    assert same(*[exact(*run) for run in runs])
+
+
+def test_counters_are_those_of_the_step_under_way() -> None:
+    model, optimizer = start()
+    for done in range(3):
+        with preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+            scaled.backward()
+            assert [group.get("step", 0) for group in optimizer.param_groups] == [done, done]
+        optimizer.step()
+        assert [group["step"] for group in optimizer.param_groups] == [done + 1, done + 1]
+
+
+@pytest.mark.parametrize("options", [{"capturable": True}, {"bias_correction": False}])
+def test_options_of_adam(options: dict[str, Any]) -> None:
+    runs = both(build=lambda params: FusedAdam(params, lr=0.01, **options))
+    for model, optimizer in runs:
+        train(model, optimizer, range(3))
+    assert same(*[exact(*run) for run in runs])
+
+
+def test_a_scale_of_sgd_counts_in_the_backward_before_its_step() -> None:
+    runs = both(build=BUILDS["FusedSGD"])
+    for model, optimizer in runs:
+        optimizer.most_recent_scale = 4.0
+        train(model, optimizer, range(2))
+        assert optimizer.most_recent_scale == 1.0
+    assert same(*[exact(*run) for run in runs])
+
+
+def test_several_models_and_optimizers() -> None:
+    found: list[Any] = []
+    for releases in (False, True):
+        torch.manual_seed(0)
+        models = [Net(), Net()]
+        optimizers: list[Any] = [
+            FusedAdam(models[0].parameters(), lr=0.01),
+            FusedSGD(models[1].parameters(), lr=0.1, momentum=0.9),
+        ]
+        storage = preamp.Storage(masters="split", release_gradients=releases)
+        preamp.initialize(
+            models, optimizers, opt_level="O2", loss_scale=64.0, verbosity=0, storage=storage
+        )
+        for number in range(3):
+            loss = loss_of(models[0], number) + loss_of(models[1], number)
+            with preamp.scale_loss(loss, optimizers) as scaled:
+                scaled.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            with preamp.scale_loss(loss_of(models[1], number), optimizers[1]) as scaled:
+                scaled.backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad(set_to_none=True)
+        found.append([exact(models[place], optimizers[place]) for place in range(2)])
+    assert same(*found)
+
+
+@pytest.mark.parametrize("level", ["O0", "O5"])
+def test_parameters_that_come_later(level: str) -> None:
+    """One is unfrozen between steps, another within a block; a group is added."""
+    runs = both(opt_level=level)
+    for model, optimizer in runs:
+        train(model, optimizer, range(2))
+        model.frozen.weight.requires_grad_(True)
+        extra = nn.Parameter(torch.ones(3, dtype=model.first.weight.dtype))
+        optimizer.add_param_group({"params": [extra], "lr": 0.5})
+        train(model, optimizer, range(2))
+        with preamp.scale_loss(loss_of(model, 0) + extra.sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if level == "O0":  # without a hook it is an ordinary gradient, which the step applies
+            with preamp.scale_loss(loss_of(model, 1), optimizer):
+                model.frozen.bias.requires_grad_(True)
+                loss_of(model, 1).backward()
+            assert model.frozen.bias.grad is not None
+            optimizer.step()
+    assert same(*[exact(*run) for run in runs])
+
+
+@pytest.mark.filterwarnings("ignore:The bfloat16 weight 'first.weight' was written to")
+@pytest.mark.parametrize("storage", ["full", "split"])
+def test_what_a_script_writes_to_weights_counts(storage: str) -> None:
+    runs = both(storage=storage)
+    for model, optimizer in runs:
+        for number in range(3):
+            train(model, optimizer, (number,))
+            with torch.no_grad():
+                model.first.weight[0] = number
+    assert same(*[exact(*run) for run in runs])
+
+
+def test_zero_grad_is_harmless() -> None:
+    runs = [start(storage="compact") for _ in range(2)]
+    for index, (model, optimizer) in enumerate(runs):
+        for number in range(3):
+            optimizer.zero_grad(set_to_none=number != 1)
+            backward(model, optimizer, number)
+            if index:
+                optimizer.zero_grad(set_to_none=number == 1)
+            optimizer.step()
+    assert same(*[exact(*run) for run in runs])
+
+
+def test_zeros_from_before_are_no_gradients() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss_of(model, 0).backward()
+    preamp.initialize(model, optimizer, **COMPACT, verbosity=0, backend="reference")
+    before = exact(model, optimizer)
+    with pytest.raises(PreampStateError, match="has some that its updates have not used"):
+        backward(model, optimizer)
+    assert same(exact(model, optimizer), before)
+    optimizer.zero_grad(set_to_none=False)
+    kept = model.sometimes.weight.detach().clone()
+    backward(model, optimizer, 1)
+    optimizer.step()
+    assert all(param.grad is None for param in model.parameters())
+    assert torch.equal(model.sometimes.weight, kept)
+
+
+def test_forwards_that_are_run_again() -> None:
+    class Deep(Net):
+        def forward(self, x: torch.Tensor, *, uses_all: bool = True) -> torch.Tensor:
+            del uses_all
+            hidden: Any = checkpoint(self.first, self.table(x), use_reentrant=False)
+            return nn.functional.linear(hidden, self.table.weight)
+
+    found: list[Any] = []
+    for releases in (False, True):
+        torch.manual_seed(0)
+        model = Deep()
+        optimizer = FusedAdam(model.parameters(), lr=0.01)
+        storage = preamp.Storage(masters="split", release_gradients=releases)
+        preamp.initialize(model, optimizer, opt_level="O5", verbosity=0, storage=storage)
+        train(model, optimizer, range(3))
+        found.append(exact(model, optimizer))
+    assert same(*found)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_one_gradient_is_alive_at_a_time(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = start(opt_level=level, storage="8bit", backend="auto", **LEVELS[level])
+    apply, made, alive = Release.apply, list[StorageWeakRef](), list[int]()
+
+    def watched(self: Release, leaf: torch.Tensor, grad: torch.Tensor) -> None:
+        made.append(StorageWeakRef(grad.untyped_storage()))
+        alive.append(sum(not one.expired() for one in made))
+        apply(self, leaf, grad)
+
+    monkeypatch.setattr(Release, "apply", watched)
+    train(model, optimizer, range(2))
+    assert len(made) == 7 + 5  # all but the frozen ones; the second step does not use two
+    assert max(alive) == 1
+
+
+def test_bytes_of_a_parameter() -> None:
+    model = nn.Linear(256, 4096, bias=False)
+    optimizer = FusedAdam(model.parameters())
+    storage = preamp.Storage(masters="split", moments="8bit", release_gradients=True)
+    policy = preamp.OPT_LEVELS["O5"].replace(storage=storage)
+    estimated = preamp.estimate(model, policy, optimizer)
+    preamp.initialize(model, optimizer, opt_level="O5", verbosity=0, storage=storage)
+    counted = dict[str, int]()
+    for _ in range(2):
+        loss = model(torch.ones(2, 256)).float().square().mean()
+        with preamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        counted = preamp.count_memory(preamp.engine_of(model))
+        optimizer.step()
+    assert counted["gradients"] == estimated.gradients == 0
+    assert sum(counted.values()) - counted["loss scaler"] == 6.0625 * 256 * 4096
+    assert estimated.categories == counted
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Build, dict[str, Any], type[Exception], str]] = {
+    "dynamic scale": (
+        BUILDS["FusedAdam"],
+        {"opt_level": "O2"},
+        PreampPolicyError,
+        "a dynamic loss scale",
+    ),
+    "LAMB": (lambda params: FusedLAMB(params), {}, TypeError, "an optimizer is a FusedLAMB"),
+    "LARS": (lambda params: FusedLARS(params, lr=0.1), {}, TypeError, "is a FusedLARS"),
+    "mixed LAMB": (
+        lambda params: FusedMixedPrecisionLamb(params),
+        {},
+        TypeError,
+        "is a FusedMixedPrecisionLamb",
+    ),
+    "torch's": (lambda params: torch.optim.AdamW(params), {}, TypeError, "is an AdamW"),
+    "early Adam": (
+        lambda params: FusedAdam(params, max_grad_norm=1.0),
+        {},
+        TypeError,
+        "is a FusedAdam of early 2019's formula",
+    ),
+    "LARC": (
+        lambda params: LARC(FusedSGD(params, lr=0.1)),
+        {},
+        PreampStateError,
+        "LARC was used with storage",
+    ),
+    "numerics": (BUILDS["FusedAdam"], {"numerics": "light"}, PreampStateError, "beside numerics"),
+    "trace": (
+        BUILDS["FusedAdam"],
+        {"overflow": "trace"},
+        PreampStateError,
+        "beside overflow='trace'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_initialize_refuses(what: str) -> None:
+    build, more, kind, text = REFUSED[what]
+    model = Net()
+    optimizer = build(model.parameters())
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(kind, match=re.escape(text)):
+        preamp.initialize(model, optimizer, **(COMPACT | more), verbosity=0)
+    assert same(model.state_dict(), before)
+    with pytest.raises(PreampStateError, match="has no engine"):
+        preamp.engine_of(model)
+    loss_of(model, 0).backward()
+    assert all(param.grad is not None for param in model.parameters() if param.requires_grad)
+
+
+def test_shared_parameters_are_refused() -> None:
+    model = Net()
+    optimizers: Any = [FusedSGD(model.parameters(), lr=0.1) for _ in range(2)]
+    with pytest.raises(PreampStateError, match="optimizers that share a parameter"):
+        preamp.initialize(model, optimizers, **COMPACT, verbosity=0)
+
+
+def test_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = start()
+    before = exact(model, optimizer)
+    monkeypatch.setattr(engine_storage, "has_process_group", lambda: True)
+    for call in (lambda: backward(model, optimizer), start):
+        with pytest.raises(PreampStateError, match="beside a process group"):
+            call()
+    assert same(exact(model, optimizer), before)
+
+
+def refused_calls(model: nn.Module, optimizer: Any) -> dict[str, Callable[[], Any]]:
+    engine = preamp.engine_of(optimizer)
+
+    def delayed() -> None:
+        with preamp.scale_loss(loss_of(model, 0), optimizer, delay_unscale=True):
+            pytest.fail("the block was entered")
+
+    return {
+        "clip_grad_norm_ was called": lambda: preamp.clip_grad_norm_(optimizer, 1.0),
+        "delay_unscale=True) was called": delayed,
+        "GradScaler was called": lambda: preamp.GradScaler(optimizer),
+        "trace_overflow was called": engine.trace_overflow,
+        "step(closure) was called": lambda: optimizer.step(lambda: pytest.fail("was called")),
+        "LARC was used": LARC(optimizer).step,
+        "outside of scale_loss blocks of its optimizer": lambda: loss_of(model, 0).backward(),
+    }
+
+
+@pytest.mark.parametrize("level", ["O0", "O5"])
+def test_calls_are_refused(level: str) -> None:
+    model, optimizer = start(opt_level=level)
+    train(model, optimizer, range(2))
+    before = exact(model, optimizer)
+    for text, call in refused_calls(model, optimizer).items():
+        with pytest.raises(PreampStateError, match=re.escape(text)):
+            call()
+        assert same(exact(model, optimizer), before)
+        assert all(param.grad is None for param in model.parameters())
+    with pytest.raises(PreampStateError, match="clip_grad_norm_ was called"):
+        preamp.clip_grad_norm_(model.parameters(), 1.0)
+    train(model, optimizer, (2,))
+
+
+def test_a_second_backward_is_refused_until_a_step() -> None:
+    model, optimizer = start()
+    backward(model, optimizer)
+    after = exact(model, optimizer)
+    optimizer.zero_grad()
+    with pytest.raises(PreampStateError, match=r"no optimizer\.step\(\) has ended"):
+        backward(model, optimizer)
+    assert same(exact(model, optimizer), after)
+    optimizer.step()
+    train(model, optimizer, (1,))
+    with preamp.scale_loss(loss_of(model, 0), optimizer):  # without any backward
+        pass
+    backward(model, optimizer)
+
+
+def test_a_second_gradient_in_a_block_is_refused() -> None:
+    model, optimizer = start()
+
+    def twice() -> None:
+        with preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+            scaled.backward()
+            loss_of(model, 1).backward()
+
+    with pytest.raises(PreampStateError, match="second gradient in one scale_loss block"):
+        twice()
+    assert all(param.grad is None for param in model.parameters())
+    train(model, optimizer, (1,))
+
+
+def test_reentrant_checkpoints_that_use_a_weight_twice_are_refused() -> None:
+    class Twice(Net):
+        def forward(self, x: torch.Tensor, *, uses_all: bool = True) -> torch.Tensor:
+            hidden: Any = self.table(x)
+            for _ in range(2 if uses_all else 1):
+                hidden = checkpoint(self.first, hidden, use_reentrant=True)
+            return hidden[..., :32]
+
+    model = Twice()
+    optimizer = FusedAdam(model.parameters())
+    preamp.initialize(model, optimizer, **COMPACT, verbosity=0, backend="reference")
+    train(model, optimizer, (1,))
+    with pytest.raises(PreampStateError, match=r"'first.*' got a second gradient"):
+        backward(model, optimizer, 0)
+    train(model, optimizer, (1,))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_backward_of_the_unscaled_loss_updates_nothing(level: str) -> None:
+    model, optimizer = start(opt_level=level, loss_scale=128.0)
+    before = exact(model, optimizer)
+    loss = loss_of(model, 0)
+    with (
+        pytest.raises(PreampStateError, match="called on the loss itself"),
+        preamp.scale_loss(loss, optimizer),
+    ):
+        loss.backward()
+    assert same(exact(model, optimizer), before)
+
+
+def test_gradients_besides_the_updates_are_refused() -> None:
+    """A penalty on masters, or what a script assigns."""
+    model, optimizer = start()
+    master = preamp.engine_of(model).master_of(model.first.weight)
+    assert master is not None
+    with preamp.scale_loss(loss_of(model, 0) + master.square().sum(), optimizer) as scaled:
+        scaled.backward()
+    with pytest.raises(PreampStateError, match="has some that its updates have not used"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    backward(model, optimizer)
+    model.first.weight.grad = torch.ones_like(model.first.weight)
+    with pytest.raises(PreampStateError, match="has some that its updates have not used"):
+        optimizer.step()
+
+
+def test_a_weight_that_the_graph_needs_later_is_noticed() -> None:
+    """Detached, it is read by a node that its gradient does not wait for."""
+    model, optimizer = start(opt_level="O0")
+    first = model.first
+    x = torch.ones(2, 128, requires_grad=True)
+    hidden = x * nn.functional.linear(x, first.weight.detach().clone())
+    early = nn.functional.linear(hidden, first.weight.detach())
+    loss = nn.functional.linear(early, first.weight).sum()
+    with (
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+        preamp.scale_loss(loss, optimizer) as scaled,
+    ):
+        scaled.backward()
+    train(model, optimizer, (1,))
+
+
+# -- trouble ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", ["full", "compact"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_body_that_raises(steps: int, storage: str) -> None:
+    """What was updated stays; the next step is like any other, and has the same number."""
+    model, optimizer = start(storage=storage)
+    train(model, optimizer, range(steps))
+    before = [param.detach().clone() for param in model.parameters()]
+    with suppress(KeyError), preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+        scaled.backward()
+        raise KeyError
+    assert not same(before, [param.detach() for param in model.parameters()])
+    assert_rounded(optimizer)
+    assert [group.get("step", 0) for group in optimizer.param_groups] == [steps, steps]
+    train(model, optimizer, range(2))
+    assert_rounded(optimizer)
+    assert [group["step"] for group in optimizer.param_groups] == [steps + 2, steps + 2]
+
+
+def test_between_backward_and_step_weights_are_whole() -> None:
+    model, optimizer = start(storage="compact")
+    for number in range(3):
+        backward(model, optimizer, number)
+        assert_rounded(optimizer)
+        after = {name: value.clone() for name, value in model.state_dict().items()}
+        optimizer.step()
+        assert same(after, model.state_dict())
+
+
+def test_close_takes_the_hooks_off() -> None:
+    model, optimizer = start()
+    train(model, optimizer, range(2))
+    preamp.engine_of(model).close()
+    loss_of(model, 0).backward()
+    assert all(param.grad is not None for param in model.parameters() if param.requires_grad)
+    optimizer.step()
+
+
+def test_copies_have_no_hooks() -> None:
+    model, optimizer = start(opt_level="O0")
+    train(model, optimizer, range(2))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        loss_of(twin, 0).backward()
+        assert twin.first.weight.grad is not None
+    assert same(copy.deepcopy(optimizer).state_dict(), optimizer.state_dict())
+    assert pickle.loads(pickle.dumps(optimizer)).storage.release_gradients
+
+
+def test_a_model_that_changes_over_has_the_hooks_of_one_engine() -> None:
+    model, first = start(opt_level="O0")
+    train(model, first, range(2))
+    second = FusedAdam(model.parameters())
+    preamp.initialize(model, second, opt_level="O0", verbosity=0)
+    backward(model, second)
+    assert model.first.weight.grad is not None
+
+
+@pytest.mark.parametrize("is_stepped", [True, False])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, is_stepped: bool) -> None:
+    model, optimizer = start(storage="compact")
+    train(model, optimizer, range(2))
+    backward(model, optimizer, 2)
+    if is_stepped:
+        optimizer.step()
+    path = tmp_path / "run.ckpt"
+    preamp.save_checkpoint(path, model, optimizer)
+    other, others = start(storage="compact")
+    train(other, others, range(1))
+    preamp.load_checkpoint(path, other, others)
+    runs = [(model, optimizer), (other, others)]
+    for one, its in runs:
+        if not is_stepped:
+            its.step()
+        train(one, its, range(3, 5))
+    assert same(*[exact(one, its) for one, its in runs])
+    with (
+        preamp.scale_loss(loss_of(model, 0), optimizer),
+        pytest.raises(PreampStateError, match="inside a scale_loss block"),
+    ):
+        preamp.save_checkpoint(path, model, optimizer)
+
+
+def test_who_loads_instead_of_a_step_goes_back(tmp_path: Path) -> None:
+    """As after a loss that is not finite: what was updated cannot be taken back otherwise."""
+    model, optimizer = start(storage="split")
+    train(model, optimizer, range(2))
+    preamp.save_checkpoint(tmp_path / "run", model, optimizer)
+    before = exact(model, optimizer)
+    backward(model, optimizer, 2)
+    preamp.load_checkpoint(tmp_path / "run", model, optimizer)
+    assert same(exact(model, optimizer), before)
+    train(model, optimizer, (2,))
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+def test_it_is_told() -> None:
+    _, optimizer = start(storage="compact")
+    text = preamp.engine_of(optimizer).explain()
+    assert "each gradient is applied as soon as it is made, and then dropped" in text
+    assert "release_gradients=True" in text
+    said = describe_storage("split", "8bit", release_gradients=True)
+    assert said == "Storage(masters='split', moments='8bit', release_gradients=True)"
+    assert describe_storage("split", "8bit") == "compact"
+
+
+def test_the_flag_is_true_or_false() -> None:
+    with pytest.raises(TypeError, match="Storage got release_gradients='yes'"):
+        preamp.Storage(release_gradients="yes")  # pyright: ignore[reportArgumentType]
