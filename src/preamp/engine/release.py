@@ -193,7 +193,9 @@ class Release:
                 self._engine.ops.scale_add_([grad], inverse, [None])
             entries.add(param, grad)
         else:
-            factor = twin.table.plain(grad).factor if inverse is None else inverse.to(grad.device)
+            factor = (
+                twin.table.plain(grad.device).factor if inverse is None else inverse.to(grad.device)
+            )
             entries.add(param, grad, twin.half, factor, twin, twin.table.lows[twin.row])
         cast("FusedOptimizer", optimizer).update_alone(place.group, entries)
         if twin is not None and twin.table.packs and twin.table.lows[twin.row] is None:
