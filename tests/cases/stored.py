@@ -12,7 +12,7 @@ import torch
 from cases.layouts import channels_last, plain, transposed, unaligned, unaligned_transposed
 from cases.rules import BF16, F16, RuleRow
 from preamp.kernels import Update
-from preamp.kernels.rules import leaves_state
+
 from preamp.kernels.stored import Format, Stored, decode, encode, join, noise, split
 
 SHAPES = ((33, 100), (7, 300), (8, 128), (5, 129), (40, 3, 3, 3))
@@ -105,7 +105,7 @@ class Case:
     @property
     def state(self) -> list[list[torch.Tensor]]:
         """As float32, without numbers; what a rule leaves alone is left out."""
-        if leaves_state(self.row.rule):
+        if self.row.rule.leaves_state:
             return []
         found: list[list[torch.Tensor]] = []
         for number in range(self.row.states - self.row.rule.has_numbers):

@@ -22,7 +22,7 @@ from cases.stored import LAYOUTS, SHAPES, STORAGES, Case, assert_bits, chance, s
 from preamp.kernels import SgdRule, Update
 from preamp.kernels.jit import compiler, formats, words
 from preamp.kernels.places import check_stored
-from preamp.kernels.rules import leaves_state
+
 from preamp.kernels.stored import (
     BINADES,
     BLOCK,
@@ -386,7 +386,7 @@ def test_updates_are_those_of_what_was_kept(row: RuleRow, half: Any, kind: str) 
     case = Case.of(row, half, kind)
     plain = [case.params, case.lists[1], *case.state, *case.lists[2 + len(case.state) :]]
     plain = [[tensor.clone() for tensor in column] for column in plain]
-    if leaves_state(row.rule):
+    if row.rule.leaves_state:
         plain = plain[:3]
     told = Update(step=3, inv_scale=torch.tensor(0.5))
     REFERENCE.update_(*plain, rule=row.rule, update=told)
@@ -498,7 +498,7 @@ def test_versions_rise_for_what_is_written(row: RuleRow, half: Any, kind: str) -
     case = Case.of(row, half, kind)
     count = len(case.lists[0])
     written = case.kept
-    if leaves_state(row.rule):
+    if row.rule.leaves_state:
         written = [*case.lists[0], *(case.stored.lows or [])]
     elif row.rule.has_numbers:
         written = [tensor for tensor in written if tensor.dim()]

@@ -1,22 +1,55 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOptionalOperand=false
-# pyright: reportMissingTypeStubs=false, reportOptionalSubscript=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingTypeStubs=false
 """The update rules for one element: `preamp.kernels.rules`, each operation rounded on its own.
 
 A rule comes as a record of numbers in the dtype of the computation, and of options, which become a
 choice between two results in each lane. Operations come in the order of
 `preamp.kernels.reference.formulas`, except that moments are multiplied by inverse bias corrections:
-each division takes a processor as long as a dozen products.
+each division takes a processor as long as a dozen products. `told` makes the record of a rule.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
+import torch
 from numba.extending import overload
 
 from preamp.kernels.jit.compiler import ALWAYS_INLINE, part
+from preamp.kernels.rules import (
+    AdagradRule,
+    AdamRule,
+    BiasCorrection,
+    LambRule,
+    LarsRule,
+    NovoGradRule,
+    Rule,
+    Scalar,
+    SgdRule,
+    left_out,
+)
+
+
+class Work(Protocol):
+    """The tensors of one launch, as far as a rule asks for them."""
+
+    @property
+    def step(self) -> int:
+        """The number of the update."""
+        ...
+
+    def numbers_as(self, **values: Scalar) -> dict[str, Any]:
+        """Numbers in the dtype of the computation, by name."""
+        ...
+
+    def correction(self, beta: float, *, wanted: bool) -> float:
+        """``1 / (1 - beta ** step)``, or 1 for none."""
+        ...
+
+    def numbers_of(self, rule: Rule) -> Scalar:
+        """Of each tensor the number that the rule needs; that of NovoGrad is kept."""
+        ...
 
 
 class Moments(NamedTuple):
@@ -34,6 +67,29 @@ class Moments(NamedTuple):
     coupled: bool  # add the decay to the gradient
     decoupled: bool  # add it to the direction
 
+    @classmethod
+    def of(cls, work: Work, rule: AdamRule | LambRule, share: float, *, corrects: bool) -> Moments:
+        """That of a rule; ``share`` is that of a new gradient in the first moment."""
+        is_inside = isinstance(rule, AdamRule) and rule.eps_inside_sqrt
+        numbers = work.numbers_as(
+            beta1=rule.beta1,
+            share=share,
+            beta2=rule.beta2,
+            beta2_left=1 - rule.beta2,
+            eps=0.0 if is_inside else rule.eps,
+            eps_inside=rule.eps if is_inside else 0.0,
+            decay=rule.weight_decay,
+            by1=work.correction(rule.beta1, wanted=corrects),
+            by2=work.correction(rule.beta2, wanted=corrects),
+        )
+        return cls(**numbers, **_decays(rule))
+
+    @classmethod
+    def of_lamb(cls, work: Work, rule: LambRule) -> Moments:
+        """That of LAMB, which is told twice: to measure, and to update."""
+        share = 1 - rule.beta1 if rule.grad_averaging else 1.0
+        return cls.of(work, rule, share, corrects=rule.bias_correction)
+
 
 class Sgd(NamedTuple):
     """See `SgdRule`."""
@@ -47,6 +103,22 @@ class Sgd(NamedTuple):
     nesterov: bool
     decays_before: bool
     decays_after: bool
+
+    @classmethod
+    def of(cls, work: Work, rule: SgdRule) -> Sgd:
+        """That of a rule."""
+        decays, late = rule.weight_decay != 0, rule.decays_after_momentum
+        numbers = work.numbers_as(
+            size=rule.lr, momentum=rule.momentum, share=1 - rule.dampening, decay=rule.weight_decay
+        )
+        return cls(
+            **numbers,
+            is_first=work.step == 1,
+            has_momentum=bool(rule.momentum),
+            nesterov=bool(rule.nesterov),
+            decays_before=bool(decays and not late),
+            decays_after=bool(decays and late),
+        )
 
 
 class Lars(NamedTuple):
@@ -77,6 +149,60 @@ class NovoGrad(NamedTuple):
     by1: Any
     inside_moment: bool
 
+    @classmethod
+    def of(cls, work: Work, rule: NovoGradRule) -> NovoGrad:
+        """That of a rule."""
+        numbers = work.numbers_as(
+            size=rule.lr,
+            beta1=rule.beta1,
+            beta3=1 - rule.beta1 if rule.grad_averaging else 1.0,
+            decay=rule.weight_decay,
+            by1=work.correction(rule.beta1, wanted=rule.bias_correction),
+        )
+        return cls(**numbers, inside_moment=bool(rule.decays_inside_moment))
+
+
+def told(work: Work, rule: Rule) -> tuple[Any, Scalar]:
+    """The record of a rule, and the number of each tensor, or one for all."""
+    match rule:
+        case AdamRule():
+            corrects = rule.bias_correction is BiasCorrection.MOMENTS
+            record = Moments.of(work, rule, 1 - rule.beta1, corrects=corrects)
+            return record, _adam_size(work, rule)
+        case LambRule():
+            return Moments.of_lamb(work, rule), work.numbers_of(rule)
+        case SgdRule():
+            return Sgd.of(work, rule), 0.0
+        case NovoGradRule():
+            root = work.correction(rule.beta2, wanted=rule.bias_correction) ** 0.5
+            return NovoGrad.of(work, rule), work.numbers_of(rule) * root + rule.eps
+        case AdagradRule():
+            numbers = work.numbers_as(size=rule.lr, eps=rule.eps, decay=rule.weight_decay)
+            return Adagrad(**numbers, **_decays(rule)), 0.0
+        case LarsRule():
+            numbers = work.numbers_as(momentum=rule.momentum, decay=rule.weight_decay)
+            return Lars(**numbers, nesterov=bool(rule.nesterov)), work.numbers_of(rule)
+        case _:
+            left_out(rule)
+
+
+def _decays(rule: AdamRule | LambRule | AdagradRule) -> dict[str, bool]:
+    """Whether the decay is added to the gradient, or to the direction."""
+    decays = rule.weight_decay != 0
+    return {
+        "coupled": bool(decays and not rule.decoupled),
+        "decoupled": bool(decays and rule.decoupled),
+    }
+
+
+def _adam_size(work: Work, rule: AdamRule) -> Scalar:
+    """The learning rate, corrected where that is how it is done."""
+    if rule.bias_correction is not BiasCorrection.STEP_SIZE:
+        return rule.lr
+    lr = rule.lr.detach() if isinstance(rule.lr, torch.Tensor) else rule.lr
+    root = work.correction(rule.beta2, wanted=True) ** 0.5
+    return float(lr) / root * work.correction(rule.beta1, wanted=True)
+
 
 @part
 def direction(p, g, m, v, rule):
@@ -95,7 +221,7 @@ def stepped(p, g, m, number, rule):
     """The new parameter and the new moment of a rule with one."""
 
 
-@overload(stepped, jit_options=ALWAYS_INLINE)
+@overload(stepped, jit_options=cast("Any", ALWAYS_INLINE))
 def _stepped(p, g, m, number, rule):
     return {Sgd: _sgd, Lars: _lars, Adagrad: _adagrad, NovoGrad: _novograd}[rule.instance_class]
 

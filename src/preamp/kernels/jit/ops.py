@@ -34,20 +34,7 @@ from preamp.kernels.places import (
 from preamp.kernels.reference import Reference
 from preamp.kernels.reference.formulas import number_of, takes_norms
 from preamp.kernels.reference.tally import flat_of
-from preamp.kernels.rules import (
-    AdagradRule,
-    AdamRule,
-    BiasCorrection,
-    LambRule,
-    LarsRule,
-    NovoGradRule,
-    Rule,
-    Scalar,
-    SgdRule,
-    Update,
-    left_out,
-    norms_at,
-)
+from preamp.kernels.rules import LambRule, LarsRule, NovoGradRule, Rule, Scalar, Update, norms_at
 from preamp.kernels.stored import Format, Stored, join
 from preamp.kernels.vectors import norms_of
 
@@ -316,7 +303,7 @@ class Jit(Combining):
         if update.found_inf is not None and _plain(update.found_inf) != 0:
             return
         for work in works:
-            _start(work, rule)
+            work.start(*formulas.told(work, rule))
         if others:
             lists = [pick(row, others) for row in (params, grads, *state)]
             taken = replace(update, found_inf=None)
@@ -498,8 +485,9 @@ class _Work(NamedTuple):
             for name, value in values.items()
         }
 
-    def start(self, kernel: Any, rule: Any, each: Scalar = 0.0) -> None:
+    def start(self, rule: Any, each: Scalar) -> None:
         """Update by a record of `formulas`, with ``each`` for each tensor; note what is written."""
+        kernel = loops.two_moments if isinstance(rule, formulas.Moments) else loops.one_moment
         by, numbers = _number(self.inv_scale, self.math), _vector(each, self.math, self.part)
         given = *self.on_the_way, self.layout, by, numbers, rule
         self.part.walk(kernel, self.math, *given, kinds=self.kinds)
@@ -618,103 +606,11 @@ def _layout(part: Part, stored: Stored, step: int | torch.Tensor) -> Layout:
     )
 
 
-def _start(work: _Work, rule: Rule) -> None:
-    """Start the kernel of ``rule``."""
-    match rule:
-        case AdamRule():
-            corrects = rule.bias_correction is BiasCorrection.MOMENTS
-            record = _moments(work, rule, 1 - rule.beta1, corrects=corrects)
-            work.start(loops.two_moments, record, _adam_size(work, rule))
-        case LambRule():
-            work.start(loops.two_moments, _lamb(work, rule), work.numbers_of(rule))
-        case SgdRule():
-            work.start(loops.one_moment, _sgd(work, rule))
-        case NovoGradRule():
-            root = work.correction(rule.beta2, wanted=rule.bias_correction) ** 0.5
-            denominators = work.numbers_of(rule) * root + rule.eps
-            work.start(loops.one_moment, _novograd(work, rule), denominators)
-        case AdagradRule():
-            numbers = work.numbers_as(size=rule.lr, eps=rule.eps, decay=rule.weight_decay)
-            work.start(loops.one_moment, formulas.Adagrad(**numbers, **_decays(rule)))
-        case LarsRule():
-            numbers = work.numbers_as(momentum=rule.momentum, decay=rule.weight_decay)
-            record = formulas.Lars(**numbers, nesterov=bool(rule.nesterov))
-            work.start(loops.one_moment, record, work.numbers_of(rule))
-        case _:
-            left_out(rule)
-
-
-def _decays(rule: AdamRule | LambRule | AdagradRule) -> dict[str, bool]:
-    """Whether the decay is added to the gradient, or to the direction."""
-    decays = rule.weight_decay != 0
-    return {
-        "coupled": bool(decays and not rule.decoupled),
-        "decoupled": bool(decays and rule.decoupled),
-    }
-
-
-def _moments(
-    work: _Work, rule: AdamRule | LambRule, share: float, *, corrects: bool
-) -> formulas.Moments:
-    is_inside = isinstance(rule, AdamRule) and rule.eps_inside_sqrt
-    numbers = work.numbers_as(
-        beta1=rule.beta1,
-        share=share,
-        beta2=rule.beta2,
-        beta2_left=1 - rule.beta2,
-        eps=0.0 if is_inside else rule.eps,
-        eps_inside=rule.eps if is_inside else 0.0,
-        decay=rule.weight_decay,
-        by1=work.correction(rule.beta1, wanted=corrects),
-        by2=work.correction(rule.beta2, wanted=corrects),
-    )
-    return formulas.Moments(**numbers, **_decays(rule))
-
-
-def _adam_size(work: _Work, rule: AdamRule) -> Scalar:
-    """The learning rate, corrected where that is how it is done."""
-    if rule.bias_correction is not BiasCorrection.STEP_SIZE:
-        return rule.lr
-    root = work.correction(rule.beta2, wanted=True) ** 0.5
-    return _plain(rule.lr) / root * work.correction(rule.beta1, wanted=True)
-
-
-def _lamb(work: _Work, rule: LambRule) -> formulas.Moments:
-    share = 1 - rule.beta1 if rule.grad_averaging else 1.0
-    return _moments(work, rule, share, corrects=rule.bias_correction)
-
-
-def _sgd(work: _Work, rule: SgdRule) -> formulas.Sgd:
-    decays, late = rule.weight_decay != 0, rule.decays_after_momentum
-    numbers = work.numbers_as(
-        size=rule.lr, momentum=rule.momentum, share=1 - rule.dampening, decay=rule.weight_decay
-    )
-    return formulas.Sgd(
-        **numbers,
-        is_first=work.step == 1,
-        has_momentum=bool(rule.momentum),
-        nesterov=bool(rule.nesterov),
-        decays_before=bool(decays and not late),
-        decays_after=bool(decays and late),
-    )
-
-
-def _novograd(work: _Work, rule: NovoGradRule) -> formulas.NovoGrad:
-    numbers = work.numbers_as(
-        size=rule.lr,
-        beta1=rule.beta1,
-        beta3=1 - rule.beta1 if rule.grad_averaging else 1.0,
-        decay=rule.weight_decay,
-        by1=work.correction(rule.beta1, wanted=rule.bias_correction),
-    )
-    return formulas.NovoGrad(**numbers, inside_moment=bool(rule.decays_inside_moment))
-
-
 def _lamb_norms(work: _Work, rule: LambRule) -> torch.Tensor:
     """``|p|`` and ``|u|`` of each tensor, in the dtype of the computation."""
     part, by = work.part, _number(work.inv_scale, work.math)
     sums = np.zeros((2, part.chunks.table.shape[1]))
-    given = work.layout, by, sums[0], sums[1], _lamb(work, rule)
+    given = work.layout, by, sums[0], sums[1], formulas.Moments.of_lamb(work, rule)
     part.walk(loops.measure_directions, work.math, *given, kinds=work.kinds)
     norms = np.sqrt(np.stack([_by_tensor(part, row) for row in sums]))
     return cast("torch.Tensor", _torch.from_numpy(norms).to(work.math))
