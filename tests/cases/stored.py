@@ -12,7 +12,6 @@ import torch
 from cases.layouts import channels_last, plain, transposed, unaligned, unaligned_transposed
 from cases.rules import BF16, F16, RuleRow
 from preamp.kernels import Update
-
 from preamp.kernels.stored import Format, Stored, decode, encode, join, noise, split
 
 SHAPES = ((33, 100), (7, 300), (8, 128), (5, 129), (40, 3, 3, 3))

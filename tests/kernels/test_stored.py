@@ -22,7 +22,6 @@ from cases.stored import LAYOUTS, SHAPES, STORAGES, Case, assert_bits, chance, s
 from preamp.kernels import SgdRule, Update
 from preamp.kernels.jit import compiler, formats, words
 from preamp.kernels.places import check_stored
-
 from preamp.kernels.stored import (
     BINADES,
     BLOCK,
