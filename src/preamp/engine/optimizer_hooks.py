@@ -71,8 +71,11 @@ class OptimizerHooks:
                     return None
                 self._unread = self._session.unread_overflow()
             try:
+                sees_casts = self._sees_casts()
+                if self._unread is None and not sees_casts:
+                    return inner(optimizer, *args, **kwargs)
                 with (
-                    disable_casts() if self._sees_casts() else nullcontext(),
+                    disable_casts() if sees_casts else nullcontext(),
                     _handed_over(optimizer, self._unread),
                 ):
                     return inner(optimizer, *args, **kwargs)

@@ -163,7 +163,10 @@ class LossScaler:
         state = self.rule.adjust(ScaleState(self.scale, self.growth_tracker), self.found_inf)
         if state.scale is not self.scale:
             self.scale.copy_(state.scale)
-        self.growth_tracker.copy_(state.growth_tracker)
+        if host_reaches(state.growth_tracker):
+            self.growth_tracker = state.growth_tracker
+        else:  # a CUDA graph knows where it lies
+            self.growth_tracker.copy_(state.growth_tracker)
         if self._has_recorded:
             self.found_inf.zero_()
         self._has_recorded = False
