@@ -12,9 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
+from torch.distributed import distributed_c10d
 
 _SECONDS = 300
 """Until a rank that waits for a dead one gives up."""
+
+_LEFT: list[dist.ProcessGroup] = []
+"""Groups that have ended in this process."""
 
 _PRELOADED = ["pytest", "torch.distributed.fsdp", "torch.distributed.tensor"]
 _PRELOADED += ["preamp.checkpoint", "preamp.optimizers", "preamp.parallel"]
@@ -60,7 +64,7 @@ def _start(rank: int, work: Callable[[int], Any], folder: str, world: int) -> No
     try:
         torch.save(work(rank), f"{folder}/{rank}.pt")
     finally:
-        dist.destroy_process_group()
+        leave_ranks()
 
 
 def join_ranks(rank: int, world: int, folder: Path, seconds: float) -> None:
@@ -73,3 +77,13 @@ def join_ranks(rank: int, world: int, folder: Path, seconds: float) -> None:
         world_size=world,
         timeout=timedelta(seconds=seconds),
     )
+
+
+def leave_ranks() -> None:
+    """End all groups, and keep their objects until the process ends.
+
+    To free one, torch before 2.8 waits for its threads while these may wait for Python's lock
+    (pytorch/pytorch#154976).
+    """
+    _LEFT.extend(distributed_c10d._world.pg_map)
+    dist.destroy_process_group()

@@ -16,9 +16,8 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-import torch.distributed as dist
 
-from cases.ranks import join_ranks, start_ranks
+from cases.ranks import join_ranks, leave_ranks, start_ranks
 
 Check = Callable[[], None]
 
@@ -67,4 +66,4 @@ def _rank_main(rank: int, checks: Sequence[Check], world_size: int, folder: Path
             report.write_text(f"{check.__name__} on rank {rank}:\n{traceback.format_exc()}")
             return
     report.write_text("passed")
-    dist.destroy_process_group()
+    leave_ranks()

@@ -37,10 +37,19 @@ def test_all_gradients_of_masters_are_made_in_one_op(level: str) -> None:
 
 
 @levels
+@pytest.mark.parametrize("lacks", [False, True])
 @pytest.mark.parametrize(
     ("optimizer", "files"), [("FusedAdam", 20), ("AdamW", 20), ("FusedSGD", 22), ("FusedLAMB", 28)]
 )
-def test_a_step_enters_few_files(level: str, optimizer: str, files: int) -> None:
-    """Who follows one step opens no more; what is off, such as recording, is in none of them."""
+def test_a_step_enters_few_files(
+    level: str, optimizer: str, files: int, lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who follows one step opens no more; what is off, such as recording, is in none of them.
+
+    One more has the products of a CPU that lacks units for the level's half dtype.
+    """
+    monkeypatch.setattr("preamp.casting.functions.cpu_lacks_matmul", lambda _: lacks)
     entered, _ = trace(make_step(level, optimizer, 50, clips=True))
-    assert len({path for path, _ in entered}) <= files
+    paths = {path for path, _ in entered}
+    assert ("kernels/wide_half.py" in paths) is lacks
+    assert len(paths) <= files + lacks

@@ -1,12 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which leaves a backward reaches through a dtype."""
+"""Which leaves a backward reaches through a dtype, and whether it has freed its graph."""
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from preamp.kernels.autograd import Gradients, leaves_through, reached_from, watch_gradients
+from preamp.kernels.autograd import (
+    Gradients,
+    is_freed,
+    leaves_through,
+    reached_from,
+    watch_gradients,
+)
 
 HALF = torch.float16
 
@@ -89,3 +99,52 @@ def test_gradients_are_shown_where_they_become_half() -> None:
     assert len(shown) == 2
     assert x.grad is not None
     assert not x.grad.any()
+
+
+# -- graphs that were freed -------------------------------------------------------------------
+
+
+def _square(x: torch.Tensor) -> torch.Tensor:
+    return x.square().sum()
+
+
+def _item(x: torch.Tensor) -> torch.Tensor:
+    """Its node keeps a list of indices."""
+    return x[torch.tensor([0, 2])].sum()
+
+
+losses = pytest.mark.parametrize("loss_of", [_square, _item])
+
+
+@losses
+def test_a_graph_is_freed_by_the_last_backward(loss_of: Any) -> None:
+    loss = loss_of(torch.ones(3, requires_grad=True))
+    loss.backward(retain_graph=True)
+    assert not is_freed(loss.grad_fn)
+    loss.backward()
+    assert is_freed(loss.grad_fn)
+
+
+@losses
+@pytest.mark.parametrize("is_profiled", [False, True])
+def test_hooks_of_what_is_kept_are_not_called(loss_of: Any, is_profiled: bool) -> None:
+    called: list[torch.Tensor] = []
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        called.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        loss = loss_of(torch.ones(3, requires_grad=True))
+    profiler = (lambda *_: None) if is_profiled else None
+    before = sys.getprofile()
+    sys.setprofile(profiler)
+    try:
+        freed = is_freed(loss.grad_fn)
+        after = sys.getprofile()
+    finally:
+        sys.setprofile(before)
+    assert (freed, after, called) == (False, profiler, [])
+    loss.backward()
+    assert called
+    assert is_freed(loss.grad_fn)
