@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import preamp
 from engine.harness import engines_closed, same
 from preamp.core.errors import PreampPolicyError, PreampStateError
+from preamp.engine import release
 from preamp.engine import storage as engine_storage
 from preamp.engine.release import Release
 from preamp.kernels.stored import split
@@ -93,6 +94,12 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients as small as here would all wait for the end of the block."""
+    monkeypatch.setattr(release, "TOGETHER", 1)
+
+
 def start(*, releases: bool = True, build: Build = BUILDS["FusedAdam"], **more: Any) -> Any:
     torch.manual_seed(0)
     model = Net()
@@ -144,7 +151,11 @@ def assert_rounded(optimizer: Any) -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_training_is_that_without(level: str, name: str, storage: str) -> None:
+@pytest.mark.parametrize("together", [1, 4096, release.TOGETHER])
+def test_training_is_that_without(
+    level: str, name: str, storage: str, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(release, "TOGETHER", together)
     if level not in ("O2", "O5") and "masters" in STORAGES[storage]:
         storage = "8bit"
     runs = both(opt_level=level, build=BUILDS[name], storage=storage, **LEVELS[level])
@@ -309,17 +320,51 @@ def test_forwards_that_are_run_again() -> None:
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
 def test_one_gradient_is_alive_at_a_time(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = start(opt_level=level, storage="8bit", backend="auto", **LEVELS[level])
-    apply, made, alive = Release.apply, list[StorageWeakRef](), list[int]()
+    arrive, made, alive = Release.arrive, list[StorageWeakRef](), list[int]()
 
     def watched(self: Release, leaf: torch.Tensor, grad: torch.Tensor) -> None:
         made.append(StorageWeakRef(grad.untyped_storage()))
         alive.append(sum(not one.expired() for one in made))
-        apply(self, leaf, grad)
+        arrive(self, leaf, grad)
 
-    monkeypatch.setattr(Release, "apply", watched)
+    monkeypatch.setattr(Release, "arrive", watched)
     train(model, optimizer, range(2))
     assert len(made) == 7 + 5  # all but the frozen ones; the second step does not use two
     assert max(alive) == 1
+
+
+def test_small_gradients_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to a bound: two of these weights at once, and the last one at the end of the block."""
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(5)])
+    optimizer = FusedAdam(model.parameters())
+    storage = preamp.Storage(release_gradients=True)
+    model, optimizer = preamp.initialize(
+        model, optimizer, opt_level="O5", verbosity=0, storage=storage
+    )
+    updated: list[int] = []
+    alone = FusedAdam.update_alone
+
+    def watched(self: FusedAdam, group: Any, entries: Any) -> None:
+        updated.append(len(entries))
+        alone(self, group, entries)
+
+    monkeypatch.setattr(FusedAdam, "update_alone", watched)
+    monkeypatch.setattr(release, "TOGETHER", 2 * 16 * 16 * 2 - 1)
+    with preamp.scale_loss(model(torch.ones(2, 16)).sum(), optimizer) as scaled:
+        scaled.backward()
+        assert updated == [2, 2]
+    assert updated == [2, 2, 1]
+
+
+def test_what_waits_in_a_body_that_raises_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "TOGETHER", 1 << 30)
+    plain, run = (start() for _ in range(2))
+    with suppress(KeyError), preamp.scale_loss(loss_of(run[0], 0), run[1]) as scaled:
+        scaled.backward()
+        raise KeyError
+    for model, optimizer in (plain, run):
+        train(model, optimizer, range(2))
+    assert same(exact(*plain), exact(*run))
 
 
 def test_bytes_of_a_parameter() -> None:

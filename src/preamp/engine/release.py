@@ -4,7 +4,8 @@
 A hook on each leaf runs when autograd has the whole gradient of it: what a model uses twice gets
 its gradient once, after both uses. By then every node that multiplies by the weight has run, as
 the gradient waits for it. So the hook updates that one parameter as the coming step would
-(`FusedOptimizer.update_alone`) and drops the gradient. The block then ends without gradients, and
+(`FusedOptimizer.update_alone`) and drops the gradient; small ones wait for each other, up to
+`TOGETHER` bytes, since an update costs as much for many. The block then ends without gradients, and
 ``optimizer.step()`` finds none to apply: it counts, and runs hooks and schedulers as ever. Its
 number is that of the updates before it. Between a backward and its step weights are new already.
 
@@ -15,8 +16,9 @@ that gets no gradient stays as it is, where ``zero_grad(set_to_none=False)`` wou
 
 An update cannot be taken back. So whatever needs gradients of a whole step, or of several
 backwards, is refused, as early as it is known: by `check_release`, or when a block begins. If the
-body raises, what was updated by then stays so. Every half weight is its rounded master still, and
-the counters are those of the latest step: the next block's updates take the same number.
+body raises, what was updated by then stays so, and what waits is dropped. Every half weight is its
+rounded master still, and the counters are those of the latest step: the next block's updates take
+the same number.
 
 Hooks are on leaves, and know this weakly: copies and pickles of models have none, and a dropped
 engine leaves plain parameters. What is left of a step is told by `Events`.
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,6 +47,9 @@ from preamp.engine.storage import check_no_ranks, check_releases
 from preamp.kernels.modules import add_hook
 from preamp.optim import is_master, leaves_of
 from preamp.optim.fused.base import Entries, FusedOptimizer, Group
+
+TOGETHER = 1 << 20
+"""Bytes of gradients that are applied together at least, but for the last ones of a backward."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +83,8 @@ class Release:
         self._updates: dict[int, _Updates] = {}  # since the latest step, by id of the session
         self._places: dict[int, _Place] = {}  # by id of the leaf
         self._hooked: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
+        self._waiting: list[tuple[_Place, torch.Tensor]] = []  # gradients yet to be applied
+        self._waiting_bytes = 0
         self._entered: Backward | None = None  # the latest block
         self.lock = threading.Lock()  # autograd has a thread for each device
 
@@ -92,6 +100,7 @@ class Release:
             add_hook(session.optimizer, name, loaded, engine.undo)
         events.block_begins.append(self._block_begins)
         events.loss_scaled.append(self._make_ready)
+        events.gradients_made.append(self._gradients_made)
         events.block_over.append(self._block_over)
         events.update_begins.append(self._update_begins)
         events.step_over.append(self._step_over)
@@ -108,6 +117,7 @@ class Release:
             handle.remove()
         self._hooked.clear()
         self._places.clear()
+        self._drop_waiting()
 
     # -- a block, and its step ---------------------------------------------------------------------
 
@@ -125,6 +135,7 @@ class Release:
             for param in session.direct_params():
                 param.grad = None
         self._entered = block
+        self._drop_waiting()  # of a body that raised
 
     def _make_ready(self, scaled: torch.Tensor) -> None:
         """Let masters take in what was written to half weights, and note what is updated where."""
@@ -135,6 +146,7 @@ class Release:
         is_scaled = not self._engine.scaler(block.note.loss_id).is_identity
         inverse = block.note.scale.reciprocal() if is_scaled else None
         for session in block.sessions:
+            cast("FusedOptimizer", session.optimizer).check_storage()  # as it stays till the step
             updates = self._updates[id(session)] = _Updates(session, block, inverse)
             for table in session.gradients.tables:
                 if table.packs and is_capturing(table.halves[0].device):
@@ -144,6 +156,10 @@ class Release:
             for group in session.optimizer.param_groups:
                 for param, leaf in zip(group["params"], leaves_of(group["params"]), strict=True):
                     self._places[id(leaf)] = _Place(updates, group, param)
+
+    def _gradients_made(self, block: Backward, are_left: bool) -> None:
+        del block, are_left
+        self._apply_waiting()
 
     def _block_over(self, block: Backward) -> None:
         for session in block.sessions:
@@ -168,9 +184,8 @@ class Release:
 
     # -- a gradient --------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def apply(self, leaf: torch.Tensor, grad: torch.Tensor) -> None:
-        """Update ``leaf``, whose whole gradient has come."""
+    def arrive(self, leaf: torch.Tensor, grad: torch.Tensor) -> None:
+        """Take the whole gradient of ``leaf``, and update what waits if that is enough by now."""
         place = self._places.get(id(leaf))
         if place is None or not place.updates.session.gradients.is_open:
             raise refusals.outside_block(self._engine.names.of(leaf))
@@ -180,26 +195,46 @@ class Release:
         if id(leaf) in updates.done:
             raise refusals.second_gradient(self._engine.names.of(leaf))
         updates.done[id(leaf)] = leaf, place.param
+        self._waiting.append((place, grad))
+        self._waiting_bytes += grad.nbytes
+        if self._waiting_bytes >= TOGETHER:
+            self._apply_waiting()
+
+    def _drop_waiting(self) -> list[tuple[_Place, torch.Tensor]]:
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        return waiting
+
+    @torch.no_grad()
+    def _apply_waiting(self) -> None:
+        found: dict[int, list[tuple[_Place, torch.Tensor]]] = {}
+        for place, grad in self._drop_waiting():
+            found.setdefault(id(place.group), []).append((place, grad))
         has_casts = self._engine.casts_functions or thread_has_casts()
         with disable_casts() if has_casts else nullcontext():
-            self._update(place, grad)
+            for pairs in found.values():
+                self._update(pairs)
 
-    def _update(self, place: _Place, grad: torch.Tensor) -> None:
-        param, entries = place.param, Entries()
+    def _update(self, pairs: Sequence[tuple[_Place, torch.Tensor]]) -> None:
+        """Update parameters of one group."""
+        place, entries, direct = pairs[0][0], Entries(), list[torch.Tensor]()
         inverse, optimizer = place.updates.inverse, place.updates.session.optimizer
-        twin = param.twin if is_master(param) else None
-        if twin is None:
-            if inverse is not None:
-                self._engine.ops.scale_add_([grad], inverse, [None])
-            entries.add(param, grad)
-        else:
-            factor = (
-                twin.table.plain(grad.device).factor if inverse is None else inverse.to(grad.device)
-            )
+        for param, grad in [(place.param, grad) for place, grad in pairs]:
+            twin = param.twin if is_master(param) else None
+            if twin is None:
+                entries.add(param, grad)
+                direct.append(grad)
+                continue
+            plain = twin.table.plain(grad.device).factor
+            factor = plain if inverse is None else inverse.to(grad.device)
             entries.add(param, grad, twin.half, factor, twin, twin.table.lows[twin.row])
+        if inverse is not None:
+            self._engine.ops.scale_add_(direct, inverse, [None] * len(direct))
         cast("FusedOptimizer", optimizer).update_alone(place.group, entries)
-        if twin is not None and twin.table.packs and twin.table.lows[twin.row] is None:
-            twin.table.round((twin.row,))  # where a value lies half way, otherwise than the update
+        for twin in entries.twins:
+            if twin is not None and twin.table.packs and twin.table.lows[twin.row] is None:
+                twin.table.round(
+                    (twin.row,)
+                )  # where a value lies half way, otherwise than the update
 
 
 def _arrived(owner: weakref.ref[Release], leaf: torch.Tensor) -> None:
@@ -207,4 +242,4 @@ def _arrived(owner: weakref.ref[Release], leaf: torch.Tensor) -> None:
     if release is not None and grad is not None:
         leaf.grad = None
         with release.lock:
-            release.apply(leaf, grad.detach())
+            release.arrive(leaf, grad.detach())
