@@ -20,6 +20,8 @@ from preamp.optimizers import FusedAdam, FusedLAMB
 from preamp.parallel import full_state_dicts, shard_optimizer
 
 WAYS = ("ddp", "fully_shard", "shard_optimizer")
+if not hasattr(torch.cpu.Stream, "record_event"):  # which fully_shard of torch 2.6 needs
+    WAYS = ("ddp", "shard_optimizer")
 
 
 def _start(way: str, level: str, storage: str, kind: Any) -> tuple[nn.Module, nn.Module, Any]:
