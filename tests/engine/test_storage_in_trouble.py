@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import preamp
-from engine.harness import engines_closed, same, train_step
+from engine.harness import engines_closed, loss_of, same, train_step
 from engine.test_storage import BUILDS, exact, is_packed, levels, start, twins
 from preamp.optimizers import FusedAdam
 
@@ -109,6 +109,24 @@ def test_loaded_masters_beyond_float16_stay_float32() -> None:
         tables(optimizer)[0].pack()
     assert torch.equal(twins(optimizer)[0].value(), large)
     assert is_packed(optimizer) == [False, *[True] * (len(twins(optimizer)) - 1)]
+
+
+@pytest.mark.parametrize(
+    ("level", "convert"), [("O2", nn.Module.bfloat16), ("O5", nn.Module.half)], ids=["O2", "O5"]
+)
+def test_half_weights_of_another_half_dtype(level: str, convert: Any) -> None:
+    """Masters are split by what their half weights are then, and read by the same."""
+    masters: list[list[torch.Tensor]] = []
+    for storage in ("full", "split"):
+        model, optimizer = start(level, storage)
+        convert(model)  # while masters are float32
+        with preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        masters.append([twin.value().clone() for twin in twins(optimizer)])
+    assert all(is_packed(optimizer))
+    for full, split in zip(*masters, strict=True):
+        torch.testing.assert_close(split, full, rtol=0, atol=2.0**-38)
 
 
 @levels

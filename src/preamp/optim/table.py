@@ -1403,6 +1403,7 @@ class WeightTable(WeightPairs):
         increment_version(master)  # who saved it for a backward is to hear of it
         set_data(master, sharded_as(nothing, self.halves[row]))
         master.__class__ = packed_kind(cast("type[MasterParameter]", type(master)))
+        self.twins[row].dtype = half.dtype  # another one than at first after model.bfloat16()
         self.lows[row] = low
         if self.kept is self.masters:
             self.kept = [*self.masters]
