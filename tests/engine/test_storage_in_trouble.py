@@ -105,9 +105,27 @@ def test_loaded_masters_beyond_float16_stay_float32() -> None:
     model, optimizer = start("O2", "split")
     model.load_state_dict(state)
     tables(optimizer)[0].compare()
-    with pytest.warns(UserWarning, match=r"has values beyond 65504.*stays float32"):
+    with pytest.warns(UserWarning, match=r"was given values beyond 65504.*stays float32"):
         tables(optimizer)[0].pack()
     assert torch.equal(twins(optimizer)[0].value(), large)
+    assert is_packed(optimizer) == [False, *[True] * (len(twins(optimizer)) - 1)]
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "AdamW"])
+@pytest.mark.parametrize("is_seen", [False, True], ids=["written", "written and rounded"])
+def test_masters_written_beyond_float16_stay_float32(name: str, is_seen: bool) -> None:
+    """Split they would be infinite, and a script that takes them back would find nothing."""
+    model, optimizer = start("O2", "split", BUILDS[name])
+    train_step(model, optimizer, 0)
+    with preamp.scale_loss(loss_of(model, 1), optimizer) as scaled:
+        scaled.backward()
+    with torch.no_grad():
+        twins(optimizer)[0].master.view(-1)[0] = 1e5
+    if is_seen:
+        model(torch.ones(2, 4))
+    with pytest.warns(UserWarning, match=r"was given values beyond 65504.*stays float32"):
+        optimizer.step()
+    assert 9e4 < float(twins(optimizer)[0].value().detach().flatten()[0]) < 1.1e5
     assert is_packed(optimizer) == [False, *[True] * (len(twins(optimizer)) - 1)]
 
 

@@ -13,7 +13,7 @@ from preamp.casting.kept import Kept
 from preamp.core.dtypes import math_dtype
 from preamp.core.errors import bad_state, bad_type, with_article
 from preamp.core.tensors import local_of
-from preamp.kernels.stored import is_beyond_float16
+from preamp.kernels.stored import are_beyond_float16
 from preamp.policy import Policy
 from preamp.policy.storage import MOMENT_KINDS
 
@@ -53,7 +53,7 @@ def _check_range(name: str, param: torch.Tensor) -> None:
     """Refuse a weight that is infinite in float16: no master could be told from that."""
     value = local_of(param.detach())
     value = value.to(math_dtype(value.dtype))
-    if is_beyond_float16(value):
+    if are_beyond_float16([value])[0]:
         largest = float(value[value.isfinite()].abs().amax())
         raise bad_state(
             f"The weight {name!r} has a value of magnitude {largest:g}, and storage splits masters "

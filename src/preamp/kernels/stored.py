@@ -118,10 +118,20 @@ BEYOND_FLOAT16 = 65520.0
 """From here on float16 rounds to infinity."""
 
 
-def is_beyond_float16(wide: torch.Tensor) -> bool:
-    """Whether a finite value is infinite in float16, and so lost when split. Synchronises."""
-    size = wide.abs()
-    return bool(((size >= BEYOND_FLOAT16) & size.isfinite()).any())
+def are_beyond_float16(wides: Sequence[torch.Tensor]) -> list[bool]:
+    """Whether each has a finite value that is infinite in float16, and so lost when split.
+
+    Synchronises once for each device.
+    """
+    found = [((w.abs() >= BEYOND_FLOAT16) & w.isfinite()).any() for w in wides]
+    told: list[bool] = [False] * len(found)
+    for device in {flag.device for flag in found}:
+        rows = [row for row, flag in enumerate(found) if flag.device == device]
+        for row, is_beyond in zip(
+            rows, torch.stack([found[r] for r in rows]).tolist(), strict=True
+        ):
+            told[row] = is_beyond
+    return told
 
 
 def _split_bfloat16(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
