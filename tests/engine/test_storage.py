@@ -9,6 +9,7 @@ masters below float16's normal range.
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import itertools
 import pickle
@@ -159,6 +160,28 @@ def test_fused_steps_make_no_master(level: str, name: str, monkeypatch: pytest.M
     for number in range(1, 4):
         iterate(model, optimizer, number, level)
     monkeypatch.undo()
+
+
+@levels
+@pytest.mark.parametrize("name", ["FusedLARS", "AdamW"])
+def test_other_steps_make_and_split_each_master_once(
+    level: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = start(level, "split", BUILDS[name])
+    iterate(model, optimizer, 0, level)
+    (table,) = preamp.engine_of(optimizer).sessions[id(optimizer)].gradients.tables
+    counts = {"join_": 0, "split_": 0, "cast_copy_": 0}
+
+    def counted(op: str, call: Any, first: list[Any], *rest: Any) -> None:
+        counts[op] += len(first)
+        call(first, *rest)
+
+    with monkeypatch.context() as patch:
+        for op in counts:
+            patch.setattr(table.ops, op, functools.partial(counted, op, getattr(table.ops, op)))
+        iterate(model, optimizer, 1, level)
+    every = len(table)
+    assert counts == {"join_": every, "split_": every, "cast_copy_": 0}
 
 
 @levels
