@@ -21,11 +21,7 @@ binades and a sign, `UNSIGNED` 8, and nothing above zero becomes zero there, sin
 divided by it. They take shifts and sums, where roots take a division and two roots of each element,
 and the same bits on every device for granted.
 
-Errors of an update ``m / (sqrt(v) + eps)`` of the demo's GPT (width 64, 2 layers) after 800 steps
-of AdamW with betas 0.9 and 0.999, relative to the update by float32 moments of the same gradients:
-of the first moment as a small float 2.2 %, as a signed root 2.0 %; of the second as a small float
-3.9 %, as a square root 3.5 %, as a fourth root 4.2 %, with 4 bits of mantissa 6.2 %. bfloat16 takes
-0.5 % and 1.4 %.
+docs/storage.md has how near they come to float32 moments, and other maps beside them.
 
 Sources: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), Philox 4x32-10;
 Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861).
