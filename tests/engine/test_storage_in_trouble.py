@@ -13,7 +13,7 @@ from torch import nn
 import preamp
 from engine.harness import engines_closed, loss_of, same, train_step
 from engine.test_storage import BUILDS, exact, is_packed, levels, start, twins
-from preamp.optimizers import FusedAdam
+from preamp.optimizers import FusedAdam, FusedSGD
 
 __all__ = ["engines_closed"]
 
@@ -184,6 +184,47 @@ def test_codes_load_into_optimizers_without_moments_in_fewer_bits() -> None:
     torch.testing.assert_close(
         loaded["exp_avg"], 0.1 * gradient, rtol=2.0**-5, atol=2.0**-5 * float(gradient.abs().max())
     )
+
+
+def _with_codes() -> dict[str, Any]:
+    """The state of an SGD with moments in 8 bits, after a step."""
+    model = nn.Linear(64, 128)
+    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+    preamp.initialize(model, optimizer, opt_level="O5", storage="compact", verbosity=0)
+    with preamp.scale_loss(model(torch.ones(2, 64)).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    assert state["state"][0]["momentum_buffer"].dtype is torch.int8
+    preamp.engine_of(model).close()
+    return state
+
+
+def test_codes_load_into_torchs_optimizers_as_values() -> None:
+    state = _with_codes()
+    wanted = FusedSGD(nn.Linear(64, 128).parameters(), lr=0.1, momentum=0.9)
+    wanted.load_state_dict(state)
+    other = nn.Linear(64, 128)
+    sgd = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    preamp.initialize(other, sgd, opt_level="O5", storage="split", verbosity=0)
+    sgd.load_state_dict(state)
+    loaded, expected = (list(optimizer.state.values()) for optimizer in (sgd, wanted))
+    assert same(loaded, expected)
+    assert state["state"][0]["momentum_buffer"].dtype is torch.int8  # as it was given
+    preamp.engine_of(other).close()
+    assert not sgd._optimizer_load_state_dict_pre_hooks  # pyright: ignore
+
+
+@pytest.mark.parametrize("scales", [None, torch.ones(3, 1), torch.ones(128)])
+def test_codes_whose_scales_do_not_fit_are_refused(scales: Any) -> None:
+    state = _with_codes()
+    state["state"][0]["momentum_buffer_scales"] = scales
+    other = nn.Linear(64, 128)
+    sgd = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    preamp.initialize(other, sgd, opt_level="O5", verbosity=0)
+    with pytest.raises(ValueError, match=r"momentum_buffer in 8 bits .* nothing was loaded\. Load"):
+        sgd.load_state_dict(state)
+    assert not sgd.state
 
 
 def test_a_failed_load_tells_of_nothing_rounded(capsys: pytest.CaptureFixture[str]) -> None:

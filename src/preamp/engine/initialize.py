@@ -41,11 +41,12 @@ from preamp.engine.params import master_types
 from preamp.engine.recording import OFF, Numerics, Recording, make_recording
 from preamp.engine.reductions import attach_reductions
 from preamp.engine.sharding import check_fits, check_groups
-from preamp.engine.storage import check_storage
+from preamp.engine.storage import check_storage, read_codes
 from preamp.engine.weights import attach_move_doors, attach_weight_doors
 from preamp.kernels import ForeachType, Ops
 from preamp.kernels import backend as ops_named
 from preamp.kernels.fsdp import gather_dtypes, reshard
+from preamp.kernels.modules import add_hook
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.policy import OnOverflow, Policy, Scope, Storage, resolve
 
@@ -313,6 +314,8 @@ def _attach(engine: Engine) -> None:
     _install_function_casts(engine)
     for session in engine.sessions.values():
         OptimizerHooks(engine, session).attach(engine.undo)
+        loads = "register_load_state_dict_pre_hook"
+        add_hook(session.optimizer, loads, read_codes, engine.undo)
     if policy.overflow == "trace":
         engine.tracer.arm(stays=True, is_first=True)
 
