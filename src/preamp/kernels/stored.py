@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -117,17 +118,11 @@ BEYOND_FLOAT16 = 65520.0
 def are_beyond_float16(wides: Sequence[torch.Tensor]) -> list[bool]:
     """Whether each has a finite value that is infinite in float16, and so lost when split.
 
-    Synchronises once for each device.
+    Synchronises once.
     """
     found = [((w.abs() >= BEYOND_FLOAT16) & w.isfinite()).any() for w in wides]
-    told: list[bool] = [False] * len(found)
-    for device in {flag.device for flag in found}:
-        rows = [row for row, flag in enumerate(found) if flag.device == device]
-        for row, is_beyond in zip(
-            rows, torch.stack([found[r] for r in rows]).tolist(), strict=True
-        ):
-            told[row] = is_beyond
-    return told
+    together: Any = torch.stack([flag.to(found[0].device) for flag in found]) if found else None
+    return together.tolist() if found else []
 
 
 def _split_bfloat16(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

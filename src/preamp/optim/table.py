@@ -443,7 +443,7 @@ class WeightTable(WeightPairs):
         self.changes = 0  # differs once gradients may be others than before
         self._arrived: list[torch.Tensor | None] | None = None
         self.loaded: set[int] = set()  # rows whose master was loaded
-        self._written: set[int] = set()  # rows whose master a script wrote to, not packed since
+        self._written: set[Twin] = set()  # whose master a script wrote to, not packed since
         self._placeholders = Placeholders()
         self._plain: dict[torch.device, Record] = {}
         self._sample: dict[int, torch.Tensor] = {}  # values of a few rows
@@ -478,7 +478,6 @@ class WeightTable(WeightPairs):
         for column in columns:
             del column[twin.row]
         self.raw = None
-        self._written.update(range(len(self)))  # rows have other numbers now
         for row, other in enumerate(self.twins):
             other.row = row
 
@@ -1198,7 +1197,7 @@ class WeightTable(WeightPairs):
         elif self.lows[row] is not None:
             return
         elif self._master_marks.is_changed(row, self.masters[row]):
-            self._written.add(row)
+            self._written.add(self.twins[row])
             if not self.has_parts:
                 self.round((row,))
         elif self.compares:
@@ -1236,7 +1235,8 @@ class WeightTable(WeightPairs):
         """Let masters take over what was written to their half weights, before a step too."""
         super().absorb()
         if self.packs and any([low is None for low in self.lows]):
-            self._written.update(self._master_marks.changed(self.kept))
+            changed = self._master_marks.changed(self.kept)
+            self._written.update([self.twins[row] for row in changed])
 
     def follow_masters(self) -> None:
         """Round masters that somebody wrote to between steps into their half weights.
@@ -1306,8 +1306,8 @@ class WeightTable(WeightPairs):
     def _pack_rows(self) -> None:
         rows = [row for row, low in enumerate(self.lows) if low is None]
         rows = [row for row in rows if not self.twins[row].stays_wide]
-        given = self.loaded | self._written
-        self._keep_wide_beyond_range([row for row in rows if row in given])
+        given = [row for row in rows if row in self.loaded or self.twins[row] in self._written]
+        self._keep_wide_beyond_range(given)
         rows = [row for row in rows if not self.twins[row].stays_wide]
         if not rows:
             return
