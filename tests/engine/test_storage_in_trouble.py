@@ -131,6 +131,19 @@ def test_masters_written_beyond_float16_stay_float32(name: str, look: Any) -> No
     assert is_packed(optimizer) == [False, *[True] * (len(twins(optimizer)) - 1)]
 
 
+def test_infinite_masters_are_split_as_they_are() -> None:
+    """Half weights hold them too."""
+    model, optimizer = start("O2", "split", BUILDS["FusedSGD"])
+    train_step(model, optimizer, 0)
+    with preamp.scale_loss(loss_of(model, 1), optimizer) as scaled:
+        scaled.backward()
+    with torch.no_grad():
+        twins(optimizer)[0].master.view(-1)[0] = torch.inf
+    optimizer.step()
+    assert all(is_packed(optimizer))
+    assert twins(optimizer)[0].value().flatten()[0] == torch.inf
+
+
 @pytest.mark.parametrize(
     ("level", "convert"), [("O2", nn.Module.bfloat16), ("O5", nn.Module.half)], ids=["O2", "O5"]
 )
