@@ -45,8 +45,9 @@ STEP = """\
 Everything between `backward` and the next forward: check for overflow, unscale, clip, AdamW, round
 the half weights. The model is only its parameters, and gradients are put in place instead of
 computed. **%** is the least number of bytes that the step could move (32 per parameter with float32
-weights; 30 with half weights, float32 masters and half gradients; 28 where nothing is checked) over
-the best time, as a share of the speed of a plain copy in the same rounds.
+weights; 30 with half weights, float32 masters and half gradients, 28 with split masters, 16 with
+moments in 8 bits as well; 2 less where nothing is checked) over the best time, as a share of the
+speed of a plain copy in the same rounds.
 
 - *GradScaler + fused AdamW*: float32 weights, `torch.amp.GradScaler`, `clip_grad_norm_`,
   `torch.optim.AdamW(fused=True)`.

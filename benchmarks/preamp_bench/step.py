@@ -63,7 +63,7 @@ def _split(case: StepCase) -> int:
 
 
 def _compact(case: StepCase) -> int:
-    """The same with 8 bits of each moment; their scales are 0.06 bytes and left out."""
+    """The same with 8 bits of each moment; their scales are 0.1 bytes and left out."""
     return case.half_bytes - 2 - 12
 
 

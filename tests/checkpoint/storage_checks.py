@@ -33,7 +33,7 @@ STORAGES = {
     "bfloat16": Storage(moments="bfloat16", seed=5),
     "full": Storage(),
 }
-RESHARDED = "compact", "bfloat16"
+RESHARDED = ("compact", "O5"), ("bfloat16", "O5"), ("compact", "O2")
 BUILDS: dict[str, Any] = {
     "adam": lambda params: FusedAdam(params, lr=0.0625, eps=1e-4),
     "sgd": lambda params: FusedSGD(params, lr=0.0625, momentum=0.9),
@@ -77,7 +77,12 @@ class Run:
             self.inner.conv.to(memory_format=torch.channels_last)
         self.optimizer = BUILDS[kind](self.inner.parameters())
         preamp.initialize(
-            self.inner, self.optimizer, opt_level=level, verbosity=0, storage=STORAGES[storage]
+            self.inner,
+            self.optimizer,
+            opt_level=level,
+            verbosity=0,
+            storage=STORAGES[storage],
+            loss_scale=1.0,  # on gradients that are put in place nothing else can be
         )
         self.engine, self.model = preamp.engine_of(self.inner), self.inner
         if parallel in ("ddp", "zero1"):
@@ -214,26 +219,27 @@ def save_for_others() -> None:
     """What other numbers of ranks load."""
     folder, ranks = saved_folder(), dist.get_world_size() if dist.is_initialized() else 1
     folder.mkdir(exist_ok=True)
-    for storage, parallel in itertools.product(RESHARDED, WAYS if ranks > 1 else ("none",)):
-        run = Run(storage, parallel)
+    ways: tuple[Parallel, ...] = WAYS if ranks > 1 else ("none",)
+    for (storage, level), parallel in itertools.product(RESHARDED, ways):
+        run = Run(storage, parallel, level=level)
         run.step(0)
-        run.save(folder / f"{storage}-{parallel}-{ranks}")
+        run.save(folder / f"{storage}-{level}-{parallel}-{ranks}")
         run.close()
 
 
 def load_from_others() -> None:
     """A run that goes on on any number of ranks is the uninterrupted one of a single process."""
     ways: tuple[Parallel, ...] = WAYS if dist.is_initialized() else ("none",)
-    for storage in RESHARDED:
-        single = Run(storage, "none")
+    for storage, level in RESHARDED:
+        single = Run(storage, "none", level=level)
         single.step(0)
         single.step(1)
         expected = single.whole()
         single.close()
-        saved = sorted(saved_folder().glob(f"{storage}-*"))
+        saved = sorted(saved_folder().glob(f"{storage}-{level}-*"))
         assert len(saved) == 1 + 2 * len(WAYS)
         for parallel, path in itertools.product(ways, saved):
-            run = Run(storage, parallel, seed=1)
+            run = Run(storage, parallel, seed=1, level=level)
             run.load(path)
             run.step(1)
             assert same(run.whole(), expected), (parallel, path.name)

@@ -312,3 +312,12 @@ def test_plan_refuses(options: tuple[str, ...], part: str, script: str) -> None:
 
 def json_in(text: str) -> bool:
     return "{" in text
+
+
+def test_plan_refuses_a_storage_before_the_script_runs(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('it ran')", encoding="utf-8")
+    done = invoke("plan", str(script), "--storage", "compakt")
+    assert done.exit_code == 2
+    assert "The storages with a name are 'full', 'split', 'compact'" in done.output
+    assert "it ran" not in done.output

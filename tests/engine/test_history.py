@@ -90,7 +90,9 @@ def test_the_run_is_described(level: str, tmp_path: Path) -> None:
     assert record.dtypes == {
         name: str(p.dtype).removeprefix("torch.") for name, p in model.named_parameters()
     }
-    assert record.policy["loss_scale"] == str(preamp.engine_of(optimizer).policy.loss_scale)
+    policy = preamp.engine_of(optimizer).policy
+    assert record.policy["loss_scale"] == str(policy.loss_scale)
+    assert record.policy["storage"] == str(policy.storage)
     assert set(record.policy) == {*preamp.Policy.__dataclass_fields__}
     assert read_history(tmp_path / "run.jsonl") == [record]
 

@@ -9,7 +9,9 @@ masters below float16's normal range.
 from __future__ import annotations
 
 import copy
+import functools
 import io
+import itertools
 import pickle
 import re
 from collections.abc import Callable, Iterable
@@ -60,6 +62,18 @@ BUILDS: dict[str, Build] = {
     "LARC": lambda params: LARC(FusedSGD(params, lr=0.1, momentum=0.9)),
 }
 PACKED = ("FusedAdam", "FusedLAMB", "FusedSGD", "FusedAdagrad", "FusedNovoGrad")
+every_moments = pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the matrices of small models have 8 bits."""
+    monkeypatch.setattr("preamp.optim.fused.moments.can_be_blocks", lambda shape: len(shape) > 1)
+
+
+def storages(moments: Any) -> list[preamp.Storage]:
+    """Float32 masters and split ones."""
+    return [preamp.Storage(masters=kind, moments=moments, seed=3) for kind in ("float32", "split")]
 
 
 def start(level: str, storage: Any, build: Build = BUILDS["FusedAdam"], **more: Any) -> Any:
@@ -121,6 +135,21 @@ def test_training_is_that_of_full_storage(level: str, name: str) -> None:
     assert all(is_packed(runs[1][1]))
 
 
+@pytest.mark.usefixtures("small_blocks")
+@levels
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
+def test_so_it_is_with_moments_in_fewer_bits(level: str, name: str, moments: Any) -> None:
+    """With an overflow and clips; moments and their scales have the same bits."""
+    runs = [start(level, storage, BUILDS[name]) for storage in storages(moments)]
+    for number in range(4):
+        for model, optimizer in runs:
+            iterate(model, optimizer, number, level)
+        assert same(*[exact(*run) for run in runs])
+    kept = {value.dtype for value in runs[1][1].state[twins(runs[1][1])[0].master].values()}
+    assert kept & ({torch.bfloat16} if moments == "bfloat16" else {torch.int8, torch.uint8})
+
+
 @levels
 @pytest.mark.parametrize("name", PACKED)
 def test_fused_steps_make_no_master(level: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +160,28 @@ def test_fused_steps_make_no_master(level: str, name: str, monkeypatch: pytest.M
     for number in range(1, 4):
         iterate(model, optimizer, number, level)
     monkeypatch.undo()
+
+
+@levels
+@pytest.mark.parametrize("name", ["FusedLARS", "AdamW"])
+def test_other_steps_make_and_split_each_master_once(
+    level: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = start(level, "split", BUILDS[name])
+    iterate(model, optimizer, 0, level)
+    (table,) = preamp.engine_of(optimizer).sessions[id(optimizer)].gradients.tables
+    counts = {"join_": 0, "split_": 0, "cast_copy_": 0}
+
+    def counted(op: str, call: Any, first: list[Any], *rest: Any) -> None:
+        counts[op] += len(first)
+        call(first, *rest)
+
+    with monkeypatch.context() as patch:
+        for op in counts:
+            patch.setattr(table.ops, op, functools.partial(counted, op, getattr(table.ops, op)))
+        iterate(model, optimizer, 1, level)
+    every = len(table)
+    assert counts == {"join_": every, "split_": every, "cast_copy_": 0}
 
 
 @levels
@@ -189,9 +240,11 @@ def test_whoever_reads_a_master_gets_its_value(level: str, read: Callable[[Any],
         assert "nan" not in repr(twin.master)
 
 
+@pytest.mark.usefixtures("small_blocks")
+@every_moments
 @levels
-def test_writes_to_masters_count(level: str) -> None:
-    runs = [start(level, storage) for storage in ("full", "split")]
+def test_writes_to_masters_count(level: str, moments: Any) -> None:
+    runs = [start(level, storage) for storage in storages(moments)]
     for model, optimizer in runs:
         iterate(model, optimizer, 0, level)
         with torch.no_grad():
@@ -322,17 +375,22 @@ def test_exact_weights_and_copies(level: str) -> None:
     assert all(is_packed(optimizer))
 
 
+@pytest.mark.usefixtures("small_blocks")
 @levels
-@pytest.mark.parametrize("name", ["FusedAdam", "AdamW"])
-def test_state_dicts_resume_bitwise(level: str, name: str) -> None:
-    model, optimizer = start(level, "split", BUILDS[name])
+@pytest.mark.parametrize(
+    ("name", "moments"),
+    [("AdamW", "float32"), ("FusedAdam", "float32"), *itertools.product(PACKED, ["8bit"])],
+)
+def test_state_dicts_resume_bitwise(level: str, name: str, moments: Any) -> None:
+    storage = storages(moments)[1]
+    model, optimizer = start(level, storage, BUILDS[name])
     for number in range(3):
         iterate(model, optimizer, number, level)
     file = io.BytesIO()
     torch.save(exact(model, optimizer), file)
     file.seek(0)
     saved = torch.load(file)
-    again, other = start(level, "split", BUILDS[name])
+    again, other = start(level, storage, BUILDS[name])
     iterate(again, other, 7, level)
     again.load_state_dict(saved["model"])
     other.load_state_dict(saved["optimizer"])
@@ -405,10 +463,12 @@ def test_what_is_written_without_a_trace_after_loading_counts(level: str) -> Non
     assert same(exact(model, optimizer), exact(full, other))
 
 
+@pytest.mark.usefixtures("small_blocks")
+@every_moments
 @levels
-def test_groups_and_frozen_parameters_may_come_later(level: str) -> None:
+def test_groups_and_frozen_parameters_may_come_later(level: str, moments: Any) -> None:
     found: list[Any] = []
-    for storage in ("full", "split"):
+    for storage in storages(moments):
         torch.manual_seed(0)
         model = Net()
         model.first.bias.requires_grad_(False)
@@ -422,7 +482,7 @@ def test_groups_and_frozen_parameters_may_come_later(level: str) -> None:
         optimizer.add_param_group({"params": list(model.last.parameters())})
         for number in range(2, 5):
             iterate(model, optimizer, number, level)
-        if storage == "split":
+        if storage.masters == "split":
             assert all(is_packed(optimizer))
         found.append(exact(model, optimizer))
     assert same(*found)
@@ -468,9 +528,11 @@ def test_closures(level: str, name: str) -> None:
     assert same(*[exact(*run) for run in runs])
 
 
+@pytest.mark.usefixtures("small_blocks")
+@every_moments
 @levels
-def test_torchs_scaler_and_gradients_shown(level: str) -> None:
-    runs = [start(level, storage, loss_scale="dynamic") for storage in ("full", "split")]
+def test_torchs_scaler_and_gradients_shown(level: str, moments: Any) -> None:
+    runs = [start(level, storage, loss_scale="dynamic") for storage in storages(moments)]
     for model, optimizer in runs:
         scaler = preamp.GradScaler(optimizer)
         for number in range(4):
@@ -484,10 +546,14 @@ def test_torchs_scaler_and_gradients_shown(level: str) -> None:
     assert same(*[exact(*run) for run in runs])
 
 
+@pytest.mark.usefixtures("small_blocks")
+@every_moments
 @levels
-def test_sharpness_aware_steps(level: str) -> None:
+def test_sharpness_aware_steps(level: str, moments: Any) -> None:
     """Weights move before the second backward and back after it."""
-    runs = [start(level, storage, BUILDS["SGD"], loss_scale=1.0) for storage in ("full", "split")]
+    runs = [
+        start(level, storage, BUILDS["FusedSGD"], loss_scale=1.0) for storage in storages(moments)
+    ]
     for number in range(4):
         for model, optimizer in runs:
             train = preamp.scale_loss(loss_of(model, number), optimizer)
@@ -511,10 +577,12 @@ def test_sharpness_aware_steps(level: str) -> None:
     assert all(is_packed(runs[1][1]))
 
 
+@pytest.mark.usefixtures("small_blocks")
+@every_moments
 @levels
-def test_slow_weights(level: str) -> None:
+def test_slow_weights(level: str, moments: Any) -> None:
     """Every second step ends half way to where the weights were."""
-    runs = [start(level, storage) for storage in ("full", "split")]
+    runs = [start(level, storage) for storage in storages(moments)]
     for model, optimizer in runs:
         slow = [param.detach().clone() for param in preamp.master_params(optimizer)]
         for number in range(4):
@@ -551,9 +619,11 @@ def test_masters_read_in_inference_mode_train_on(level: str) -> None:
     assert all(is_packed(optimizer))
 
 
+@pytest.mark.usefixtures("small_blocks")
+@every_moments
 @levels
-def test_averages(level: str) -> None:
-    runs = [start(level, storage) for storage in ("full", "split")]
+def test_averages(level: str, moments: Any) -> None:
+    runs = [start(level, storage) for storage in storages(moments)]
     found: list[Any] = []
     for model, optimizer in runs:
         average = torch.optim.swa_utils.AveragedModel(model)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import preamp
-from engine.harness import engines_closed, same, train_step
+from engine.harness import engines_closed, loss_of, same, train_step
 from engine.test_storage import BUILDS, exact, is_packed, levels, start, twins
-from preamp.optimizers import FusedAdam
+from preamp.optimizers import FusedAdam, FusedSGD
 
 __all__ = ["engines_closed"]
 
@@ -105,10 +105,61 @@ def test_loaded_masters_beyond_float16_stay_float32() -> None:
     model, optimizer = start("O2", "split")
     model.load_state_dict(state)
     tables(optimizer)[0].compare()
-    with pytest.warns(UserWarning, match=r"has values beyond 65504.*stays float32"):
+    with pytest.warns(UserWarning, match=r"was given values beyond 65504.*stays float32"):
         tables(optimizer)[0].pack()
     assert torch.equal(twins(optimizer)[0].value(), large)
     assert is_packed(optimizer) == [False, *[True] * (len(twins(optimizer)) - 1)]
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "AdamW"])
+@pytest.mark.parametrize(
+    "look", [None, lambda model: model(torch.ones(2, 4)), nn.Module.state_dict]
+)
+def test_masters_written_beyond_float16_stay_float32(name: str, look: Any) -> None:
+    """Split they would be infinite, and a script that takes them back would find nothing."""
+    model, optimizer = start("O2", "split", BUILDS[name])
+    train_step(model, optimizer, 0)
+    with preamp.scale_loss(loss_of(model, 1), optimizer) as scaled:
+        scaled.backward()
+    with torch.no_grad():
+        twins(optimizer)[0].master.view(-1)[0] = 1e5
+    if look is not None:
+        look(model)
+    with pytest.warns(UserWarning, match=r"was given values beyond 65504.*stays float32"):
+        optimizer.step()
+    assert 9e4 < float(twins(optimizer)[0].value().detach().flatten()[0]) < 1.1e5
+    assert is_packed(optimizer) == [False, *[True] * (len(twins(optimizer)) - 1)]
+
+
+def test_infinite_masters_are_split_as_they_are() -> None:
+    """Half weights hold them too."""
+    model, optimizer = start("O2", "split", BUILDS["FusedSGD"])
+    train_step(model, optimizer, 0)
+    with preamp.scale_loss(loss_of(model, 1), optimizer) as scaled:
+        scaled.backward()
+    with torch.no_grad():
+        twins(optimizer)[0].master.view(-1)[0] = torch.inf
+    optimizer.step()
+    assert all(is_packed(optimizer))
+    assert twins(optimizer)[0].value().flatten()[0] == torch.inf
+
+
+@pytest.mark.parametrize(
+    ("level", "convert"), [("O2", nn.Module.bfloat16), ("O5", nn.Module.half)], ids=["O2", "O5"]
+)
+def test_half_weights_of_another_half_dtype(level: str, convert: Any) -> None:
+    """Masters are split by what their half weights are then, and read by the same."""
+    masters: list[list[torch.Tensor]] = []
+    for storage in ("full", "split"):
+        model, optimizer = start(level, storage)
+        convert(model)  # while masters are float32
+        with preamp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        masters.append([twin.value().clone() for twin in twins(optimizer)])
+    assert all(is_packed(optimizer))
+    for full, split in zip(*masters, strict=True):
+        torch.testing.assert_close(split, full, rtol=0, atol=2.0**-38)
 
 
 @levels
@@ -148,6 +199,47 @@ def test_codes_load_into_optimizers_without_moments_in_fewer_bits() -> None:
     torch.testing.assert_close(
         loaded["exp_avg"], 0.1 * gradient, rtol=2.0**-5, atol=2.0**-5 * float(gradient.abs().max())
     )
+
+
+def _with_codes() -> dict[str, Any]:
+    """The state of an SGD with moments in 8 bits, after a step."""
+    model = nn.Linear(64, 128)
+    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+    preamp.initialize(model, optimizer, opt_level="O5", storage="compact", verbosity=0)
+    with preamp.scale_loss(model(torch.ones(2, 64)).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    assert state["state"][0]["momentum_buffer"].dtype is torch.int8
+    preamp.engine_of(model).close()
+    return state
+
+
+def test_codes_load_into_torchs_optimizers_as_values() -> None:
+    state = _with_codes()
+    wanted = FusedSGD(nn.Linear(64, 128).parameters(), lr=0.1, momentum=0.9)
+    wanted.load_state_dict(state)
+    other = nn.Linear(64, 128)
+    sgd = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    preamp.initialize(other, sgd, opt_level="O5", storage="split", verbosity=0)
+    sgd.load_state_dict(state)
+    loaded, expected = (list(optimizer.state.values()) for optimizer in (sgd, wanted))
+    assert same(loaded, expected)
+    assert state["state"][0]["momentum_buffer"].dtype is torch.int8  # as it was given
+    preamp.engine_of(other).close()
+    assert not sgd._optimizer_load_state_dict_pre_hooks  # pyright: ignore
+
+
+@pytest.mark.parametrize("scales", [None, torch.ones(3, 1), torch.ones(128)])
+def test_codes_whose_scales_do_not_fit_are_refused(scales: Any) -> None:
+    state = _with_codes()
+    state["state"][0]["momentum_buffer_scales"] = scales
+    other = nn.Linear(64, 128)
+    sgd = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    preamp.initialize(other, sgd, opt_level="O5", verbosity=0)
+    with pytest.raises(ValueError, match=r"momentum_buffer in 8 bits .* nothing was loaded\. Load"):
+        sgd.load_state_dict(state)
+    assert not sgd.state
 
 
 def test_a_failed_load_tells_of_nothing_rounded(capsys: pytest.CaptureFixture[str]) -> None:

@@ -388,16 +388,22 @@ def test_steps_that_were_all_skipped_verify_nothing() -> None:
 
 def test_an_optimizers_class_decides_about_traffic() -> None:
     slots = slots_of(10**6)
-    state = 8 * 10**6
+    states = {"float32": 8, "bfloat16": 4, "8bit": 2 + 2 * 4 / 128}  # and scales
     per_parameter = {  # as in the table of budgets in docs/design.md
-        ("O0", True): 28,  # its scale is static: nothing is looked for
-        ("O1", True): 40,
-        ("O2", True): 30,
-        ("O5", True): 28,
-        ("O5", False): 40,
+        ("O0", "full", True): 28,  # its scale is static: nothing is looked for
+        ("O1", "full", True): 40,
+        ("O2", "full", True): 30,
+        ("O5", "full", True): 28,
+        ("O5", "full", False): 40,
+        ("O2", "split", True): 28,
+        ("O5", "split", False): 50,
+        ("O2", preamp.Storage(masters="split", moments="bfloat16"), True): 20,
+        ("O2", "compact", True): 16.125,
+        ("O1", preamp.Storage(moments="8bit"), True): 28.125,
     }
-    for (level, is_fused), expected in per_parameter.items():
-        policy = preamp.OPT_LEVELS[level]
+    for (level, storage, is_fused), expected in per_parameter.items():
+        policy = preamp.OPT_LEVELS[level].replace(storage=storage)
+        state = round(states[policy.storage.moments] * 10**6)
         moved = optimizer_traffic(slots, policy, state, is_fused=is_fused)
         assert moved == expected * 10**6, level
 

@@ -65,8 +65,8 @@ def plan(
     """
     try:
         with only_answer_on_stdout(is_wanted=as_json):
-            parts = _parts(script, names, case)
             wanted = policies_of(None if levels is None else _levels(levels), storage)
+            parts = _parts(script, names, case)  # last, since a script may take its time
             report = preamp.plan(*parts, levels=wanted, steps=steps, verify_steps=verify)
     except (ValueError, TypeError, PreampError) as error:
         if _is_of_script(error):  # its traceback tells more

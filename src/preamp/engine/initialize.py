@@ -42,11 +42,12 @@ from preamp.engine.recording import OFF, Numerics, Recording, make_recording
 from preamp.engine.reductions import attach_reductions
 from preamp.engine.release import Release
 from preamp.engine.sharding import check_fits, check_groups
-from preamp.engine.storage import check_release, check_storage
+from preamp.engine.storage import check_release, check_storage, read_codes
 from preamp.engine.weights import attach_move_doors, attach_weight_doors
 from preamp.kernels import ForeachType, Ops
 from preamp.kernels import backend as ops_named
 from preamp.kernels.fsdp import gather_dtypes, reshard
+from preamp.kernels.modules import add_hook
 from preamp.optim.fused.base import FusedOptimizer
 from preamp.policy import OnOverflow, Policy, Scope, Storage, resolve
 
@@ -317,6 +318,8 @@ def _attach(engine: Engine) -> None:
     _install_function_casts(engine)
     for session in engine.sessions.values():
         OptimizerHooks(engine, session).attach(engine.undo)
+        loads = "register_load_state_dict_pre_hook"
+        add_hook(session.optimizer, loads, read_codes, engine.undo)
     if policy.storage.release_gradients:
         Release(engine).attach()
     if policy.overflow == "trace":

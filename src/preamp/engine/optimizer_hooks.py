@@ -120,8 +120,10 @@ class OptimizerHooks:
         self._end_sharing()
         withheld = self._give_back_gradients()
         if not withheld:
-            self._session.write_halves()
-            self._session.pack()
+            try:
+                self._session.pack()
+            finally:  # those that are not packed; packed ones are in their half weights already
+                self._session.write_halves()
             if self._session.sharing is not None:
                 self._session.sharing.exchange()
         if self._stepping:

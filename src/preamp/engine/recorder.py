@@ -344,7 +344,7 @@ def run_record(engine: EngineCore) -> RunRecord:
     """Say what the run is: the decisions, the parameters, the machine."""
     params = {engine.names.of(p): p for model in engine.models for p in model.parameters()}
     on_gpu = engine.device.type == "cuda"
-    policy = dataclasses.asdict(engine.policy)
+    policy = {f.name: getattr(engine.policy, f.name) for f in dataclasses.fields(engine.policy)}
     return RunRecord(
         preamp=__version__,
         torch=str(torch.__version__),

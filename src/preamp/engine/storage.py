@@ -3,22 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from preamp.casting.kept import Kept
 from preamp.core.dtypes import math_dtype
-from preamp.core.errors import PreampStateError, bad_state, bad_type, with_article
+from preamp.core.errors import PreampStateError, bad_state, bad_type, bad_value, with_article
 from preamp.core.ranks import has_process_group
 from preamp.core.splits import Splits
 from preamp.core.tensors import local_of
 from preamp.engine.recording import Recording
-from preamp.kernels.stored import is_beyond_float16
+from preamp.kernels.stored import are_beyond_float16, scales_shape
 from preamp.optim import LARC
 from preamp.optim.fused.base import FusedOptimizer
+from preamp.optim.fused.keeping import KeepsMoments
+from preamp.optim.fused.moments import SCALES, is_in_codes, without_codes
 from preamp.optim.larc import released
 from preamp.policy import Policy
 from preamp.policy.storage import MOMENT_KINDS, RELEASING_KINDS
@@ -110,7 +112,7 @@ def _check_range(name: str, param: torch.Tensor) -> None:
     """Refuse a weight that is infinite in float16: no master could be told from that."""
     value = local_of(param.detach())
     value = value.to(math_dtype(value.dtype))
-    if is_beyond_float16(value):
+    if are_beyond_float16([value])[0]:
         largest = float(value[value.isfinite()].abs().amax())
         raise bad_state(
             f"The weight {name!r} has a value of magnitude {largest:g}, and storage splits masters "
@@ -119,6 +121,36 @@ def _check_range(name: str, param: torch.Tensor) -> None:
             "master from that",
             f"Pass opt_level='O5' (bfloat16), storage='full', or keep_fp32=[{name!r}]",
         )
+
+
+def read_codes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+    """A state that is being loaded, with float32 values for moments in 8 bits.
+
+    For optimizers that would take the codes themselves for values, as torch's do. ``None`` where
+    there are none, or where the optimizer reads them.
+    """
+    entries = state.get("state")
+    if isinstance(optimizer, KeepsMoments) or not isinstance(entries, Mapping):
+        return None
+    made = {key: _values_of(entry) for key, entry in cast("dict[Any, Any]", entries).items()}
+    return {**state, "state": made}
+
+
+def _values_of(entry: Any) -> Any:
+    if not isinstance(entry, dict):
+        return entry
+    own = cast("dict[str, Any]", entry)
+    for key in [key for key in own if is_in_codes(own, key)]:
+        codes, scales = own[key], own[key + SCALES]
+        wanted = scales_shape(codes.shape) if codes.dim() else ()
+        if not isinstance(scales, torch.Tensor) or tuple(scales.shape) != wanted:
+            raise bad_value(
+                f"The state has {key} in 8 bits of shape {tuple(codes.shape)}, and scales that do "
+                "not fit",
+                f"These are a float32 tensor of shape {wanted}; nothing was loaded",
+                "Load a state as an optimizer has saved it",
+            )
+    return without_codes(own)
 
 
 def describe_storage(engine: EngineCore) -> list[str]:

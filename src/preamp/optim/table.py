@@ -48,7 +48,7 @@ from preamp.core.tensors import (
 )
 from preamp.kernels import Ops
 from preamp.kernels.shards import set_data, sharded_as
-from preamp.kernels.stored import is_beyond_float16
+from preamp.kernels.stored import are_beyond_float16
 from preamp.optim.direct import Placeholders, is_zeroed
 from preamp.optim.master_parameter import (
     PACKED_KINDS,
@@ -443,6 +443,7 @@ class WeightTable(WeightPairs):
         self.changes = 0  # differs once gradients may be others than before
         self._arrived: list[torch.Tensor | None] | None = None
         self.loaded: set[int] = set()  # rows whose master was loaded
+        self._written: set[Twin] = set()  # whose master a script wrote to, not packed since
         self._placeholders = Placeholders()
         self._plain: dict[torch.device, Record] = {}
         self._sample: dict[int, torch.Tensor] = {}  # values of a few rows
@@ -1197,6 +1198,7 @@ class WeightTable(WeightPairs):
         elif self.lows[row] is not None:
             return
         elif self._master_marks.is_changed(row, self.masters[row]):
+            self._written.add(self.twins[row])
             if not self.has_parts:
                 self.round((row,))
         elif self.compares:
@@ -1229,6 +1231,13 @@ class WeightTable(WeightPairs):
     def is_sharded(self) -> bool:
         """Whether ranks have parts of the weights."""
         return self.has_parts or self.has_sharded
+
+    def absorb(self) -> None:
+        """Let masters take over what was written to their half weights, before a step too."""
+        super().absorb()
+        if self.packs and any([low is None for low in self.lows]):
+            changed = self._master_marks.changed(self.kept)
+            self._written.update([self.twins[row] for row in changed])
 
     def follow_masters(self) -> None:
         """Round masters that somebody wrote to between steps into their half weights.
@@ -1298,7 +1307,8 @@ class WeightTable(WeightPairs):
     def _pack_rows(self) -> None:
         rows = [row for row, low in enumerate(self.lows) if low is None]
         rows = [row for row in rows if not self.twins[row].stays_wide]
-        self._keep_wide_beyond_range([row for row in rows if row in self.loaded])
+        given = [row for row in rows if row in self.loaded or self.twins[row] in self._written]
+        self._keep_wide_beyond_range(given)
         rows = [row for row in rows if not self.twins[row].stays_wide]
         if not rows:
             return
@@ -1320,17 +1330,19 @@ class WeightTable(WeightPairs):
                 self.note_written(range(len(self)))
 
     def _keep_wide_beyond_range(self, rows: Sequence[int]) -> None:
-        """Leave loaded masters float32 that float16 weights beside 16 bits cannot hold.
+        """Leave masters float32 that float16 weights beside 16 bits cannot hold.
 
-        Synchronises, where a float16 weight was loaded.
+        ``rows`` are those that something else than a step has set. Synchronises once, where a
+        float16 weight is among them.
         """
-        for row in rows:
-            self.loaded.discard(row)
-            twin = self.twins[row]
-            value = local_of(self.masters[row].detach())
-            if twin.dtype is torch.float16 and is_beyond_float16(value):
-                twin.stays_wide = True
-                warnings.warn(_beyond_float16(twin.name), stacklevel=2)
+        self.loaded.difference_update(rows)
+        self._written.clear()
+        rows = [row for row in rows if self.halves[row].dtype is torch.float16]
+        values = [local_of(self.masters[row].detach()) for row in rows]
+        for row, is_beyond in zip(rows, are_beyond_float16(values), strict=True):
+            if is_beyond:
+                self.twins[row].stays_wide = True
+                warnings.warn(_beyond_float16(self.twins[row].name), stacklevel=2)
 
     def write_halves(self) -> None:
         """Round every master into its half weight; the invariant after every step."""
@@ -1404,6 +1416,7 @@ class WeightTable(WeightPairs):
         increment_version(master)  # who saved it for a backward is to hear of it
         set_data(master, sharded_as(nothing, self.halves[row]))
         master.__class__ = packed_kind(cast("type[MasterParameter]", type(master)))
+        self.twins[row].dtype = half.dtype  # another one than at first after model.bfloat16()
         self.lows[row] = low
         if self.kept is self.masters:
             self.kept = [*self.masters]
@@ -1474,7 +1487,7 @@ def _written_while_packed(name: str, dtype: torch.dtype) -> str:
 def _beyond_float16(name: str) -> str:
     """Warning: a loaded master is too large to be split."""
     return message(
-        f"The loaded master of the float16 weight {name!r} has values beyond 65504, where its half "
+        f"The master of the float16 weight {name!r} was given values beyond 65504, where its half "
         "weight is infinite",
         'Masters that large are not split (storage="split"); this one stays float32',
         f"Use opt_level='O5' (bfloat16), or keep the weight in float32 with keep_fp32=[{name!r}]",
