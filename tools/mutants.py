@@ -237,7 +237,7 @@ FAULTS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("engine/loop.py", ENGINE): (
         ("_EPS = 1e-6", "_EPS = 0.0"),
         ("(max_norm / (norm + _EPS)).clamp(max=1.0)", "max_norm / (norm + _EPS)"),
-        ('if self._reached != {"loss"}:', "if True:"),
+        ('if self.reached != {"loss"}:', "if True:"),
     ),
     ("engine/session.py", ENGINE): (
         ("self.skips_in_row + 1 if skipped else 0", "self.skips_in_row + int(skipped)"),
