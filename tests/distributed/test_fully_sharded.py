@@ -46,6 +46,7 @@ def test_records_and_training_beside_ddp_on_two_ranks(tmp_path: Path) -> None:
     assert_pass(checks, fully_sharded_checks.RANKS, tmp_path)
 
 
+@pytest.mark.full
 def test_meshes_and_groups_on_four_ranks(tmp_path: Path) -> None:
     checks = checks_of(mesh_checks)
     if not RUNS_ON_CPUS:
