@@ -10,7 +10,13 @@ from typing import TypeVar
 import torch
 from torch.autograd.graph import Node
 
-from preamp.kernels.autograd import BackwardOrder, backward_order, has_functions_of_python, is_freed
+from preamp.kernels.autograd import (
+    TELLS_HOOKS,
+    BackwardOrder,
+    backward_order,
+    has_functions_of_python,
+    is_freed,
+)
 
 T = TypeVar("T")
 
@@ -26,8 +32,12 @@ def followed(graphs: Sequence[Graph]) -> list[Graph]:
 
 
 def released(graphs: Sequence[Graph]) -> list[Graph]:
-    """Keep for later what keeps no activations alive: graphs that a backward has freed."""
-    kept = [None if isinstance(g, Node) and not is_freed(g) else g for g in graphs[:_KEPT]]
+    """Keep for later what keeps no activations alive: graphs that a backward has freed.
+
+    Where torch does not tell which those are, the graphs are followed, which takes longer.
+    """
+    kept = list(graphs[:_KEPT]) if TELLS_HOOKS else followed(graphs[:_KEPT])
+    kept = [None if isinstance(g, Node) and not is_freed(g) else g for g in kept]
     return [*kept, None] if len(graphs) > _KEPT else kept
 
 

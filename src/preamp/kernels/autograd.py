@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
+
+TELLS_HOOKS: Final = hasattr(cast("Any", torch)._C._autograd.SavedTensor, "unpack_hook")
+"""Whether torch says what hooks unpack a saved tensor without calling them; 2.6 does not."""
 
 
 def backward_under_way() -> int:
@@ -147,8 +148,10 @@ def is_freed(root: Node) -> bool:
 
     Such a graph costs next to nothing to hold, but for attributes of Python's functions. Also true
     of one that had kept nothing; false where only such functions could tell. What hooks keep, such
-    as those of activation checkpoints, is not asked for.
+    as those of activation checkpoints, is not asked for: false where torch does not tell of hooks.
     """
+    if not TELLS_HOOKS:
+        return False
     for node in _nodes_above(root):
         if isinstance(node, BackwardCFunction):
             return False
@@ -169,42 +172,13 @@ def _keeps(node: Node, name: str) -> bool:
     raw: Any = getattr(node, f"_raw{name}", None)
     if raw is None:  # a number, or a size
         return False
-    if any(_has_hooks(one, node, name) for one in _listed(raw)):
+    if any(getattr(one, "unpack_hook", None) is not None for one in _listed(raw)):
         return True
     return any(isinstance(one, torch.Tensor) for one in _listed(getattr(node, name)))
 
 
 def _listed(kept: Any) -> tuple[Any, ...]:
     return cast("tuple[Any, ...]", kept) if isinstance(kept, tuple) else (kept,)
-
-
-def _has_hooks(raw: Any, node: Node, name: str) -> bool:
-    """Whether hooks make what ``raw`` is of, which ``node`` has under ``name``.
-
-    Where torch does not say so, as 2.6, only a call of such a hook shows it, and ends as it begins.
-    """
-    if hasattr(raw, "unpack_hook"):
-        return raw.unpack_hook is not None
-    if sys.getprofile() is not None:  # Python has one place for a profiler
-        return True
-    sys.setprofile(_refuse_call)
-    try:
-        getattr(node, name)
-    except _CallRefusedError:
-        return True
-    finally:
-        sys.setprofile(None)
-    return False
-
-
-class _CallRefusedError(Exception):
-    """A function of Python was about to run."""
-
-
-def _refuse_call(frame: FrameType, event: str, arg: object) -> None:
-    del frame, arg
-    if event == "call":
-        raise _CallRefusedError
 
 
 def has_functions_of_python(root: Node) -> bool:
