@@ -44,7 +44,7 @@ ODDS = np.array([ODD**row & 0xFFFF for row in range(2)], np.uint16)
 """What the chance of each list of state is multiplied by."""
 
 _INFINITY = 0x7F800000
-_MAGNITUDE = 0x7FFFFFFF
+_MAGNITUDE, _SIGN = 0x7FFFFFFF, 0x80000000
 _DROPPED = 23 - MANTISSA  # bits
 _BELOW_TOP = (1 << _DROPPED) - 1
 _LEAST = LEAST
@@ -86,24 +86,29 @@ def join(typing: Any, half: Any, low: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         raw, low = args[0], builder.sext(args[1], _Int)
-        word = builder.zext(raw, _Int)
-        size = builder.and_(word, _Int(0x7FFF))
-        is_zero = builder.icmp_signed("==", size, _Int(0))
-        low = builder.select(is_zero, _at_least(builder, low, _Int(0)), low)
         if half == types.int16:  # bfloat16, where nan stays one
+            word = builder.zext(raw, _Int)
+            is_zero = builder.icmp_signed("==", builder.and_(word, _Int(0x7FFF)), _Int(0))
+            low = builder.select(is_zero, _at_least(builder, low, _Int(0)), low)
             return builder.bitcast(builder.add(builder.shl(word, _Int(16)), low), _Float)
-        wide = to_float(context, builder, raw, half)
-        bits = builder.bitcast(wide, _Int)
-        # In 2**-16 of a unit, away from zero
+        bits = builder.bitcast(to_float(context, builder, raw, half), _Int)
+        size = builder.bitcast(builder.and_(bits, _Int(_MAGNITUDE)), _Float)
+        # In 2**-16 of a unit. Infinity and nan stay what they are.
         by = builder.sub(_unit_of(builder, bits), _Int(16 << 23))
-        far = builder.fmul(builder.sitofp(low, _Float), builder.bitcast(by, _Float))
-        far = builder.xor(builder.bitcast(far, _Int), builder.and_(bits, _Int(0x80000000)))
-        found = builder.fadd(wide, builder.bitcast(far, _Float))
-        # Not of the widened value: LLVM 22 takes wrong lanes of that on processors with AVX512-FP16
-        is_finite = builder.icmp_signed("<", size, _Int(0x7C00))
-        return builder.select(is_finite, found, wide)
+        size = _exact(builder, builder.sitofp(low, _Float), builder.bitcast(by, _Float), size)
+        # Below zero is only what lies beside a zero that a script has written.
+        is_below = builder.fcmp_ordered("<", size, _Float(0.0))
+        size = builder.bitcast(builder.select(is_below, _Float(0.0), size), _Int)
+        return builder.bitcast(builder.or_(size, builder.and_(bits, _Int(_SIGN))), _Float)
 
     return types.float32(half, low), generate
+
+
+def _exact(builder: Any, value: Any, power: Any, addend: Any) -> Any:
+    """``value * power + addend``, fused where that is fast: the product is exact in any case."""
+    kind = ir.FunctionType(_Float, [_Float] * 3)
+    fused = builder.module.declare_intrinsic("llvm.fmuladd", [_Float], kind)
+    return builder.call(fused, [value, power, addend])
 
 
 def _unit_of(builder: Any, bits: Any) -> Any:
@@ -157,9 +162,10 @@ def _nearest(context: Any, builder: Any, value: Any) -> tuple[Any, Any]:
     bits = builder.bitcast(wide, _Int)
     # 2**16 / unit, of powers of two
     by = builder.sub(_Int((2 * 127 + 16) << 23), _unit_of(builder, bits))
-    far = builder.fmul(builder.fsub(value, wide), builder.bitcast(by, _Float))
-    far = builder.xor(builder.bitcast(far, _Int), builder.and_(bits, _Int(0x80000000)))
-    return half, builder.bitcast(builder.fadd(builder.bitcast(far, _Float), _Float(_WHOLE)), _Int)
+    by = builder.bitcast(builder.or_(by, builder.and_(bits, _Int(_SIGN))), _Float)
+    return half, builder.bitcast(
+        _exact(builder, builder.fsub(value, wide), by, _Float(_WHOLE)), _Int
+    )
 
 
 @intrinsic
