@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -365,6 +368,113 @@ def test_what_waits_in_a_body_that_raises_is_dropped(monkeypatch: pytest.MonkeyP
     for model, optimizer in (plain, run):
         train(model, optimizer, range(2))
     assert same(exact(*plain), exact(*run))
+
+
+def small(count: int = 1) -> list[Any]:
+    """Models and optimizers of one engine, whose gradients all wait."""
+    models = [nn.Linear(8, 8, bias=False) for _ in range(count)]
+    optimizers = [FusedAdam(model.parameters(), lr=0.1) for model in models]
+    storage = preamp.Storage(release_gradients=True)
+    preamp.initialize(models, optimizers, opt_level="O5", verbosity=0, storage=storage)
+    return list(zip(models, optimizers, strict=True))
+
+
+def test_blocks_within_blocks_keep_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "TOGETHER", 1 << 30)
+    (one, first), (two, second) = small(2)
+    before = [one.weight.detach().clone(), two.weight.detach().clone()]
+    with preamp.scale_loss(one(torch.ones(2, 8)).sum(), first) as outer:
+        outer.backward()
+        with preamp.scale_loss(two(torch.ones(2, 8)).sum(), second) as inner:
+            inner.backward()
+        assert not torch.equal(two.weight, before[1])
+    assert not torch.equal(one.weight, before[0])
+
+
+def test_what_waits_in_an_inner_body_that_raises_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(release, "TOGETHER", 1 << 30)
+    (one, first), (two, second) = small(2)
+    before = [one.weight.detach().clone(), two.weight.detach().clone()]
+    with preamp.scale_loss(one(torch.ones(2, 8)).sum(), first) as outer:
+        outer.backward()
+        with suppress(KeyError), preamp.scale_loss(two(torch.ones(2, 8)).sum(), second) as inner:
+            inner.backward()
+            raise KeyError
+    assert torch.equal(two.weight, before[1])
+    assert not torch.equal(one.weight, before[0])
+
+
+def test_threads_have_what_waits_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "TOGETHER", 1 << 30)
+
+    def run(model: nn.Module, optimizer: Any) -> None:
+        for number in range(40):
+            loss = model(torch.full((2, 8), 0.1 * number)).float().square().mean()
+            with preamp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+
+    found: list[list[torch.Tensor]] = []
+    for together in (False, True):
+        torch.manual_seed(0)
+        pairs = small(2)
+        if together:
+            with ThreadPoolExecutor(2) as pool:
+                for done in [pool.submit(run, *pair) for pair in pairs]:
+                    done.result()
+        else:
+            for pair in pairs:
+                run(*pair)
+        found.append([model.weight.detach().clone() for model, _ in pairs])
+    assert same(*found)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_the_graph_of_a_block_is_let_go(raises: bool) -> None:
+    ((model, optimizer),) = small()
+    hidden = model(torch.ones(2, 8))
+    alive = weakref.ref(hidden)
+    with suppress(KeyError), preamp.scale_loss((hidden * 1.0).sum(), optimizer) as scaled:
+        scaled.backward()
+        if raises:
+            raise KeyError
+    if not raises:
+        optimizer.step()
+    del hidden, scaled
+    gc.collect()
+    assert alive() is None
+
+
+def test_gradients_that_no_update_can_take_are_refused() -> None:
+    model = nn.Embedding(8, 4, sparse=True)
+    optimizer = FusedAdam(model.parameters())
+    storage = preamp.Storage(release_gradients=True)
+    preamp.initialize(model, optimizer, opt_level="O0", verbosity=0, storage=storage)
+    before = model.weight.detach().clone()
+    with (
+        pytest.raises(RuntimeError, match="FusedAdam got a sparse gradient"),
+        preamp.scale_loss(model(torch.tensor([1, 2])).sum(), optimizer) as scaled,
+    ):
+        scaled.backward()
+    ((dense, other),) = small()
+    with (
+        pytest.raises(preamp.PreampStateError, match="create_graph=True"),
+        preamp.scale_loss(dense(torch.ones(2, 8)).square().sum(), other) as scaled,
+    ):
+        scaled.backward(create_graph=True)
+    assert torch.equal(model.weight, before)
+
+
+def test_a_gradient_given_to_a_parameter_without_one_is_refused() -> None:
+    model, optimizer = start(opt_level="O0")
+    with preamp.scale_loss(model.first.weight.sum(), optimizer) as scaled:
+        scaled.backward()
+    other = next(p for p in model.parameters() if p is not model.first.weight and p.requires_grad)
+    other.grad = torch.ones_like(other)
+    with pytest.raises(preamp.PreampStateError, match="gradient"):
+        optimizer.step()
 
 
 def test_bytes_of_a_parameter() -> None:

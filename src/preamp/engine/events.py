@@ -22,7 +22,8 @@ class Backward(Protocol):
 
     note: GradientNote  # what is found in its gradients
     loss: torch.Tensor  # as given, unscaled
-    reached: set[str]  # "loss", "scaled loss": what a backward has come to, if there is a scale
+    # Which of "loss" and "scaled loss" a backward has begun at or passed; empty without a scale
+    reached: set[str]
 
     @property
     def sessions(self) -> Sequence[OptimizerSession]:

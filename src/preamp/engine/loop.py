@@ -282,7 +282,8 @@ def unscale_and_commit(
     be told; ``None`` if nobody looked. ``note`` holds the scale and is filled with what is found;
     ``is_reduced`` says that all gradients have certainly been reduced over ranks.
     """
-    # An overflow skips the steps of all; of those that are taken each has its own, if any is made.
+    # An overflow skips the steps of all. Where steps are taken each optimizer has a note of its own
+    # of what was found, if anybody looks.
     is_shared = scaler.is_dynamic or note.watched is None
     notes = [note if is_shared else replace(note, found_inf=[], found=[]) for _ in sessions]
     try:

@@ -2,12 +2,14 @@
 """Gradients applied as soon as they are made: ``storage`` with ``release_gradients=True``.
 
 A hook on each leaf runs when autograd has the whole gradient of it: what a model uses twice gets
-its gradient once, after both uses. By then every node that multiplies by the weight has run, as
-the gradient waits for it. So the hook updates that one parameter as the coming step would
-(`FusedOptimizer.update_alone`) and drops the gradient; small ones wait for each other, up to
-`TOGETHER` bytes, since an update costs as much for many. The block then ends without gradients, and
-``optimizer.step()`` finds none to apply: it counts, and runs hooks and schedulers as ever. Its
-number is that of the updates before it. Between a backward and its step weights are new already.
+its gradient once, after both uses. By then every node that the gradient comes from has run. (One
+that read the weight detached may run later: torch raises where it finds the weight written to. A
+checkpoint that reads it so, or a read through ``.data``, computes with the new one.) So the hook
+updates that one parameter as the coming step would (`FusedOptimizer.update_alone`) and drops the
+gradient; small ones wait for each other, up to `TOGETHER` bytes, since an update costs as much for
+many. The block then ends without gradients, and ``optimizer.step()`` finds none to apply: it
+counts, and runs hooks and schedulers as ever. Updates have the number of the step that follows.
+Between a backward and its step weights are new already.
 
 Numbers are those of training without it: a gradient without a master is unscaled in place, a half
 one by the factor that the update of its master gets, as `GradientBooks` has it. Masters are packed
@@ -38,7 +40,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from preamp.casting import disable_casts, thread_has_casts
-from preamp.core.tensors import is_capturing, stored_grad
+from preamp.core.tensors import is_capturing
 from preamp.engine import refusals
 from preamp.engine.engine import Engine
 from preamp.engine.events import Backward
@@ -47,6 +49,7 @@ from preamp.engine.storage import check_no_ranks, check_releases
 from preamp.kernels.modules import add_hook
 from preamp.optim import is_master, leaves_of
 from preamp.optim.fused.base import Entries, FusedOptimizer, Group
+from preamp.optim.fused.checks import check_gradients
 
 TOGETHER = 1 << 20
 """Bytes of gradients that are applied together at least, but for the last ones of a backward."""
@@ -57,11 +60,14 @@ class _Updates:
     """What a block has updated for one optimizer."""
 
     session: OptimizerSession
-    block: Backward
+    reached: set[str]  # of the block; the block itself would keep the loss and its graph
     inverse: torch.Tensor | None  # takes the loss scale off gradients, if there is one
-    done: dict[int, tuple[torch.Tensor, Any]] = field(
-        default_factory=dict[int, tuple[torch.Tensor, Any]]
-    )  # by id, leaves and what is updated in their places
+    done: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])  # leaves, by id
+    # Gradients yet to be applied, and their bytes
+    waiting: list[tuple[_Place, torch.Tensor]] = field(
+        default_factory=list["tuple[_Place, torch.Tensor]"]
+    )
+    waiting_bytes: int = 0
     is_over: bool = False  # whether the block has ended well, so that a step must come next
 
 
@@ -83,9 +89,7 @@ class Release:
         self._updates: dict[int, _Updates] = {}  # since the latest step, by id of the session
         self._places: dict[int, _Place] = {}  # by id of the leaf
         self._hooked: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
-        self._waiting: list[tuple[_Place, torch.Tensor]] = []  # gradients yet to be applied
-        self._waiting_bytes = 0
-        self._entered: Backward | None = None  # the latest block
+        self._entered = threading.local()  # the block that a thread begins, as ``block``
         self.lock = threading.Lock()  # autograd has a thread for each device
 
     def attach(self) -> None:
@@ -117,7 +121,7 @@ class Release:
             handle.remove()
         self._hooked.clear()
         self._places.clear()
-        self._drop_waiting()
+        self._updates.clear()
 
     # -- a block, and its step ---------------------------------------------------------------------
 
@@ -134,20 +138,19 @@ class Release:
             session.drop_gradients()  # zeros, which new ones would be added to
             for param in session.direct_params():
                 param.grad = None
-        self._entered = block
-        self._drop_waiting()  # of a body that raised
+        self._entered.block = block
 
     def _make_ready(self, scaled: torch.Tensor) -> None:
         """Let masters take in what was written to half weights, and note what is updated where."""
         del scaled
-        block = self._entered
+        block = cast("Backward | None", vars(self._entered).pop("block", None))
         if block is None:
             return
         is_scaled = not self._engine.scaler(block.note.loss_id).is_identity
         inverse = block.note.scale.reciprocal() if is_scaled else None
         for session in block.sessions:
             cast("FusedOptimizer", session.optimizer).check_storage()  # as it stays till the step
-            updates = self._updates[id(session)] = _Updates(session, block, inverse)
+            updates = self._updates[id(session)] = _Updates(session, block.reached, inverse)
             for table in session.gradients.tables:
                 if table.packs and is_capturing(table.halves[0].device):
                     raise refusals.captured_while_split()
@@ -158,8 +161,10 @@ class Release:
                     self._places[id(leaf)] = _Place(updates, group, param)
 
     def _gradients_made(self, block: Backward, are_left: bool) -> None:
-        del block, are_left
-        self._apply_waiting()
+        del are_left
+        for session in block.sessions:
+            if (updates := self._updates.get(id(session))) is not None:
+                self._apply_waiting(updates)
 
     def _block_over(self, block: Backward) -> None:
         for session in block.sessions:
@@ -169,9 +174,12 @@ class Release:
     def _update_begins(self, session: OptimizerSession, has_closure: bool) -> None:
         if has_closure:
             raise refusals.needs_gradients("optimizer.step(closure)")
-        updates = self._updates.get(id(session))
-        pairs = () if updates is None else updates.done.values()
-        if any(leaf.grad is not None or stored_grad(param) is not None for leaf, param in pairs):
+        if id(session) not in self._updates:
+            return
+        # One that was unfrozen within the block has no hook, and is updated by the step.
+        hooked = [leaf for leaf in session.model_params() if id(leaf) in self._hooked]
+        tables = session.gradients.tables
+        if any([leaf.grad is not None for leaf in hooked]) or any([t.has_bases for t in tables]):
             raise refusals.other_gradient()
 
     def _step_over(self, session: OptimizerSession) -> None:
@@ -190,24 +198,24 @@ class Release:
         if place is None or not place.updates.session.gradients.is_open:
             raise refusals.outside_block(self._engine.names.of(leaf))
         updates = place.updates
-        if updates.block.reached == {"loss"}:
+        if updates.reached == {"loss"}:
             raise refusals.backward_of_loss()
+        if grad.requires_grad:
+            raise refusals.needs_gradients("backward(create_graph=True)")
+        check_gradients(type(updates.session.optimizer).__name__, [leaf], [grad])
         if id(leaf) in updates.done:
             raise refusals.second_gradient(self._engine.names.of(leaf))
-        updates.done[id(leaf)] = leaf, place.param
-        self._waiting.append((place, grad))
-        self._waiting_bytes += grad.nbytes
-        if self._waiting_bytes >= TOGETHER:
-            self._apply_waiting()
-
-    def _drop_waiting(self) -> list[tuple[_Place, torch.Tensor]]:
-        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        return waiting
+        updates.done[id(leaf)] = leaf
+        updates.waiting.append((place, grad))
+        updates.waiting_bytes += grad.nbytes
+        if updates.waiting_bytes >= TOGETHER:
+            self._apply_waiting(updates)
 
     @torch.no_grad()
-    def _apply_waiting(self) -> None:
+    def _apply_waiting(self, updates: _Updates) -> None:
+        waiting, updates.waiting, updates.waiting_bytes = updates.waiting, [], 0
         found: dict[int, list[tuple[_Place, torch.Tensor]]] = {}
-        for place, grad in self._drop_waiting():
+        for place, grad in waiting:
             found.setdefault(id(place.group), []).append((place, grad))
         has_casts = self._engine.casts_functions or thread_has_casts()
         with disable_casts() if has_casts else nullcontext():
@@ -230,11 +238,9 @@ class Release:
         if inverse is not None:
             self._engine.ops.scale_add_(direct, inverse, [None] * len(direct))
         cast("FusedOptimizer", optimizer).update_alone(place.group, entries)
-        for twin in entries.twins:
+        for twin in entries.twins:  # values half way are rounded otherwise than by the update
             if twin is not None and twin.table.packs and twin.table.lows[twin.row] is None:
-                twin.table.round(
-                    (twin.row,)
-                )  # where a value lies half way, otherwise than the update
+                twin.table.round((twin.row,))
 
 
 def _arrived(owner: weakref.ref[Release], leaf: torch.Tensor) -> None:
@@ -242,4 +248,4 @@ def _arrived(owner: weakref.ref[Release], leaf: torch.Tensor) -> None:
     if release is not None and grad is not None:
         leaf.grad = None
         with release.lock:
-            release.arrive(leaf, grad.detach())
+            release.arrive(leaf, grad)

@@ -36,6 +36,7 @@ from preamp.core.tensors import (
     devices_of,
     find_again,
     grad_of,
+    is_capturing,
     is_sharded,
     kinds_of,
     layout_of,
@@ -503,10 +504,12 @@ class WeightTable(WeightPairs):
 
     def plain(self, device: torch.device) -> Record:
         """The record of a gradient there that has no loss scale on it."""
-        if device not in self._plain:
-            one = torch.ones((), dtype=torch.float32, device=device)
-            self._plain[device] = Record(one, is_plain=True)
-        return self._plain[device]
+        record = self._plain.get(device)
+        if record is None:
+            record = Record(torch.ones((), dtype=torch.float32, device=device), is_plain=True)
+            if not is_capturing(device):  # then it is one only when the graph has run
+                self._plain[device] = record
+        return record
 
     def zeroed(self, grad: torch.Tensor) -> Record:
         """The record of zeros that are the gradient."""

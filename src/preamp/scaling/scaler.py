@@ -167,7 +167,7 @@ class LossScaler:
             self.growth_tracker = state.growth_tracker
         else:  # a CUDA graph knows where it lies
             self.growth_tracker.copy_(state.growth_tracker)
-        if self._has_recorded:
+        if self._has_recorded or not host_reaches(self.found_inf):  # a graph may have, unseen
             self.found_inf.zero_()
         self._has_recorded = False
         self.generation += 1

@@ -403,8 +403,10 @@ def _numbers(factors: Sequence[torch.Tensor | None]) -> dict[int, float]:
 
 
 def _scalar(value: float, device: torch.device) -> torch.Tensor:
-    made = _torch.from_numpy(np.array(_number(value, torch.float32)))
-    return cast("torch.Tensor", made if device.type == "cpu" else made.to(device))
+    number = _number(value, torch.float32)
+    if device.type == "cpu":
+        return cast("torch.Tensor", _torch.from_numpy(np.array(number)))
+    return torch.full((), float(number), dtype=torch.float32, device=device)  # which waits for none
 
 
 def _float32(values: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
