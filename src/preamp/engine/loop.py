@@ -372,7 +372,7 @@ def clip_grad_norm_(
             f"The norm of order {norm_type} of the gradients is {norm.item()}, so it cannot be "
             "clipped. Pass error_if_nonfinite=False, and the coming step is skipped."
         )
-    # Where the host is near it knows if the factor is 1; far below, so that rounding is no matter.
+    # A norm on the host that is below the bound, by more than rounding, needs no factor.
     if not (host_reaches(norm) and norm.item() < 0.999 * (max_norm - _EPS)):
         found.multiply_(engine.ops, (max_norm / (norm + _EPS)).clamp(max=1.0))
     return norm
