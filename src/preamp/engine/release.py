@@ -62,7 +62,7 @@ class _Updates:
     session: OptimizerSession
     reached: set[str]  # of the block; the block itself would keep the loss and its graph
     inverse: torch.Tensor | None  # takes the loss scale off gradients, if there is one
-    done: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])  # leaves, by id
+    done: set[int] = field(default_factory=set[int])  # ids of leaves, which their hooks hold
     # Gradients yet to be applied, and their bytes
     waiting: list[tuple[_Place, torch.Tensor]] = field(
         default_factory=list["tuple[_Place, torch.Tensor]"]
@@ -205,7 +205,7 @@ class Release:
         check_gradients(type(updates.session.optimizer).__name__, [leaf], [grad])
         if id(leaf) in updates.done:
             raise refusals.second_gradient(self._engine.names.of(leaf))
-        updates.done[id(leaf)] = leaf
+        updates.done.add(id(leaf))
         updates.waiting.append((place, grad))
         updates.waiting_bytes += grad.nbytes
         if updates.waiting_bytes >= TOGETHER:

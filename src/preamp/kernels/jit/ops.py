@@ -404,9 +404,9 @@ def _numbers(factors: Sequence[torch.Tensor | None]) -> dict[int, float]:
 
 def _scalar(value: float, device: torch.device) -> torch.Tensor:
     number = _number(value, torch.float32)
-    if device.type == "cpu":
+    if device.type == "cpu":  # elsewhere a copy would wait for the device
         return cast("torch.Tensor", _torch.from_numpy(np.array(number)))
-    return torch.full((), float(number), dtype=torch.float32, device=device)  # which waits for none
+    return torch.full((), float(number), dtype=torch.float32, device=device)
 
 
 def _float32(values: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
