@@ -136,7 +136,10 @@ def run(config: Config) -> list[records.Record]:
         One record for each way to train and each collective, as the first rank saw it.
     """
     with tempfile.TemporaryDirectory() as folder:
-        cast("Any", multiprocessing).spawn(_rank_main, (folder, config), nprocs=RANKS)
+        # Forks of a server end without finalizing Python. Others may abort in that: gloo's threads
+        # take Python's lock to free the last collective's tensors (pytorch/pytorch#190489).
+        start = cast("Any", multiprocessing).start_processes
+        start(_rank_main, (folder, config), RANKS, start_method="forkserver")
         rows = records.read(Path(folder, "rows.jsonl"))
     where = {"benchmark": "distributed", "ranks": RANKS, "width": config.width}
     where |= {"parameters": 4 * config.width * (config.width + 1)}
